@@ -1,0 +1,46 @@
+"""Budgets are rows beyond sink and window; at the door they may also be a share of the context, or unlimited."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+Budget: TypeAlias = "int | float | None"
+
+
+def budget_rows(budget: Budget, context: int) -> int:
+    """Rows that `budget` allows in a context of `context` rows: an int is rows, a float in (0, 1] a share of the
+    context (rounded down, at least one row), None the whole context.
+
+    Raises:
+        ValueError: fewer than one row, a share outside (0, 1], or another type.
+    """
+    if budget is None:
+        return max(context, 1)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise ValueError(f"a budget is rows (int), a share of the context (float) or None, got {budget!r}")
+    if isinstance(budget, float):
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"a budget given as a float is a share of the context in (0, 1], got {budget}")
+        return max(math.floor(budget * context), 1)
+    if budget < 1:
+        raise ValueError(f"a budget is at least 1 row, got {budget}")
+    return budget
+
+
+def parse_budget(text: str) -> Budget:
+    """`"64"` is 64 rows, `"1%"` one hundredth of the context, `"all"` everything.
+
+    Raises:
+        ValueError: anything else, or a number out of range.
+    """
+    text = text.strip()
+    budget: Budget
+    try:
+        if text == "all":
+            return None
+        budget = float(text[:-1]) / 100 if text.endswith("%") else int(text)
+    except ValueError:
+        raise ValueError(f'a budget is rows ("64"), a share ("1%") or "all", got {text!r}') from None
+    budget_rows(budget, 1)
+    return budget

@@ -1,0 +1,93 @@
+"""The sentences that refuse bad input at the cache's door, before anything is stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.selectors.base import Selector
+
+
+def rows(keys: Tensor, values: Tensor, queries: Tensor | None, selector: Selector, held: Tensor | None) -> None:
+    """New rows fit each other, the selector's needs and the stored keys `held` `[B,H,N,D]`; else ValueError."""
+    if keys.ndim != 4 or keys.shape != values.shape:
+        raise ValueError(
+            f"append takes keys and values of one shape [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}"
+        )
+    if keys.dtype != values.dtype or keys.device != values.device or not keys.is_floating_point():
+        raise ValueError(
+            f"append takes keys and values of one floating dtype and device, got {keys.dtype} on {keys.device} and "
+            f"{values.dtype} on {values.device}"
+        )
+    if held is not None:
+        if (keys.shape[0], keys.shape[1], keys.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
+            raise ValueError(
+                f"this cache holds [B,H,N,D] = {[*held.shape[:2], 'N', held.shape[3]]}, got keys {list(keys.shape)}"
+            )
+        if keys.dtype != held.dtype or keys.device != held.device:
+            raise ValueError(
+                f"this cache holds {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
+            )
+    if selector.needs_queries:
+        if queries is None:
+            raise ValueError(f"{selector!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
+        batch, heads, new, size = keys.shape
+        if queries.ndim != 5 or queries.shape[:2] != (batch, heads) or queries.shape[3:] != (new, size):
+            raise ValueError(
+                f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = "
+                f"{[batch, heads, 'G', new, size]}, got {list(queries.shape)}"
+            )
+    if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
+        finite(keys, values)
+
+
+def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
+    """Positions `[B,n]` on the CPU as int64, if they rise and are at least `after` `[B]`; else ValueError."""
+    if tuple(at.shape) != (batch, new) or at.is_floating_point():
+        raise ValueError(
+            f"positions of {new} rows of {batch} sequences are integers [B,n] = {[batch, new]}, got "
+            f"{at.dtype} {list(at.shape)}"
+        )
+    at = at.to("cpu", torch.int64)
+    for b in range(batch):
+        real = at[b][at[b] >= 0]
+        if real.numel() and (int(real[0]) < int(after[b]) or bool((real.diff() <= 0).any())):
+            raise ValueError(
+                f"the positions of a sequence rise from row to row (padding, negative, apart) and continue after "
+                f"{int(after[b]) - 1}; sequence {b} got {real[:8].tolist()}..."
+            )
+    return at
+
+
+def query(query: Tensor, held: Tensor) -> None:
+    """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
+    if (
+        query.ndim != 4
+        or query.shape[:2] != held.shape[:2]
+        or query.shape[3] != held.shape[3]
+        or (query.dtype != held.dtype or query.device != held.device)
+    ):
+        raise ValueError(
+            f"a query of this cache is [B,H,G,D] = {[*held.shape[:2], 'G', held.shape[3]]} {held.dtype} on "
+            f"{held.device}, got {list(query.shape)} {query.dtype} on {query.device}"
+        )
+
+
+def finite(keys: Tensor, values: Tensor) -> None:
+    """No NaN and no infinity; else ValueError."""
+    for name, part in (("keys", keys), ("values", values)):
+        if part.numel() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(part)):  # NaN passes through
+            bad = (~torch.isfinite(part)).nonzero()[0].tolist()
+            raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,row,d] = {bad}")
+
+
+def order(order: Tensor, keys: Tensor) -> None:
+    """A selector's order `[B,H,n]` permutes the rows of `keys` `[B,H,n,D]` in every head; else ValueError."""
+    batch, heads, new = keys.shape[:3]
+    if tuple(order.shape) != (batch, heads, new) or order.dtype != torch.int64:
+        raise ValueError(
+            f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}, got {order.dtype} {list(order.shape)}"
+        )
+    seen = torch.zeros_like(order, dtype=torch.bool)
+    if not bool(((order >= 0) & (order < new)).all()) or not bool(seen.scatter_(2, order, True).all()):
+        raise ValueError(f"a selector's order must be a permutation of the {new} rows in every head")

@@ -1,0 +1,125 @@
+"""One operation, `attend`, in three implementations with one signature.
+
+`reference` is the specification, `gather` runs anywhere at a cost proportional to the budget, `spans` is the fused
+Triton kernel. `merge` combines attention over disjoint rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from sparseattn.kernels import gather, reference
+from sparseattn.kernels.merge import merge
+from sparseattn.selection import Bounds, Selection
+
+__all__ = ["IMPLEMENTATIONS", "attend", "merge", "why_not_triton"]
+
+IMPLEMENTATIONS = ("reference", "gather", "triton")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why `impl="triton"` cannot run on this device and dtype, or None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'sparseattn[triton]')"
+    if dtype == torch.float64:
+        return "the Triton kernel takes float32, float16 and bfloat16, not float64"
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        if dtype == torch.bfloat16:
+            return (
+                "Triton's interpreter computes wrong bfloat16 products; use float32 or float16 under TRITON_INTERPRET=1"
+            )
+        return None
+    if device.type != "cuda":
+        return f"the tensors are on {device}, Triton needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+    return None
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selection: Selection,
+    bounds: Bounds | None = None,
+    *,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention of one query per head over the rows that `selection` and `bounds` name, and no others.
+
+    Args:
+        query: `[B,H,G,D]`, after RoPE; D from 1 to 256.
+        keys, values: `[B,H,N,D]`, the query's dtype and device. Rows that nobody names may hold anything.
+        selection: rows chosen, counted from `bounds.base`; spans of one head are disjoint.
+        bounds: the zones; None means no sink and no window, and a selection counted from row 0.
+        scale: factor of the logits, default `1/sqrt(D)`.
+        impl: "reference", "gather" or "triton". None takes Triton on a CUDA device that has it and gather elsewhere;
+            a named implementation runs or raises, it is never replaced by another.
+
+    Returns:
+        out `[B,H,G,D]` in the query's dtype; lse `[B,H,G]` float32 (float64 for float64 inputs), the natural
+        logarithm of the sum of exponentiated logits. A head that reads no row gives 0 and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where Triton cannot run.
+    """
+    _check(query, keys, values, selection, bounds)
+    batch, rows = keys.shape[0], keys.shape[2]
+    if bounds is None:
+        bounds = Bounds.of(batch, rows, device=keys.device)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    if impl is None:
+        impl = "triton" if query.is_cuda and why_not_triton(query.device, query.dtype) is None else "gather"
+    if impl == "reference":
+        return reference.attend(query, keys, values, selection, bounds, scale)
+    if impl == "gather":
+        return gather.attend(query, keys, values, selection, bounds, scale)
+    if impl == "triton":
+        reason = why_not_triton(query.device, query.dtype)
+        if reason is not None:
+            raise RuntimeError(f'impl="triton" cannot run: {reason}')
+        from sparseattn.kernels import spans  # the one file that needs triton
+
+        return spans.attend(query, keys, values, selection, bounds, scale)
+    raise ValueError(f"impl is one of {', '.join(IMPLEMENTATIONS)} or None, got {impl!r}")
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds | None) -> None:
+    if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
+        raise ValueError(
+            f"attend takes query [B,H,G,D] and keys and values [B,H,N,D], got {list(query.shape)}, "
+            f"{list(keys.shape)} and {list(values.shape)}"
+        )
+    batch, heads, group, size = query.shape
+    if (keys.shape[0], keys.shape[1], keys.shape[3]) != (batch, heads, size):
+        raise ValueError(
+            f"query {list(query.shape)} and keys {list(keys.shape)} must agree in B, H and D: query is [B,H,G,D] with "
+            f"H KV heads of G query heads each, keys are [B,H,N,D]"
+        )
+    if not 1 <= size <= 256:
+        raise ValueError(f"the head size D is 1 to 256, got {size}")
+    if query.dtype not in DTYPES or not query.dtype == keys.dtype == values.dtype:
+        raise ValueError(
+            f"query, keys and values share one dtype of float32, float16, bfloat16, float64; got {query.dtype}, "
+            f"{keys.dtype} and {values.dtype}"
+        )
+    if not query.device == keys.device == values.device == selection.start.device:
+        raise ValueError(
+            f"query, keys, values and selection are on one device, got {query.device}, {keys.device}, "
+            f"{values.device} and {selection.start.device}"
+        )
+    if bounds is not None and not 0 <= bounds.base <= keys.shape[2]:
+        raise ValueError(f"bounds.base is a row of the keys, 0 to {keys.shape[2]}, got {bounds.base}")
+    chosen = tuple(selection.start.shape[:2])
+    if chosen not in ((batch, heads), (batch, heads * group)):
+        raise ValueError(
+            f"a selection for this query is [B,Hs,S] with B = {batch} and Hs = {heads} (per KV head) or "
+            f"{heads * group} (per query head), got {list(selection.start.shape)}"
+        )

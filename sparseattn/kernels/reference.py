@@ -1,0 +1,36 @@
+"""The specification of `attend`, in plain torch: a mask of the rows named, then a softmax over them.
+
+Cost grows with the context; it is what the fast kernels are tested against, also in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Bounds, Selection
+
+
+def named(selection: Selection, bounds: Bounds, heads: int, rows: int) -> Tensor:
+    """`[B,H,Hs/H,rows]` bool: the rows a selection and its bounds name, for each selection head."""
+    row = torch.arange(rows, device=bounds.rows.device)
+    chosen = torch.zeros(*selection.start.shape[:2], rows, dtype=torch.bool, device=row.device)
+    chosen[..., bounds.base :] = selection.mask(rows - bounds.base)
+    chosen &= (row < bounds.sealed[:, None])[:, None]
+    return (chosen | bounds.dense(rows)[:, None]).unflatten(1, (heads, -1))
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `sparseattn.kernels.attend`; float64 inputs are computed and returned in float64, all others in float32."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    reads = named(selection, bounds, keys.shape[1], keys.shape[2])  # [B,H,Hs/H,N]
+    logits = query.to(wide) @ keys.to(wide).mT * scale  # [B,H,G,N]
+    logits = logits.masked_fill(~reads, -torch.inf)
+    lse = logits.logsumexp(-1)  # [B,H,G]
+    weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    # A row nobody reads may hold anything (unfilled storage, NaN included), and 0 * NaN is NaN.
+    unread = ~reads.any(2)[..., None]  # [B,H,N,1]
+    out = weights @ values.to(wide).masked_fill(unread, 0.0)
+    return out.to(query.dtype), lse

@@ -1,0 +1,153 @@
+"""Which stored rows one decode step reads: the rows a method chose and the zones that every query reads.
+
+Letters, used the same way everywhere: B sequences, H KV heads, G query heads per KV head, N stored rows, D head size,
+S slots of a selection, Hs selection heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rows chosen for each selection head, as S disjoint spans of consecutive rows.
+
+    Args:
+        start: `[B,Hs,S]` int32, first row of each span; row 0 is the first row the selector was shown.
+        length: `[B,Hs,S]` int32, rows in the span, 0 to `span`; 0 marks an unused slot, whose `start` means nothing.
+        span: longest span, a power of two; a compile-time constant of the GPU kernel.
+        scanned: `[B,Hs]` int64, rows or representatives (page bounds, centroids) scored to choose, or None.
+        scan_bytes: `[B,H]` int64, bytes of index, metadata and model read to choose, per KV head (a query group
+            shares one pass over its KV head's metadata), or None.
+
+    `Hs` is H (one choice for a whole query group) or H*G (one per query head, head `h*G + g`). Shapes depend on the
+    budget alone, never on the data, so a selection needs no host synchronisation and fits a CUDA graph.
+
+    Raises:
+        ValueError: wrong shape, dtype or span. What the tensors hold is not inspected (that would synchronise).
+    """
+
+    start: Tensor
+    length: Tensor
+    span: int
+    scanned: Tensor | None = None
+    scan_bytes: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.start.ndim != 3 or self.start.shape != self.length.shape:
+            raise ValueError(
+                f"a selection's start and length are both [B,Hs,S], got {list(self.start.shape)} and "
+                f"{list(self.length.shape)}"
+            )
+        if self.start.dtype != torch.int32 or self.length.dtype != torch.int32:
+            raise ValueError(
+                f"a selection's start and length are int32, got {self.start.dtype} and {self.length.dtype}"
+            )
+        if self.span < 1 or self.span & (self.span - 1):
+            raise ValueError(f"a selection's span is a power of two (1, 2, 4, ...), got {self.span}")
+
+    @classmethod
+    def none(cls, batch: int, heads: int, device: torch.device | str = "cpu") -> Selection:
+        """Nothing beyond the sink and the window: zero slots."""
+        empty = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
+        return cls(empty, empty, 1, torch.zeros(batch, heads, dtype=torch.int64, device=device))
+
+    @classmethod
+    def tokens(cls, ids: Tensor, scanned: Tensor | None = None, scan_bytes: Tensor | None = None) -> Selection:
+        """Single rows: `ids` `[B,Hs,S]` of any integer dtype, distinct within a head; a negative id is unused."""
+        return cls(ids.clamp(min=0).int(), (ids >= 0).int(), 1, scanned, scan_bytes)
+
+    @classmethod
+    def pages(
+        cls, ids: Tensor, page: int, scanned: Tensor | None = None, scan_bytes: Tensor | None = None
+    ) -> Selection:
+        """Whole pages of `page` rows (a power of two): `ids` `[B,Hs,S]`, distinct; a negative id is unused."""
+        return cls((ids.clamp(min=0) * page).int(), (ids >= 0).int() * page, page, scanned, scan_bytes)
+
+    @classmethod
+    def runs(
+        cls,
+        start: Tensor,
+        length: Tensor,
+        span: int,
+        budget: int,
+        scanned: Tensor | None = None,
+        scan_bytes: Tensor | None = None,
+    ) -> Selection:
+        """Runs of any length, best first, cut into spans and stopped at `budget` rows.
+
+        `start`, `length` are `[B,Hs,R]` of any integer dtype; runs of one head are disjoint. The selection has
+        `budget // span + R` slots: a run ends in at most one partial span, so every row within the budget has a slot.
+        """
+        length = length.long()
+        before = length.cumsum(-1) - length  # [B,Hs,R] rows of the better runs
+        length = length.minimum((budget - before).clamp(min=0))
+        spans = (length + span - 1).div(span, rounding_mode="floor")
+        ends = spans.cumsum(-1)  # [B,Hs,R] slots up to and with each run
+        runs = length.shape[-1]
+        slots = torch.arange(budget // span + runs, device=length.device).expand(*length.shape[:2], -1).contiguous()
+        run = torch.searchsorted(ends.contiguous(), slots, right=True)  # [B,Hs,S]; `runs` = past the last one
+        used, run = run < runs, run.clamp(max=max(runs - 1, 0))
+        offset = (slots - (ends - spans).gather(-1, run)) * span
+        left = (length.gather(-1, run) - offset).clamp(0, span)
+        return cls((start.long().gather(-1, run) + offset).int(), (left * used).int(), span, scanned, scan_bytes)
+
+    @property
+    def rows(self) -> Tensor:
+        """`[B,Hs,S*span]` int64: every selected row, -1 in the places of a span that are not used."""
+        offset = torch.arange(self.span, device=self.start.device)
+        row = self.start.long()[..., None] + offset
+        return torch.where(offset < self.length[..., None], row, -1).flatten(2)
+
+    @property
+    def attended(self) -> Tensor:
+        """`[B,Hs]` int64: rows selected."""
+        return self.length.sum(-1)
+
+    def mask(self, rows: int) -> Tensor:
+        """`[B,Hs,rows]` bool: which of the first `rows` rows are selected."""
+        ids = self.rows
+        out = torch.zeros(*ids.shape[:2], rows + 1, dtype=torch.bool, device=ids.device)
+        return out.scatter_(2, torch.where((ids >= 0) & (ids < rows), ids, rows), True)[..., :rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The zones of the stored rows, `sink | sealed | recent`, as data: every read of a kernel is bounded by them.
+
+    A query reads rows `[0, sink)`, the selected rows of `[base, sealed)`, and rows `[sealed, rows)`.
+
+    Args:
+        sink: `[B]` int32, rows of the sink.
+        base: the row where the sealed zone begins, row 0 of a selection; at least every `sink`.
+        sealed: `[B]` int32, end of the sealed zone.
+        rows: `[B]` int32, end of the recent rows.
+
+    They are tensors so that lengths may differ in a batch and grow inside a captured CUDA graph.
+    """
+
+    sink: Tensor
+    base: int
+    sealed: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(
+        cls, batch: int, rows: int, sink: int = 0, sealed: int | None = None, device: torch.device | str = "cpu"
+    ) -> Bounds:
+        """The same zones for every sequence; `sealed=None`: all rows after the sink are selectable, none recent."""
+
+        def full(n: int) -> Tensor:
+            return torch.full((batch,), n, dtype=torch.int32, device=device)
+
+        return cls(full(sink), sink, full(rows if sealed is None else sealed), full(rows))
+
+    def dense(self, rows: int) -> Tensor:
+        """`[B,rows]` bool: rows that every query reads."""
+        row = torch.arange(rows, device=self.rows.device)
+        sink, sealed, end = self.sink[:, None], self.sealed[:, None], self.rows[:, None]
+        return (row < sink) | ((row >= sealed) & (row < end))

@@ -1,0 +1,86 @@
+"""Every method by name. A new method is a file, a line in `SELECTORS` and a line in `tests/cases.py`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import inspect
+import re
+from typing import Any
+
+from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.exact import Exact
+from sparseattn.selectors.quest import Quest
+from sparseattn.selectors.random import Random
+from sparseattn.selectors.window import Window
+
+__all__ = ["SELECTORS", "Exact", "Quest", "Random", "Rows", "Selector", "Window", "make_selector"]
+
+SELECTORS: dict[str, type[Selector]] = {
+    "exact": Exact,
+    "quest": Quest,
+    "random": Random,
+    "window": Window,
+}
+
+_SPEC = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?::(?P<args>[A-Za-z_]\w*=.*))?")
+
+
+def make_selector(spec: str) -> Selector:
+    """The selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
+
+    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`).
+
+    Raises:
+        ValueError: an unknown name or argument (with the nearest known one), or a value the selector refuses.
+    """
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise ValueError(
+            f"{spec!r} is not a selector: write NAME or NAME:arg=value,arg=value, with NAME one of "
+            f"{', '.join(SELECTORS)} or package.module:Class"
+        )
+    method = _find(match["name"])
+    known = list(inspect.signature(method).parameters)
+    arguments: dict[str, Any] = {}
+    for pair in (match["args"] or "").split(",") if match["args"] else []:
+        name, equals, text = pair.partition("=")
+        if not equals or name not in known:
+            raise ValueError(
+                f"{method.__name__} has no argument {name!r}{_nearest(name, known)}; "
+                f"it takes {', '.join(known) or 'none'}"
+            )
+        try:
+            arguments[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            arguments[name] = text
+    try:
+        return method(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{spec!r}: {error}") from error
+
+
+def _find(name: str) -> type[Selector]:
+    if name in SELECTORS:
+        return SELECTORS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"no selector is called {name!r}{_nearest(name, list(SELECTORS))}; known are {', '.join(SELECTORS)}, "
+            f"and package.module:Class for your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ValueError(f"{name!r}: cannot import {module!r} ({error})") from error
+    except AttributeError:
+        raise ValueError(f"{name!r}: module {module!r} has no {attribute!r}") from None
+    if not (inspect.isclass(found) and issubclass(found, Selector)) or inspect.isabstract(found):
+        raise ValueError(f"{name!r} is not a concrete subclass of sparseattn.Selector")
+    return found
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,159 @@
+"""The contract of a method: it is shown rows as they are sealed and chooses, for a query, which of them to read."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection
+from sparseattn.storage import RowBuffer
+
+if TYPE_CHECKING:
+    from sparseattn.rope import Rope
+
+Self = TypeVar("Self", bound="Selector")
+
+GROUPS = ("max", "sum", "softmax", "each")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a seal shows to a selector. A later need adds a field here, not an argument to `append`.
+
+    Args:
+        keys: `[B,H,n,D]`, after RoPE.
+        values: `[B,H,n,D]`.
+        positions: `[B,n]` int64 token positions; negative marks a row of padding, never to be selected. Padding comes
+            in whole spans of the selector: a page is all padding or none.
+        queries: `[B,H,G,n,D]` of the same tokens, where the selector `needs_queries`; else None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    queries: Tensor | None = None
+
+
+class Selector(ABC):
+    """Chooses, for every KV head (or every query head), the stored rows to read. One instance serves one layer.
+
+    A method is one subclass in one file. Its constructor's arguments are its configuration: each is stored under its
+    own name, so that `repr` is the experiment's label. What depends on the rows seen lives in `RowBuffer` attributes
+    made in the constructor; all other attributes are parameters, shared between clones.
+
+    Attributes:
+        span: rows come in spans of this many, a power of two; the cache seals multiples of it.
+        needs_queries: whether `append` wants the queries of the rows.
+        layer: the model layer this instance serves, set by `for_layer`.
+        rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
+        stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
+            score keys themselves. None outside a cache.
+    """
+
+    span: int = 1
+    needs_queries: bool = False
+    layer: int = 0
+    rope: Rope | None = None
+    stored: Tensor | None = None
+
+    @abstractmethod
+    def append(self, rows: Rows) -> Tensor | None:
+        """Takes newly sealed rows into the index.
+
+        Returns:
+            The order to store them in, `[B,H,n]` int64, a permutation of `range(n)` per head (place i receives row
+            `order[..., i]`), or None to keep them as they are. Selections name rows by their stored place.
+        """
+
+    @abstractmethod
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        """Chooses at most `budget` sealed rows for each head.
+
+        Args:
+            query: `[B,H,G,D]`, after RoPE.
+            positions: `[B]` int64, the query's token positions.
+            budget: rows per head, 1 or more; sink and window come on top.
+        """
+
+    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
+        """A fresh instance for a model layer: same configuration and repr, no rows."""
+        fresh = self.clone()
+        fresh.reset()
+        fresh.layer, fresh.rope = layer, rope
+        return fresh
+
+    def clone(self: Self) -> Self:
+        """An independent copy of the state; parameters are shared."""
+        twin = copy.copy(self)
+        twin.stored = None
+        for name, buffer in self._buffers():
+            setattr(twin, name, buffer.clone())
+        return twin
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes what sequence `index[b]` was (beam search)."""
+        for _, buffer in self._buffers():
+            buffer.take(index)
+
+    def reset(self) -> None:
+        """Forgets every row."""
+        self.stored = None
+        for _, buffer in self._buffers():
+            buffer.reset()
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves state and tensor parameters."""
+        for name, value in vars(self).items():
+            if isinstance(value, RowBuffer):
+                value.to(device)
+            elif isinstance(value, (Tensor, torch.nn.Module)) and name != "stored":
+                setattr(self, name, value.to(device))
+
+    def _buffers(self) -> list[tuple[str, RowBuffer]]:
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, RowBuffer)]
+
+    def __repr__(self) -> str:
+        names = inspect.signature(type(self)).parameters
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def check_group(group: str) -> str:
+    """`group` if it names a way for a query group to choose, else ValueError."""
+    if group not in GROUPS:
+        raise ValueError(f"group is one of {', '.join(GROUPS)}, got {group!r}")
+    return group
+
+
+def vote(scores: Tensor, group: str) -> Tensor:
+    """Turns the scores of G query heads into those of their selection heads.
+
+    Args:
+        scores: `[B,H,G,N]`, -inf where a candidate must not be chosen.
+        group: "max" or "sum" of the raw scores, "softmax" (sum of each query head's probabilities): one choice per KV
+            head; "each": every query head chooses for itself.
+
+    Returns:
+        `[B,Hs,N]`; Hs is H*G for "each" and H otherwise.
+    """
+    if group == "each":
+        return scores.flatten(1, 2)
+    if group == "max":
+        return scores.amax(2)
+    if group == "sum":
+        return scores.sum(2)
+    barred = scores[:, :, 0].isneginf()
+    peak = scores.amax(-1, keepdim=True)
+    shares = torch.exp(scores - torch.where(peak.isinf(), 0.0, peak))
+    return (shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)).sum(2).masked_fill(barred, -torch.inf)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """`[B,Hs,S]` int64: the `count` highest of `[B,Hs,N]`, best first; -1 in place of a score of -inf. S <= N."""
+    top = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    return torch.where(top.values.isneginf(), -1, top.indices)

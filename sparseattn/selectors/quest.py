@@ -1,0 +1,70 @@
+"""Quest: bounds of each page's keys, channel by channel, bound every logit in it. https://arxiv.org/abs/2406.10774"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
+from sparseattn.storage import RowBuffer
+
+
+class Quest(Selector):
+    """Reads the pages with the highest upper bound `sum_i max(q_i M_i, q_i m_i)`, m and M the page's key bounds.
+
+    Args:
+        page: rows per page, a power of two; 16 in the paper.
+        group: how a query group votes: "max" (default), "sum" or "softmax" of its bounds give one choice per KV head;
+            "each" lets every query head choose its own pages.
+
+    The paper's models have one query head per KV head and leave the vote open; its accuracy code expands the keys,
+    which is "each". The paper's kernels always read the current, partial page: with `Quest.paper()` the cache's
+    unsealed rows are exactly that page. Pages are counted from the end of the sink, which is row 0 in that setting.
+    Layers 0 and 1 stay dense in the paper; which layers are dense is the caller's choice here.
+    """
+
+    def __init__(self, page: int = 16, group: str = "max") -> None:
+        if page < 1 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows (16 in the paper), got {page}")
+        self.page, self.group = page, check_group(group)
+        self.span = page
+        self.low = RowBuffer(2)  # [B,H,P,D] minima m
+        self.high = RowBuffer(2)  # [B,H,P,D] maxima M
+        self.real = RowBuffer(1)  # [B,P] bool, not padding
+
+    @classmethod
+    def paper(cls, page: int = 16) -> dict[str, Any]:
+        """The paper's setting as arguments of `KVCache`: no sink, the current page always read, pages of 16.
+
+        Its budget counts the current page: `decode(query, cache, budget=2048 - 16)` is the paper's budget of 2048.
+        """
+        return {"selector": cls(page, group="each"), "sink": 0, "window": 1, "seal": page}
+
+    def append(self, rows: Rows) -> None:
+        pages = rows.keys.unflatten(2, (-1, self.page))  # [B,H,P,page,D]
+        self.low.append(pages.amin(3))
+        self.high.append(pages.amax(3))
+        self.real.append(rows.positions[:, :: self.page] >= 0)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads, group, size = query.shape
+        chosen = heads * group if self.group == "each" else heads
+        if self.real.rows == 0 or budget < self.page:
+            return Selection.none(batch, chosen, query.device)
+        scores = self.bound(query) / size**0.5
+        real = self.real.data
+        scores = scores.masked_fill(~real[:, None, None], -torch.inf)
+        ids = best(vote(scores, self.group), budget // self.page)  # [B,Hs,S]
+        scanned = real.sum(-1)[:, None]
+        read = scanned * 2 * size * self.low.full.element_size()
+        return Selection.pages(ids, self.page, scanned.expand(-1, chosen), read.expand(-1, heads))
+
+    def bound(self, query: Tensor) -> Tensor:
+        """`[B,H,G,P]`: an upper bound of `q . k` over the keys of each page, for a query `[B,H,G,D]`."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q = query.to(wide)
+        # max(q M, q m) is q M where q >= 0 and q m elsewhere, because m <= M: two matrix products.
+        return q.clamp(min=0) @ self.high.data.to(wide).mT + q.clamp(max=0) @ self.low.data.to(wide).mT

@@ -1,0 +1,104 @@
+"""The one list of selectors that every law runs over. A new selector adds a line here and inherits all laws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseattn import Bounds, Exact, Quest, Random, Rows, Selection, Selector, Window
+from sparseattn.selectors.base import best, vote
+from sparseattn.storage import RowBuffer
+
+
+class Buckets(Selector):
+    """A test double with everything the contract allows: queries, its own order, runs, several seals.
+
+    Each sealed batch is sorted by the sign of the key's product with the mean of its queries, into two runs; a query
+    visits runs by the product with their mean key. Shaped as SAAP is, small enough to check by eye.
+    """
+
+    span = 4
+    needs_queries = True
+
+    def __init__(self, reverse: bool = True) -> None:
+        self.reverse = reverse
+        self.mean = RowBuffer(2)  # [B,H,R,D]
+        self.start = RowBuffer(2)  # [B,H,R]
+        self.length = RowBuffer(2)  # [B,H,R]
+        self.shown = RowBuffer(1)  # [B,n] rows shown so far, padding included
+
+    def append(self, rows: Rows) -> Tensor:
+        assert rows.queries is not None
+        batch, heads, new, _ = rows.keys.shape
+        pad = (rows.positions < 0)[:, None].expand(batch, heads, new)
+        side = ((rows.keys * rows.queries.mean((2, 3))[:, :, None]).sum(-1) > 0).long()
+        side = torch.where(pad, 2, side)
+        order = side.argsort(dim=-1, stable=True)
+        if self.reverse:  # the longest-waiting row last: any order within a run is allowed
+            order = order.flip(-1)
+            side = 2 - side
+        sizes = torch.stack([(side == s).sum(-1) for s in range(3)], -1)  # [B,H,3]
+        first = sizes.cumsum(-1) - sizes + self.shown.rows
+        sums = torch.stack([((side == s)[..., None] * rows.keys).sum(2) for s in range(3)], 2)
+        padding = 0 if self.reverse else 2
+        sizes = sizes.clone()
+        sizes[:, :, padding] = 0
+        self.mean.append(sums)
+        self.start.append(first)
+        self.length.append(sizes)
+        self.shown.append(rows.positions)
+        return order
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if self.mean.rows == 0:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        scores = vote((query @ self.mean.data.mT).float(), "sum")  # [B,H,R]
+        ids = best(scores, scores.shape[-1])
+        return Selection.runs(self.start.data.gather(2, ids), self.length.data.gather(2, ids), self.span, budget)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
+    with the reason why there is no such construction."""
+
+    name: str
+    make: Callable[[], Selector]
+    exhaustive: Callable[[], Selector] | None
+    reason: str = ""
+
+
+CASES = [
+    Case("exact", Exact, Exact),
+    Case("exact-group", lambda: Exact("softmax"), lambda: Exact("softmax")),
+    Case("exact-static", lambda: Exact(refresh=4), lambda: Exact(refresh=1)),
+    Case("quest", Quest, Quest),
+    Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),
+    Case("quest-sum", lambda: Quest(32, "sum"), lambda: Quest(32, "sum")),
+    Case("random", Random, Random),
+    Case("window", Window, None, "Window never reads beyond sink and window"),
+    Case("buckets", Buckets, Buckets),
+    Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),
+]
+
+
+def heads(batch: int, kv: int, group: int, rows: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """Random queries `[B,H,G,N,D]`, keys and values `[B,H,N,D]`."""
+    draw = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, kv, group, rows, size, generator=draw)
+    keys, values = torch.randn(2, batch, kv, rows, size, generator=draw)
+    return queries.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+def full(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Full attention of `[B,H,G,D]` over `[B,H,N,D]`, in float64."""
+    logits = query.double() @ keys.double().mT / query.shape[-1] ** 0.5
+    return torch.softmax(logits, -1) @ values.double()
+
+
+def whole(batch: int, rows: int) -> Bounds:
+    """Bounds under which every query reads every row."""
+    return Bounds.of(batch, rows, sink=rows)

@@ -1,0 +1,209 @@
+"""The laws of the design, over every selector of `cases.py`.
+
+The expected output is computed apart from the cache: a plain list of every token's key and value, and the original
+token numbers that each query may have read.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES, Case, full, heads
+
+from sparseattn import KVCache, Selection, attend, decode
+from sparseattn.kernels import reference
+
+BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+B, H, G, D = 2, 2, 3, 32
+
+
+def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: int | None = None):
+    """Yields (t, query, selection) for every token from `prefill` on."""
+    chunk = chunk or prefill
+    for start in range(0, prefill, chunk):
+        part = slice(start, min(start + chunk, prefill))
+        cache.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])
+    for t in range(prefill, keys.shape[2]):
+        cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1], queries[:, :, :, t : t + 1])
+        query = queries[:, :, :, t]
+        yield t, query, cache.select(query, budget)
+
+
+def original(cache: KVCache, keys) -> torch.Tensor:
+    """`[B,H,N]`: which token each stored row is, found by its key (random keys are distinct); -1 for padding."""
+    stored = cache.keys
+    same = (stored[:, :, :, None, :4] == keys[:, :, None, :, :4]).all(-1)  # [B,H,N,T]
+    return torch.where(same.any(-1), same.int().argmax(-1), -1)
+
+
+def check(cache: KVCache, query, selection: Selection, keys, values, t: int, budget: int | None) -> None:
+    """Selection well formed, and the output equal to float64 attention over exactly the tokens named."""
+    zone = int(cache.bounds.sealed[0]) - cache.sink
+    ids = selection.rows  # [B,Hs,R]
+    assert bool((ids < zone).all()), "a selection stays in the sealed zone"
+    used = [set(row[row >= 0].tolist()) for row in ids.flatten(0, 1)]
+    assert [len(rows) for rows in used] == selection.attended.flatten().tolist(), "spans of one head overlap"
+    assert bool((selection.length <= selection.span).all())
+    if budget is not None:
+        assert bool((selection.attended <= budget).all())
+
+    reads = reference.named(selection, cache.bounds, H, cache.keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
+    token = original(cache, keys[:, :, : t + 1])  # [B,H,N]
+    assert not bool((reads & (token < 0)[:, :, None]).any()), "a row of padding is read"
+    named = torch.zeros(B, H, G, t + 2, dtype=torch.bool)
+    named.scatter_(3, torch.where(reads, token[:, :, None].expand_as(reads), t + 1), True)
+    named = named[..., : t + 1]
+    assert bool((named.sum(-1) == reads.sum(-1)).all()), "a token is read twice"
+    recent = slice(max(t + 1 - cache.window, 0), t + 1)
+    assert bool(named[..., : cache.sink].all()), "the sink is read"
+    assert bool(named[..., recent].all()), "the window is read"
+
+    logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
+    expected = torch.softmax(logits.masked_fill(~named, -torch.inf), -1) @ values[:, :, : t + 1].double()
+    for impl in ("gather", "reference"):
+        out, _ = attend(query, cache.keys, cache.values, selection, cache.bounds, impl=impl)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@BY_NAME
+@pytest.mark.parametrize(("sink", "window", "seal"), [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)])
+def test_output_is_attention_over_exactly_the_rows_named(case: Case, sink: int, window: int, seal: int) -> None:
+    queries, keys, values = heads(B, H, G, 240, D)
+    cache = KVCache(case.make(), sink=sink, window=window, seal=seal)
+    for t, query, selection in replay(cache, queries, keys, values, 120, 33):
+        if t % 11 == 0 or t < 122:
+            check(cache, query, selection, keys, values, t, 33)
+    assert int(cache.sealed[0]) > 0
+
+
+@BY_NAME
+def test_exhaustive_and_unlimited_is_full_attention(case: Case) -> None:
+    if case.exhaustive is None:
+        pytest.skip(case.reason)
+    queries, keys, values = heads(B, H, G, 230, D)
+    cache = KVCache(case.exhaustive(), sink=2, window=5, seal=32)
+    for t, query, selection in replay(cache, queries, keys, values, 150, None):
+        assert int(selection.attended.min()) == int(cache.sealed[0]), "every sealed row is selected"
+        out, _ = attend(query, cache.keys, cache.values, selection, cache.bounds)
+        torch.testing.assert_close(
+            out.double(), full(query, keys[:, :, : t + 1], values[:, :, : t + 1]), rtol=1e-5, atol=1e-5
+        )
+
+
+@BY_NAME
+def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case) -> None:
+    queries, keys, values = heads(B, H, G, 200, D)
+    outs = []
+    for chunk in (160, 37, 1):
+        cache = KVCache(case.make(), sink=4, window=8, seal=32)
+        steps = replay(cache, queries, keys, values, 160, 40, chunk)
+        outs.append(torch.stack([attend(q, cache.keys, cache.values, s, cache.bounds)[0] for _, q, s in steps]))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@BY_NAME
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("budget", [40, None])
+def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | None, side: str) -> None:
+    """Exactly, at every step, for token-level selectors that seal at every span and for exhaustive budgets. A batch
+    seals together, so the last rows of a page may be sealed a few steps earlier than alone: pages agree at first."""
+    if budget is None and case.exhaustive is None:
+        pytest.skip(case.reason)
+    make = case.make if budget is not None or case.exhaustive is None else case.exhaustive
+    span = make().span
+    seal = 32 if budget is None else span
+    lengths, prefill, steps = (100, 67, 3), 100, 34
+    queries, keys, values = heads(3, H, G, prefill + steps, D)
+    batch = KVCache(make(), sink=4, window=8, seal=seal)
+    first = [prefill - n if side == "left" else 0 for n in lengths]
+    at = torch.full((3, prefill), -1)
+    for b, n in enumerate(lengths):
+        at[b, first[b] : first[b] + n] = torch.arange(n)
+    batch.append(keys[:, :, :prefill], values[:, :, :prefill], queries[:, :, :, :prefill], at)
+    got = []
+    for t in range(prefill, prefill + steps):
+        one = slice(t, t + 1)
+        batch.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
+        got.append(decode(queries[:, :, :, t], batch, budget))
+    for b, n in enumerate(lengths):
+        alone = KVCache(make(), sink=4, window=8, seal=seal)
+        mine = slice(b, b + 1)
+        rows = slice(first[b], first[b] + n)
+        alone.append(keys[mine, :, rows], values[mine, :, rows], queries[mine, :, :, rows])
+        for step, t in enumerate(range(prefill, prefill + steps)):
+            one = slice(t, t + 1)
+            alone.append(keys[mine, :, one], values[mine, :, one], queries[mine, :, :, one])
+            expected = decode(queries[mine, :, :, t], alone, budget)
+            if span == 1 or budget is None or step == 0:
+                torch.testing.assert_close(got[step][mine], expected, rtol=1e-4, atol=1e-5)
+
+
+@BY_NAME
+def test_reorder_clone_and_reset(case: Case) -> None:
+    queries, keys, values = heads(B, H, G, 200, D)
+    cache = KVCache(case.make(), sink=4, window=8, seal=32)
+    cache.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150])
+    decode(queries[:, :, :, 149], cache, 40)
+    twin = cache.clone()
+    beams = torch.tensor([1, 1, 0])
+    cache.reorder(beams)
+    for t in range(150, 200):
+        one = slice(t, t + 1)
+        twin.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
+        cache.append(keys[beams][:, :, one], values[beams][:, :, one], queries[beams][:, :, :, one])
+        expected = decode(queries[:, :, :, t], twin, 40)
+        torch.testing.assert_close(decode(queries[beams][:, :, :, t], cache, 40), expected[beams])
+    label = repr(cache.selector)
+    cache.reset()
+    assert cache.batch == 0
+    assert repr(cache.selector) == label
+    again = KVCache(case.make(), sink=4, window=8, seal=32)
+    for c in (cache, again):
+        c.append(keys[:1, :, :150], values[:1, :, :150], queries[:1, :, :, :150])
+    torch.testing.assert_close(decode(queries[:1, :, :, 149], cache, 40), decode(queries[:1, :, :, 149], again, 40))
+
+
+@BY_NAME
+def test_for_layer_is_fresh_and_keeps_its_label(case: Case) -> None:
+    queries, keys, values = heads(B, H, G, 100, D)
+    selector = case.make()
+    cache = KVCache(selector, sink=0, window=0, seal=32)
+    cache.append(keys, values, queries)
+    decode(queries[:, :, :, 99], cache, 40)
+    fresh = selector.for_layer(3)
+    assert fresh.layer == 3
+    assert repr(fresh) == repr(selector)
+    other = KVCache(fresh, sink=0, window=0, seal=32)
+    other.append(keys[:1, :, :80], values[:1, :, :80], queries[:1, :, :, :80])
+    assert bool((other.select(queries[:1, :, :, 79], 40).rows < 80).all())
+
+
+@BY_NAME
+def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case) -> None:
+    queries, keys, values = heads(B, H, G, 200, D)
+    cache, plain = (KVCache(case.make(), sink=4, window=8, seal=32, rollback=6) for _ in range(2))
+    for c in (cache, plain):
+        c.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100])
+    draft = torch.randn(B, H, 6, D)
+    for t in range(100, 180):
+        if t % 10 == 0:
+            cache.append(draft, draft, draft[:, :, None].expand(-1, -1, G, -1, -1))
+            cache.crop(6)
+        one = slice(t, t + 1)
+        for c in (cache, plain):
+            c.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
+        query = queries[:, :, :, t]
+        torch.testing.assert_close(decode(query, cache, 40), decode(query, plain, 40))
+    with pytest.raises(ValueError, match="rollback="):
+        cache.crop(100)
+
+
+@BY_NAME
+def test_selection_has_static_shape(case: Case) -> None:
+    """Shapes depend on the budget and on what is sealed, never on the query."""
+    queries, keys, values = heads(B, H, G, 200, D)
+    cache = KVCache(case.make(), sink=0, window=4, seal=64)
+    cache.append(keys, values, queries)
+    shapes = {tuple(cache.select(queries[:, :, :, t], 40).start.shape) for t in range(0, 200, 20)}
+    assert len(shapes) == 1
