@@ -3,6 +3,7 @@
 from sparseattn.attention import decode
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
+from sparseattn.metrics import Evaluation, evaluate
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors import SELECTORS, Exact, Quest, Random, Rows, Selector, Window, make_selector
 
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SELECTORS",
     "Bounds",
+    "Evaluation",
     "Exact",
     "KVCache",
     "Quest",
@@ -21,6 +23,7 @@ __all__ = [
     "Window",
     "attend",
     "decode",
+    "evaluate",
     "make_selector",
     "merge",
 ]

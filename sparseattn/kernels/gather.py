@@ -22,10 +22,12 @@ def attend(
     served = heads * group // chosen  # query heads that share one choice
 
     row = selection.rows  # [B,Hs,R]
+    if not keys.shape[2]:
+        row = row[..., :0]  # nothing is stored, so nothing can be re-read either
     reads = (row >= 0) & (row < (bounds.sealed - bounds.base)[:, None, None])
     # An unused place re-reads the head's highest used row: its weight is 0, and 0 times a real row is 0.
     spare = torch.where(reads, row, -1).amax(-1, keepdim=True) if row.shape[-1] else row
-    row = torch.where(reads, row, spare).clamp(min=0) + bounds.base
+    row = (torch.where(reads, row, spare).clamp(min=0) + bounds.base).clamp(max=keys.shape[2] - 1)
     k, v = _take(keys, row).to(wide), _take(values, row).to(wide)  # [B,Hs,R,D]
     if bool((spare < 0).any()):  # a head with no used place has no real row to re-read
         v = v.masked_fill((spare < 0)[..., None], 0.0)
@@ -66,6 +68,8 @@ def attend(
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
     """`[B,Hs,R,D]`: the rows `index` `[B,Hs,R]` of `[B,H,N,D]`, Hs a multiple of H; other rows are not touched."""
+    if index.numel() == 0:
+        return rows.new_empty(*index.shape, rows.shape[3])
     batch, heads = rows.shape[:2]
     b = torch.arange(batch, device=index.device)[:, None, None]
     h = (torch.arange(index.shape[1], device=index.device) // (index.shape[1] // heads))[None, :, None]

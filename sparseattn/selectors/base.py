@@ -50,6 +50,7 @@ class Selector(ABC):
     Attributes:
         span: rows come in spans of this many, a power of two; the cache seals multiples of it.
         needs_queries: whether `append` wants the queries of the rows.
+        uses_budget: whether the choice depends on the budget at all.
         layer: the model layer this instance serves, set by `for_layer`.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
@@ -58,6 +59,7 @@ class Selector(ABC):
 
     span: int = 1
     needs_queries: bool = False
+    uses_budget: bool = True
     layer: int = 0
     rope: Rope | None = None
     stored: Tensor | None = None

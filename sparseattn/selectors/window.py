@@ -15,6 +15,8 @@ class Window(Selector):
     keys of the cache carry RoPE already.
     """
 
+    uses_budget = False
+
     def append(self, rows: Rows) -> None:
         return None
 

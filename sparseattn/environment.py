@@ -1,0 +1,62 @@
+"""What a measurement ran on: versions, devices, and which kernels can run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseattn.kernels import IMPLEMENTATIONS, why_not_triton
+
+PACKAGES = ("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of Python, this package and those that it can use; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in ("sparseattn", *PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, usable cores, memory in GiB, and CUDA devices with their memory in GiB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    out: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": cores}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        out["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    devices = []
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        devices.append(
+            {
+                "name": device.name,
+                "memory_gib": round(device.total_memory / 2**30, 1),
+                "capability": f"{device.major}.{device.minor}",
+            }
+        )
+    return {**out, "cuda_devices": devices}
+
+
+def kernels() -> dict[str, str]:
+    """Implementation of `attend` -> "runs", or why not, on this machine's best device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reason = why_not_triton(device, torch.float16)
+    return {name: reason if name == "triton" and reason is not None else "runs" for name in IMPLEMENTATIONS}
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,280 @@
+"""How well a selector finds the rows that matter, and what it reads to do so: a replay of real queries.
+
+The last tokens of a trace are decoded one by one, each against the rows before it, and every step is compared with full
+attention. The measures of the papers side by side: recall@k against exact top-k (RetrievalAttention,
+https://arxiv.org/abs/2409.10516; Quest, https://arxiv.org/abs/2406.10774), recovered attention mass
+(RetrievalAttention's recovery ratio), error of the output (SAAP, https://arxiv.org/abs/2502.08246, Figure 5), and the
+three things that papers call selectivity: rows scanned, rows attended, bytes read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.budget import Budget, budget_rows
+from sparseattn.cache import KVCache
+from sparseattn.kernels import attend, reference
+from sparseattn.selection import Selection
+from sparseattn.selectors import make_selector
+from sparseattn.selectors.base import Selector
+from sparseattn.traces import Trace, TraceLayer
+
+RECALLS = (1, 10, 100)
+
+# Name -> (what it is, whether a larger value is better). Shares are of the context at each step.
+MEASURES: dict[str, tuple[str, bool]] = {
+    "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
+    "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
+    "recall@100": ("share of the exact top-100 rows, among indexed rows, that are selected", True),
+    "mass": ("share of full attention's weight on the rows attended, sink and window included", True),
+    "far_mass": (
+        "share of full attention's weight on the indexed rows: a property of the head, not of the method",
+        True,
+    ),
+    "recovered": ("share of the weight on indexed rows that the selected rows hold", True),
+    "relative_error": ("norm of the output's error over the norm of full attention's output", False),
+    "mse": ("mean squared error of the output's components", False),
+    "attended": ("rows in the softmax of a query head", False),
+    "attended_share": ("the same over the context", False),
+    "distinct_rows": ("distinct rows read by the query heads of a KV head", False),
+    "scanned": ("rows or representatives scored to choose", False),
+    "scanned_share": ("the same over the context", False),
+    "bytes_share": ("bytes read, to choose and to attend, over the bytes of the whole cache", False),
+}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one selector did at one budget on one trace.
+
+    Args:
+        trace, selector, budget: what was measured; `selector` is its repr.
+        settings: sink, window, seal, last, tokens and the rest that a repetition needs.
+        layers: model layers, in the order of the first dimension of `heads`.
+        heads: measure -> `[layers,H*G]` float64, the mean over the decoded tokens for each query head (measures of a
+            KV head are repeated for its group). See `MEASURES`.
+    """
+
+    trace: str
+    selector: str
+    budget: Budget
+    settings: dict[str, Any]
+    layers: tuple[int, ...]
+    heads: dict[str, Tensor] = field(repr=False)
+
+    def mean(self, measure: str) -> float:
+        """Mean over layers and heads."""
+        return float(self.heads[measure].mean())
+
+    def worst(self, measure: str) -> float:
+        """The head where the measure is worst."""
+        values = self.heads[measure]
+        return float(values.min() if MEASURES[measure][1] else values.max())
+
+    def record(self, per_head: bool = False) -> dict[str, Any]:
+        """A flat JSON-able record: settings, mean and worst head of each measure, and the heads apart if asked."""
+        out: dict[str, Any] = {
+            "trace": self.trace,
+            "selector": self.selector,
+            "budget": self.budget,
+            **self.settings,
+            "layers": list(self.layers),
+            "mean": {name: self.mean(name) for name in self.heads},
+            "worst": {name: self.worst(name) for name in self.heads},
+        }
+        if per_head:
+            out["heads"] = {name: values.tolist() for name, values in self.heads.items()}
+        return out
+
+
+def evaluate(
+    trace: Trace,
+    selector: Selector | str,
+    budget: Budget,
+    *,
+    sink: int = 4,
+    window: int = 64,
+    last: int = 32,
+    layers: Sequence[int] | None = None,
+    seal: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Replays the last tokens of a trace through a selector and compares every step with full attention.
+
+    Args:
+        trace: queries, keys and values of a model (`Trace.open`, `synthetic`, `builtin_trace`).
+        selector: an instance, or a text for `make_selector`.
+        budget: rows beyond sink and window: an int, a share of the context (float), or None for all.
+        sink, window: rows of the cache's dense zones; 0 or more.
+        last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
+        layers: model layers to measure, default all that attend to the whole context.
+        seal: as in `KVCache`; default the selector's span, so that no further dense rows flatter the method.
+        progress: called with 1 after every decoded token of a layer.
+
+    Raises:
+        ValueError: settings that leave no row to select, a layer that is not there or slides, or an unfit budget.
+    """
+    return evaluate_budgets(
+        trace, selector, [budget], sink=sink, window=window, last=last, layers=layers, seal=seal, progress=progress
+    )[0]
+
+
+def evaluate_budgets(
+    trace: Trace,
+    selector: Selector | str,
+    budgets: Sequence[Budget],
+    *,
+    sink: int = 4,
+    window: int = 64,
+    last: int = 32,
+    layers: Sequence[int] | None = None,
+    seal: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Evaluation]:
+    """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
+    method = make_selector(selector) if isinstance(selector, str) else selector
+    seal = method.span if seal is None else seal
+    indices = usable_layers(trace, layers)
+    check_replay(trace, budgets, method, sink, window, last)
+    per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
+    for index in indices:
+        layer = trace.layer(index)
+        cache = KVCache(method.for_layer(index, layer.rope), sink=sink, window=window, seal=seal)
+        _append(cache, layer, trace.positions, 0, trace.tokens - last)
+        cache.seal()
+        per_layer.append([_replay(cache.clone(), layer, trace.positions, budget, last, progress) for budget in budgets])
+    settings = {
+        "sink": sink,
+        "window": window,
+        "seal": seal,
+        "last": last,
+        "tokens": trace.tokens,
+        "dtype": str(trace.layer(indices[0]).keys.dtype).removeprefix("torch."),
+    }
+    return [
+        Evaluation(
+            trace.name,
+            repr(method),
+            budget,
+            settings,
+            tuple(indices),
+            {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES},
+        )
+        for i, budget in enumerate(budgets)
+    ]
+
+
+def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
+    """The layers to measure: those asked for, or all that attend to the whole context; else ValueError."""
+    missing = [index for index in layers or () if index not in trace.layers]
+    if missing:
+        raise ValueError(f"the trace {trace.name} holds layers {list(trace.layers)}, not {missing}")
+    chosen = list(trace.layers if layers is None else layers)
+    sliding = {index: window for index in chosen if (window := trace.layer(index).window) is not None}
+    if layers is not None and sliding:
+        raise ValueError(
+            f"layers {list(sliding)} of {trace.name} attend to a sliding window of {next(iter(sliding.values()))} "
+            f"rows only, there is nothing to select: leave them out"
+        )
+    chosen = [index for index in chosen if index not in sliding]
+    if not chosen:
+        raise ValueError(f"the trace {trace.name} has no layer that attends to the whole context")
+    return chosen
+
+
+def check_replay(trace: Trace, budgets: Sequence[Budget], method: Selector, sink: int, window: int, last: int) -> None:
+    """The settings leave rows to select and the budgets fit the method; else ValueError."""
+    if not 1 <= last < trace.tokens:
+        raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
+    left = trace.tokens - last - sink - window
+    if left < method.span:
+        raise ValueError(
+            f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} rows "
+            f"before the replay to select from; {method!r} needs at least {method.span}"
+        )
+    for budget in budgets:
+        rows = budget_rows(budget, trace.tokens - last)
+        if rows < method.span:
+            raise ValueError(
+                f"a budget of {rows} rows is less than one span of {method!r}, which reads {method.span} rows at a time"
+            )
+
+
+def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+    rows = slice(start, stop)
+    queries = layer.query[None, :, :, rows].float() if cache.selector.needs_queries else None
+    cache.append(layer.keys[None, :, rows].float(), layer.values[None, :, rows].float(), queries, positions[None, rows])
+
+
+def _replay(
+    cache: KVCache,
+    layer: TraceLayer,
+    positions: Tensor,
+    budget: Budget,
+    last: int,
+    progress: Callable[[int], None] | None,
+) -> dict[str, Tensor]:
+    """Measure -> `[H*G]` float64, the mean over the last tokens."""
+    total: dict[str, Tensor] = {}
+    tokens = len(positions)
+    for t in range(tokens - last, tokens):
+        _append(cache, layer, positions, t, t + 1)
+        query = layer.query[None, :, :, t].float()  # [1,H,G,D]
+        selection = cache.select(query, budget)
+        for name, value in compare(query, cache, selection, layer.scale).items():
+            total[name] = total[name] + value if name in total else value
+        if progress is not None:
+            progress(1)
+    return {name: value / last for name, value in total.items()}
+
+
+def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
+    """Every measure of one decode step of one sequence against full attention: measure -> `[H*G]` float64.
+
+    Args:
+        query: `[1,H,G,D]` float32 or float64.
+        cache: one unpadded sequence, after `select`.
+        selection: what it selected for this query.
+        scale: factor of the logits.
+    """
+    _, heads, group, size = query.shape
+    keys, values, bounds = cache.keys, cache.values, cache.bounds
+    rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
+    reads = reference.named(selection, bounds, heads, rows).expand(-1, -1, group, -1)  # [1,H,G,N]
+    logits = query @ keys.mT * scale  # [1,H,G,N]
+    weights = logits.softmax(-1)
+    full = weights @ values  # [1,H,G,D]
+    out, _ = attend(query, keys, values, selection, bounds, scale=scale)
+    error = out - full
+    far = weights[..., indexed].sum(-1)  # [1,H,G]
+    found = (weights * reads)[..., indexed].sum(-1)
+    attended = reads.sum(-1)  # [1,H,G]
+    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    nothing = torch.zeros(1, heads, 1, dtype=torch.int64)
+    scanned = nothing if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
+    read = nothing if selection.scan_bytes is None else selection.scan_bytes[..., None]
+    row_bytes = 2 * size * keys.element_size()  # a key and a value
+
+    measured = {
+        "mass": (weights * reads).sum(-1),
+        "far_mass": far,
+        "recovered": torch.where(far > 0, found / far, 1.0),
+        "relative_error": error.norm(dim=-1) / full.norm(dim=-1),
+        "mse": error.square().mean(-1),
+        "attended": attended,
+        "attended_share": attended / rows,
+        "distinct_rows": distinct,
+        "scanned": scanned.expand_as(attended),
+        "scanned_share": scanned.expand_as(attended) / rows,
+        "bytes_share": (distinct * row_bytes + read) / (rows * row_bytes),
+    }
+    top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
+    hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first
+    for k in RECALLS:
+        measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
+    return {name: measured[name].double().flatten() for name in MEASURES}

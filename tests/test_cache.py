@@ -1,0 +1,200 @@
+"""KVCache: storage, growth, editing and its sentences. What it computes is in test_laws.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Buckets, full, heads
+
+from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode
+from sparseattn.budget import budget_rows, parse_budget
+
+
+def test_appending_a_token_does_not_copy_the_cache() -> None:
+    _, keys, values = heads(1, 2, 2, 1000, 32)
+    cache = KVCache(Exact(), sink=4, window=16, seal=64)
+    cache.append(keys, values)
+    places, token = set(), torch.zeros(1, 2, 1, 32)
+    for _ in range(3000):
+        cache.append(token, token)
+        places.add(cache.keys.data_ptr())
+    assert len(places) <= 5, "storage moved more than log(4) / log(1.5) + 1 times"
+    grown = KVCache(Exact(), capacity=4000)
+    grown.append(keys, values)
+    place = grown.keys.data_ptr()
+    for _ in range(3000):
+        grown.append(token, token)
+    assert grown.keys.data_ptr() == place
+
+
+def test_decode_in_half_precision_follows_float64() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        queries, keys, values = heads(2, 2, 4, 300, 64, dtype)
+        cache = KVCache(Exact(), sink=4, window=16)
+        cache.append(keys, values)
+        out = decode(queries[:, :, :, -1], cache, None)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), full(queries[:, :, :, -1], keys, values), rtol=0.02, atol=0.01)
+
+
+def test_a_context_inside_sink_and_window_is_dense() -> None:
+    queries, keys, values = heads(2, 2, 4, 30, 32)
+    for sink, window in ((100, 0), (0, 100), (10, 20)):
+        cache = KVCache(Quest(), sink=sink, window=window)
+        for t in range(30):
+            cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
+            out = decode(queries[:, :, :, t], cache, 16)
+            torch.testing.assert_close(
+                out.double(),
+                full(queries[:, :, :, t], keys[:, :, : t + 1], values[:, :, : t + 1]),
+                rtol=1e-5,
+                atol=1e-5,
+            )
+        assert int(cache.sealed.max()) == 0
+
+
+def test_unsealed_rows_are_at_most_window_and_seal() -> None:
+    """The rows read densely beyond the window stay below `seal` plus a span, as the docstring says."""
+    _, keys, values = heads(1, 1, 1, 400, 32)
+    for seal in (16, 64, 100):
+        cache = KVCache(Quest(), sink=0, window=10, seal=seal)
+        cache.append(keys[:, :, :50], values[:, :, :50])
+        for t in range(50, 400):
+            cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
+            cache.seal()
+            waiting = int(cache.lengths[0] - cache.sealed[0]) - 10
+            assert 0 <= waiting < seal
+            assert int(cache.sealed[0]) % 16 == 0
+
+
+def test_quest_in_the_papers_setting_reads_the_current_page_and_the_budgets_pages() -> None:
+    queries, keys, values = heads(1, 2, 2, 500, 32)
+    cache = KVCache(**Quest.paper())
+    cache.append(keys[:, :, :400], values[:, :, :400])
+    for t in range(400, 500):
+        cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
+        selection = cache.select(queries[:, :, :, t], 64 - 16)
+        current = t // 16 * 16
+        assert int(cache.bounds.sealed[0]) == current, "the unsealed rows are exactly the current page"
+        assert selection.attended.unique().tolist() == [48]
+        assert selection.start.shape[1] == 4, "every query head has its own pages"
+
+
+def test_a_batch_that_was_reset_takes_another_shape_and_dtype() -> None:
+    cache = KVCache(Quest(), sink=1, window=2, seal=16)
+    for batch, dtype in ((2, torch.float32), (3, torch.float16)):
+        _, keys, values = heads(batch, 2, 1, 100, 32, dtype)
+        cache.append(keys, values)
+        cache.seal()
+        assert cache.keys.shape == (batch, 2, 100, 32)
+        cache.reset()
+
+
+def test_to_moves_everything() -> None:
+    _, keys, values = heads(1, 1, 1, 64, 32)
+    cache = KVCache(Buckets(), sink=0, window=0, seal=16)
+    cache.append(keys, values, keys[:, :, None])
+    cache.seal()
+    assert cache.to("meta") is cache
+    assert cache.keys.device.type == "meta"
+    assert cache.bounds.rows.device.type == "meta"
+    assert cache.selector.mean.full.device.type == "meta"  # type: ignore[attr-defined]
+
+
+def test_crop_continues_at_the_positions_of_what_was_dropped() -> None:
+    _, keys, values = heads(1, 1, 1, 10, 32)
+    cache = KVCache(Random(), rollback=4)
+    cache.append(keys, values, positions=torch.arange(10)[None] * 3)
+    cache.crop(2)
+    assert cache.lengths.tolist() == [8]
+    cache.append(keys[:, :, :1], values[:, :, :1])
+    assert cache.positions.tolist() == [24]
+
+
+def good() -> KVCache:
+    cache = KVCache(Quest(), sink=2, window=4)
+    cache.append(torch.zeros(1, 2, 40, 32), torch.zeros(1, 2, 40, 32))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (lambda c: c.append(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 2, 32)), r"one shape \[B,H,n,D\]"),
+        (lambda c: c.append(torch.zeros(2, 32), torch.zeros(2, 32)), r"\[B,H,n,D\]"),
+        (lambda c: c.append(torch.zeros(1, 3, 1, 32), torch.zeros(1, 3, 1, 32)), r"got keys \[1, 3, 1, 32\]"),
+        (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).half()), "holds torch.float32"),
+        (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).long()), "floating dtype"),
+        (lambda c: c.append(*torch.full((2, 1, 2, 1, 32), torch.nan)), "keys must be finite, got nan"),
+        (lambda c: c.append(torch.zeros(1, 2, 1, 32), torch.full((1, 2, 1, 32), torch.inf)), "values must be finite"),
+        (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=torch.tensor([[7]])), "continue after 39"),
+        (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=torch.tensor([41])), r"\[B,n\] = \[1, 1\]"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 64), c, 16), r"\[B,H,G,D\] = \[1, 2, 'G', 32\]"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32).half(), c, 16), "torch.float16"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 0), "at least 1 row, got 0"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 1.5), r"\(0, 1\], got 1.5"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, True), "got True"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 8), "less than one span of Quest"),
+        (lambda c: c.crop(-1), "0 or more"),
+        (lambda c: c.reorder(torch.tensor([1])), "below the batch of 1"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_stored(act, sentence: str) -> None:
+    cache = good()
+    with pytest.raises(ValueError, match=sentence):
+        act(cache)
+    assert cache.lengths.tolist() == [40]
+    assert decode(torch.zeros(1, 2, 3, 32), cache, 16).shape == (1, 2, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"sink": -1}, "sink is 0 or more"),
+        ({"window": -1}, "window is 0 or more"),
+        ({"seal": 8}, "at least the span"),
+        ({"selector": Quest}, "an instance of a Selector"),
+    ],
+)
+def test_bad_construction(arguments: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        KVCache(**{"selector": Quest(), **arguments})
+
+
+def test_an_empty_cache_says_so() -> None:
+    for act in (lambda c: c.seal(), lambda c: c.bounds, lambda c: decode(torch.zeros(1, 1, 1, 32), c, 4)):
+        with pytest.raises(RuntimeError, match="append a prefill first"):
+            act(KVCache(Window()))
+
+
+def test_a_selector_that_learns_from_queries_asks_for_them() -> None:
+    with pytest.raises(ValueError, match="learns from queries"):
+        KVCache(Buckets()).append(torch.zeros(1, 1, 4, 32), torch.zeros(1, 1, 4, 32))
+
+
+class BadOrder(Selector):
+    def append(self, rows: Rows) -> torch.Tensor:
+        return torch.zeros(*rows.keys.shape[:3], dtype=torch.int64)
+
+    def select(self, query, positions, budget) -> Selection:
+        return Selection.none(*query.shape[:2])
+
+
+def test_an_order_that_is_no_permutation_is_refused() -> None:
+    cache = KVCache(BadOrder(), sink=0, window=0)
+    cache.append(torch.zeros(1, 1, 4, 32), torch.zeros(1, 1, 4, 32))
+    with pytest.raises(ValueError, match="permutation of the 4 rows"):
+        cache.seal()
+
+
+def test_budgets() -> None:
+    assert budget_rows(7, 100) == 7
+    assert budget_rows(0.05, 1000) == 50
+    assert budget_rows(0.001, 10) == 1
+    assert budget_rows(None, 33) == 33
+    assert parse_budget("64") == 64
+    assert parse_budget("1%") == 0.01
+    assert parse_budget("all") is None
+    for text in ("", "x", "0", "-3", "0%", "101%", "1.5"):
+        with pytest.raises(ValueError, match="budget"):
+            parse_budget(text)

@@ -1,0 +1,96 @@
+"""`import sparseattn` needs torch alone, and imports point the way the design says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import sparseattn
+
+ROOT = Path(sparseattn.__file__).parent
+OPTIONAL = ("triton", "safetensors", "transformers", "faiss", "numba", "matplotlib", "typer", "rich", "numpy")
+
+# Module -> what it may import of the package. A prefix stands for everything below it.
+ARROWS = {
+    "selection": (),
+    "storage": (),
+    "budget": (),
+    "files": (),
+    "rope": (),
+    "kernels": ("selection", "kernels"),
+    "selectors.base": ("selection", "storage", "rope"),
+    "selectors": ("selection", "storage", "rope", "selectors"),
+    "checks": ("selectors.base",),
+    "cache": ("budget", "checks", "selection", "storage", "selectors.base"),
+    "attention": ("budget", "cache", "kernels"),
+    "traces": ("rope", "files"),
+    "synthetic": ("rope", "traces"),
+}
+# Optional package -> the files that may import it.
+HOMES = {
+    "triton": ("kernels/spans.py",),
+    "transformers": ("integrations/transformers.py",),
+    "safetensors": ("traces.py",),
+    "matplotlib": ("cli/plots.py",),
+    "faiss": (),
+    "numba": (),
+}
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def test_import_needs_torch_alone() -> None:
+    blocked = f"""
+import sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None  # an import of it raises ImportError
+import sparseattn, torch
+selector = sparseattn.Quest()
+cache = sparseattn.KVCache(selector, window=16)
+cache.append(*torch.randn(2, 1, 2, 200, 64))
+sparseattn.decode(torch.randn(1, 2, 4, 64), cache, 64)
+for name in sparseattn.__all__:
+    getattr(sparseattn, name)
+"""
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_optional_packages_are_imported_in_one_file() -> None:
+    for path in ROOT.rglob("*.py"):
+        where = path.relative_to(ROOT).as_posix()
+        for name in imports(path):
+            package = name.partition(".")[0]
+            if package in HOMES:
+                assert where in HOMES[package], f"{where} imports {package}"
+
+
+def test_imports_point_one_way() -> None:
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        rule = max((key for key in ARROWS if (module + ".").startswith(key + ".")), key=len, default=None)
+        if rule is None:
+            continue
+        for name in imports(path):
+            if not name.startswith("sparseattn."):
+                continue
+            inner = name.removeprefix("sparseattn.")
+            allowed = (rule, *ARROWS[rule])
+            fits = any((inner + ".").startswith(key + ".") for key in allowed)
+            assert fits or (rule == "cache" and inner == "checks"), f"{module} imports {inner}"
+
+
+def test_the_version_is_the_distributions() -> None:
+    from importlib.metadata import version
+
+    assert version("sparseattn") == sparseattn.__version__

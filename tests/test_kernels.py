@@ -1,0 +1,151 @@
+"""gather equals reference equals float64; merge of any partition equals the whole. Triton has its own file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import heads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseattn import Bounds, Selection, attend, merge
+
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
+
+
+def tolerance(dtype: torch.dtype, size: int, rows: int, logit: float, value: float) -> float:
+    """An absolute bound of the error against float64 on the same inputs.
+
+    Sums run in float32 (u = 2^-24; float64's own u for float64): a logit of D products errs by at most (D + 2) u times
+    the sum of their magnitudes, bounded here by `logit`; an error d of the logits changes every weight by a factor
+    within exp(2 d); the weighted sum of N values adds (N + 2) u. Then the result is rounded once to the dtype.
+    """
+    u = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
+    return value * (2 * (size + 2) * u * logit + (rows + 2) * u + UNIT[dtype]) * 2
+
+
+def random_selection(batch: int, chosen: int, zone: int, span: int, slots: int, draw: torch.Generator) -> Selection:
+    """Disjoint spans at random aligned places of `zone` rows, of random lengths, some slots unused."""
+    places = max(zone // span, 1)
+    slots = min(slots, places)
+    order = torch.rand(batch, chosen, places, generator=draw).argsort(-1)[..., :slots]
+    length = torch.randint(0, span + 1, (batch, chosen, slots), generator=draw)
+    return Selection((order * span).int(), length.int() if zone >= span else length.int() * 0, span)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    batch=st.integers(1, 3),
+    kv=st.integers(1, 3),
+    group=st.integers(1, 16),
+    size=st.sampled_from([1, 32, 63, 64, 80, 96, 128, 256]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+    rows=st.sampled_from([0, 1, 2, 63, 64, 403]),
+    span=st.sampled_from([1, 4, 16, 64]),
+    slots=st.sampled_from([0, 1, 7, 40]),
+    per_query_head=st.booleans(),
+    sink=st.integers(0, 5),
+    strided=st.booleans(),
+)
+def test_gather_and_reference_equal_float64(
+    seed, batch, kv, group, size, dtype, rows, span, slots, per_query_head, sink, strided
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    _, keys, values = heads(batch, kv, group, rows, size, dtype, seed)
+    query = torch.randn(batch, kv, group, size, generator=draw).to(dtype)
+    base = min(sink, rows)
+    zone = torch.randint(0, rows - base + 1, (1,), generator=draw)
+    bounds = Bounds(
+        torch.randint(0, base + 1, (batch,), generator=draw, dtype=torch.int32),
+        base,
+        (base + zone).int().expand(batch),
+        (base + zone + torch.randint(0, rows - base - int(zone) + 1, (batch,), generator=draw)).int(),
+    )
+    selection = random_selection(batch, kv * group if per_query_head else kv, int(zone), span, slots, draw)
+    exact, exact_lse = attend(query.double(), keys.double(), values.double(), selection, bounds, impl="reference")
+
+    # Storage that nobody names holds NaN, as torch.empty may; every name is honoured or the result shows it.
+    from sparseattn.kernels.reference import named
+
+    unread = ~named(selection, bounds, kv, rows).any(2)[..., None]
+    keys, values = keys.masked_fill(unread, torch.nan), values.masked_fill(unread, torch.nan)
+    if strided:
+        wide = torch.full((2, batch, kv, rows + 9, size), torch.nan, dtype=dtype)
+        wide[0, :, :, :rows], wide[1, :, :, :rows] = keys, values
+        keys, values = wide[0, :, :, :rows], wide[1, :, :, :rows]
+    peak = [float(x.nan_to_num().abs().double().max()) if x.numel() else 0.0 for x in (query, keys, values)]
+    bound = tolerance(dtype, size, rows, peak[0] * peak[1] * size**0.5, peak[2])
+    for impl in ("gather", "reference"):
+        out, lse = attend(query, keys, values, selection, bounds, impl=impl)
+        assert out.dtype == dtype
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=bound + 1e-6)
+        empty = exact_lse.isneginf()
+        assert bool((out[empty] == 0).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), parts=st.integers(1, 6), rows=st.sampled_from([1, 5, 63]))
+def test_merge_of_any_partition_is_the_whole(seed: int, parts: int, rows: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    queries, keys, values = (x.double() for x in heads(2, 2, 3, rows, 32, seed=seed))
+    owner = torch.randint(0, parts, (rows,), generator=draw)
+    outs, lses = [], []
+    for part in range(parts):
+        ids = (owner == part).nonzero()[:, 0].expand(2, 2, -1)
+        out, lse = attend(queries[:, :, :, 0], keys, values, Selection.tokens(ids))
+        outs.append(out)
+        lses.append(lse)
+    everything = Selection.tokens(torch.arange(rows).expand(2, 2, -1))
+    whole, whole_lse = attend(queries[:, :, :, 0], keys, values, everything)
+    out, lse = merge(torch.stack(outs), torch.stack(lses))
+    torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_merge_of_nothing_is_nothing() -> None:
+    out, lse = merge(torch.zeros(3, 2, 8), torch.full((3, 2), -torch.inf))
+    assert bool((out == 0).all())
+    assert bool(lse.isneginf().all())
+    with pytest.raises(ValueError, match=r"\[P,...,D\]"):
+        merge(torch.zeros(3, 2, 8), torch.zeros(3, 3))
+
+
+def test_one_selection_for_a_group_equals_the_same_for_each_of_its_heads() -> None:
+    queries, keys, values = heads(2, 2, 4, 100, 64)
+    ids = torch.stack([torch.randperm(100)[:20] for _ in range(4)]).view(2, 2, 20)
+    joint = attend(queries[:, :, :, 0], keys, values, Selection.tokens(ids))
+    apart = attend(queries[:, :, :, 0], keys, values, Selection.tokens(ids.repeat_interleave(4, 1)))
+    for a, b in zip(joint, apart, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"query": torch.zeros(1, 2, 64)}, r"query \[B,H,G,D\]"),
+        ({"query": torch.zeros(1, 3, 2, 64)}, "agree in B, H and D"),
+        ({"values": torch.zeros(1, 2, 9, 64)}, r"\[B,H,N,D\]"),
+        ({"query": torch.zeros(1, 2, 2, 64, dtype=torch.float16)}, "share one dtype"),
+        ({"selection": Selection.tokens(torch.zeros(1, 3, 1, dtype=torch.int64))}, "Hs = 2"),
+        ({"impl": "fast"}, "impl is one of reference, gather, triton"),
+        ({"bounds": Bounds.of(1, 10, sink=11)}, "bounds.base is a row of the keys"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_sides(change: dict, sentence: str) -> None:
+    good = {
+        "query": torch.zeros(1, 2, 2, 64),
+        "keys": torch.zeros(1, 2, 10, 64),
+        "values": torch.zeros(1, 2, 10, 64),
+        "selection": Selection.tokens(torch.zeros(1, 2, 1, dtype=torch.int64)),
+    }
+    with pytest.raises(ValueError, match=sentence):
+        attend(**{**good, **change})
+
+
+def test_a_head_size_above_256_is_refused() -> None:
+    big = torch.zeros(1, 1, 4, 257)
+    with pytest.raises(ValueError, match="1 to 256, got 257"):
+        attend(big[:, :, :2], big, big, Selection.none(1, 1))

@@ -1,0 +1,142 @@
+"""evaluate: every measure against a hand computation, and its sentences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparseattn import Exact, Quest, Selection, Window, evaluate
+from sparseattn.metrics import MEASURES, evaluate_budgets
+from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace, TraceLayer
+
+SINK, WINDOW, LAST = 2, 6, 5
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return synthetic(200, heads=2, group=3, size=32, layers=2, clusters=8, rope=True)
+
+
+class Chosen(Exact):
+    """Selects rows 3, 40 and 41 of the sealed zone for the first KV head and 7 for the second, and states a cost."""
+
+    def __init__(self) -> None:
+        super().__init__("sum")
+
+    def select(self, query, positions, budget) -> Selection:
+        ids = torch.tensor([[[3, 40, 41], [7, -1, -1]]])
+        return Selection.tokens(ids, torch.tensor([[10, 20]]), torch.tensor([[64, 128]]))
+
+
+def test_measures_equal_a_hand_computation(trace: Trace) -> None:
+    result = evaluate(trace, Chosen(), 50, sink=SINK, window=WINDOW, last=LAST, layers=[1])
+    layer = trace.layer(1)
+    expected = {name: torch.zeros(6, dtype=torch.float64) for name in MEASURES}
+    for t in range(200 - LAST, 200):
+        for head in range(6):
+            h, g = divmod(head, 3)
+            keys, values = layer.keys[h, : t + 1].double(), layer.values[h, : t + 1].double()
+            logits = keys @ layer.query[h, g, t].double() * layer.scale
+            weights = logits.softmax(0)
+            chosen = [SINK + i for i in ([3, 40, 41], [7])[h]]
+            dense = [*range(SINK), *range(t + 1 - WINDOW, t + 1)]
+            named = sorted(chosen + dense)
+            zone = torch.arange(SINK, t + 1 - WINDOW)
+            full = weights @ values
+            out = logits[named].softmax(0) @ values[named]
+            best = zone[logits[zone].topk(100).indices].tolist()
+            step = {
+                "mass": weights[named].sum(),
+                "far_mass": weights[zone].sum(),
+                "recovered": weights[chosen].sum() / weights[zone].sum(),
+                "relative_error": (out - full).norm() / full.norm(),
+                "mse": (out - full).square().mean(),
+                "attended": len(named),
+                "attended_share": len(named) / (t + 1),
+                "distinct_rows": len(named),
+                "scanned": (10, 20)[h],
+                "scanned_share": (10, 20)[h] / (t + 1),
+                "bytes_share": (len(named) * 2 * 32 * 4 + (64, 128)[h]) / ((t + 1) * 2 * 32 * 4),
+                **{f"recall@{k}": len(set(best[:k]) & set(chosen)) / k for k in (1, 10, 100)},
+            }
+            for name, value in step.items():
+                expected[name][head] += float(value) / LAST
+    for name in MEASURES:
+        torch.testing.assert_close(result.heads[name][0], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_oracle_and_the_exhaustive_budget(trace: Trace) -> None:
+    oracle = evaluate(trace, "exact", 100, sink=SINK, window=WINDOW, last=LAST)
+    assert oracle.layers == (0, 1)
+    for k in (1, 10, 100):
+        assert oracle.worst(f"recall@{k}") == 1.0
+    everything = evaluate(trace, Quest(), None, sink=SINK, window=WINDOW, last=LAST)
+    assert everything.worst("mass") == pytest.approx(1.0, abs=1e-5)
+    assert everything.worst("relative_error") < 1e-5
+    assert everything.mean("bytes_share") > 1.0, "Quest reads every row and its bounds"
+
+
+def test_mean_and_worst_head(trace: Trace) -> None:
+    result = evaluate(trace, "random", 20, sink=SINK, window=WINDOW, last=LAST)
+    assert result.worst("mass") == float(result.heads["mass"].min()) < result.mean("mass")
+    assert result.worst("mse") == float(result.heads["mse"].max()) > result.mean("mse")
+    assert result.heads["mass"].shape == (2, 6)
+
+
+def test_no_rows_beyond_the_stated_ones_flatter_a_method(trace: Trace) -> None:
+    for method in ("exact", "random"):
+        result = evaluate(trace, method, 20, sink=SINK, window=WINDOW, last=LAST)
+        assert result.mean("attended") == result.worst("attended") == SINK + WINDOW + 20
+    quest = evaluate(trace, "quest", 32, sink=SINK, window=WINDOW, last=LAST)
+    assert SINK + WINDOW + 32 <= quest.mean("attended") < SINK + WINDOW + 32 + 16
+
+
+def test_budgets_share_a_prefill_and_stay_apart(trace: Trace) -> None:
+    settings = {"sink": SINK, "window": WINDOW, "last": LAST}
+    together = evaluate_budgets(trace, "exact:refresh=3", [5, 0.1], **settings)
+    for one in together:
+        alone = evaluate(trace, "exact:refresh=3", one.budget, **settings)
+        for name in MEASURES:
+            assert torch.equal(one.heads[name], alone.heads[name])
+
+
+def test_a_record_is_json_with_settings_and_heads(trace: Trace) -> None:
+    steps: list[int] = []
+    result = evaluate(trace, Window(), 1, sink=SINK, window=WINDOW, last=LAST, layers=[0], progress=steps.append)
+    assert sum(steps) == LAST
+    record = json.loads(json.dumps(result.record(per_head=True)))
+    assert record["selector"] == "Window()"
+    assert record["sink"] == SINK
+    assert record["tokens"] == 200
+    assert set(record["mean"]) == set(record["worst"]) == set(record["heads"]) == set(MEASURES)
+    assert "heads" not in result.record()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"budget": 0}, "at least 1 row"),
+        ({"budget": 8, "selector": "quest"}, "less than one span"),
+        ({"window": 500}, "window of 500 rows leave 0"),
+        ({"last": 200}, "last is 1 to 199"),
+        ({"last": 0}, "last is 1 to 199"),
+        ({"layers": [5]}, r"holds layers \[0, 1\], not \[5\]"),
+        ({"selector": "exat"}, "did you mean 'exact'"),
+    ],
+)
+def test_bad_settings_get_a_sentence(trace: Trace, arguments: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(**{"trace": trace, "selector": "exact", "budget": 10, "sink": SINK, "window": WINDOW, **arguments})
+
+
+def test_sliding_layers_are_left_out_and_refused_by_name() -> None:
+    base = synthetic(100, heads=1, group=1, size=32, layers=2)
+    one, two = (base.layer(i) for i in (0, 1))
+    sliding = TraceLayer(1, two.query, two.keys, two.values, two.scale, two.rope, window=16)
+    trace = Trace.build([one, sliding], base.positions, {})
+    assert evaluate(trace, "exact", 4, window=8, last=2).layers == (0,)
+    with pytest.raises(ValueError, match="sliding window of 16"):
+        evaluate(trace, "exact", 4, window=8, last=2, layers=[1])
