@@ -140,7 +140,7 @@ def evaluate_budgets(
     method = make_selector(selector) if isinstance(selector, str) else selector
     seal = method.span if seal is None else seal
     indices = usable_layers(trace, layers)
-    check_replay(trace, budgets, method, sink, window, last)
+    check_replay(trace, budgets, method, sink, window, last, seal)
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = trace.layer(index)
@@ -187,8 +187,17 @@ def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
     return chosen
 
 
-def check_replay(trace: Trace, budgets: Sequence[Budget], method: Selector, sink: int, window: int, last: int) -> None:
+def check_replay(
+    trace: Trace,
+    budgets: Sequence[Budget],
+    method: Selector,
+    sink: int,
+    window: int,
+    last: int,
+    seal: int | None = None,
+) -> None:
     """The settings leave rows to select and the budgets fit the method; else ValueError."""
+    KVCache(method, sink=sink, window=window, seal=method.span if seal is None else seal)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window

@@ -26,6 +26,9 @@ GROUPS = ("max", "sum", "softmax", "each")
 class Rows:
     """What a seal shows to a selector. A later need adds a field here, not an argument to `append`.
 
+    The tensors are views of the cache's storage, valid during the call: what a selector keeps, it copies (`RowBuffer`
+    does). Stored keys in their final order are at `Selector.stored`.
+
     Args:
         keys: `[B,H,n,D]`, after RoPE.
         values: `[B,H,n,D]`.

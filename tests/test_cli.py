@@ -1,0 +1,174 @@
+"""The console command: what it prints, what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sparseattn.cli import app, bench
+from sparseattn.metrics import MEASURES, evaluate
+from sparseattn.synthetic import synthetic
+
+SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "small.safetensors"
+    synthetic(300, heads=2, group=2, size=32, layers=2, clusters=8).save(path)
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_bench_prints_a_table_a_verdict_and_writes_records_and_a_figure(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    done = run("bench", trace, *SMALL, "--out", out, "--selector", "quest", "--selector", "window")
+    assert done.exit_code == 0, done.output
+    assert "Quest(page=16" in done.output
+    assert "Window()" in done.output
+    assert "within 1% output error" in done.output
+    records = [json.loads(line) for line in (out / "bench.jsonl").read_text().splitlines()]
+    assert [(one["selector"], one["budget"]) for one in records] == [
+        ("Quest(page=16, group='max')", 16),
+        ("Quest(page=16, group='max')", 0.1),
+        ("Window()", 16),
+    ]
+    for one in records:
+        assert set(one["mean"]) == set(one["worst"]) == set(MEASURES)
+        assert one["versions"]["torch"]
+        assert one["machine"]["cores"]
+        assert one["sink"] == 2
+    png = (out / "frontier-small.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) > 20_000
+    assert sorted(path.name for path in out.iterdir()) == ["bench.jsonl", "frontier-small.png"]
+
+
+def test_bench_json_is_what_the_library_measures(trace: Path, tmp_path: Path) -> None:
+    done = run(
+        "bench",
+        trace,
+        *SMALL,
+        "--out",
+        tmp_path,
+        "--selector",
+        "exact:group=sum",
+        "--layers",
+        "1",
+        "--json",
+        "--per-head",
+        "--no-figures",
+    )
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    from sparseattn.traces import Trace
+
+    same = evaluate(Trace.open(trace), "exact:group=sum", 16, sink=2, window=8, last=4, layers=[1])
+    assert records[0]["mean"]["mass"] == pytest.approx(same.mean("mass"), rel=1e-9)
+    assert records[0]["heads"]["mass"][0] == pytest.approx(same.heads["mass"][0].tolist(), rel=1e-9)
+    assert records[0]["layers"] == [1]
+
+
+def test_per_head_lists_every_head(trace: Path, tmp_path: Path) -> None:
+    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "random", "--per-head", "--no-figures")
+    rows = [line for line in done.output.splitlines() if line.startswith(" Random(seed=0)")]
+    assert len(rows) == 2 * 2 * 4, "budgets, layers, query heads"
+
+
+def test_a_selector_of_ones_own_by_module_path(trace: Path, tmp_path: Path) -> None:
+    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "cases:Buckets:reverse=False", "--no-figures")
+    assert done.exit_code == 0, done.output
+    assert "Buckets(reverse=False)" in done.output
+
+
+def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
+    data = synthetic(300, heads=2, group=2, size=32, clusters=8)
+    results = [evaluate(data, name, None, sink=2, window=8, last=2) for name in ("exact", "random")]
+    line = bench.verdict(results)
+    assert "Random(seed=0) at budget all" in line, "it reads every row but scans none"
+    assert line.startswith("Cheapest within 1% output error")
+    line = bench.verdict([evaluate(data, "window", 1, sink=2, window=8, last=2)])
+    assert line.startswith("Nothing measured stays within 1%")
+
+
+def test_info_says_what_runs_here() -> None:
+    done = run("info", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["kernels"]["gather"] == "runs"
+    assert facts["versions"]["torch"]
+    assert "quest" in facts["selectors"]
+    assert "gather" in run("info").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--selector", "qest"], "did you mean 'quest'"),
+        (["--selector", "quest:pge=2"], "did you mean 'page'"),
+        (["--budget", "0"], "at least 1 row"),
+        (["--budget", "many"], 'got "many"|many'),
+        (["--budget", "8"], "less than one span"),
+        (["--window", "1000"], "leave 0 of the"),
+        (["--layers", "9"], "not [9]"),
+        (["--layers", "x"], "--layers takes integers"),
+        (["--last", "0"], "last is 1 to"),
+        (["--seal", "4", "--selector", "quest"], "at least the span"),
+        (["--sink", "-1"], "sink"),
+    ],
+)
+def test_bad_options_are_one_sentence_before_any_work(
+    trace: Path, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    out = tmp_path / "out"
+    done = run("bench", trace, *SMALL, "--out", out, *arguments)
+    assert done.exit_code == 2
+    text = " ".join(done.output.split())
+    assert sentence in text or any(part in text for part in sentence.split("|"))
+    assert "Traceback" not in done.output
+    assert not out.exists(), "nothing was written"
+
+
+def test_bad_trace_files_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "foreign.safetensors").write_bytes(b"not a trace at all")
+    for name in ("missing.safetensors", "foreign.safetensors"):
+        done = run("bench", tmp_path / name, "--out", tmp_path / "out")
+        assert done.exit_code == 2
+        assert name in " ".join(done.output.split())
+        assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = run("bench", trace, *SMALL, "--out", tmp_path / "out", "--selector", "window")
+    assert done.exit_code == 2
+    assert "disk is full" in done.output
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello")
+    for arguments, sentence in (
+        (["--model", tmp_path / "none", "--text", text], "no such model folder"),
+        (["--model", tmp_path, "--text", text], "without config.json"),
+        (["--model", tmp_path, "--text", tmp_path / "gone.txt"], "gone.txt"),
+        (["--model", tmp_path, "--text", text, "--dtype", "int8"], "--dtype is one of"),
+        (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
+    ):
+        done = run("capture", *arguments)
+        assert done.exit_code == 2
+        assert sentence in " ".join(done.output.split())
