@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseattn import Bounds, Exact, Quest, Random, Rows, Selection, Selector, Window
 from sparseattn.selectors.base import best, vote
 from sparseattn.storage import RowBuffer
+from sparseattn.synthetic import synthetic
 
 
 class Buckets(Selector):
@@ -91,6 +92,13 @@ def heads(batch: int, kv: int, group: int, rows: int, size: int, dtype: torch.dt
     queries = torch.randn(batch, kv, group, rows, size, generator=draw)
     keys, values = torch.randn(2, batch, kv, rows, size, generator=draw)
     return queries.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+def attention(batch: int, kv: int, group: int, rows: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `heads`, from the synthetic generator: clustered keys, queries that aim at some of them, sinks, RoPE."""
+    layer = synthetic(rows, heads=batch * kv, group=group, size=size, clusters=8, rope=True).layer(0)
+    split = (layer.query, layer.keys, layer.values)
+    return tuple(x.unflatten(0, (batch, kv)) for x in split)  # type: ignore[return-value]
 
 
 def full(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, full, heads
+from cases import CASES, Case, attention, full
 
 from sparseattn import KVCache, Selection, attend, decode
 from sparseattn.kernels import reference
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 B, H, G, D = 2, 2, 3, 32
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that was never written holds NaN, so that reading it shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: int | None = None):
@@ -29,10 +41,9 @@ def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: i
         yield t, query, cache.select(query, budget)
 
 
-def original(cache: KVCache, keys) -> torch.Tensor:
-    """`[B,H,N]`: which token each stored row is, found by its key (random keys are distinct); -1 for padding."""
-    stored = cache.keys
-    same = (stored[:, :, :, None, :4] == keys[:, :, None, :, :4]).all(-1)  # [B,H,N,T]
+def original(cache: KVCache, values) -> torch.Tensor:
+    """`[B,H,N]`: which token each stored row is, found by its value (all differ; sink keys do not); -1 for padding."""
+    same = (cache.values[:, :, :, None, :4] == values[:, :, None, :, :4]).all(-1)  # [B,H,N,T]
     return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
 
@@ -48,7 +59,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
         assert bool((selection.attended <= budget).all())
 
     reads = reference.named(selection, cache.bounds, H, cache.keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
-    token = original(cache, keys[:, :, : t + 1])  # [B,H,N]
+    token = original(cache, values[:, :, : t + 1])  # [B,H,N]
     assert not bool((reads & (token < 0)[:, :, None]).any()), "a row of padding is read"
     named = torch.zeros(B, H, G, t + 2, dtype=torch.bool)
     named.scatter_(3, torch.where(reads, token[:, :, None].expand_as(reads), t + 1), True)
@@ -68,7 +79,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
 @BY_NAME
 @pytest.mark.parametrize(("sink", "window", "seal"), [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)])
 def test_output_is_attention_over_exactly_the_rows_named(case: Case, sink: int, window: int, seal: int) -> None:
-    queries, keys, values = heads(B, H, G, 240, D)
+    queries, keys, values = attention(B, H, G, 240, D)
     cache = KVCache(case.make(), sink=sink, window=window, seal=seal)
     for t, query, selection in replay(cache, queries, keys, values, 120, 33):
         if t % 11 == 0 or t < 122:
@@ -80,7 +91,7 @@ def test_output_is_attention_over_exactly_the_rows_named(case: Case, sink: int, 
 def test_exhaustive_and_unlimited_is_full_attention(case: Case) -> None:
     if case.exhaustive is None:
         pytest.skip(case.reason)
-    queries, keys, values = heads(B, H, G, 230, D)
+    queries, keys, values = attention(B, H, G, 230, D)
     cache = KVCache(case.exhaustive(), sink=2, window=5, seal=32)
     for t, query, selection in replay(cache, queries, keys, values, 150, None):
         assert int(selection.attended.min()) == int(cache.sealed[0]), "every sealed row is selected"
@@ -92,7 +103,7 @@ def test_exhaustive_and_unlimited_is_full_attention(case: Case) -> None:
 
 @BY_NAME
 def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case) -> None:
-    queries, keys, values = heads(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 200, D)
     outs = []
     for chunk in (160, 37, 1):
         cache = KVCache(case.make(), sink=4, window=8, seal=32)
@@ -114,7 +125,7 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
     span = make().span
     seal = 32 if budget is None else span
     lengths, prefill, steps = (100, 67, 3), 100, 34
-    queries, keys, values = heads(3, H, G, prefill + steps, D)
+    queries, keys, values = attention(3, H, G, prefill + steps, D)
     batch = KVCache(make(), sink=4, window=8, seal=seal)
     first = [prefill - n if side == "left" else 0 for n in lengths]
     at = torch.full((3, prefill), -1)
@@ -141,7 +152,7 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
 
 @BY_NAME
 def test_reorder_clone_and_reset(case: Case) -> None:
-    queries, keys, values = heads(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 200, D)
     cache = KVCache(case.make(), sink=4, window=8, seal=32)
     cache.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150])
     decode(queries[:, :, :, 149], cache, 40)
@@ -166,7 +177,7 @@ def test_reorder_clone_and_reset(case: Case) -> None:
 
 @BY_NAME
 def test_for_layer_is_fresh_and_keeps_its_label(case: Case) -> None:
-    queries, keys, values = heads(B, H, G, 100, D)
+    queries, keys, values = attention(B, H, G, 100, D)
     selector = case.make()
     cache = KVCache(selector, sink=0, window=0, seal=32)
     cache.append(keys, values, queries)
@@ -181,7 +192,7 @@ def test_for_layer_is_fresh_and_keeps_its_label(case: Case) -> None:
 
 @BY_NAME
 def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case) -> None:
-    queries, keys, values = heads(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 200, D)
     cache, plain = (KVCache(case.make(), sink=4, window=8, seal=32, rollback=6) for _ in range(2))
     for c in (cache, plain):
         c.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100])
@@ -202,7 +213,7 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case) -> Non
 @BY_NAME
 def test_selection_has_static_shape(case: Case) -> None:
     """Shapes depend on the budget and on what is sealed, never on the query."""
-    queries, keys, values = heads(B, H, G, 200, D)
+    queries, keys, values = attention(B, H, G, 200, D)
     cache = KVCache(case.make(), sink=0, window=4, seal=64)
     cache.append(keys, values, queries)
     shapes = {tuple(cache.select(queries[:, :, :, t], 40).start.shape) for t in range(0, 200, 20)}

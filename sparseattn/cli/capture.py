@@ -12,7 +12,6 @@ from rich.console import Console
 
 from sparseattn.cli.common import in_a_sentence, integers, progress_bar
 
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
