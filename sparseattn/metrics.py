@@ -206,6 +206,11 @@ def check_replay(
             f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} rows "
             f"before the replay to select from; {method!r} needs at least {method.span}"
         )
+    held = trace.layer(trace.layers[0]).query.shape[2]
+    if last > held:
+        raise ValueError(
+            f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
+        )
     for budget in budgets:
         rows = budget_rows(budget, trace.tokens - last)
         if rows < method.span:
@@ -216,7 +221,14 @@ def check_replay(
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
     rows = slice(start, stop)
-    queries = layer.query[None, :, :, rows].float() if cache.selector.needs_queries else None
+    queries = None
+    if cache.selector.needs_queries:
+        if layer.query.shape[2] < len(positions):
+            raise ValueError(
+                f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of the last "
+                f"{layer.query.shape[2]} tokens of {len(positions)}"
+            )
+        queries = layer.query[None, :, :, rows].float()
     cache.append(layer.keys[None, :, rows].float(), layer.values[None, :, rows].float(), queries, positions[None, rows])
 
 
@@ -233,7 +245,7 @@ def _replay(
     tokens = len(positions)
     for t in range(tokens - last, tokens):
         _append(cache, layer, positions, t, t + 1)
-        query = layer.query[None, :, :, t].float()  # [1,H,G,D]
+        query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         selection = cache.select(query, budget)
         for name, value in compare(query, cache, selection, layer.scale).items():
             total[name] = total[name] + value if name in total else value

@@ -140,3 +140,15 @@ def test_sliding_layers_are_left_out_and_refused_by_name() -> None:
     assert evaluate(trace, "exact", 4, window=8, last=2).layers == (0,)
     with pytest.raises(ValueError, match="sliding window of 16"):
         evaluate(trace, "exact", 4, window=8, last=2, layers=[1])
+
+
+def test_a_trace_with_the_last_queries_only() -> None:
+    whole = synthetic(200, heads=1, group=2, size=32, clusters=8)
+    part = synthetic(200, heads=1, group=2, size=32, clusters=8, queries=6)
+    settings = {"window": 8, "last": 4}
+    one, other = (evaluate(trace, "quest", 16, **settings) for trace in (whole, part))
+    torch.testing.assert_close(one.heads["recall@10"], other.heads["recall@10"])
+    with pytest.raises(ValueError, match="last 6 tokens"):
+        evaluate(part, "quest", 16, window=8, last=7)
+    with pytest.raises(ValueError, match="learns from the queries of the prefill"):
+        evaluate(part, "cases:Buckets", 16, window=8, last=4)

@@ -31,7 +31,7 @@ def capture(
     """Run a causal language model over a text with its own attention and write queries, keys and values.
 
     The trace holds, per layer, queries and keys after RoPE, values, the scale and the RoPE itself; its format is
-    documented in docs/traces.md.
+    described in sparseattn/traces.py.
     """
     from sparseattn.integrations import transformers as integration
 
