@@ -1,0 +1,1 @@
+"""Bridges to other libraries; each is imported by its own file alone and none by `import sparseattn`."""

@@ -1,0 +1,496 @@
+"""Hugging Face transformers: load a causal LM and capture what its attention layers see as a trace.
+
+`transformers` is imported when a function of this file runs, and by no other file of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.resources
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseattn import __version__
+from sparseattn.integrations import rotary
+from sparseattn.rope import Rope
+from sparseattn.traces import LayerShape, Trace, TraceWriter
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or captured, in one sentence."""
+
+
+def load_model(
+    path_or_id: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Any, Any]:
+    """A causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
+
+    Args:
+        path_or_id: a folder, or a name on the Hugging Face hub.
+        dtype: of the weights; as they are stored by default.
+        device: where to put the model; the CPU by default.
+
+    Raises:
+        ModelError: no such folder, hub out of reach, not a causal LM, no tokenizer.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ModelError("loading a model needs transformers: pip install 'sparseattn[transformers]'") from error
+
+    name = os.fspath(path_or_id)
+    folder = Path(name).expanduser()
+    local = folder.is_dir()
+    if local and not (folder / "config.json").is_file():
+        raise ModelError(f"{name} is a folder without config.json, so not a model")
+    if not local and (folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ModelError(
+            f"{name} is a file, not a model folder" if folder.exists() else f"no such model folder: {name}"
+        )
+    source = str(folder) if local else name
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        where = "cannot be read" if local else "is neither a folder here nor a model that the hub gives"
+        raise ModelError(f"{name} {where}: {_first_sentence(error)}") from error
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True)
+    except Exception as error:  # safetensors and the hub raise types of their own
+        if "Unrecognized configuration class" in str(error):
+            raise ModelError(f"{name} is a {config.model_type} model, which is no causal LM to transformers") from error
+        raise ModelError(f"the weights of {name} cannot be loaded: {_first_sentence(error)}") from error
+    if missing := sorted(loading["missing_keys"]):  # transformers would make them up
+        raise ModelError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
+    model = model.to(device or "cpu").eval()
+    if local and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        vocabulary = config.get_text_config().vocab_size
+        if vocabulary != 256:
+            raise ModelError(f"{name} has {vocabulary} tokens and no tokenizer files; a model of bytes has 256")
+        return model, None
+    try:
+        return model, AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer of {name} cannot be loaded: {_first_sentence(error)}") from error
+
+
+def reference_model() -> Any:
+    """The byte-level model that ships with the package.
+
+    Raises:
+        ModelError: this installation has no weights.
+    """
+    folder = reference_folder()
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError(f"the reference model's weights are missing from {folder}; reinstall sparseattn")
+    return load_model(folder, dtype=torch.float32)[0]
+
+
+def reference_folder() -> Path:
+    """Where the reference model's files lie."""
+    return Path(str(importlib.resources.files("sparseattn"))) / "data" / "reference"
+
+
+def encode(tokenizer: Any, data: bytes) -> Tensor:
+    """Token ids `[1,T]` of a text file's bytes; `tokenizer` None: the bytes are the ids.
+
+    Raises:
+        ModelError: an empty text, or one that is not UTF-8 for a model with a tokenizer.
+    """
+    if tokenizer is None:
+        ids = list(data)
+    else:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"the text is not UTF-8 (byte {error.start} is 0x{data[error.start]:02x})") from error
+        ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise ModelError("the text is empty, a trace has at least one token")
+    return torch.tensor([ids])
+
+
+def capture(
+    model: Any,
+    input_ids: Tensor,
+    path: str | os.PathLike[str],
+    *,
+    layers: Sequence[int] | None = None,
+    chunk: int = 1024,
+    dtype: torch.dtype | None = None,
+    model_id: str | None = None,
+    text: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Trace:
+    """Run a causal LM over a text with its own attention and write what its attention layers see.
+
+    The text passes in chunks with a KV cache, and each chunk's rows go to the file at once: besides the model, memory
+    holds the KV cache of the layers up to the last one wanted (later layers do not run) and one chunk. No logits are
+    computed.
+
+    Args:
+        model: a causal LM of transformers whose attention goes through its `AttentionInterface`.
+        input_ids: `[1,T]`.
+        path: the trace file to make.
+        layers: the layers to record; all by default (of a hybrid model, those with softmax attention).
+        chunk: tokens per forward pass.
+        dtype: what to store; by default what attention received.
+        model_id: recorded; the name that the model was loaded under by default.
+        text: recorded as given, for example `{"name": ..., "sha256": ...}`.
+        progress: called with (tokens done, T) after each chunk.
+
+    Returns:
+        The trace, opened from the file.
+
+    Raises:
+        ModelError: the model's attention cannot be recorded, there is no such layer, or the ids are not `[1,T]`.
+        TraceError: the file cannot be written.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
+        raise ModelError(f"capture takes one text as input_ids [1,T], got {list(input_ids.shape)}")
+    if chunk < 1:
+        raise ModelError(f"a chunk has at least 1 token, got {chunk}")
+    tokens = input_ids.shape[1]
+    positions = torch.arange(tokens)
+    original = _implementation(model)
+    with _quiet(model):
+        seen = _probe(model, original, input_ids[:, :2])
+        wanted = sorted(seen) if layers is None else sorted(set(layers))
+        absent = [index for index in wanted if index not in seen]
+        if absent:
+            raise ModelError(
+                f"layer {absent[0]} of {_name(model)} has no softmax attention to record, layers "
+                f"{', '.join(map(str, sorted(seen)))} have"
+            )
+        shapes = [_shape(seen[index]) for index in wanted]
+        stored = dtype or seen[wanted[0]].key.dtype
+        meta = _meta(model, input_ids, original, stored, model_id, text)
+        with TraceWriter(path, shapes, positions, stored, meta) as writer:
+            recorder = _Recorder(model, original, writer, {i: seen[i].module for i in wanted}, positions)
+            _prefill(model, original, recorder, input_ids, chunk, progress)
+            for index in wanted:
+                writer.rope(index, recorder.ropes.get(index))
+            assert isinstance(writer.meta, dict)
+            writer.meta["rope_absent"] = {str(i): reason for i, reason in recorder.absent.items()}
+            writer.meta["attention_differs"] = {str(i): reason for i, reason in recorder.differs.items()}
+    return Trace.open(path)
+
+
+@dataclass
+class _Call:
+    """One call of an attention function."""
+
+    module: nn.Module
+    query: Tensor  # [1,HG,n,D]
+    key: Tensor  # [1,H,N,D]
+    value: Tensor  # [1,H,N,D]
+    mask: Any
+    options: dict[str, Any]
+
+    @property
+    def layer(self) -> int:
+        return int(self.module.layer_idx)  # type: ignore[arg-type]
+
+    @property
+    def scale(self) -> float:
+        return float(self.options.get("scaling") or self.query.shape[-1] ** -0.5)
+
+    @property
+    def window(self) -> int | None:
+        return self.options.get("sliding_window")
+
+
+class _Enough(Exception):
+    """Ends a forward pass whose later layers nobody wants."""
+
+
+# The attention function that transformers calls while a capture runs; one per thread, so that captures do not mix.
+_LISTENER: ContextVar[Callable[[_Call], tuple[Tensor, Any]]] = ContextVar("sparseattn_capture")
+
+
+def _intercept(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    return _LISTENER.get()(_Call(module, query, key, value, attention_mask, options))
+
+
+class _Recorder:
+    """Writes the rows of every attention call of the wanted layers, and finds and verifies their RoPE."""
+
+    def __init__(
+        self, model: Any, original: str, writer: TraceWriter, modules: dict[int, nn.Module], positions: Tensor
+    ) -> None:
+        self.ropes: dict[int, Rope] = {}
+        self.absent: dict[int, str] = {}
+        self.differs: dict[int, str] = {}
+        self._original = original
+        self._writer = writer
+        self._modules = modules
+        self._positions = positions
+        self._start = 0
+        self._last = max(modules)
+        self._model = model
+        self._embeddings: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self._outputs: dict[int, list[Tensor]] = {}
+        # Hooks of a device map bring weights in before a layer and out behind it: such a model runs to its end.
+        self._stops = not hasattr(model, "hf_device_map")
+
+    def chunk(self, start: int) -> None:
+        """Say where the next forward pass begins."""
+        self._start = start
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watch what the wanted layers are given and, in the first chunk, what their submodules put out."""
+        handles = []
+        for index, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(self._given(index), with_kwargs=True))
+            handles += [child.register_forward_hook(self._put_out(index)) for child in module.children()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _given(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            pairs = [options.get("position_embeddings"), *args]
+            tensors = (x for x in pairs if isinstance(x, tuple) and [type(y) for y in x] == [Tensor, Tensor])
+            self._embeddings[index] = next(tensors, None)
+            self._outputs[index] = []
+
+        return hook
+
+    def _put_out(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self._start == 0 and isinstance(output, Tensor) and output.ndim in (3, 4):
+                self._outputs.setdefault(index, []).append(output)
+
+        return hook
+
+    def __call__(self, call: _Call) -> tuple[Tensor, Any]:
+        index = call.layer
+        if index not in self._modules or call.module is not self._modules[index]:
+            return _delegate(call, self._original)
+        start, n = self._start, call.query.shape[2]
+        # A cache may hand out more keys than the new ones; these come last, in sliding layers too.
+        query, keys, values = call.query[0], call.key[0, :, -n:], call.value[0, :, -n:]
+        self._verify(index, query, keys)
+        self._writer.write(index, "query", start, query.unflatten(0, (keys.shape[0], -1)))
+        self._writer.write(index, "keys", start, keys)
+        self._writer.write(index, "values", start, values)
+        ends = start + n == len(self._positions)
+        if index == self._last and self._stops and not ends:
+            raise _Enough
+        out, weights = _delegate(call, self._original)
+        if ends:
+            self._compare(call, out)
+            if index == self._last and self._stops:
+                raise _Enough
+        return out, weights
+
+    def _verify(self, index: int, query: Tensor, keys: Tensor) -> None:
+        """Find the layer's rope in the first chunk; drop it when a later one is given another.
+
+        Frequencies may follow the length (dynamic NTK, LongRoPE), so the model's are looked up while the chunk runs,
+        and what was found first must hold until the end.
+        """
+        given = self._embeddings.get(index)
+        positions = self._positions[self._start : self._start + keys.shape[1]].to(keys.device)
+        if self._start == 0:
+            try:
+                self.ropes[index] = rotary.find(
+                    rotary.ropes_of(self._model), given, positions, query, keys, self._outputs.pop(index, [])
+                )
+            except rotary.NoRope as reason:
+                self.absent[index] = str(reason)
+        elif index in self.ropes and (given is None or not rotary.applied(self.ropes[index], given, positions)):
+            del self.ropes[index]
+            self.absent[index] = f"the frequencies change with the length, at the latest at token {self._start}"
+
+    def _compare(self, call: _Call, out: Tensor) -> None:
+        """Recompute the last token's attention from what a trace holds; say so when the model's differs."""
+        rows = call.key.shape[2] if call.window is None else min(call.window, call.key.shape[2])
+        keys, values = call.key[0, :, -rows:].float(), call.value[0, :, -rows:].float()
+        query = call.query[0, :, -1].float().unflatten(0, (keys.shape[0], -1))  # [H,G,D]
+        ours = torch.softmax(query @ keys.mT * call.scale, -1) @ values
+        theirs = out[0, -1].float().view_as(ours)
+        off = ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
+        if not off <= max(1e-3, 8 * torch.finfo(out.dtype).eps):
+            self.differs[call.layer] = (
+                f"attention recomputed from the trace is off by {off:.2g} of its norm: the layer adds something that "
+                "a trace does not hold (soft-capping, a learned sink, a bias, another mask)"
+            )
+
+
+def _prefill(
+    model: Any,
+    original: str,
+    recorder: _Recorder,
+    input_ids: Tensor,
+    chunk: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    from transformers import DynamicCache
+
+    tokens = input_ids.shape[1]
+    cache = DynamicCache(config=model.config)
+    with recorder.hooks(), _listening(model, original, recorder):
+        for start in range(0, tokens, chunk):
+            recorder.chunk(start)
+            ids = input_ids[:, start : start + chunk].to(model.device)
+            with contextlib.suppress(_Enough):
+                model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+            if progress is not None:
+                progress(min(start + chunk, tokens), tokens)
+
+
+def _probe(model: Any, original: str, input_ids: Tensor) -> dict[int, _Call]:
+    """The first attention call of every layer, on the first two tokens."""
+    calls: dict[int, _Call] = {}
+
+    def listener(call: _Call) -> tuple[Tensor, Any]:
+        if getattr(call.module, "layer_idx", None) is not None:
+            calls.setdefault(call.layer, call)
+        return _delegate(call, original)
+
+    with _listening(model, original, listener):
+        model.base_model(input_ids=input_ids.to(model.device), use_cache=False)
+    if not calls:
+        raise ModelError(
+            f"{_name(model)} runs no softmax attention through transformers' AttentionInterface, so there is nothing "
+            "to record"
+        )
+    return calls
+
+
+def _shape(call: _Call) -> LayerShape:
+    _, heads, _, size = call.key.shape
+    if call.value.shape[-1] != size:
+        raise ModelError(
+            f"layer {call.layer} has keys of {size} dimensions and values of {call.value.shape[-1]}; a trace holds "
+            "layers whose keys and values are of one size"
+        )
+    return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window)
+
+
+def _delegate(call: _Call, original: str) -> tuple[Tensor, Any]:
+    """The attention that the model would have run, which sees its own name in the config (flash attention reads it)."""
+    home: Any = sys.modules[type(call.module).__module__]
+    function = home.ALL_ATTENTION_FUNCTIONS.get_interface(original, getattr(home, "eager_attention_forward", None))
+    if function is None:
+        raise ModelError(f"{home.__name__} has no eager_attention_forward to run")
+    config: Any = call.module.config
+    ours = config._attn_implementation_internal
+    config._attn_implementation_internal = original
+    try:
+        out, weights = function(call.module, call.query, call.key, call.value, call.mask, **call.options)
+    finally:
+        config._attn_implementation_internal = ours
+    return out, weights
+
+
+@contextlib.contextmanager
+def _listening(model: Any, original: str, listener: Callable[[_Call], tuple[Tensor, Any]]) -> Iterator[None]:
+    """Route the model's attention through `listener`, with the masks of its own implementation."""
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    # Names cannot be unregistered: one for each implementation, all the same function. It contains the original's,
+    # which models look for "flash" in. Without a mask function of the same name there would be no mask at all.
+    name = f"sparseattn_capture_{original.replace('/', '_')}"
+    AttentionInterface.register(name, _intercept)
+    if original in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    # Not through set_attn_implementation, which would look on the hub for a kernel of a name with "flash" in it, and
+    # not through the configs' property, which would change the sub-configs of a config with it.
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    token = _LISTENER.set(listener)
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        _LISTENER.reset(token)
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+@contextlib.contextmanager
+def _quiet(model: Any) -> Iterator[None]:
+    """No gradients, no dropout; the model's mode is given back."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _implementation(model: Any) -> str:
+    """The name of the attention implementation of the model's text part."""
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{_name(model)} is an encoder-decoder, capture takes decoder-only models")
+    if not model._can_set_attn_implementation():
+        raise ModelError(f"{_name(model)} has attention code of its own, outside transformers' AttentionInterface")
+    return model.config.get_text_config(decoder=True)._attn_implementation or "eager"
+
+
+def _meta(
+    model: Any,
+    input_ids: Tensor,
+    original: str,
+    stored: torch.dtype,
+    model_id: str | None,
+    text: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    import transformers
+
+    # What a config says of where and by which version it was loaded is no property of the model.
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
+    ids = input_ids.cpu().to(torch.int64).flatten().tolist()
+    return {
+        "model": model_id or _name(model),
+        "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
+        "text": dict(text or {}),
+        "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "attention": original,
+        "dtype": str(stored).removeprefix("torch."),
+        "model_dtype": str(model.dtype).removeprefix("torch."),
+        "versions": {"sparseattn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _name(model: Any) -> str:
+    return model.config._name_or_path or type(model).__name__
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The first line of a library's message, without its full stop."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

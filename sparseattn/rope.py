@@ -1,0 +1,86 @@
+"""Rotary position embedding as a value: rotates vectors by their positions and takes the rotation back.
+
+RoFormer, https://arxiv.org/abs/2104.09864. Scaled variants (linear, Llama-3, YaRN) differ in their frequencies and in a
+factor on the rotated part, so the model's own frequencies describe them all; variants whose frequencies change with
+the length of the sequence (dynamic NTK, Phi-3's LongRoPE) have no single `Rope`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """The rotation that one layer applies to its queries and keys.
+
+    Args:
+        inv_freq: `[R/2]` float32, radians per position of each pair. R <= D: dimensions R and up pass unchanged
+            (partial rotary).
+        scaling: factor on the rotated dimensions, `attention_scaling` of the YaRN kind; 1 elsewhere.
+        interleaved: pairs are (0, 1), (2, 3), ... as in GPT-J, GLM and Cohere; otherwise (0, R/2), (1, R/2+1), ... as
+            in Llama.
+
+    Raises:
+        ValueError: frequencies that are not one float32 vector, or a scaling that cannot be undone.
+    """
+
+    inv_freq: Tensor
+    scaling: float = 1.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inv_freq.ndim != 1 or self.inv_freq.dtype != torch.float32 or not len(self.inv_freq):
+            raise ValueError(
+                f"a rope's inv_freq is a float32 vector [R/2], got {self.inv_freq.dtype} {list(self.inv_freq.shape)}"
+            )
+        if not 0 < self.scaling < float("inf"):
+            raise ValueError(f"a rope's scaling is positive and finite, got {self.scaling}")
+
+    @classmethod
+    def of(cls, size: int, theta: float = 10000.0) -> Rope:
+        """The unscaled rope of base `theta` over `size` dimensions (even)."""
+        if size < 2 or size % 2:
+            raise ValueError(f"rope rotates pairs of dimensions, so their number is even, got {size}")
+        return cls(1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+
+    @property
+    def rotated(self) -> int:
+        """R, the dimensions that turn."""
+        return 2 * len(self.inv_freq)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`x` `[...,T,D]` turned by `positions` (`[T]`, or any shape that broadcasts to `[...,T]`); x's dtype."""
+        cos, sin = self.cos_sin(positions, x.device)
+        return self._turn(x, cos * self.scaling, sin * self.scaling)
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse of `rotate`, to the rounding of x's dtype."""
+        cos, sin = self.cos_sin(positions, x.device)
+        return self._turn(x, cos / self.scaling, -sin / self.scaling)
+
+    def cos_sin(self, positions: Tensor, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """`[...,T,R/2]` float32 each, without `scaling`.
+
+        An angle is one float32 product, as in the models: at position 131,072 it is up to 0.004 radians off the exact
+        one, but off in the same way, so that unrotating takes back the very rotation that the model applied. Angles in
+        float64 would be nearer to the formula and further from the model.
+        """
+        device = positions.device if device is None else device
+        angle = positions.to(device, torch.float32)[..., None] * self.inv_freq.to(device)
+        return angle.cos(), angle.sin()
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size = self.rotated
+        if x.shape[-1] < size:
+            raise ValueError(f"this rope rotates {size} dimensions, the vectors have {x.shape[-1]}")
+        part = x[..., :size].float()
+        pairs = part.unflatten(-1, (-1, 2)) if self.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+        a, b = pairs.unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
+        if not self.interleaved:
+            turned = turned.transpose(-1, -2)
+        return torch.cat((turned.flatten(-2).to(x.dtype), x[..., size:]), -1)

@@ -1,0 +1,466 @@
+"""Capture: what a trace holds is what the model's attention saw, for random tiny models of several families."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from sparseattn import builtin  # noqa: E402
+from sparseattn.integrations import transformers as bridge  # noqa: E402
+from sparseattn.integrations.transformers import ModelError, capture, encode, load_model  # noqa: E402
+from sparseattn.traces import TraceError, TraceLayer  # noqa: E402
+
+T = 70
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "mistral": ("Mistral", {"sliding_window": 16}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
+    "cohere": ("Cohere", {"use_qk_norm": True}),
+    "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "gpt_neox": ("GPTNeoX", {}),
+}
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    name, own = FAMILIES[family]
+    config_class = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**COMMON | own | changes)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases, which would be ones and zeros
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    return model
+
+
+def text(tokens: int = T) -> torch.Tensor:
+    return torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def observed(model: Any, ids: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
+    """Inputs and outputs of the submodules of every attention layer in one plain forward pass."""
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+    handles = []
+    for module in model.modules():
+        if getattr(module, "layer_idx", None) is None or not any(
+            "proj" in n or "query" in n for n, _ in module.named_children()
+        ):
+            continue
+        layer = seen.setdefault(module.layer_idx, {})
+        for name, child in module.named_children():
+
+            def hook(child: Any, args: Any, output: Any, layer: Any = layer, name: str = name) -> None:
+                layer[name] = output
+                layer[f"{name} in"] = args[0]
+
+            handles.append(child.register_forward_hook(hook))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def before_rope(family: str, model: Any, seen: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[HG,n,D]` and `[H,n,D]`: queries and keys before RoPE, from the outputs of the layer's submodules."""
+    if family == "phi3":
+        rows = seen["qkv_proj"][0].unflatten(-1, (-1, 16)).transpose(0, 1)
+        return rows[:4], rows[4:6]
+    if family == "gpt_neox":
+        rows = seen["query_key_value"][0].unflatten(-1, (4, 3, 16)).transpose(0, 1)
+        return rows[:, :, 0], rows[:, :, 1]
+    if family in ("qwen3", "cohere"):  # norms over [1,n,heads,D] and [1,n,heads,D]
+        rows = [seen[name][0] for name in ("q_norm", "k_norm")]
+        return tuple(x.transpose(0, 1) if x.shape[1] in (2, 4) else x for x in rows)  # type: ignore[return-value]
+    if family == "gemma3":  # norms over [1,heads,n,D]
+        return seen["q_norm"][0], seen["k_norm"][0]
+    return tuple(  # type: ignore[return-value]
+        seen[name][0].unflatten(-1, (heads, -1)).transpose(0, 1) for name, heads in (("q_proj", 4), ("k_proj", 2))
+    )
+
+
+def attention(layer: TraceLayer) -> torch.Tensor:
+    """`[T,H*G*D]` dense attention recomputed from what a trace holds."""
+    rows = torch.arange(layer.keys.shape[1])
+    mask = rows <= rows[:, None]
+    if layer.window is not None:
+        mask &= rows > rows[:, None] - layer.window
+    logits = layer.query.float() @ layer.keys.float()[:, None].mT * layer.scale  # [H,G,T,T]
+    out = logits.masked_fill(~mask, -torch.inf).softmax(-1) @ layer.values.float()[:, None]
+    return out.flatten(0, 1).transpose(0, 1).flatten(1)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, bound: float) -> None:
+    assert a.shape == b.shape
+    assert (a.float() - b.float()).norm() <= bound * b.float().norm()
+
+
+@pytest.mark.parametrize("chunk", [T, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_holds_what_attention_saw(family: str, chunk: int, tmp_path: Path) -> None:
+    model, ids = tiny(family), text()
+    trace = capture(model, ids, tmp_path / "t", chunk=chunk)
+    assert (trace.tokens, trace.layers) == (T, (0, 1, 2))
+    assert trace.meta["rope_absent"] == {}
+    assert trace.meta["attention_differs"] == {}
+    seen = observed(model, ids)
+    for index in trace.layers:
+        layer = trace.layer(index)
+        query, keys = before_rope(family, model, seen[index])
+        assert layer.rope is not None
+        assert layer.rope.interleaved == (family in ("cohere", "glm4"))
+        # Pre-RoPE vectors, and so the roped ones by an independent way, to the rounding of float32.
+        close(layer.rope.unrotate(layer.keys, trace.positions), keys, 2e-6)
+        close(layer.rope.unrotate(layer.query, trace.positions).flatten(0, 1), query, 2e-6)
+        close(layer.keys, layer.rope.rotate(keys, trace.positions), 2e-6)
+        output = next(seen[index][f"{name} in"] for name in ("o_proj", "dense") if f"{name} in" in seen[index])
+        close(attention(layer), output[0], 1e-5)
+
+
+def test_what_is_recorded_beside_the_rows(tmp_path: Path) -> None:
+    sliding = capture(tiny("gemma3"), text(), tmp_path / "g")
+    assert [sliding.layer(i).window for i in range(3)] == [16, None, 16]
+    assert sliding.layer(0).scale == 40**-0.5
+    ropes = [sliding.layer(i).rope for i in range(3)]
+    assert all(rope is not None for rope in ropes)
+    assert torch.equal(ropes[0].inv_freq, ropes[2].inv_freq)  # type: ignore[union-attr]
+    assert not torch.equal(ropes[0].inv_freq, ropes[1].inv_freq)  # type: ignore[union-attr]
+    yarn = capture(tiny("yarn"), text(), tmp_path / "y").layer(0).rope
+    assert yarn is not None
+    assert yarn.scaling > 1.1
+    partial = capture(tiny("phi3"), text(), tmp_path / "p").layer(0).rope
+    assert partial is not None
+    assert partial.rotated == 8
+    model = tiny("llama")
+    trace = capture(model, text(), tmp_path / "l", layers=[1], model_id="m", text={"name": "n"})
+    assert trace.layers == (1,)
+    assert (trace.meta["model"], trace.meta["text"], trace.meta["dtype"]) == ("m", {"name": "n"}, "float32")
+    again = capture(tiny("llama"), text(), tmp_path / "m").meta
+    assert again["config_hash"] == trace.meta["config_hash"]
+    other = capture(tiny("llama", rms_norm_eps=1e-3), text(), tmp_path / "o").meta
+    assert other["config_hash"] != trace.meta["config_hash"]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_pre_rope_to_the_rounding_of_the_stored_dtype(dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
+    model, ids = tiny("qwen3"), text()
+    trace = capture(model, ids, tmp_path / "t", dtype=dtype)
+    seen = observed(model, ids)
+    for index in trace.layers:
+        layer = trace.layer(index)
+        assert layer.keys.dtype == dtype
+        assert layer.rope is not None
+        query, keys = before_rope("qwen3", model, seen[index])
+        # One rounding when stored and one when turned back, each of at most half a unit in the last place.
+        for stored, exact in ((layer.keys, keys), (layer.query.flatten(0, 1), query)):
+            back = layer.rope.unrotate(stored, trace.positions).float()
+            half = back.shape[-1] // 2
+            pair = torch.hypot(exact[..., :half], exact[..., half:]).repeat(1, 1, 2)
+            assert ((back - exact).abs() <= 2.5 * bound * pair + 1e-6).all()
+
+
+def test_a_model_in_bfloat16(tmp_path: Path) -> None:
+    model, ids = tiny("llama").to(torch.bfloat16), text()
+    trace = capture(model, ids, tmp_path / "t", chunk=32)
+    assert trace.meta["rope_absent"] == {}
+    assert trace.meta["attention_differs"] == {}
+    layer = trace.layer(0)
+    assert layer.keys.dtype == torch.bfloat16
+    assert layer.rope is not None
+    # The model rounds cos, sin, both products and their sum.
+    close(
+        layer.rope.unrotate(layer.keys, trace.positions), before_rope("llama", model, observed(model, ids)[0])[1], 0.02
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_chunks_make_no_difference(family: str, implementation: str, tmp_path: Path) -> None:
+    model, ids = tiny(family), text()
+    model.set_attn_implementation(implementation)
+    whole = capture(model, ids, tmp_path / "whole", chunk=1000)
+    for chunk in (1, 7, 64):
+        parts = capture(model, ids, tmp_path / "parts", chunk=chunk, layers=[0, 2])
+        assert parts.meta["attention"] == implementation
+        # A first chunk of the token at position 0 cannot tell how a layer rotates, and the trace says so.
+        assert len(parts.meta["rope_absent"]) == (2 if chunk == 1 else 0)
+        for index in (0, 2):
+            a, b = parts.layer(index), whole.layer(index)
+            for x, y in ((a.query, b.query), (a.keys, b.keys), (a.values, b.values)):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert model.config._attn_implementation == implementation
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model, ids = tiny("llama").train(), text()
+    model.set_attn_implementation("eager")
+    before = model(ids).logits
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    for progress in (None, stop):
+        try:
+            capture(model, ids, tmp_path / "t", progress=progress)
+        except KeyboardInterrupt:
+            assert progress is stop
+        assert model.config._attn_implementation == "eager"
+        assert model.training
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        assert torch.equal(model(ids).logits, before)
+    (tmp_path / "t").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        capture(model, ids, tmp_path / "t", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_implementation_of_any_name_sees_its_own_name(tmp_path: Path) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    names: set[str] = set()
+
+    def flash(module: Any, *args: Any, **kwargs: Any) -> Any:  # flash attention asks the config which one it is
+        names.add(module.config._attn_implementation)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    transformers.AttentionInterface.register("test/flash-attention", flash)
+    transformers.AttentionMaskInterface.register("test/flash-attention", sdpa_mask)
+    model = tiny("mistral")
+    whole = capture(model, text(), tmp_path / "sdpa").layer(2)
+    for module in (model, model.model):
+        module.config._attn_implementation = "test/flash-attention"
+    trace = capture(model, text(), tmp_path / "flash", chunk=32)
+    assert (names, trace.meta["attention"]) == ({"test/flash-attention"}, "test/flash-attention")
+    assert model.config._attn_implementation == "test/flash-attention"
+    torch.testing.assert_close(trace.layer(2).query, whole.query, rtol=1e-4, atol=1e-4)
+
+
+def test_progress_and_layers_that_need_not_run(tmp_path: Path) -> None:
+    model, seen, ran = tiny("llama"), [], []
+    handle = model.model.layers[2].register_forward_hook(lambda *args: ran.append(1))
+    capture(model, text(), tmp_path / "t", chunk=32, layers=[0], progress=lambda *args: seen.append(args))
+    handle.remove()
+    assert seen == [(32, T), (64, T), (70, T)]
+    assert len(ran) == 1  # the look at two tokens that tells the layers' shapes
+
+
+def test_frequencies_that_change_with_the_length(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48, **factors}
+    rope["partial_rotary_factor"] = 1.0
+    model = tiny(
+        "phi3",
+        rope_parameters=rope,
+        max_position_embeddings=192,
+        original_max_position_embeddings=48,
+        sliding_window=None,
+    )
+    trace = capture(model, text(), tmp_path / "t", chunk=16)
+    assert trace.layer(0).rope is None
+    assert "frequencies change with the length" in trace.meta["rope_absent"]["0"]
+    assert trace.meta["attention_differs"] == {}
+    for tokens in (40, T):  # one set of frequencies from first to last
+        trace = capture(model, text(tokens), tmp_path / "u", chunk=100)
+        assert trace.layer(0).rope is not None
+
+
+def test_layers_without_rope_and_models_without_any(tmp_path: Path) -> None:
+    config = transformers.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1])
+    torch.manual_seed(0)
+    trace = capture(transformers.SmolLM3ForCausalLM(config).eval(), text(), tmp_path / "t")
+    assert [trace.layer(i).rope is None for i in range(3)] == [False, True, False]
+    assert "applies no RoPE" in trace.meta["rope_absent"]["1"]
+    small = transformers.GPT2Config(
+        vocab_size=256, n_embd=64, n_layer=1, n_head=4, n_positions=128, bos_token_id=None, eos_token_id=None
+    )
+    trace = capture(transformers.GPT2LMHeadModel(small).eval(), text(), tmp_path / "t", chunk=32)
+    assert "given no rotary embedding" in trace.meta["rope_absent"]["0"]
+
+
+def test_what_a_trace_cannot_hold_is_said(tmp_path: Path) -> None:
+    config = transformers.Gemma2Config(**COMMON, head_dim=16, attn_logit_softcapping=1.0)
+    torch.manual_seed(0)
+    trace = capture(transformers.Gemma2ForCausalLM(config).eval(), text(), tmp_path / "t")
+    assert "soft-capping" in trace.meta["attention_differs"]["1"]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model, path = tiny("llama"), tmp_path / "t"
+    with pytest.raises(ModelError, match=r"layer 7 of LlamaForCausalLM has no softmax attention .* layers 0, 1, 2"):
+        capture(model, text(), path, layers=[7])
+    with pytest.raises(ModelError, match=r"input_ids \[1,T\], got \[2, 3\]"):
+        capture(model, torch.zeros(2, 3, dtype=torch.long), path)
+    with pytest.raises(ModelError, match="at least 1 token, got 0"):
+        capture(model, text(), path, chunk=0)
+    with pytest.raises(TraceError, match="No such file"):
+        capture(model, text(), tmp_path / "gone" / "t")
+    mamba = transformers.MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ModelError, match="AttentionInterface"):
+        capture(transformers.MambaForCausalLM(mamba).eval(), text(8), path)
+    bloom = transformers.BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(ModelError, match="attention code of its own"):
+        capture(transformers.BloomForCausalLM(bloom).eval(), text(8), path)
+    t5 = transformers.T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    with pytest.raises(ModelError, match="is an encoder-decoder"):
+        capture(transformers.T5ForConditionalGeneration(t5).eval(), text(8), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_known_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    done: list[int] = []
+    with pytest.raises(TraceError, match="has 5 free"):
+        capture(tiny("llama"), text(), tmp_path / "t", chunk=8, progress=lambda *args: done.append(1))
+    assert (done, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_load_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path / "bytes")
+    model, tokenizer = load_model(tmp_path / "bytes")
+    assert (model.dtype, model.training, tokenizer) == (torch.bfloat16, False, None)
+    assert load_model(str(tmp_path / "bytes"), dtype=torch.float32)[0].dtype == torch.float32
+    assert encode(None, b"\x00\xffa").tolist() == [[0, 255, 97]]
+    tiny("llama", vocab_size=300).save_pretrained(tmp_path / "words")
+    with pytest.raises(ModelError, match=r"has 300 tokens and no tokenizer files; a model of bytes has 256"):
+        load_model(tmp_path / "words")
+    with pytest.raises(ModelError, match=r"no such model folder: .*gone"):
+        load_model(tmp_path / "gone")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ModelError, match="is a file, not a model folder"):
+        load_model(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"without config\.json"):
+        load_model(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(tmp_path / "empty")
+    transformers.ViTConfig().save_pretrained(tmp_path / "vision")
+    with pytest.raises(ModelError, match=r"is a vit model, which is no causal LM"):
+        load_model(tmp_path / "vision")
+    weights = tmp_path / "bytes" / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.norm.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 tensors, such as model\.norm\.weight"):
+        load_model(tmp_path / "bytes")
+    weights.write_bytes(b"cut")
+    with pytest.raises(ModelError, match=r"the weights of .* cannot be loaded"):
+        load_model(tmp_path / "bytes")
+    with pytest.raises(ModelError, match="the text is empty"):
+        encode(None, b"")
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise OSError("We couldn't connect to the hub.\nCheckout our documentation.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    with pytest.raises(ModelError, match=r"^no/one is neither a folder here .*: We couldn't connect to the hub$"):
+        load_model("no/one")
+
+
+def test_text_for_a_tokenizer_is_utf8() -> None:
+    with pytest.raises(ModelError, match=r"not UTF-8 \(byte 1 is 0xff\)"):
+        encode(lambda text: {"input_ids": [1]}, b"a\xff")
+    assert encode(lambda text: {"input_ids": [len(text)]}, "é".encode()).tolist() == [[1]]
+
+
+@pytest.fixture
+def injected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Built-in traces in a folder of their own, from a tiny random model and of 512 tokens."""
+    model = tmp_path / "model"
+    tiny("llama").save_pretrained(model)
+    monkeypatch.setattr(bridge, "reference_folder", lambda: model)
+    monkeypatch.setattr(builtin, "TOKENS", 512)
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
+    return model
+
+
+@pytest.mark.parametrize("name", builtin.BUILTIN)
+def test_builtin_traces_are_made_once(name: str, injected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = builtin.builtin_trace(name)
+    assert (made.name, made.tokens, made.layers) == (name, 512, (0, 1, 2))
+    assert made.layer(0).rope is not None
+    monkeypatch.setattr(bridge, "capture", lambda *args, **kwargs: pytest.fail("made twice"))
+    assert torch.equal(builtin.builtin_trace(name).layer(1).keys, made.layer(1).keys)
+    monkeypatch.undo()
+
+
+def test_builtin_traces_follow_the_weights(injected: Path) -> None:
+    first = builtin.builtin_trace("recall")
+    tiny("llama", initializer_range=0.2).save_pretrained(injected)
+    assert not torch.equal(builtin.builtin_trace("recall").layer(0).keys, first.layer(0).keys)
+    assert len(list(builtin.cache_folder().iterdir())) == 2
+    (injected / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="the reference model's weights are missing"):
+        builtin.builtin_trace("text")
+    with pytest.raises(TraceError, match="no built-in trace 'x', there are recall and text"):
+        builtin.builtin_trace("x")
+
+
+def test_builtin_texts_are_the_same_everywhere() -> None:
+    recall, prose = builtin.recall_bytes(), builtin.text_bytes()
+    assert len(recall) == len(prose) == 8192
+    assert hashlib.sha256(recall).hexdigest()[:16] == "d467af92f7b83f1a"
+    assert hashlib.sha256(prose).hexdigest()[:16] == "a0d31f1391a91be2"
+    # Retrieval goes on to the end: most 16-byte strings of the last 1,024 bytes occur before, and often far before.
+    far = [recall.find(recall[i : i + 12]) for i in range(7168, 8180)]
+    assert sum(place < i - 1024 for i, place in enumerate(far, 7168)) > 300
+
+
+def test_nothing_but_the_bridge_imports_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = sys.modules['safetensors'] = None\n"
+        "import sparseattn.builtin, sparseattn.integrations.transformers, sparseattn.traces, sparseattn.synthetic\n"
+        "try: sparseattn.integrations.transformers.load_model('x')\n"
+        "except ValueError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "needs transformers" in run.stdout

@@ -1,0 +1,323 @@
+"""Traces: files round-trip, are written in pieces, and appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparseattn.rope import Rope
+from sparseattn.traces import NAMES, LayerShape, Trace, TraceError, TraceLayer, TraceWriter
+
+T = 37
+
+
+def layer(index: int, heads: int = 2, group: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> TraceLayer:
+    draw = torch.Generator().manual_seed(index)
+    return TraceLayer(
+        index,
+        torch.randn(heads, group, T, size, generator=draw).to(dtype),
+        torch.randn(heads, T, size, generator=draw).to(dtype),
+        torch.randn(heads, T, size, generator=draw).to(dtype),
+        scale=0.1 + index,
+        rope=Rope.of(size) if index == 0 else Rope(torch.ones(2), 1.5, interleaved=True) if index == 3 else None,
+        window=16 if index == 3 else None,
+    )
+
+
+def trace(*layers: TraceLayer) -> Trace:
+    return Trace.build(layers, torch.arange(T) + 5, {"model": "none", "note": "é"})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "a.safetensors"
+    trace(layer(0), layer(1), layer(3)).save(path)
+    return path
+
+
+def assert_same(a: TraceLayer, b: TraceLayer) -> None:
+    for name in NAMES:
+        assert torch.equal(getattr(a, name), getattr(b, name))
+        assert getattr(a, name).dtype == getattr(b, name).dtype
+    assert (a.index, a.scale, a.window) == (b.index, b.scale, b.window)
+    assert (a.rope is None) == (b.rope is None)
+    if a.rope is not None and b.rope is not None:
+        assert torch.equal(a.rope.inv_freq, b.rope.inv_freq)
+        assert (a.rope.scaling, a.rope.interleaved) == (b.rope.scaling, b.rope.interleaved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "t.safetensors"
+    layers = [layer(0, dtype=dtype), layer(1, heads=1, group=1, size=80, dtype=dtype), layer(3, dtype=dtype)]
+    trace(*layers).save(path)
+    read = Trace.open(path)
+    assert (read.tokens, read.layers, read.name) == (T, (0, 1, 3), "t")
+    assert torch.equal(read.positions, torch.arange(T) + 5)
+    assert read.meta == {"model": "none", "note": "é"}
+    for written in layers:
+        assert_same(read.layer(written.index), written)
+
+
+def test_any_safetensors_reader_opens_it(saved: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(saved)
+    assert torch.equal(tensors["layers.1.keys"], layer(1).keys)
+    assert tensors["rope.1.inv_freq"].tolist() == [1.0, 1.0]
+
+
+def test_queries_of_the_last_tokens_alone(tmp_path: Path) -> None:
+    full = layer(1)
+    last = TraceLayer(1, full.query[:, :, -5:].contiguous(), full.keys, full.values, full.scale)
+    trace(last).save(tmp_path / "q")
+    assert_same(Trace.open(tmp_path / "q").layer(1), last)
+
+
+def test_pieces_of_any_size_make_the_same_file(saved: Path, tmp_path: Path) -> None:
+    layers = [layer(0), layer(1), layer(3)]
+    path = tmp_path / "pieces"
+    with TraceWriter(
+        path, [x.shape for x in layers], torch.arange(T) + 5, torch.float32, {"model": "none", "note": "é"}
+    ) as writer:
+        for start in range(0, T, 5):
+            for x in layers:
+                for name in reversed(NAMES):
+                    writer.write(x.index, name, start, getattr(x, name)[..., start : start + 5, :])
+        for x in layers:
+            writer.rope(x.index, x.rope)
+        assert not path.exists()
+    assert path.read_bytes() == saved.read_bytes()
+    assert path.stat().st_mode == saved.stat().st_mode
+
+
+def one_layer(path: Path, tokens: int = T) -> TraceWriter:
+    return TraceWriter(path, [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(tokens), torch.float32)
+
+
+def test_rows_missing_or_out_of_order_leave_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"layers.0.query has 10 of 37 rows"), one_layer(tmp_path / "x") as writer:
+        writer.write(0, "query", 0, torch.zeros(2, 3, 10, 8))
+    with pytest.raises(TraceError, match=r"takes rows 0 and up .* at row 3"), one_layer(tmp_path / "x") as writer:
+        writer.write(0, "keys", 3, torch.zeros(2, 10, 8))
+    with pytest.raises(TraceError, match=r"got \[2, 38, 8\]"), one_layer(tmp_path / "x") as writer:
+        writer.write(0, "keys", 0, torch.zeros(2, 38, 8))
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(one_layer(tmp_path / "x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted(unopened: TraceWriter) -> None:
+    with unopened as writer:
+        writer.write(0, "keys", 0, torch.zeros(2, 10, 8))
+        raise KeyboardInterrupt
+
+
+def test_an_old_file_stays_when_a_new_one_fails(saved: Path) -> None:
+    before = saved.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(one_layer(saved))
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_disk_known_to_be_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(TraceError, match=r"needs [\d,]+ bytes, .* has 1,000 free"):
+        trace(layer(0)).save(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the file system is asked through posix_fallocate")
+def test_a_disk_that_cannot_reserve_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TraceError, match=r"needs [\d,]+ bytes, .* has [\d,]+ free"):
+        trace(layer(0)).save(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the file system is asked through posix_fallocate")
+def test_a_file_system_that_never_reserves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    trace(layer(0)).save(tmp_path / "x")
+    assert_same(Trace.open(tmp_path / "x").layer(0), layer(0))
+
+
+def test_a_disk_that_fills_on_the_way(tmp_path: Path) -> None:
+    class Full:
+        """A file that takes no more bytes."""
+
+        def __init__(self, file: object) -> None:
+            self.file = file
+
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    def fill() -> None:
+        with one_layer(tmp_path / "x") as writer:
+            writer._file = Full(writer._file)  # type: ignore[assignment]
+            writer.write(0, "keys", 0, torch.zeros(2, 10, 8))
+
+    with pytest.raises(TraceError, match=r"needs [\d,]+ bytes, .* has [\d,]+ free"):
+        fill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"gone.x cannot be written: No such file or directory"):
+        trace(layer(0)).save(tmp_path / "gone" / "x")
+    with pytest.raises(TraceError, match="is a folder, not a place for a trace file"):
+        trace(layer(0)).save(tmp_path)
+
+
+KILLED = """
+import os, signal, sys, torch
+from sparseattn.traces import LayerShape, TraceWriter
+with TraceWriter(sys.argv[1], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), torch.float32) as writer:
+    writer.write(0, "keys", 0, torch.zeros(2, 50, 8))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_a_killed_writer_leaves_no_trace_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode < 0
+    assert not path.exists()
+    trace(layer(0)).save(path)  # what the killed process left is in nobody's way
+    assert_same(Trace.open(path).layer(0), layer(0))
+
+
+BOUNDED = """
+import resource, sys, torch
+from sparseattn.traces import NAMES, LayerShape, TraceWriter
+tokens, chunk = 20480, 1024
+keys, query = torch.ones(4, chunk, 128), torch.ones(4, 4, chunk, 128)
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+shapes = [LayerShape(0, 4, 4, 128, 1.0)]
+with TraceWriter(sys.argv[1], shapes, torch.arange(tokens), torch.bfloat16) as writer:
+    before = None
+    for start in range(0, tokens, chunk):
+        writer.write(0, "query", start, query)
+        writer.write(0, "keys", start, keys)
+        writer.write(0, "values", start, keys)
+        before = before or peak()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss differs between systems")
+def test_memory_does_not_grow_with_the_length(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    run = subprocess.run([sys.executable, "-c", BOUNDED, str(path)], check=True, capture_output=True, text=True)
+    assert path.stat().st_size > 115 * 2**20
+    assert int(run.stdout) < 40  # MiB, for a file of more than 115
+
+
+def test_opening_reads_no_rows(saved: Path) -> None:
+    # Rows overwritten behind an open trace are what a layer shows when it is asked for.
+    opened = Trace.open(saved)
+    header = int.from_bytes(saved.read_bytes()[:8], "little")
+    with saved.open("r+b") as file:
+        file.seek(8 + header)
+        file.write(b"\0" * 64)
+    assert not opened.layer(0).query[0, 0, :2].any()
+    with pytest.raises(TraceError, match="a has no layer 2, it holds 0, 1, 3"):
+        opened.layer(2)
+
+
+def edited(path: Path, change: dict[str, str | None]) -> None:
+    """Rewrite a file with some of its metadata changed, or removed where None."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() | change
+    save_file(load_file(path), path, {k: v for k, v in metadata.items() if v is not None})
+
+
+def test_files_that_are_no_traces(saved: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with pytest.raises(TraceError, match="does not exist"):
+        Trace.open(tmp_path / "gone")
+    with pytest.raises(TraceError, match="is a folder, not a trace file"):
+        Trace.open(tmp_path)
+    other = tmp_path / "other"
+    for junk in (b"", b"{}", b"hello world, not a trace", b"\x10" + b"\0" * 7 + b'{"a": ["b", 1]} ', os.urandom(5000)):
+        other.write_bytes(junk)
+        with pytest.raises(TraceError, match="is not a safetensors file"):
+            Trace.open(other)
+    save_file({"x": torch.zeros(3)}, other)
+    with pytest.raises(TraceError, match="is a safetensors file, but not a trace"):
+        Trace.open(other)
+    edited(saved, {"version": "7"})
+    with pytest.raises(TraceError, match="version 7, this sparseattn reads version 1"):
+        Trace.open(saved)
+
+
+@pytest.mark.parametrize("left", [4, 100, 70_000, -1, -2000])
+def test_truncated(saved: Path, left: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:left])
+    with pytest.raises(TraceError, match=r"is truncated: it has|is not a safetensors file"):
+        Trace.open(saved)
+
+
+def test_damaged(saved: Path) -> None:
+    whole = saved.read_bytes()
+    saved.write_bytes(whole + b"more")
+    with pytest.raises(TraceError, match="4 more than its header says"):
+        Trace.open(saved)
+    entry = {"index": 0, "scale": 1.0, "window": None, "rope": None}
+    for layers, message in (
+        ([entry | {"index": 9}], "layer 9 lacks its query and keys and values"),
+        ([entry | {"rope": 2}], "layer 0 names rope 2, the file has 2"),
+        ([entry | {"scale": None}], "do not fit together"),
+        ([entry | {"window": 0}], "layer 0 has scale 1.0 and window 0"),
+        ([], "holds no layer"),
+        ("nonsense", "do not fit together"),
+    ):
+        saved.write_bytes(whole)
+        edited(saved, {"layers": json.dumps(layers)})
+        with pytest.raises(TraceError, match=f"is a damaged trace: .*{message}"):
+            Trace.open(saved)
+    saved.write_bytes(whole)
+    edited(saved, {"ropes": None})
+    with pytest.raises(TraceError, match="do not fit together"):
+        Trace.open(saved)
+
+
+def test_traces_that_cannot_be_built() -> None:
+    good = layer(0)
+    with pytest.raises(TraceError, match="at least one layer and each once"):
+        trace()
+    with pytest.raises(TraceError, match="each once"):
+        trace(good, good)
+    with pytest.raises(TraceError, match="layer 0 has 37 tokens for 3 positions"):
+        Trace.build([good], torch.arange(3))
+    with pytest.raises(TraceError, match=r"query is \[H,G,T,D\]"):
+        TraceLayer(0, good.keys, good.keys, good.values, 1.0)
+    with pytest.raises(TraceError, match="queries of 37 tokens for keys of 10"):
+        TraceLayer(0, good.query, good.keys[:, :10], good.values[:, :10], 1.0)
+    with pytest.raises(TraceError, match="share one dtype"):
+        TraceLayer(0, good.query, good.keys.double(), good.values.double(), 1.0)
+    with pytest.raises(TraceError, match=r"got torch\.int8"):
+        TraceWriter("x", [good.shape], torch.arange(T), torch.int8)
