@@ -8,23 +8,28 @@ from typing import TypeAlias
 Budget: TypeAlias = "int | float | None"
 
 
-def budget_rows(budget: Budget, context: int) -> int:
+def budget_rows(budget: Budget, context: int, span: int = 1) -> int:
     """Rows that `budget` allows in a context of `context` rows: an int is rows, a float in (0, 1] a share of the
-    context (rounded down, at least one row), None the whole context.
+    context (rounded down, at least one span), None the whole context.
 
     Raises:
-        ValueError: fewer than one row, a share outside (0, 1], or another type.
+        ValueError: fewer rows than one, or than the `span` that the selector reads at a time; a share outside (0, 1];
+            another type.
     """
     if budget is None:
-        return max(context, 1)
+        return max(context, span)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise ValueError(f"a budget is rows (int), a share of the context (float) or None, got {budget!r}")
     if isinstance(budget, float):
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"a budget given as a float is a share of the context in (0, 1], got {budget}")
-        return max(math.floor(budget * context), 1)
+        return max(math.floor(budget * context), span)
     if budget < 1:
         raise ValueError(f"a budget is at least 1 row, got {budget}")
+    if budget < span:
+        raise ValueError(
+            f"a budget of {budget} rows is less than one span of this selector, which reads {span} at a time"
+        )
     return budget
 
 

@@ -11,11 +11,12 @@ import copy
 import torch
 from torch import Tensor
 
-from sparseattn import checks
+import sparseattn.checks as checks
 from sparseattn.budget import Budget, budget_rows
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.storage import RowBuffer
+from sparseattn.zones import Zones
 
 
 class KVCache:
@@ -23,7 +24,7 @@ class KVCache:
 
     Each sequence is stored without its padding: sink and recent rows are its first and last *real* rows, so a padded
     batch gives what the unpadded sequences give. Where sequences differ in length, the sealed zone holds whole spans of
-    zeros, which selectors are told never to select.
+    zeros, which selectors are told never to select (`Zones`).
 
     Args:
         selector: chooses among the sealed rows; the cache owns it from here on.
@@ -32,13 +33,15 @@ class KVCache:
             window 2047; "128+512" of RetrievalAttention sink 128, window 512.
         seal: rows that must wait beyond the window before decoding seals them (the first decode seals whatever it
             can). At most `seal - 1` waiting rows are read densely, so for measuring quality set it to the selector's
-            span, for speed leave it at 1024. At least the span. The sequences of a batch seal together, when the first
-            of them is due: above the span, one may read fewer waiting rows than it would alone.
+            span, for speed leave it at 1024. At least the span. The sequences of a batch seal together: above the span,
+            a short one may read fewer waiting rows than alone, and out of phase up to a span more wait.
         rollback: newest rows beyond the window kept unsealed so that `crop` can drop them (speculative decoding).
         capacity: rows to allocate at once; 0 grows by half when full.
 
     Raises:
         ValueError: a negative size, or `seal` below the selector's span.
+
+    A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
 
     def __init__(
@@ -54,58 +57,59 @@ class KVCache:
         if not isinstance(selector, Selector):
             raise ValueError(f"selector is an instance of a Selector, such as Quest(), got {selector!r}")
         for name, size in (("sink", sink), ("window", window), ("rollback", rollback), ("capacity", capacity)):
-            if size < 0:
-                raise ValueError(f"{name} is 0 or more rows, got {size}")
+            if not isinstance(size, int) or size < 0:
+                raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
         if seal < selector.span:
             raise ValueError(f"seal is at least the span of {selector!r}, {selector.span} rows, got {seal}")
         self.selector = selector
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
-        self.capacity = capacity
         self._keys, self._values = RowBuffer(2, capacity), RowBuffer(2, capacity)  # [B,H,N,D]
         self._positions = RowBuffer(1, capacity)  # [B,N] int64, in the order of appending; meaningful if unsealed
         self._queries = RowBuffer(3)  # [B,H,G,n,D] of the recent rows, where the selector needs them
         self._forget()
 
     def _forget(self) -> None:
-        # Counts live on the host, so that no step waits for the device; `bounds` carries them to the kernels.
-        self._count = torch.zeros(0, dtype=torch.int64)  # [B] real rows
-        self._sealed = torch.zeros(0, dtype=torch.int64)  # [B] of them sealed
-        self._next = torch.zeros(0, dtype=torch.int64)  # [B] position that follows the last one
-        self._zone = 0  # rows of the sealed zone, zeros for padding included
+        self._zones = Zones(0, self.sink)
         self._decoded = False
+        self._broken = False
+        # What steps on the device read, updated in place: [B] each.
         self._bounds: Bounds | None = None
+        self._newest = torch.zeros(0, dtype=torch.int64)
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first append."""
-        return self._count.shape[0]
+        return self._zones.count.shape[0]
 
     @property
     def lengths(self) -> Tensor:
         """`[B]` int64 on the CPU: real rows of each sequence."""
-        return self._count.clone()
+        return self._zones.count.clone()
 
     @property
     def sealed(self) -> Tensor:
         """`[B]` int64 on the CPU: real rows that the selector has been shown."""
-        return self._sealed.clone()
+        return self._zones.sealed.clone()
 
     @property
     def keys(self) -> Tensor:
-        """`[B,H,N,D]`, N the physical rows up to the longest sequence's last. A view."""
+        """`[B,H,N,D]`, a view: N physical rows, at least the sink's. Rows outside `bounds` may hold anything."""
+        self._require_rows()
         return self._keys.data
 
     @property
     def values(self) -> Tensor:
         """`[B,H,N,D]`, stored as the keys are. A view."""
+        self._require_rows()
         return self._values.data
 
     @property
     def positions(self) -> Tensor:
-        """`[B]` int64 on the cache's device: position of each sequence's newest token."""
-        return (self._next - 1).to(self.keys.device)
+        """`[B]` int64 on the cache's device: position of each sequence's newest token; updated in place."""
+        self._require_rows()
+        return self._newest
 
     @property
     def bounds(self) -> Bounds:
@@ -114,28 +118,11 @@ class KVCache:
         assert self._bounds is not None
         return self._bounds
 
-    @property
-    def _start(self) -> int:
-        return self.sink + self._zone  # first row after the sealed zone
-
     def _require_rows(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"{self.selector!r} failed while rows were sealed, so this cache is void: reset() it")
         if self.batch == 0:
             raise RuntimeError("the cache is empty: append a prefill first")
-
-    def _recent(self) -> Tensor:
-        return self._count - self._count.clamp(max=self.sink) - self._sealed  # [B]
-
-    def _end(self) -> Tensor:
-        """`[B]` one past the last recent row of each sequence; where there is none, the end of the sealed zone."""
-        return self._start + self._recent()
-
-    def _place(self, number: Tensor) -> Tensor:
-        """Physical rows of the unsealed real rows `number` `[B,...]` of each sequence."""
-        sealed = self._sealed.view(-1, *[1] * (number.ndim - 1))
-        return torch.where(number < self.sink, number, number - self.sink - sealed + self._start)
-
-    def _last(self) -> int:
-        return int(self._end().max())
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
@@ -151,53 +138,56 @@ class KVCache:
                 Default: no padding, counting on from the newest row.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit what is stored; NaN or infinite keys or values (on a
-                GPU, single rows are checked when they are sealed, not at every step); missing queries. Nothing is
-                stored then.
+            ValueError: shapes, dtypes or devices that do not fit what is stored; NaN or infinite keys, values or
+                queries (on a GPU, single rows are checked when they are sealed, not at every step); missing queries; a
+                selector that serves another cache. Nothing is stored then.
         """
-        checks.rows(keys, values, queries, self.selector, self._keys.full if self.batch else None)
-        batch, _, new, _ = keys.shape
-        if self.batch == 0:
-            self._count, self._sealed, self._next = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
-        if positions is None:
-            at = self._next[:, None] + torch.arange(new)
-            counts = torch.full((batch,), new)
+        first = self.batch == 0
+        if first:
+            checks.unused(self.selector)
         else:
-            at = checks.positions(positions, batch, new, self._next)
-            counts = (at >= 0).sum(1)
-        self._store(keys, values, queries, at, counts)
-        if new:
-            self._next = torch.maximum(self._next, at.amax(1) + 1)
+            self._require_rows()
+        checks.rows(keys, values, None if first else self._keys.full)
+        batch, _, new, _ = keys.shape
+        if self.selector.needs_queries:
+            checks.queries(queries, keys, self.selector, self._queries.full if self._queries.rows else None)
+        zones = Zones(batch, self.sink) if first else self._zones
+        if positions is None:
+            at = zones.next[:, None] + torch.arange(new)
+        else:
+            at = checks.positions(positions, batch, new, zones.next)
+        self._zones = zones
+        self._store(keys, values, queries, at)
 
-    def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor, counts: Tensor) -> None:
+    def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor) -> None:
         batch, new = at.shape
-        recent = self._recent()
-        order = self._count[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] number of each real row in its sequence
-        place = self._place(order)
-        self._count = self._count + counts
-        last = self._last()
-        stored = ((self._keys, keys, 2), (self._values, values, 2), (self._positions, at.to(keys.device), 1))
+        zones, recent, device = self._zones, self._zones.recent, keys.device
+        counts = (at >= 0).sum(1)
+        number = zones.count[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] of each real row in its sequence
+        place = zones.place(number)
+        zones.count = zones.count + counts
+        if new:
+            zones.next = torch.maximum(zones.next, at.amax(1) + 1)
+        stored = ((self._keys, keys, 2), (self._values, values, 2), (self._positions, at.to(device), 1))
         for buffer, rows, _ in stored:
-            buffer.reserve(last, rows)
-            buffer.rows = last
+            buffer.resize(int(zones.end.max()), rows)
         first = int(place[0, 0]) if new else 0
         if bool((counts == new).all()) and bool((place == torch.arange(first, first + new)).all()):
             for buffer, rows, dim in stored:
                 buffer.full.narrow(dim, first, new).copy_(rows)
         else:
             for b in range(batch):
-                real = (at[b] >= 0).nonzero()[:, 0].to(keys.device)
-                target = place[b][at[b] >= 0].to(keys.device)
+                real = (at[b] >= 0).nonzero()[:, 0]
+                target = place[b][real].to(device)
                 for buffer, rows, dim in stored:
-                    buffer.full[b].index_copy_(dim - 1, target, rows[b].index_select(dim - 1, real))
+                    buffer.full[b].index_copy_(dim - 1, target, rows[b].index_select(dim - 1, real.to(device)))
         if queries is not None and self.selector.needs_queries:
-            self._store_queries(queries, at, counts, recent)
+            self._store_queries(queries, at, recent)
         self._show()
 
-    def _store_queries(self, queries: Tensor, at: Tensor, counts: Tensor, recent: Tensor) -> None:
-        now = self._recent()
-        self._queries.reserve(int(now.max()), queries)
-        self._queries.rows = int(now.max())
+    def _store_queries(self, queries: Tensor, at: Tensor, recent: Tensor) -> None:
+        now = self._zones.recent
+        self._queries.resize(int(now.max()), queries)
         for b in range(at.shape[0]):
             fresh = int(now[b] - recent[b])  # the others went to the sink, which no selector sees
             if fresh:
@@ -205,47 +195,52 @@ class KVCache:
                 self._queries.full[b, :, :, int(recent[b]) : int(now[b])] = queries[b].index_select(2, real)
 
     def _show(self) -> None:
-        """Brings `bounds` and the selector's view of the stored keys up to date."""
-        device = self._keys.full.device
-        sink, end = self._count.clamp(max=self.sink).int(), self._end().int()
-        sealed = torch.full_like(end, self._start)
+        """Brings what the device reads, and the selector's view of the stored keys, up to date."""
+        zones, device = self._zones, self._keys.full.device
+        sink, end, newest = zones.count.clamp(max=self.sink).int(), zones.end.int(), zones.next - 1
+        sealed = torch.full_like(end, zones.start)
         if self._bounds is None or self._bounds.rows.shape != end.shape or self._bounds.rows.device != device:
             self._bounds = Bounds(sink.to(device), self.sink, sealed.to(device), end.to(device))
+            self._newest = newest.to(device)
         else:
             self._bounds.sink.copy_(sink, non_blocking=True)
             self._bounds.sealed.copy_(sealed, non_blocking=True)
             self._bounds.rows.copy_(end, non_blocking=True)
-        self.selector.stored = self._keys.full[:, :, self.sink : self._start]
+            self._newest.copy_(newest, non_blocking=True)
+        self.selector.stored = self._keys.full[:, :, self.sink : zones.start]
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
         """Shows the selector the rows that have left the window, if it is time; `select` and `decode` call it.
 
-        The first call seals every row before the window, later ones when `seal` rows wait; always whole spans.
+        The first call seals every row before the window, later ones when `seal` rows wait; always whole spans. If the
+        selector raises, the cache is void until `reset`.
         """
         self._require_rows()
-        waiting = (self._recent() - self.window - self.rollback).clamp(min=0)  # [B]
-        if self._decoded and int(waiting.max()) < self.seal_rows:
-            return
-        self._decoded = True
         span = self.selector.span
-        each = waiting // span * span  # [B] rows to seal
-        most = int(each.max())
-        if most == 0:
+        each = self._zones.due(self.window + self.rollback, self.seal_rows if self._decoded else 1, span)
+        self._decoded = True
+        if int(each.max()) == 0:
             return
-        self._make_room(each, most)
-        low, high = self._start, self._start + most
-        at = self._positions.full[:, low:high].masked_fill(
-            (torch.arange(most) >= each[:, None]).to(self.keys.device), -1
-        )
-        keys, values = self._keys.full[:, :, low:high], self._values.full[:, :, low:high]
+        self._broken = True
+        self._seal(each)
+        self._broken = False
+
+    def _seal(self, each: Tensor) -> None:
+        zones, most = self._zones, int(each.max())
+        self._make_room(each)
+        low = zones.start
+        zone = slice(low, low + most)
+        keys, values = self._keys.full[:, :, zone], self._values.full[:, :, zone]
+        padding = (torch.arange(most) >= each[:, None]).to(keys.device)
         if keys.is_cuda:
-            checks.finite(keys, values)
-        queries = self._take_queries(each, most) if self.selector.needs_queries else None
-        self._sealed = self._sealed + each
-        self._zone += most
-        order = self.selector.append(Rows(keys, values, at, queries))
+            checks.finite(keys=keys, values=values)
+        queries = self._take_queries(each) if self.selector.needs_queries else None
+        zones.seal(each)
+        order = self.selector.append(
+            Rows(keys, values, self._positions.full[:, zone].masked_fill(padding, -1), queries)
+        )
         if order is not None:
             checks.order(order, keys)
             index = order[..., None].expand_as(keys)
@@ -253,40 +248,34 @@ class KVCache:
             values.copy_(values.gather(2, index))
         self._show()
 
-    def _make_room(self, each: Tensor, most: int) -> None:
+    def _make_room(self, each: Tensor) -> None:
         """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
-        low, recent = self._start, self._recent()
+        low, recent, most = self._zones.start, self._zones.recent, int(each.max())
         end = int((low + most + recent - each).max())
         buffers = (self._keys, self._values, self._positions)
         for buffer in buffers:
-            buffer.reserve(end, buffer.full)
-            buffer.rows = end
-        for b in range(self.batch):
+            buffer.resize(end, buffer.full)
+        for b in (each < most).nonzero()[:, 0].tolist():
             sealed, left = int(each[b]), int(recent[b] - each[b])
-            if sealed == most:
-                continue
             for buffer in buffers:
                 rows = buffer.full[b].movedim(buffer.dim - 1, 0)  # [N,...]
                 later = rows[low + sealed : low + sealed + left].clone()
                 rows[low + sealed : low + most] = 0
                 rows[low + most : low + most + left] = later
 
-    def _take_queries(self, each: Tensor, most: int) -> Tensor:
-        """`[B,H,G,most,D]`: the sealed rows' queries, zeros for padding; they leave the buffer."""
-        recent = self._recent()
-        taken = self._queries.full[:, :, :, :most].clone()
+    def _take_queries(self, each: Tensor) -> Tensor:
+        """`[B,H,G,n,D]`: the sealed rows' queries, zeros for padding; they leave the buffer."""
+        most, recent = int(each.max()), self._zones.recent
+        held = self._queries.full
         left = int((recent - each).max())
+        rest = self._queries.fresh()  # the prefill's queries are several times the keys: their storage goes
+        rest.resize(left, held)
         for b in range(self.batch):
             sealed, later = int(each[b]), int(recent[b] - each[b])
-            taken[b, :, :, sealed:] = 0
-            kept = self._queries.full[b, :, :, sealed : sealed + later].clone()
-            self._queries.full[b, :, :, :later] = kept
-        rest = RowBuffer(3)  # the prefill's queries are several times the keys: let their storage go
-        rest.reserve(left, taken)
-        rest.full[:, :, :, :left] = self._queries.full[:, :, :, :left]
-        rest.rows = left
+            rest.full[b, :, :, :later] = held[b, :, :, sealed : sealed + later]
+            held[b, :, :, sealed:most] = 0
         self._queries = rest
-        return taken
+        return held[:, :, :, :most]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -294,50 +283,54 @@ class KVCache:
         """Seals what is due and asks the selector for at most `budget` rows per head; see `sparseattn.decode`."""
         self._require_rows()
         checks.query(query, self._keys.full)
+        context = int(self._zones.count.max())
+        rows = budget_rows(budget, context, self.selector.span)
         self.seal()
-        rows = budget_rows(budget, int(self._count.max()))
-        if rows < self.selector.span and self._zone > 0:
-            raise ValueError(
-                f"a budget of {rows} rows is less than one span of {self.selector!r}, which reads "
-                f"{self.selector.span} rows at a time"
-            )
-        return self.selector.select(query, self.positions, rows)
+        # More rows than there are change nothing but the number of slots.
+        return self.selector.select(query, self.positions, min(rows, max(context, self.selector.span)))
 
     # -- editing -----------------------------------------------------------------------------------------------------
 
-    def crop(self, drop: int) -> None:
-        """Forgets the newest `drop` rows of every sequence, as speculative decoding does with rejected tokens.
+    def crop(self, drop: int | Tensor) -> None:
+        """Forgets the newest rows of every sequence, as speculative decoding does with rejected tokens.
+
+        Args:
+            drop: rows, an int for all sequences or int64 `[B]`.
 
         Raises:
             ValueError: `drop` reaches into sealed rows, which never change: construct the cache with a larger
                 `rollback`.
         """
-        if drop < 0:
-            raise ValueError(f"crop drops 0 or more rows, got {drop}")
-        free = torch.where(self._sealed > 0, self._recent(), self._count)
-        if self.batch and drop > int(free.min()):
+        self._require_rows()
+        zones = self._zones
+        gone = torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch)
+        free = torch.where(zones.sealed > 0, zones.recent, zones.count)
+        if bool((gone < 0).any()):
+            raise ValueError(f"crop drops 0 or more rows, got {gone.tolist()}")
+        if bool((gone > free).any()):
             raise ValueError(
-                f"cannot drop {drop} rows: only the newest {int(free.min())} are not sealed yet; build the cache with "
-                f"rollback={drop} or more to keep that many unsealed"
+                f"cannot drop {gone.tolist()} rows: only the newest {free.tolist()} are not sealed yet; build the "
+                f"cache with rollback={int(gone.max())} or more to keep that many unsealed"
             )
-        if not self.batch or not drop:
-            return
-        gone = self._place(self._count - drop)  # [B] the first row dropped; its position is the next one's
-        self._next = self._positions.full.cpu().gather(1, gone[:, None])[:, 0]
-        self._count = self._count - drop
-        self._keys.rows = self._values.rows = self._positions.rows = self._last()
+        # The next token takes the position of the first one dropped.
+        place = zones.place(zones.count - gone).clamp(0, max(self._positions.rows - 1, 0))
+        at = self._positions.full.gather(1, place[:, None].to(self._positions.full.device))[:, 0].cpu()
+        zones.next = torch.where(gone > 0, at, zones.next)
+        zones.count = zones.count - gone
+        for buffer in (self._keys, self._values, self._positions):
+            buffer.resize(int(zones.end.max()), buffer.full)
         if self.selector.needs_queries:
-            self._queries.rows = max(int(self._recent().max()), 0)
+            self._queries.resize(int(zones.recent.max()), self._queries.full)
         self._show()
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit."""
+        self._require_rows()
         if index.ndim != 1 or index.dtype != torch.int64 or not bool(((index >= 0) & (index < self.batch)).all()):
             raise ValueError(f"reorder takes int64 [B'] indices below the batch of {self.batch}, got {index}")
         for buffer in self._buffers():
             buffer.take(index)
-        host = index.cpu()
-        self._count, self._sealed, self._next = self._count[host], self._sealed[host], self._next[host]
+        self._zones.take(index.cpu())
         self.selector.reorder(index)
         self._show()
 
@@ -345,6 +338,7 @@ class KVCache:
         """An independent copy, selector included."""
         twin = copy.copy(self)
         twin.selector = self.selector.clone()
+        twin._zones = copy.copy(self._zones)  # its counts are replaced, never changed in place
         for name, value in vars(self).items():
             if isinstance(value, RowBuffer):
                 setattr(twin, name, value.clone())
@@ -354,7 +348,7 @@ class KVCache:
         return twin
 
     def reset(self) -> None:
-        """Forgets every row, the selector's too; storage and configuration stay."""
+        """Forgets every row, the selector's too, and frees the storage; the configuration stays."""
         for buffer in self._buffers():
             buffer.reset()
         self.selector.reset()
@@ -375,5 +369,5 @@ class KVCache:
     def __repr__(self) -> str:
         return (
             f"KVCache({self.selector!r}, sink={self.sink}, window={self.window}, seal={self.seal_rows}, "
-            f"rollback={self.rollback}): {self.batch} sequences of {self._count.tolist()} rows"
+            f"rollback={self.rollback}): {self.batch} sequences of {self._zones.count.tolist()} rows"
         )

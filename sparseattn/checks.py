@@ -8,9 +8,18 @@ from torch import Tensor
 from sparseattn.selectors.base import Selector
 
 
-def rows(keys: Tensor, values: Tensor, queries: Tensor | None, selector: Selector, held: Tensor | None) -> None:
-    """New rows fit each other, the selector's needs and the stored keys `held` `[B,H,N,D]`; else ValueError."""
-    if keys.ndim != 4 or keys.shape != values.shape:
+def unused(selector: Selector) -> None:
+    """A selector that no cache and no caller has filled; else ValueError."""
+    if selector.stored is not None or any(buffer.rows for _, buffer in selector.buffers()):
+        raise ValueError(
+            f"this {selector!r} holds the rows of another cache: one selector serves one cache, so give each layer its "
+            f"own with selector.for_layer(i)"
+        )
+
+
+def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
+    """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
+    if keys.ndim != 4 or keys.shape != values.shape or 0 in (*keys.shape[:2], keys.shape[3]):
         raise ValueError(
             f"append takes keys and values of one shape [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}"
         )
@@ -28,17 +37,28 @@ def rows(keys: Tensor, values: Tensor, queries: Tensor | None, selector: Selecto
             raise ValueError(
                 f"this cache holds {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
             )
-    if selector.needs_queries:
-        if queries is None:
-            raise ValueError(f"{selector!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
-        batch, heads, new, size = keys.shape
-        if queries.ndim != 5 or queries.shape[:2] != (batch, heads) or queries.shape[3:] != (new, size):
-            raise ValueError(
-                f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = "
-                f"{[batch, heads, 'G', new, size]}, got {list(queries.shape)}"
-            )
     if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
-        finite(keys, values)
+        finite(keys=keys, values=values)
+
+
+def queries(queries: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:
+    """Queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
+    if queries is None:
+        raise ValueError(f"{selector!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
+    batch, heads, new, size = keys.shape
+    group = "G" if held is None else held.shape[2]
+    fits = queries.ndim == 5 and queries.shape[:2] == (batch, heads) and queries.shape[3:] == (new, size)
+    if not fits or (held is not None and queries.shape[2] != group):
+        raise ValueError(
+            f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = {[batch, heads, group, new, size]}, got "
+            f"{list(queries.shape)}"
+        )
+    if queries.dtype != keys.dtype or queries.device != keys.device:
+        raise ValueError(
+            f"queries are of the keys' {keys.dtype} on {keys.device}, got {queries.dtype} on {queries.device}"
+        )
+    if not queries.is_cuda or new > 1:
+        finite(queries=queries)
 
 
 def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
@@ -73,12 +93,12 @@ def query(query: Tensor, held: Tensor) -> None:
         )
 
 
-def finite(keys: Tensor, values: Tensor) -> None:
-    """No NaN and no infinity; else ValueError."""
-    for name, part in (("keys", keys), ("values", values)):
+def finite(**parts: Tensor) -> None:
+    """No NaN and no infinity in any of the tensors `[B,H,...,row,D]`; else ValueError with the name and the place."""
+    for name, part in parts.items():
         if part.numel() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(part)):  # NaN passes through
             bad = (~torch.isfinite(part)).nonzero()[0].tolist()
-            raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,row,d] = {bad}")
+            raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,row,d] = {bad}")
 
 
 def order(order: Tensor, keys: Tensor) -> None:

@@ -9,6 +9,7 @@ three things that papers call selectivity: rows scanned, rows attended, bytes re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,8 @@ from sparseattn.traces import Trace, TraceLayer
 
 RECALLS = (1, 10, 100)
 
-# Name -> (what it is, whether a larger value is better). Shares are of the context at each step.
+# Name -> (what it is, whether a larger value is better). Shares are of the context at each step. With fewer than k
+# indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON.
 MEASURES: dict[str, tuple[str, bool]] = {
     "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
     "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
@@ -84,12 +86,19 @@ class Evaluation:
             "budget": self.budget,
             **self.settings,
             "layers": list(self.layers),
-            "mean": {name: self.mean(name) for name in self.heads},
-            "worst": {name: self.worst(name) for name in self.heads},
+            "mean": {name: _number(self.mean(name)) for name in self.heads},
+            "worst": {name: _number(self.worst(name)) for name in self.heads},
         }
         if per_head:
-            out["heads"] = {name: values.tolist() for name, values in self.heads.items()}
+            out["heads"] = {
+                name: [[_number(value) for value in layer] for layer in values.tolist()]
+                for name, values in self.heads.items()
+            }
         return out
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def evaluate(
@@ -171,6 +180,8 @@ def evaluate_budgets(
 
 def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
     """The layers to measure: those asked for, or all that attend to the whole context; else ValueError."""
+    if layers is not None and (not layers or len(set(layers)) < len(layers)):
+        raise ValueError(f"layers are one or more different indices, got {list(layers)}")
     missing = [index for index in layers or () if index not in trace.layers]
     if missing:
         raise ValueError(f"the trace {trace.name} holds layers {list(trace.layers)}, not {missing}")
@@ -212,11 +223,7 @@ def check_replay(
             f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
         )
     for budget in budgets:
-        rows = budget_rows(budget, trace.tokens - last)
-        if rows < method.span:
-            raise ValueError(
-                f"a budget of {rows} rows is less than one span of {method!r}, which reads {method.span} rows at a time"
-            )
+        budget_rows(budget, trace.tokens - last, method.span)
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
@@ -225,8 +232,8 @@ def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, st
     if cache.selector.needs_queries:
         if layer.query.shape[2] < len(positions):
             raise ValueError(
-                f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of the last "
-                f"{layer.query.shape[2]} tokens of {len(positions)}"
+                f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
+                f"the last {layer.query.shape[2]} tokens of {len(positions)}"
             )
         queries = layer.query[None, :, :, rows].float()
     cache.append(layer.keys[None, :, rows].float(), layer.values[None, :, rows].float(), queries, positions[None, rows])
@@ -276,16 +283,16 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     found = (weights * reads)[..., indexed].sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
-    nothing = torch.zeros(1, heads, 1, dtype=torch.int64)
-    scanned = nothing if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
-    read = nothing if selection.scan_bytes is None else selection.scan_bytes[..., None]
+    unknown = torch.full((1, heads, 1), torch.nan, dtype=torch.float64)  # a selector that does not say what it cost
+    scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
+    read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
     row_bytes = 2 * size * keys.element_size()  # a key and a value
 
     measured = {
         "mass": (weights * reads).sum(-1),
         "far_mass": far,
         "recovered": torch.where(far > 0, found / far, 1.0),
-        "relative_error": error.norm(dim=-1) / full.norm(dim=-1),
+        "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """Rows chosen for each selection head, as S disjoint spans of consecutive rows.
 
@@ -25,7 +25,7 @@ class Selection:
             shares one pass over its KV head's metadata), or None.
 
     `Hs` is H (one choice for a whole query group) or H*G (one per query head, head `h*G + g`). Shapes depend on the
-    budget alone, never on the data, so a selection needs no host synchronisation and fits a CUDA graph.
+    budget and on how many rows are stored, never on what the tensors hold, so that no step waits for the device.
 
     Raises:
         ValueError: wrong shape, dtype or span. What the tensors hold is not inspected (that would synchronise).
@@ -52,9 +52,10 @@ class Selection:
 
     @classmethod
     def none(cls, batch: int, heads: int, device: torch.device | str = "cpu") -> Selection:
-        """Nothing beyond the sink and the window: zero slots."""
+        """Nothing beyond the sink and the window, for H = `heads` KV heads: zero slots."""
         empty = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
-        return cls(empty, empty, 1, torch.zeros(batch, heads, dtype=torch.int64, device=device))
+        nothing = torch.zeros(batch, heads, dtype=torch.int64, device=device)
+        return cls(empty, empty, 1, nothing, nothing)
 
     @classmethod
     def tokens(cls, ids: Tensor, scanned: Tensor | None = None, scan_bytes: Tensor | None = None) -> Selection:
@@ -83,6 +84,8 @@ class Selection:
         `start`, `length` are `[B,Hs,R]` of any integer dtype; runs of one head are disjoint. The selection has
         `budget // span + R` slots: a run ends in at most one partial span, so every row within the budget has a slot.
         """
+        if span < 1 or not length.shape[-1]:
+            return cls(start.int(), length.int(), span, scanned, scan_bytes)
         length = length.long()
         before = length.cumsum(-1) - length  # [B,Hs,R] rows of the better runs
         length = length.minimum((budget - before).clamp(min=0))
@@ -91,7 +94,7 @@ class Selection:
         runs = length.shape[-1]
         slots = torch.arange(budget // span + runs, device=length.device).expand(*length.shape[:2], -1).contiguous()
         run = torch.searchsorted(ends.contiguous(), slots, right=True)  # [B,Hs,S]; `runs` = past the last one
-        used, run = run < runs, run.clamp(max=max(runs - 1, 0))
+        used, run = run < runs, run.clamp(max=runs - 1)
         offset = (slots - (ends - spans).gather(-1, run)) * span
         left = (length.gather(-1, run) - offset).clamp(0, span)
         return cls((start.long().gather(-1, run) + offset).int(), (left * used).int(), span, scanned, scan_bytes)
@@ -115,7 +118,7 @@ class Selection:
         return out.scatter_(2, torch.where((ids >= 0) & (ids < rows), ids, rows), True)[..., :rows]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bounds:
     """The zones of the stored rows, `sink | sealed | recent`, as data: every read of a kernel is bounded by them.
 

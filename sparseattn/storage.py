@@ -35,51 +35,47 @@ class RowBuffer:
         """The filled rows, a view."""
         return self.full.narrow(self.dim, 0, self.rows)
 
-    def reserve(self, rows: int, like: Tensor) -> None:
-        """Makes room for `rows` rows in all; `like` gives the other sizes, dtype and device of new storage."""
-        if self.rows == 0 and self._data is not None and not self._holds(like):
-            self._data = None  # reset, then used for another batch or dtype
-        held = 0 if self._data is None else self._data.shape[self.dim]
-        if self._data is not None and rows <= held:
-            return
-        # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
-        shape = list(like.shape)
-        shape[self.dim] = max(self.capacity, held + held // 2, rows + 64)
-        grown = torch.empty(shape, dtype=like.dtype, device=like.device)
-        if self._data is not None:
-            grown.narrow(self.dim, 0, self.rows).copy_(self.data)
-        self._data = grown
+    def resize(self, rows: int, like: Tensor) -> None:
+        """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
 
-    def _holds(self, like: Tensor) -> bool:
-        data = self.full
-        sizes = [size for dim, size in enumerate(data.shape) if dim != self.dim]
-        return sizes == [size for dim, size in enumerate(like.shape) if dim != self.dim] and (
-            data.dtype,
-            data.device,
-        ) == (like.dtype, like.device)
+        `like` gives the other sizes, dtype and device where there is no storage.
+        """
+        held = 0 if self._data is None else self._data.shape[self.dim]
+        if self._data is None or rows > held:
+            # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
+            shape = list(like.shape)
+            shape[self.dim] = max(self.capacity, held + held // 2, rows + 64)
+            grown = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if self._data is not None:
+                grown.narrow(self.dim, 0, self.rows).copy_(self.data)
+            self._data = grown
+        self.rows = rows
 
     def append(self, rows: Tensor) -> None:
         """Appends `rows`, which agree with what is stored in every other dimension."""
-        count = rows.shape[self.dim]
-        self.reserve(self.rows + count, rows)
-        self.full.narrow(self.dim, self.rows, count).copy_(rows)
-        self.rows += count
+        first, count = self.rows, rows.shape[self.dim]
+        self.resize(first + count, rows)
+        self.full.narrow(self.dim, first, count).copy_(rows)
 
     def take(self, index: Tensor) -> None:
         """Replaces sequence b by the stored sequence `index[b]`."""
         if self._data is not None:
             self._data = self._data.index_select(0, index.to(self._data.device))
 
+    def fresh(self) -> RowBuffer:
+        """An empty buffer of the same kind."""
+        return RowBuffer(self.dim, self.capacity)
+
     def clone(self) -> RowBuffer:
         """An independent copy."""
-        copy = RowBuffer(self.dim, self.capacity)
+        copy = self.fresh()
         copy.rows = self.rows
         copy._data = None if self._data is None else self._data.clone()
         return copy
 
     def reset(self) -> None:
-        """Forgets every row and keeps the storage."""
-        self.rows = 0
+        """Forgets every row and frees the storage, which the next batch may need in another shape."""
+        self.rows, self._data = 0, None
 
     def to(self, device: torch.device | str) -> None:
         """Moves the storage."""

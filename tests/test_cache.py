@@ -134,7 +134,7 @@ def good() -> KVCache:
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 0), "at least 1 row, got 0"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 1.5), r"\(0, 1\], got 1.5"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, True), "got True"),
-        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 8), "less than one span of Quest"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 8), "less than one span"),
         (lambda c: c.crop(-1), "0 or more"),
         (lambda c: c.reorder(torch.tensor([1])), "below the batch of 1"),
     ],
@@ -151,6 +151,7 @@ def test_bad_input_is_refused_and_nothing_is_stored(act, sentence: str) -> None:
     ("arguments", "sentence"),
     [
         ({"sink": -1}, "sink is 0 or more"),
+        ({"sink": 2.5}, "an int, got 2.5"),
         ({"window": -1}, "window is 0 or more"),
         ({"seal": 8}, "at least the span"),
         ({"selector": Quest}, "an instance of a Selector"),
@@ -198,3 +199,88 @@ def test_budgets() -> None:
     for text in ("", "x", "0", "-3", "0%", "101%", "1.5"):
         with pytest.raises(ValueError, match="budget"):
             parse_budget(text)
+
+
+def test_reset_starts_over() -> None:
+    queries, keys, values = heads(1, 2, 2, 200, 32)
+    cache = KVCache(Quest(), sink=0, window=8, seal=64)
+    for _ in range(2):
+        for start in range(0, 100, 25):
+            cache.append(keys[:, :, start : start + 25], values[:, :, start : start + 25])
+            assert int(cache.sealed[0]) == 0
+        decode(queries[:, :, :, 99], cache, 32)
+        assert int(cache.sealed[0]) == 80, "the first decode seals every whole span before the window"
+        cache.reset()
+    cache.append(*torch.randn(2, 3, 1, 8, 16))
+    cache.reorder(torch.tensor([2, 0, 1, 1]))
+    assert cache.batch == 4
+
+
+def test_a_bad_first_append_leaves_the_cache_usable() -> None:
+    for selector, bad in ((Quest(), {"positions": torch.tensor([[3, 2, 1, 0]])}), (Buckets(), {})):
+        cache = KVCache(selector, sink=0, window=0, seal=16)
+        rows = torch.randn(2, 1, 1, 4, 8)
+        with pytest.raises(ValueError, match=r"rise from row to row|learns from queries"):
+            cache.append(*rows, **bad)
+        assert cache.batch == 0
+        cache.append(*rows, queries=rows[0][:, :, None])
+        assert cache.lengths.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("queries", "sentence"),
+    [
+        (torch.zeros(1, 1, 2, 4, 8), r"\[1, 1, 3, 4, 8\], got \[1, 1, 2, 4, 8\]"),
+        (torch.zeros(1, 1, 1, 4, 8), "got"),
+        (torch.zeros(1, 1, 3, 4, 8).double(), "torch.float64"),
+        (torch.full((1, 1, 3, 4, 8), torch.nan), "queries must be finite"),
+    ],
+)
+def test_queries_fit_those_before_them(queries: torch.Tensor, sentence: str) -> None:
+    cache = KVCache(Buckets(), sink=0, window=0, seal=16)
+    rows = torch.randn(2, 1, 1, 4, 8)
+    cache.append(*rows, torch.randn(1, 1, 3, 4, 8))
+    with pytest.raises(ValueError, match=sentence):
+        cache.append(*rows, queries)
+    assert cache.lengths.tolist() == [4]
+
+
+def test_one_selector_serves_one_cache() -> None:
+    selector = Quest()
+    caches = [KVCache(selector) for _ in range(2)]
+    caches[0].append(*torch.randn(2, 1, 1, 4, 8))
+    with pytest.raises(ValueError, match="for_layer"):
+        caches[1].append(*torch.randn(2, 1, 1, 4, 8))
+    own = KVCache(selector.for_layer(1))
+    own.append(*torch.randn(2, 1, 1, 4, 8))
+
+
+class Failing(BadOrder):
+    def append(self, rows: Rows) -> torch.Tensor:
+        raise ArithmeticError("a fault of the method")
+
+
+def test_a_selector_that_fails_voids_the_cache_until_reset() -> None:
+    cache = KVCache(Failing(), sink=0, window=0)
+    cache.append(*torch.zeros(2, 1, 1, 4, 8))
+    with pytest.raises(ArithmeticError):
+        cache.seal()
+    for act in (cache.seal, lambda: cache.append(*torch.zeros(2, 1, 1, 1, 8)), lambda: cache.keys):
+        with pytest.raises(RuntimeError, match=r"Failing\(\) failed while rows were sealed"):
+            act()
+    cache.reset()
+    cache.append(*torch.zeros(2, 1, 1, 4, 8))
+
+
+def test_a_refused_budget_seals_nothing_and_a_share_is_at_least_a_span() -> None:
+    cache = KVCache(Quest(), sink=0, window=0)
+    cache.append(*torch.randn(2, 1, 1, 96, 8))
+    query = torch.randn(1, 1, 1, 8)
+    for budget in (0, 8):
+        with pytest.raises(ValueError, match="budget"):
+            cache.select(query, budget)
+    assert int(cache.sealed[0]) == 0
+    assert cache.select(query, 0.01).attended.tolist() == [[16]]
+    assert cache.select(query, 10**12).start.shape == (1, 1, 6)
+    with pytest.raises(ValueError, match="at least 16 rows, got 8"):
+        cache.selector.select(query, cache.positions, 8)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import sparseattn
 from sparseattn.cli import app, bench
 from sparseattn.metrics import MEASURES, evaluate
 from sparseattn.synthetic import synthetic
@@ -88,14 +96,103 @@ def test_a_selector_of_ones_own_by_module_path(trace: Path, tmp_path: Path) -> N
     assert "Buckets(reverse=False)" in done.output
 
 
+def test_a_table_row_is_the_record(trace: Path, tmp_path: Path) -> None:
+    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "quest:group=each", "--no-figures")
+    mean = json.loads((tmp_path / "bench.jsonl").read_text().splitlines()[0])["mean"]
+    title = next(line for line in done.output.splitlines() if line.startswith(" selector"))
+    row = next(line for line in done.output.splitlines() if line.startswith(" Quest("))
+    cells = dict(zip(re.split(r"\s{2,}", title.strip()), re.split(r"\s{2,}", row.strip()), strict=True))
+    for name, measure, factor in (
+        ("rows", "attended", 1),
+        ("distinct", "distinct_rows", 1),
+        ("R@1", "recall@1", 1),
+        ("R@10", "recall@10", 1),
+        ("R@100", "recall@100", 1),
+        ("mass", "mass", 1),
+        ("far", "recovered", 1),
+        ("error %", "relative_error", 100),
+        ("scan %", "scanned_share", 100),
+        ("rows %", "attended_share", 100),
+        ("bytes %", "bytes_share", 100),
+    ):
+        shown = cells[name].split()[0]
+        digits = len(shown.partition(".")[2])
+        assert float(shown) == pytest.approx(mean[measure] * factor, abs=0.51 * 10.0**-digits), name
+
+
+def test_the_figure_draws_what_was_measured(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    assert run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "random").exit_code == 0
+    records = [json.loads(line)["mean"] for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
+    for axis, x, y in zip(
+        drawn[0].axes, ["bytes_share", "attended"] * 2, ["mass"] * 2 + ["relative_error"] * 2, strict=True
+    ):
+        line = axis.lines[0]
+        expected = sorted((record[x], record[y]) for record in records)
+        assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == expected
+
+
+def test_two_traces_of_one_name_stay_apart(trace: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "other" / trace.name
+    twin.parent.mkdir()
+    synthetic(300, heads=1, group=1, size=32, clusters=8, seed=5).save(twin)
+    done = run("bench", trace, twin, *SMALL, "--out", tmp_path / "out", "--selector", "random")
+    assert done.output.count("last 4 of 300 tokens") == 2
+    assert sum(line.startswith(" Random(") for line in done.output.splitlines()) == 4
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"bench.jsonl", "frontier-small.png", "frontier-small-2.png"}
+
+
+def test_a_selector_from_the_current_folder_and_its_faults(trace: Path, tmp_path: Path) -> None:
+    """The real console script: the current folder is searched, a fault of one's own keeps its traceback."""
+    (tmp_path / "mine.py").write_text(
+        "from sparseattn import Window\n\nclass Good(Window):\n    pass\n\nclass Bad(Window):\n"
+        "    def select(self, query, positions, budget):\n        raise ValueError('my own fault')\n"
+    )
+    command = [Path(sys.executable).parent / "sparseattn", "bench", trace, *SMALL, "--no-figures", "--selector"]
+    good = subprocess.run([*command, "mine:Good"], cwd=tmp_path, capture_output=True, text=True)
+    assert good.returncode == 0, good.stderr
+    assert "Good()" in good.stdout
+    bad = subprocess.run([*command, "mine:Bad"], cwd=tmp_path, capture_output=True, text=True)
+    assert bad.returncode == 1
+    assert "Traceback" in bad.stderr
+    assert "mine.py" in bad.stderr
+
+
+def test_a_narrow_terminal_keeps_whole_numbers() -> None:
+    result = evaluate(synthetic(300, heads=2, group=2, size=32, clusters=8), "quest", 16, window=8, last=2)
+    screen = Console(width=80, file=io.StringIO())
+    screen.print(bench._table([result], False, False))
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "Quest(page=16, group='max')" in text
+    assert "bytes %" in text
+
+
+def test_version() -> None:
+    assert run("--version").output.strip() == sparseattn.__version__
+
+
 def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
     data = synthetic(300, heads=2, group=2, size=32, clusters=8)
     results = [evaluate(data, name, None, sink=2, window=8, last=2) for name in ("exact", "random")]
     line = bench.verdict(results)
     assert "Random(seed=0) at budget all" in line, "it reads every row but scans none"
     assert line.startswith("Cheapest within 1% output error")
-    line = bench.verdict([evaluate(data, "window", 1, sink=2, window=8, last=2)])
-    assert line.startswith("Nothing measured stays within 1%")
+    window = evaluate(data, "window", 1, sink=2, window=8, last=2)
+    assert bench.verdict([window]).startswith("Nothing measured stays within 1%")
+    easy, hard = (
+        [dataclasses.replace(one, trace=name, heads={**one.heads, "relative_error": one.heads["mse"] * 0 + error})]
+        for one, name, error in ((window, "a", 0.001), (window, "b", 0.5))
+    )
+    line = bench.verdict([*easy, *hard, *results])
+    assert "Random(seed=0) at budget all" in line, "a pair has to hold on every trace"
+    heads = {**easy[0].heads, "bytes_share": window.heads["mse"] * torch.nan}
+    unknown = dataclasses.replace(easy[0], selector="Silent()", heads=heads)
+    assert "Silent" not in bench.verdict([unknown, *results])
 
 
 def test_info_says_what_runs_here() -> None:

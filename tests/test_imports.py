@@ -16,6 +16,7 @@ OPTIONAL = ("triton", "safetensors", "transformers", "faiss", "numba", "matplotl
 ARROWS = {
     "selection": (),
     "storage": (),
+    "zones": (),
     "budget": (),
     "files": (),
     "rope": (),
@@ -23,7 +24,7 @@ ARROWS = {
     "selectors.base": ("selection", "storage", "rope"),
     "selectors": ("selection", "storage", "rope", "selectors"),
     "checks": ("selectors.base",),
-    "cache": ("budget", "checks", "selection", "storage", "selectors.base"),
+    "cache": ("budget", "checks", "selection", "storage", "selectors.base", "zones"),
     "attention": ("budget", "cache", "kernels"),
     "traces": ("rope", "files"),
     "synthetic": ("rope", "traces"),
@@ -87,7 +88,7 @@ def test_imports_point_one_way() -> None:
             inner = name.removeprefix("sparseattn.")
             allowed = (rule, *ARROWS[rule])
             fits = any((inner + ".").startswith(key + ".") for key in allowed)
-            assert fits or (rule == "cache" and inner == "checks"), f"{module} imports {inner}"
+            assert fits, f"{module} imports {inner}"
 
 
 def test_the_version_is_the_distributions() -> None:

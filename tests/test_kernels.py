@@ -7,6 +7,7 @@ import torch
 from cases import heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn import Bounds, Selection, attend, merge
 
@@ -26,11 +27,12 @@ def tolerance(dtype: torch.dtype, size: int, rows: int, logit: float, value: flo
 
 def random_selection(batch: int, chosen: int, zone: int, span: int, slots: int, draw: torch.Generator) -> Selection:
     """Disjoint spans at random aligned places of `zone` rows, of random lengths, some slots unused."""
-    places = max(zone // span, 1)
+    places = max(zone // span, 1) + 2
     slots = min(slots, places)
+    # Places may lie past the sealed zone: bounds, not selections, limit what is read.
     order = torch.rand(batch, chosen, places, generator=draw).argsort(-1)[..., :slots]
     length = torch.randint(0, span + 1, (batch, chosen, slots), generator=draw)
-    return Selection((order * span).int(), length.int() if zone >= span else length.int() * 0, span)
+    return Selection((order * span).int(), length.int(), span)
 
 
 @settings(max_examples=120, deadline=None)
@@ -131,7 +133,9 @@ def test_one_selection_for_a_group_equals_the_same_for_each_of_its_heads() -> No
         ({"query": torch.zeros(1, 2, 2, 64, dtype=torch.float16)}, "share one dtype"),
         ({"selection": Selection.tokens(torch.zeros(1, 3, 1, dtype=torch.int64))}, "Hs = 2"),
         ({"impl": "fast"}, "impl is one of reference, gather, triton"),
-        ({"bounds": Bounds.of(1, 10, sink=11)}, "bounds.base is a row of the keys"),
+        ({"bounds": Bounds.of(1, 10, sink=11)}, "bounds.sink lies within the 10 rows"),
+        ({"bounds": Bounds.of(1, 20)}, "bounds.sealed lies within the 10 rows"),
+        ({"bounds": Bounds.of(2, 10)}, r"int32 \[B\] = \[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_sides(change: dict, sentence: str) -> None:
@@ -149,3 +153,34 @@ def test_a_head_size_above_256_is_refused() -> None:
     big = torch.zeros(1, 1, 4, 257)
     with pytest.raises(ValueError, match="1 to 256, got 257"):
         attend(big[:, :, :2], big, big, Selection.none(1, 1))
+
+
+def test_gather_costs_what_the_budget_costs() -> None:
+    """Products counted by torch: the same at 16 times the context, and those of the rows read."""
+    counted = []
+    for rows in (500, 8000):
+        queries, keys, values = heads(1, 2, 4, 1, 64)
+        keys, values = torch.randn(2, 1, 2, rows, 64)
+        selection = Selection.pages(torch.arange(6).expand(1, 2, -1), 16)
+        bounds = Bounds.of(1, rows, sink=4, sealed=rows - 10)
+        with FlopCounterMode(display=False) as flops:
+            attend(queries[:, :, :, 0], keys, values, selection, bounds, impl="gather")
+        counted.append(flops.get_total_flops())
+    assert counted[0] == counted[1] == 2 * (2 * 2 * 4 * 64 * (6 * 16 + 4 + 10))
+
+
+def test_large_logits_keep_their_precision() -> None:
+    """Weights sum to 1 even where exp(logit - lse) would not: an average of equal values is that value."""
+    query, keys = torch.full((1, 1, 1, 64), 60000.0).half(), torch.full((1, 1, 16, 64), 60000.0).half()
+    values = torch.full((1, 1, 16, 64), 6e4).half()
+    everything = Selection.tokens(torch.arange(16).expand(1, 1, -1))
+    for impl in ("gather", "reference"):
+        out, _ = attend(query, keys, values, everything, impl=impl)
+        torch.testing.assert_close(out, values[:, :, :1])
+
+
+def test_rows_expanded_from_one_are_taken() -> None:
+    one = torch.randn(1, 2, 1, 64)
+    rows = one.expand(1, 2, 9, 64)
+    out, _ = attend(one, rows, rows, Selection.tokens(torch.arange(9).expand(1, 2, -1)))
+    torch.testing.assert_close(out, one)

@@ -20,15 +20,25 @@ def trace() -> Trace:
     return synthetic(200, heads=2, group=3, size=32, layers=2, clusters=8, rope=True)
 
 
+CHOSEN = [[3, 40, 41], [3, 41], [3], [7], [], [8]]  # rows of the sealed zone for each of 2 * 3 query heads
+
+
 class Chosen(Exact):
-    """Selects rows 3, 40 and 41 of the sealed zone for the first KV head and 7 for the second, and states a cost."""
+    """Selects `CHOSEN` and states a cost."""
 
     def __init__(self) -> None:
-        super().__init__("sum")
+        super().__init__("each")
 
     def select(self, query, positions, budget) -> Selection:
-        ids = torch.tensor([[[3, 40, 41], [7, -1, -1]]])
-        return Selection.tokens(ids, torch.tensor([[10, 20]]), torch.tensor([[64, 128]]))
+        ids = torch.tensor([[rows + [-1] * (3 - len(rows)) for rows in CHOSEN]])
+        return Selection.tokens(ids, torch.arange(10, 16)[None], torch.tensor([[64, 128]]))
+
+
+class Silent(Chosen):
+    """Does not say what it read to choose."""
+
+    def select(self, query, positions, budget) -> Selection:
+        return Selection.tokens(super().select(query, positions, budget).rows)
 
 
 def test_measures_equal_a_hand_computation(trace: Trace) -> None:
@@ -41,7 +51,8 @@ def test_measures_equal_a_hand_computation(trace: Trace) -> None:
             keys, values = layer.keys[h, : t + 1].double(), layer.values[h, : t + 1].double()
             logits = keys @ layer.query[h, g, t].double() * layer.scale
             weights = logits.softmax(0)
-            chosen = [SINK + i for i in ([3, 40, 41], [7])[h]]
+            chosen = [SINK + i for i in CHOSEN[head]]
+            of_group = {row for rows in CHOSEN[3 * h : 3 * h + 3] for row in rows}
             dense = [*range(SINK), *range(t + 1 - WINDOW, t + 1)]
             named = sorted(chosen + dense)
             zone = torch.arange(SINK, t + 1 - WINDOW)
@@ -56,10 +67,10 @@ def test_measures_equal_a_hand_computation(trace: Trace) -> None:
                 "mse": (out - full).square().mean(),
                 "attended": len(named),
                 "attended_share": len(named) / (t + 1),
-                "distinct_rows": len(named),
-                "scanned": (10, 20)[h],
-                "scanned_share": (10, 20)[h] / (t + 1),
-                "bytes_share": (len(named) * 2 * 32 * 4 + (64, 128)[h]) / ((t + 1) * 2 * 32 * 4),
+                "distinct_rows": len(of_group) + len(dense),
+                "scanned": 10 + head,
+                "scanned_share": (10 + head) / (t + 1),
+                "bytes_share": ((len(of_group) + len(dense)) * 2 * 32 * 4 + (64, 128)[h]) / ((t + 1) * 2 * 32 * 4),
                 **{f"recall@{k}": len(set(best[:k]) & set(chosen)) / k for k in (1, 10, 100)},
             }
             for name, value in step.items():
@@ -152,3 +163,16 @@ def test_a_trace_with_the_last_queries_only() -> None:
         evaluate(part, "quest", 16, window=8, last=7)
     with pytest.raises(ValueError, match="learns from the queries of the prefill"):
         evaluate(part, "cases:Buckets", 16, window=8, last=4)
+
+
+def test_an_unreported_cost_is_unknown_not_zero(trace: Trace) -> None:
+    result = evaluate(trace, Silent(), 50, sink=SINK, window=WINDOW, last=LAST)
+    record = json.loads(json.dumps(result.record(), allow_nan=False))
+    assert record["mean"]["scanned"] is record["mean"]["bytes_share"] is None
+    assert record["mean"]["mass"] > 0
+
+
+def test_layers_are_different_and_there(trace: Trace) -> None:
+    for layers in ([], [0, 0]):
+        with pytest.raises(ValueError, match="one or more different"):
+            evaluate(trace, "exact", 4, sink=SINK, window=WINDOW, layers=layers)

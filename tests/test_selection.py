@@ -39,6 +39,13 @@ def test_runs_are_cut_in_order_until_the_budget(lengths: list[list[int]], span: 
     assert bool((selection.length <= span).all())
 
 
+def test_no_runs_are_no_rows() -> None:
+    nothing = torch.zeros(1, 2, 0, dtype=torch.int64)
+    assert Selection.runs(nothing, nothing, 4, 10).rows.numel() == 0
+    with pytest.raises(ValueError, match="power of two"):
+        Selection.runs(nothing, nothing, 0, 10)
+
+
 def test_bounds_name_sink_and_recent_rows() -> None:
     bounds = Bounds.of(2, 10, sink=2, sealed=7)
     assert bounds.dense(10).tolist() == [[True, True] + [False] * 5 + [True] * 3] * 2

@@ -11,7 +11,7 @@ from cases import heads
 
 from sparseattn import SELECTORS, Exact, KVCache, Quest, Random, Selector, Window, make_selector
 from sparseattn.metrics import compare
-from sparseattn.selectors.base import vote
+from sparseattn.selectors.base import best, vote
 from sparseattn.synthetic import synthetic
 
 
@@ -73,8 +73,12 @@ def test_quest_reads_the_papers_fraction_of_the_cache() -> None:
 def test_exact_finds_the_best_rows_of_every_head() -> None:
     cache, query = filled(Exact())
     logits = (query @ cache.keys.mT).flatten(1, 2)
-    chosen = cache.select(query, 10).rows.sort(-1).values
-    assert torch.equal(chosen, logits.topk(10).indices.sort(-1).values)
+    selection = cache.select(query, 10)
+    assert torch.equal(selection.rows.sort(-1).values, logits.topk(10).indices.sort(-1).values)
+    assert selection.scanned is not None
+    assert selection.scan_bytes is not None
+    assert selection.scanned.unique().tolist() == [512]
+    assert selection.scan_bytes.unique().tolist() == [512 * 64 * 4], "every key once per KV head"
 
 
 def test_static_choice_is_kept_for_refresh_queries() -> None:
@@ -117,9 +121,11 @@ def test_votes_of_a_group() -> None:
     assert vote(scores, "max").tolist() == [[[4.0, 5.0, -torch.inf]]]
     assert vote(scores, "sum").tolist() == [[[5.0, 5.0, -torch.inf]]]
     assert vote(scores, "each").shape == (1, 2, 3)
-    expected = scores.softmax(-1).sum(2)[..., :2]
+    expected = scores.softmax(-1).sum(2)[..., :2].log()
     torch.testing.assert_close(vote(scores, "softmax")[..., :2], expected)
     assert vote(scores, "softmax")[0, 0, 2] == -torch.inf
+    remote = torch.tensor([[[[0.0, -200.0, -150.0, -300.0]]]])
+    assert best(vote(remote, "softmax"), 3).tolist() == [[[0, 2, 1]]], "small probabilities keep their order"
     with pytest.raises(ValueError, match="max, sum, softmax, each, got 'most'"):
         Quest(group="most")
 
@@ -138,7 +144,7 @@ def test_specs_name_selectors_and_arguments() -> None:
     [
         ("qest", "did you mean 'quest'"),
         ("quest:pages=3", "did you mean 'page'"),
-        ("quest:page", "cannot import 'quest'|no selector"),
+        ("quest:page", "written quest:name=value"),
         ("quest:page=3", "power of two"),
         ("quest:page=16,,", "no argument ''"),
         ("no.such.module:Class", "cannot import 'no.such.module'"),
@@ -147,6 +153,10 @@ def test_specs_name_selectors_and_arguments() -> None:
         ("sparseattn:Selector", "not a concrete subclass"),
         ("", "not a selector"),
         ("window:x=1", "it takes none"),
+        ("random:seed=abc", "of type int, got 'abc'"),
+        ("exact:refresh=2.5", "of type int"),
+        ("quest:page=True", "of type int"),
+        ("quest:page=16,page=32", "twice"),
     ],
 )
 def test_bad_specs_get_a_sentence(spec: str, sentence: str) -> None:

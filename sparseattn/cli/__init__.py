@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Annotated
+
 import typer
 
+import sparseattn
 from sparseattn.cli import bench, capture, info
 
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(sparseattn.__version__)
+        raise typer.Exit
+
+
 app = typer.Typer(
-    help="Query-aware sparse attention: capture traces, compare methods, see what runs here.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    """Query-aware sparse attention: capture traces, compare methods, see what runs here."""
+    sys.path.insert(0, os.getcwd())  # so that --selector mine:MyClass finds mine.py in the current folder
+
+
 app.command("bench")(bench.bench)
 app.command("capture")(capture.capture)
 app.command("info")(info.info)

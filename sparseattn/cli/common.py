@@ -28,10 +28,19 @@ def in_a_sentence(command: Command) -> Command:
             where = f" {os.fspath(error.filename)}" if error.filename else ""
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
             _fail(f"cannot use{where}: {what}" if where else what)
-        except (ValueError, RuntimeError, ImportError) as error:
+        except (ValueError, ImportError) as error:
+            if not _raised_here(error):
+                raise  # a fault in somebody's own selector or in a library: its traceback is what helps
             _fail(str(error))
 
     return run  # type: ignore[return-value]
+
+
+def _raised_here(error: BaseException) -> bool:
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith("sparseattn.")
 
 
 def _fail(sentence: str) -> None:

@@ -56,7 +56,8 @@ def attend(
         query: `[B,H,G,D]`, after RoPE; D from 1 to 256.
         keys, values: `[B,H,N,D]`, the query's dtype and device. Rows that nobody names may hold anything.
         selection: rows chosen, counted from `bounds.base`; spans of one head are disjoint.
-        bounds: the zones; None means no sink and no window, and a selection counted from row 0.
+        bounds: the zones; None means no sink and no window, and a selection counted from row 0. They lie within N,
+            which is checked on the CPU only: on a GPU the check would make the host wait.
         scale: factor of the logits, default `1/sqrt(D)`.
         impl: "reference", "gather" or "triton". None takes Triton on a CUDA device that has it and gather elsewhere;
             a named implementation runs or raises, it is never replaced by another.
@@ -115,11 +116,26 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bo
             f"query, keys, values and selection are on one device, got {query.device}, {keys.device}, "
             f"{values.device} and {selection.start.device}"
         )
-    if bounds is not None and not 0 <= bounds.base <= keys.shape[2]:
-        raise ValueError(f"bounds.base is a row of the keys, 0 to {keys.shape[2]}, got {bounds.base}")
+    if bounds is not None:
+        _check_bounds(bounds, keys)
     chosen = tuple(selection.start.shape[:2])
     if chosen not in ((batch, heads), (batch, heads * group)):
         raise ValueError(
             f"a selection for this query is [B,Hs,S] with B = {batch} and Hs = {heads} (per KV head) or "
             f"{heads * group} (per query head), got {list(selection.start.shape)}"
         )
+
+
+def _check_bounds(bounds: Bounds, keys: Tensor) -> None:
+    batch, rows = keys.shape[0], keys.shape[2]
+    for name in ("sink", "sealed", "rows"):
+        held = getattr(bounds, name)
+        if held.shape != (batch,) or held.dtype != torch.int32 or held.device != keys.device:
+            raise ValueError(
+                f"bounds.{name} is int32 [B] = [{batch}] on {keys.device}, got {held.dtype} {list(held.shape)} on "
+                f"{held.device}"
+            )
+        if held.device.type == "cpu" and batch and not 0 <= int(held.min()) <= int(held.max()) <= rows:
+            raise ValueError(f"bounds.{name} lies within the {rows} rows of the keys, got {held.tolist()}")
+    if not 0 <= bounds.base <= rows:
+        raise ValueError(f"bounds.base is a row of the keys, 0 to {rows}, got {bounds.base}")

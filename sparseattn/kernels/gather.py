@@ -57,13 +57,13 @@ def attend(
 
     joined = torch.cat(logits, -1)
     lse = joined.logsumexp(-1)  # [B,H,G]
-    empty = lse.isinf()[..., None]
-    weights = torch.exp(joined - torch.where(empty, 0.0, lse[..., None]))
+    empty = lse.isneginf()[..., None]
+    weights = joined.softmax(-1).masked_fill(empty, 0.0)
     first, *rest = weights.split([part.shape[-1] for part in logits], -1)
     out = (first.reshape(batch, chosen, served, row.shape[-1]) @ v).reshape(batch, heads, group, size)
     for weight, zone_v in zip(rest, parts, strict=True):
         out = out + weight @ zone_v
-    return torch.where(empty, 0.0, out).to(query.dtype), lse
+    return out.to(query.dtype), lse
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
     b = torch.arange(batch, device=index.device)[:, None, None]
     h = (torch.arange(index.shape[1], device=index.device) // (index.shape[1] // heads))[None, :, None]
     step_b, step_h, step_n, step_d = rows.stride()
-    if step_d == 1 and all(step % step_n == 0 for step in (step_b, step_h)) and step_n > 0:
+    if step_d == 1 and step_n > 0 and step_b % step_n == 0 and step_h % step_n == 0:
         # One index_select over the storage seen as a list of rows: several times faster than advanced indexing.
         flat = (b * (step_b // step_n) + h * (step_h // step_n) + index).flatten()
         last = (batch - 1) * step_b // step_n + (heads - 1) * step_h // step_n + rows.shape[2]

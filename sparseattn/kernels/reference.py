@@ -29,7 +29,7 @@ def attend(
     logits = query.to(wide) @ keys.to(wide).mT * scale  # [B,H,G,N]
     logits = logits.masked_fill(~reads, -torch.inf)
     lse = logits.logsumexp(-1)  # [B,H,G]
-    weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    weights = logits.softmax(-1).masked_fill(lse.isneginf()[..., None], 0.0)  # exp(logits - lse) sums to 1 only roughly
     # A row nobody reads may hold anything (unfilled storage, NaN included), and 0 * NaN is NaN.
     unread = ~reads.any(2)[..., None]  # [B,H,N,1]
     out = weights @ values.to(wide).masked_fill(unread, 0.0)

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import inspect
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.exact import Exact
@@ -42,29 +42,48 @@ def make_selector(spec: str) -> Selector:
             f"{', '.join(SELECTORS)} or package.module:Class"
         )
     method = _find(match["name"])
+    types = get_type_hints(method.__init__)
     known = list(inspect.signature(method).parameters)
     arguments: dict[str, Any] = {}
-    for pair in (match["args"] or "").split(",") if match["args"] else []:
+    for pair in match["args"].split(",") if match["args"] else []:
         name, equals, text = pair.partition("=")
         if not equals or name not in known:
             raise ValueError(
                 f"{method.__name__} has no argument {name!r}{_nearest(name, known)}; "
                 f"it takes {', '.join(known) or 'none'}"
             )
-        try:
-            arguments[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            arguments[name] = text
+        if name in arguments:
+            raise ValueError(f"{spec!r} gives {name!r} twice")
+        arguments[name] = _value(method, name, text, types.get(name))
     try:
-        return method(**arguments)
-    except TypeError as error:
+        selector = method(**arguments)
+        repr(selector)
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{spec!r}: {error}") from error
+    return selector
+
+
+def _value(method: type[Selector], name: str, text: str, kind: Any) -> Any:
+    """`text` as the argument's annotated type; without a plain one, a Python literal, else the text itself."""
+    if kind is str:
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in (int, float, bool) and type(value) is not kind:
+        raise ValueError(f"{method.__name__}'s {name} is of type {kind.__name__}, got {text!r}")
+    return value
 
 
 def _find(name: str) -> type[Selector]:
     if name in SELECTORS:
         return SELECTORS[name]
     module, colon, attribute = name.partition(":")
+    if module in SELECTORS:
+        raise ValueError(f"{name!r}: arguments are written {module}:name=value, got {attribute!r}")
     if not colon:
         raise ValueError(
             f"no selector is called {name!r}{_nearest(name, list(SELECTORS))}; known are {', '.join(SELECTORS)}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +23,7 @@ Self = TypeVar("Self", bound="Selector")
 GROUPS = ("max", "sum", "softmax", "each")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """What a seal shows to a selector. A later need adds a field here, not an argument to `append`.
 
@@ -88,28 +89,31 @@ class Selector(ABC):
 
     def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
         """A fresh instance for a model layer: same configuration and repr, no rows."""
-        fresh = self.clone()
+        fresh = self._twin(RowBuffer.fresh)
         fresh.reset()
         fresh.layer, fresh.rope = layer, rope
         return fresh
 
     def clone(self: Self) -> Self:
         """An independent copy of the state; parameters are shared."""
+        return self._twin(RowBuffer.clone)
+
+    def _twin(self: Self, buffer: Callable[[RowBuffer], RowBuffer]) -> Self:
         twin = copy.copy(self)
         twin.stored = None
-        for name, buffer in self._buffers():
-            setattr(twin, name, buffer.clone())
+        for name, held in self.buffers():
+            setattr(twin, name, buffer(held))
         return twin
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
-        for _, buffer in self._buffers():
+        for _, buffer in self.buffers():
             buffer.take(index)
 
     def reset(self) -> None:
         """Forgets every row."""
         self.stored = None
-        for _, buffer in self._buffers():
+        for _, buffer in self.buffers():
             buffer.reset()
 
     def to(self, device: torch.device | str) -> None:
@@ -120,7 +124,8 @@ class Selector(ABC):
             elif isinstance(value, (Tensor, torch.nn.Module)) and name != "stored":
                 setattr(self, name, value.to(device))
 
-    def _buffers(self) -> list[tuple[str, RowBuffer]]:
+    def buffers(self) -> list[tuple[str, RowBuffer]]:
+        """The state: attributes that are row buffers, by name."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, RowBuffer)]
 
     def __repr__(self) -> str:
@@ -140,8 +145,8 @@ def vote(scores: Tensor, group: str) -> Tensor:
 
     Args:
         scores: `[B,H,G,N]`, -inf where a candidate must not be chosen.
-        group: "max" or "sum" of the raw scores, "softmax" (sum of each query head's probabilities): one choice per KV
-            head; "each": every query head chooses for itself.
+        group: "max" or "sum" of the raw scores, "softmax" (logarithm of the sum of the query heads' probabilities): one
+            choice per KV head; "each": every query head chooses for itself.
 
     Returns:
         `[B,Hs,N]`; Hs is H*G for "each" and H otherwise.
@@ -152,10 +157,8 @@ def vote(scores: Tensor, group: str) -> Tensor:
         return scores.amax(2)
     if group == "sum":
         return scores.sum(2)
-    barred = scores[:, :, 0].isneginf()
-    peak = scores.amax(-1, keepdim=True)
-    shares = torch.exp(scores - torch.where(peak.isinf(), 0.0, peak))
-    return (shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)).sum(2).masked_fill(barred, -torch.inf)
+    total = scores.logsumexp(-1, keepdim=True)  # log of the summed probabilities, so that small ones still rank
+    return (scores - torch.where(total.isinf(), 0.0, total)).logsumexp(2)
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -11,7 +11,7 @@ from sparseattn.storage import RowBuffer
 
 
 class Exact(Selector):
-    """Scores every sealed key and reads the best: `scanned` is everything, recall is 1 by definition.
+    """Scores every sealed key and reads the best: with `group="each"`, recall@k is 1 for every k up to the budget.
 
     Args:
         group: "each" (default): every query head takes its own top rows; "softmax", "sum", "max": one choice per KV
@@ -45,7 +45,7 @@ class Exact(Selector):
             if self.real.rows:
                 self.kept.append(best(vote(self._scores(query), self.group), budget))
         if not self.kept.rows:
-            return Selection.none(batch, chosen, query.device)
+            return Selection.none(batch, heads, query.device)
         scanned = self.real.data.sum(-1)[:, None] * int(fresh)  # [B,1]
         read = scanned * size * query.element_size()
         ids = self.kept.data[..., :budget]

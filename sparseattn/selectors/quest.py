@@ -52,8 +52,10 @@ class Quest(Selector):
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, group, size = query.shape
         chosen = heads * group if self.group == "each" else heads
-        if self.real.rows == 0 or budget < self.page:
-            return Selection.none(batch, chosen, query.device)
+        if budget < self.page:
+            raise ValueError(f"Quest reads whole pages: its budget is at least {self.page} rows, got {budget}")
+        if self.real.rows == 0:
+            return Selection.none(batch, heads, query.device)
         scores = self.bound(query) / size**0.5
         real = self.real.data
         scores = scores.masked_fill(~real[:, None, None], -torch.inf)

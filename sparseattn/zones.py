@@ -1,0 +1,65 @@
+"""Where the rows of a batch lie: sink | sealed | recent, as counts on the host.
+
+Each sequence is stored without its padding. The sealed zone is common to the batch; a sequence that sealed fewer rows
+than another has whole spans of padding in it. Counting on the host means that no step waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Zones:
+    """Counts `[B]` int64 on the CPU, and the physical rows that follow from them.
+
+    Attributes:
+        sink: rows reserved for the sink, the physical rows `[0, sink)`.
+        zone: rows of the sealed zone, `[sink, start)`, padding included.
+        count: `[B]` real rows. sealed: `[B]` of them sealed. next: `[B]` the position after the newest row's.
+    """
+
+    def __init__(self, batch: int, sink: int) -> None:
+        self.sink, self.zone = sink, 0
+        self.count, self.sealed, self.next = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
+
+    @property
+    def start(self) -> int:
+        """The first physical row behind the sealed zone."""
+        return self.sink + self.zone
+
+    @property
+    def recent(self) -> Tensor:
+        """`[B]` rows behind the sealed zone."""
+        return self.count - self.count.clamp(max=self.sink) - self.sealed
+
+    @property
+    def end(self) -> Tensor:
+        """`[B]` one past the last recent row; where there is none, the end of the sealed zone."""
+        return self.start + self.recent
+
+    def place(self, number: Tensor) -> Tensor:
+        """Physical rows of the unsealed real rows `number` `[B,...]` of each sequence."""
+        sealed = self.sealed.view(-1, *[1] * (number.ndim - 1))
+        return torch.where(number < self.sink, number, number - self.sink - sealed + self.start)
+
+    def due(self, keep: int, seal: int, span: int) -> Tensor:
+        """`[B]` rows to seal now, whole spans: all but the newest `keep`, once `seal` rows wait in some sequence.
+
+        The sequences of a batch seal together. Where they are out of phase (their waiting rows differ modulo the span),
+        sealing waits for up to a span more, so that all have the same number of spans ready: sealed apart, every
+        phase would add padding to all others at every seal.
+        """
+        waiting = (self.recent - keep).clamp(min=0)
+        if int(waiting.max()) < seal + (span - 1 if int((waiting % span).unique().numel()) > 1 else 0):
+            return torch.zeros_like(waiting)
+        return waiting // span * span
+
+    def seal(self, each: Tensor) -> None:
+        """Counts `each` `[B]` rows as sealed; the zone grows by the most of them."""
+        self.sealed = self.sealed + each
+        self.zone += int(each.max())
+
+    def take(self, index: Tensor) -> None:
+        """Sequence b becomes what sequence `index[b]` was."""
+        self.count, self.sealed, self.next = self.count[index], self.sealed[index], self.next[index]

@@ -1,0 +1,235 @@
+"""KVCache against a model of plain lists: random appends with padding anywhere, crops, beams, clones and decodes.
+
+The model keeps every token of every sequence in a list and recomputes, by eye-sized code, which tokens are sealed, what
+each selector would choose, and the attention over it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from cases import Buckets
+from torch import Tensor
+
+from sparseattn import Exact, KVCache, Quest, Rows, Selector, attend
+from sparseattn.budget import budget_rows
+
+D = 4
+
+
+class Sequence:
+    """Tokens (position, key [H,D], value [H,D], queries [H,G,D]), and the batches of token numbers sealed so far."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self.batches: list[list[int]] = []
+        self.next = 0
+
+    @property
+    def sealed(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+    def waiting(self, cache: KVCache) -> int:
+        return max(len(self.tokens) - cache.sink - self.sealed - cache.window - cache.rollback, 0)
+
+    def rows(self, ids: list[int], what: int, head: int) -> Tensor:
+        return torch.stack([self.tokens[i][what][head] for i in ids])
+
+
+def seal(model: list[Sequence], cache: KVCache, first: bool) -> None:
+    span, waiting = cache.selector.span, [one.waiting(cache) for one in model]
+    slack = span - 1 if len({rows % span for rows in waiting}) > 1 else 0
+    if max(waiting) < (1 if first else cache.seal_rows) + slack:
+        return
+    for one, rows in zip(model, waiting, strict=True):
+        low = cache.sink + one.sealed
+        one.batches.append(list(range(low, low + rows // span * span)))
+
+
+def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tensor, budget: int) -> list[int]:
+    """Token numbers that `selector` chooses for query head `group` of `query` [G,D]."""
+    sealed = [i for batch in one.batches for i in batch]
+    if not sealed:
+        return []
+    if isinstance(selector, Exact):
+        best = (one.rows(sealed, 1, head) @ query[group]).argsort(descending=True)
+        return [sealed[i] for i in best[:budget].tolist()]
+    if isinstance(selector, Quest):
+        pages = [sealed[i : i + selector.page] for i in range(0, len(sealed), selector.page)]
+
+        def bound(page: list[int]) -> float:
+            keys = one.rows(page, 1, head)
+            return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum(-1).max())
+
+        return [i for page in sorted(pages, key=bound, reverse=True)[: budget // selector.page] for i in page]
+    assert isinstance(selector, Buckets)
+    runs: list[list[int]] = []
+    for batch in filter(None, one.batches):
+        mean = torch.stack([one.tokens[i][3][head] for i in batch]).mean((0, 1))
+        positive = ((one.rows(batch, 1, head) * mean).sum(-1) > 0).tolist()
+        for side in (False, True):
+            run = [i for i, up in zip(batch, positive, strict=True) if up == side]
+            if run:
+                runs.append(run[::-1] if selector.reverse else run)
+    runs.sort(key=lambda run: float((query @ one.rows(run, 1, head).sum(0)).sum()), reverse=True)
+    return [i for run in runs for i in run][:budget]
+
+
+def check_step(model: list[Sequence], cache: KVCache, query: Tensor, budget: float | int | None) -> None:
+    selection = cache.select(query, budget)
+    context = max(len(one.tokens) for one in model)
+    rows = budget_rows(budget, context, cache.selector.span)
+    assert cache.lengths.tolist() == [len(one.tokens) for one in model]
+    assert cache.sealed.tolist() == [one.sealed for one in model]
+    assert cache.positions.tolist() == [one.next - 1 for one in model]
+    for impl in ("gather", "reference"):
+        out, lse = attend(query, cache.keys, cache.values, selection, cache.bounds, impl=impl)
+        for b, one in enumerate(model):
+            sealed = {i for batch in one.batches for i in batch}
+            for h in range(query.shape[1]):
+                for g in range(query.shape[2]):
+                    ids = [i for i in range(len(one.tokens)) if i not in sealed]
+                    ids += choice(cache.selector, one, h, g, query[b, h], rows)
+                    if not ids:
+                        assert bool((out[b, h, g] == 0).all())
+                        assert bool(lse[b, h, g].isneginf())
+                        continue
+                    logits = one.rows(ids, 1, h) @ query[b, h, g] / D**0.5
+                    torch.testing.assert_close(out[b, h, g], logits.softmax(0) @ one.rows(ids, 2, h))
+                    torch.testing.assert_close(lse[b, h, g], logits.logsumexp(0))
+
+
+def append(draw: random.Random, model: list[Sequence], cache: KVCache, heads: int, group: int, new: int) -> None:
+    batch = len(model)
+    keys, values = torch.randn(2, batch, heads, new, D, dtype=torch.float64)
+    queries = torch.randn(batch, heads, group, new, D, dtype=torch.float64)
+    share, gap = draw.choice([0, 0, 0.3, 0.9, 1.0]), draw.choice([1, 1, 3])
+    padding = torch.rand(batch, new) < share
+    explicit = bool(padding.any()) or draw.random() < 0.5
+    at = torch.full((batch, new), -1)
+    for b, one in enumerate(model):
+        for j in range(new):
+            if padding[b, j]:
+                continue
+            one.next += draw.randrange(gap) if explicit else 0
+            at[b, j] = one.next
+            one.tokens.append((one.next, keys[b, :, j], values[b, :, j], queries[b, :, :, j]))
+            one.next += 1
+    hidden = padding[:, None, :, None]
+    cache.append(keys.masked_fill(hidden, 9.0), values.masked_fill(hidden, 9.0), queries, at if explicit else None)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan if made.is_floating_point() else True if made.dtype == torch.bool else 12345)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), Buckets(True), Buckets(False)])
+    span, heads, group = selector.span, draw.randint(1, 2), draw.randint(1, 3)
+    settings = {
+        "sink": draw.choice([0, 1, 5, 20, 60]),
+        "window": draw.choice([0, 0, 1, 4, 40]),
+        "seal": draw.choice([span, span, span + 3, 64]),
+        "rollback": draw.choice([0, 0, 5]),
+        "capacity": draw.choice([0, 300]),
+    }
+    pool = [(KVCache(selector, **settings), [Sequence() for _ in range(draw.randint(1, 4))], {"first": True})]
+    for _ in range(draw.randint(5, 30)):
+        cache, model, state = pool[draw.randrange(len(pool))]
+        act = draw.choices(["append", "token", "decode", "crop", "beams", "clone", "reset"], [4, 5, 7, 2, 2, 1, 0.3])[0]
+        if act in ("append", "token") or not cache.batch:
+            append(draw, model, cache, heads, group, 1 if act == "token" else draw.choice([0, 1, 7, 30, 70]))
+        elif act == "decode":
+            seal(model, cache, state["first"])
+            state["first"] = False
+            query = torch.randn(len(model), heads, group, D, dtype=torch.float64)
+            check_step(model, cache, query, draw.choice([span, 2 * span + 1, 40, 10**9, 0.5, None]))
+        elif act == "crop":
+            free = [
+                max(len(one.tokens) - cache.sink - one.sealed, 0) if one.sealed else len(one.tokens) for one in model
+            ]
+            with pytest.raises(ValueError, match="rollback="):
+                cache.crop(min(free) + 1)
+            drop = [draw.randint(0, min(rows, 6)) for rows in free]
+            cache.crop(torch.tensor(drop))
+            for one, rows in zip(model, drop, strict=True):
+                if rows:
+                    one.next = one.tokens[-rows][0]
+                    del one.tokens[-rows:]
+        elif act == "beams":
+            index = [draw.randrange(len(model)) for _ in range(draw.randint(1, 4))]
+            cache.reorder(torch.tensor(index))
+            model[:] = [copy.deepcopy(model[i]) for i in index]
+        elif act == "clone" and len(pool) < 3:
+            pool.append((cache.clone(), copy.deepcopy(model), dict(state)))
+        elif act == "reset":
+            cache.reset()
+            model[:] = [Sequence() for _ in range(draw.randint(1, 4))]
+            state["first"] = True
+
+
+class Recorder(Selector):
+    """Keeps what it is shown, in two sizes of span."""
+
+    needs_queries = True
+
+    def __init__(self, span: int) -> None:
+        self.span = span
+        self.shown: list[Rows] = []
+
+    def append(self, rows: Rows) -> None:
+        assert rows.queries is not None
+        self.shown.append(Rows(rows.keys.clone(), rows.values.clone(), rows.positions, rows.queries.clone()))
+
+    def select(self, query, positions, budget):
+        raise AssertionError("not asked here")
+
+
+@pytest.mark.parametrize("span", [1, 4])
+def test_a_selector_is_shown_each_sealed_token_once_with_its_own_key_value_and_queries(span: int) -> None:
+    lengths, total = (90, 61, 33), 140
+    keys, values = torch.randn(2, 3, 2, total, D)
+    queries = torch.randn(3, 2, 2, total, D)
+    recorder = Recorder(span)
+    cache = KVCache(recorder, sink=3, window=5, seal=16)
+    at = torch.arange(total).expand(3, -1).clone()
+    for b, n in enumerate(lengths):
+        at[b, n:90] = -1
+        at[b, 90:] -= 90 - n
+    for start, stop in [(0, 40), (40, 90), *((t, t + 1) for t in range(90, total))]:
+        part = slice(start, stop)
+        cache.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part], at[:, part])
+        if stop >= 90:
+            cache.seal()
+    assert len(recorder.shown) > 2
+    for b in range(3):
+        real = [i for i in range(total) if at[b, i] >= 0]
+        expected = real[3 : 3 + int(cache.sealed[b])]
+        shown = [rows.positions[b] >= 0 for rows in recorder.shown]
+        assert torch.cat([rows.positions[b][s] for rows, s in zip(recorder.shown, shown, strict=True)]).tolist() == [
+            int(at[b, i]) for i in expected
+        ]
+        for name, whole in (("keys", keys[b]), ("values", values[b]), ("queries", queries[b])):
+            got = torch.cat([getattr(r, name)[b][..., s, :] for r, s in zip(recorder.shown, shown, strict=True)], -2)
+            assert torch.equal(got, whole[..., expected, :]), name
+
+
+def test_padding_of_sequences_out_of_phase_stays_below_a_span_each() -> None:
+    lengths = torch.tensor([200 - i for i in range(16)])
+    at = torch.arange(200).expand(16, -1)
+    at = torch.where(at < lengths[:, None], at, -1)
+    cache = KVCache(Quest(16), sink=0, window=0, seal=16)
+    cache.append(*torch.randn(2, 16, 1, 200, D), positions=at)
+    for _ in range(320):
+        cache.append(*torch.randn(2, 16, 1, 1, D))
+        cache.seal()
+    assert cache.keys.shape[2] <= 520 + 2 * 16
