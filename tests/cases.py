@@ -78,7 +78,7 @@ CASES = [
     Case("exact-static", lambda: Exact(refresh=4), lambda: Exact(refresh=1)),
     Case("quest", Quest, Quest),
     Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),
-    Case("quest-sum", lambda: Quest(32, "sum"), lambda: Quest(32, "sum")),
+    Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("random", Random, Random),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("buckets", Buckets, Buckets),

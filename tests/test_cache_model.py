@@ -62,7 +62,7 @@ def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tens
 
         def bound(page: list[int]) -> float:
             keys = one.rows(page, 1, head)
-            return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum(-1).max())
+            return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum())
 
         return [i for page in sorted(pages, key=bound, reverse=True)[: budget // selector.page] for i in page]
     assert isinstance(selector, Buckets)

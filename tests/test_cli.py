@@ -44,8 +44,8 @@ def test_bench_prints_a_table_a_verdict_and_writes_records_and_a_figure(trace: P
     assert "within 1% output error" in done.output
     records = [json.loads(line) for line in (out / "bench.jsonl").read_text().splitlines()]
     assert [(one["selector"], one["budget"]) for one in records] == [
-        ("Quest(page=16, group='max')", 16),
-        ("Quest(page=16, group='max')", 0.1),
+        ("Quest(page=16, group='sum')", 16),
+        ("Quest(page=16, group='sum')", 0.1),
         ("Window()", 16),
     ]
     for one in records:
@@ -168,7 +168,7 @@ def test_a_narrow_terminal_keeps_whole_numbers() -> None:
     screen = Console(width=80, file=io.StringIO())
     screen.print(bench._table([result], False, False))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
-    assert "Quest(page=16, group='max')" in text
+    assert "Quest(page=16, group='sum')" in text
     assert "bytes %" in text
 
 

@@ -131,7 +131,7 @@ def test_votes_of_a_group() -> None:
 
 
 def test_specs_name_selectors_and_arguments() -> None:
-    assert repr(make_selector("quest")) == "Quest(page=16, group='max')"
+    assert repr(make_selector("quest")) == "Quest(page=16, group='sum')"
     assert repr(make_selector("quest:page=32,group=sum")) == "Quest(page=32, group='sum')"
     assert repr(make_selector("sparseattn.selectors.exact:Exact:refresh=3")) == "Exact(group='each', refresh=3)"
     assert repr(make_selector("window")) == "Window()"

@@ -14,12 +14,15 @@ try:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'sparseattn[plots]', or pass --no-figures") from error
 
 # Okabe-Ito: told apart by colour-blind readers; markers repeat the distinction for grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
+COUNT = FuncFormatter(lambda value, _: f"{value:g}")
+SHARE = FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
 
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
@@ -43,9 +46,13 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
                     linewidth=1.4,
                 )
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(SHARE if cost == "bytes_share" else COUNT)
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3)
             if quality == "relative_error":
                 axis.set_yscale("log")
+                axis.yaxis.set_major_formatter(SHARE)
                 axis.axhline(0.01, color="grey", linestyle="--", linewidth=1)
                 axis.set_xlabel(cost_label)
             if j == 0:
