@@ -64,7 +64,12 @@ def test_quest_reads_the_papers_fraction_of_the_cache() -> None:
         cache = KVCache(Quest(page), sink=0, window=0)
         cache.append(keys, values)
         query = queries[:, :, :, -1]
-        measured = compare(query, cache, cache.select(query, budget), 1.0)["bytes_share"]
+        selection = cache.select(query, budget)
+        quest = cache.selector
+        assert isinstance(quest, Quest)
+        assert selection.scan_bytes is not None
+        assert int(selection.scan_bytes.sum()) == quest.low.nbytes + quest.high.nbytes, "the bounds are what is read"
+        measured = compare(query, cache, selection, 1.0)["bytes_share"]
         expected = 1 / page + budget / rows
         torch.testing.assert_close(measured, torch.full_like(measured, expected), rtol=1e-12, atol=0)
     assert 1 / 16 + 256 / 4096 == 1 / 8
