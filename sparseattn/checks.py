@@ -94,11 +94,11 @@ def query(query: Tensor, held: Tensor) -> None:
 
 
 def finite(**parts: Tensor) -> None:
-    """No NaN and no infinity in any of the tensors `[B,H,...,row,D]`; else ValueError with the name and the place."""
+    """No NaN and no infinity in any of the tensors `[B,H,...,D]`; else ValueError with the name and the place."""
     for name, part in parts.items():
         if part.numel() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(part)):  # NaN passes through
             bad = (~torch.isfinite(part)).nonzero()[0].tolist()
-            raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,row,d] = {bad}")
+            raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,d] = {bad}")
 
 
 def order(order: Tensor, keys: Tensor) -> None:

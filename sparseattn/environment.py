@@ -48,8 +48,13 @@ def machine() -> dict[str, Any]:
 def kernels() -> dict[str, str]:
     """Implementation of `attend` -> "runs", or why not, on this machine's best device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = dict.fromkeys(IMPLEMENTATIONS, f"runs on {device.type}")
     reason = why_not_triton(device, torch.float16)
-    return {name: reason if name == "triton" and reason is not None else "runs" for name in IMPLEMENTATIONS}
+    if reason is not None:
+        facts["triton"] = f"does not run: {reason}"
+    elif os.environ.get("TRITON_INTERPRET", "0") == "1":
+        facts["triton"] = "runs in Triton's interpreter, for tests"
+    return facts
 
 
 def _processor() -> str:

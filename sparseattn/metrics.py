@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn import checks
 from sparseattn.budget import Budget, budget_rows
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, reference
@@ -253,6 +254,7 @@ def _replay(
     for t in range(tokens - last, tokens):
         _append(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
+        checks.finite(query=query)
         selection = cache.select(query, budget)
         for name, value in compare(query, cache, selection, layer.scale).items():
             total[name] = total[name] + value if name in total else value

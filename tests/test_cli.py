@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
 import json
@@ -18,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 import sparseattn
 from sparseattn.cli import app, bench
-from sparseattn.metrics import MEASURES, evaluate
+from sparseattn.integrations.transformers import reference_folder
+from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
 
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
@@ -177,28 +177,27 @@ def test_version() -> None:
 
 
 def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
-    data = synthetic(300, heads=2, group=2, size=32, clusters=8)
-    results = [evaluate(data, name, None, sink=2, window=8, last=2) for name in ("exact", "random")]
-    line = bench.verdict(results)
-    assert "Random(seed=0) at budget all" in line, "it reads every row but scans none"
-    assert line.startswith("Cheapest within 1% output error")
-    window = evaluate(data, "window", 1, sink=2, window=8, last=2)
-    assert bench.verdict([window]).startswith("Nothing measured stays within 1%")
-    easy, hard = (
-        [dataclasses.replace(one, trace=name, heads={**one.heads, "relative_error": one.heads["mse"] * 0 + error})]
-        for one, name, error in ((window, "a", 0.001), (window, "b", 0.5))
-    )
-    line = bench.verdict([*easy, *hard, *results])
-    assert "Random(seed=0) at budget all" in line, "a pair has to hold on every trace"
-    heads = {**easy[0].heads, "bytes_share": window.heads["mse"] * torch.nan}
-    unknown = dataclasses.replace(easy[0], selector="Silent()", heads=heads)
-    assert "Silent" not in bench.verdict([unknown, *results])
+    def made(selector: str, error: float, read: float, scanned: float = 0.1, trace: str = "a") -> Evaluation:
+        shares = {"relative_error": error, "bytes_share": read, "scanned_share": scanned}
+        return Evaluation(trace, selector, 64, {}, (0,), {name: torch.full((1, 2), x) for name, x in shares.items()})
+
+    good = [made("Good()", 0.009, 0.3), made("Dear()", 0.001, 0.4), made("Wrong()", 0.02, 0.1)]
+    assert "trace: Good() at budget 64, with an error of 0.90% and 30.0% of" in bench.verdict(good)
+    unknown = made("Silent()", 0.0, torch.nan)
+    assert "Good()" in bench.verdict([*good, unknown])
+    assert bench.verdict([unknown]).startswith("No selector reports")
+    elsewhere = [made(one.selector, 0.5 if one.selector == "Good()" else 0.005, 0.4, trace="b") for one in good]
+    assert "trace: Dear()" in bench.verdict([*good, *elsewhere]), "a pair has to hold on every trace"
+    assert "Oracle() at budget 64 (it scores every key)" in bench.verdict([made("Oracle()", 0.0, 0.6, 1.0)])
+    for none in (made("Full()", 0.0, 1.4), made("Wrong()", 0.02, 0.1)):
+        assert bench.verdict([none]).startswith("Nothing measured stays within 1%")
 
 
 def test_info_says_what_runs_here() -> None:
     done = run("info", "--json")
     facts = json.loads(done.stdout)
-    assert facts["kernels"]["gather"] == "runs"
+    assert facts["kernels"]["gather"].startswith("runs on")
+    assert "run" in facts["kernels"]["triton"]
     assert facts["versions"]["torch"]
     assert "quest" in facts["selectors"]
     assert "gather" in run("info").output
@@ -235,10 +234,16 @@ def test_bad_options_are_one_sentence_before_any_work(
 def test_bad_trace_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "foreign.safetensors").write_bytes(b"not a trace at all")
     for name in ("missing.safetensors", "foreign.safetensors"):
-        done = run("bench", tmp_path / name, "--out", tmp_path / "out")
+        done = run("bench", tmp_path / name, "--out", tmp_path / "out", "--no-figures")
         assert done.exit_code == 2
         assert name in " ".join(done.output.split())
         assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_misspelt_builtin_trace_gets_the_near_match(tmp_path: Path) -> None:
+    done = run("bench", "reccall", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "did you mean 'recall'" in " ".join(done.output.split())
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
@@ -256,6 +261,79 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_capture_then_bench(tmp_path: Path) -> None:
+    """The shipped model over a text file: a trace of the layers asked for, which bench takes."""
+    text, out = tmp_path / "text.txt", tmp_path / "own.safetensors"
+    text.write_bytes(b"The quick brown fox jumps over the lazy dog; the lazy dog sleeps. " * 12)
+    done = run(
+        "capture",
+        "--model",
+        reference_folder(),
+        "--text",
+        text,
+        "--out",
+        out,
+        "--tokens",
+        "600",
+        "--layers",
+        "1,2",
+        "--chunk",
+        "256",
+        "--dtype",
+        "float32",
+    )
+    assert done.exit_code == 0, done.output
+    assert "600 tokens, layers 1, 2" in done.output
+    done = run("bench", out, *SMALL, "--out", tmp_path / "out", "--selector", "exact", "--json", "--no-figures")
+    record = json.loads(done.stdout.splitlines()[0])
+    assert record["layers"] == [1, 2]
+    assert record["tokens"] == 600
+    assert record["trace_meta"]["config_hash"]
+
+
+@pytest.mark.slow
+def test_bench_without_arguments_runs_on_the_builtin_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table, figures and verdict; and the two observations of the papers, on a few tokens."""
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
+    done = run("bench", "--last", "2", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "recall: last 2 of 8192 tokens" in done.output
+    assert "text: last 2 of 8192 tokens" in done.output
+    assert "1% output error" in done.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "bench.jsonl",
+        "frontier-recall.png",
+        "frontier-text.png",
+    }
+    for trace in ("recall", "text"):
+        done = run(
+            "bench",
+            trace,
+            "--selector",
+            "exact",
+            "--selector",
+            "exact:refresh=20",
+            "--selector",
+            "quest",
+            "--budget",
+            "1%",
+            "--last",
+            "20",
+            "--sink",
+            "0",
+            "--window",
+            "0",
+            "--json",
+            "--no-figures",
+            "--out",
+            tmp_path / "out",
+        )
+        dynamic, static, quest = (json.loads(line)["mean"] for line in done.stdout.splitlines())
+        assert dynamic["mass"] > 0.8 > 0.3 > static["mass"], "each token needs rows of its own"
+        waiting = quest["attended_share"] - 80 / 8182  # 5 pages, and the rows that wait for a sixth
+        assert quest["bytes_share"] == pytest.approx(1 / 16 + 80 / 8182 + waiting, abs=2e-3)
+
+
 def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("hello")
@@ -265,6 +343,8 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         (["--model", tmp_path, "--text", tmp_path / "gone.txt"], "gone.txt"),
         (["--model", tmp_path, "--text", text, "--dtype", "int8"], "--dtype is one of"),
         (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
+        (["--model", tmp_path, "--text", text, "--out", text], "--out is a .safetensors file to write"),
+        (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk is at least 1"),
     ):
         done = run("capture", *arguments)
         assert done.exit_code == 2

@@ -28,10 +28,14 @@ ARROWS = {
     "attention": ("budget", "cache", "kernels"),
     "traces": ("rope", "files"),
     "synthetic": ("rope", "traces"),
+    "builtin": ("traces", "integrations"),
+    "integrations": ("rope", "traces", "integrations", "files", "__version__"),
+    "environment": ("kernels",),
+    "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": ("kernels/spans.py",),
+    "triton": ("kernels/spans.py", "kernels/ahead.py"),
     "transformers": ("integrations/transformers.py",),
     "safetensors": ("traces.py",),
     "matplotlib": ("cli/plots.py",),

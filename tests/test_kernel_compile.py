@@ -44,18 +44,18 @@ Rows = list[dict[str, Any]]
 
 
 def compile_all(part: int, parts: int) -> Rows:
-    from sparseattn.kernels import spans
+    from sparseattn.kernels import ahead
 
     rows = []
     for arch in ARCHES:
         for dtype, size, span, group, per_query_head in VARIANTS[part::parts]:
-            found = spans.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch)
+            found = ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch)
             rows.append(
                 {"arch": arch, "dtype": dtype, "D": size, "span": span, "G": group, "per_query_head": per_query_head}
                 | vars(found)
             )
         for dtype, size in MERGES[part::parts]:
-            found = spans.compile_merge_ahead(getattr(torch, dtype), size, arch)
+            found = ahead.compile_merge_ahead(getattr(torch, dtype), size, arch)
             rows.append({"arch": arch, "dtype": dtype, "D": size, "merge": True} | vars(found))
     return rows
 
@@ -65,7 +65,7 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import spans
+    from sparseattn.kernels import ahead, spans
     from sparseattn.selection import Bounds, Selection
 
     h100 = SimpleNamespace(
@@ -84,15 +84,15 @@ def compile_a_launch() -> Rows:
             return lambda *args, **options: built.append(self.kernel.warmup(*args, grid=grid, **options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "_attend_split", Warm(spans._attend_split))
-        patch.setattr(spans, "_merge_splits", Warm(spans._merge_splits))
+        patch.setattr(spans, "attend_split", Warm(spans.attend_split))
+        patch.setattr(spans, "merge_splits", Warm(spans.merge_splits))
         query, cache = torch.zeros(2, 2, 4, 128).bfloat16(), torch.zeros(2, 2, 512, 128).bfloat16()
         selection = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16)  # S = 1 must not become a constant
         spans.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
-    ahead = [spans.compile_ahead(torch.bfloat16, 128, 16, 4), spans.compile_merge_ahead(torch.bfloat16, 128)]
+    facts = [ahead.compile_ahead(torch.bfloat16, 128, 16, 4), ahead.compile_merge_ahead(torch.bfloat16, 128)]
     return [
-        {"launched": vars(spans._report(kernel, known.vector_loads)), "ahead": vars(known)}
-        for kernel, known in zip(built, ahead, strict=True)
+        {"launched": vars(ahead.report(kernel, known.vector_loads)), "ahead": vars(known)}
+        for kernel, known in zip(built, facts, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import spans  # noqa: E402
+from sparseattn.kernels import ahead, spans  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32, bf16 = torch.float16, torch.float32, torch.bfloat16
@@ -297,7 +297,7 @@ def test_bfloat16_is_refused_under_the_interpreter() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="only an interpreting process cannot compile")
 def test_compiling_ahead_is_refused_under_the_interpreter() -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-        spans.compile_ahead(fp16, 128, 16, 4)
+        ahead.compile_ahead(fp16, 128, 16, 4)
 
 
 @pytest.mark.gpu

@@ -176,3 +176,12 @@ def test_layers_are_different_and_there(trace: Trace) -> None:
     for layers in ([], [0, 0]):
         with pytest.raises(ValueError, match="one or more different"):
             evaluate(trace, "exact", 4, sink=SINK, window=WINDOW, layers=layers)
+
+
+def test_a_query_that_is_not_finite_is_refused(trace: Trace) -> None:
+    layer = trace.layer(0)
+    query = layer.query.clone()
+    query[0, 0, -1, 3] = torch.nan
+    bad = Trace.build([TraceLayer(0, query, layer.keys, layer.values, layer.scale, layer.rope)], trace.positions, {})
+    with pytest.raises(ValueError, match="query must be finite, got nan"):
+        evaluate(bad, "window", 1, sink=SINK, window=WINDOW, last=LAST)

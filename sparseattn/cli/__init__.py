@@ -32,7 +32,7 @@ def main(
     ] = False,
 ) -> None:
     """Query-aware sparse attention: capture traces, compare methods, see what runs here."""
-    sys.path.insert(0, os.getcwd())  # so that --selector mine:MyClass finds mine.py in the current folder
+    sys.path.append(os.getcwd())  # so that --selector mine:MyClass finds mine.py in the current folder
 
 
 app.command("bench")(bench.bench)

@@ -28,19 +28,18 @@ def capture(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
 ) -> None:
-    """Run a causal language model over a text with its own attention and write queries, keys and values.
-
-    The trace holds, per layer, queries and keys after RoPE, values, the scale and the RoPE itself; its format is
-    described in sparseattn/traces.py.
-    """
+    """Run a causal language model over a text with its own attention and write queries, keys and values."""
     from sparseattn.integrations import transformers as integration
 
     indices = integers(layers, "--layers")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"--tokens is at least 1, got {tokens}")
+    for name, number in (("--tokens", tokens), ("--chunk", chunk)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is at least 1, got {number}")
     content = text.read_bytes()
+    if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
+        raise ValueError(f"--out is a .safetensors file to write, got {out}")
     if not out.parent.is_dir():
         raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
     if device is None:

@@ -36,7 +36,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
             )
         return None
     if device.type != "cuda":
-        return f"the tensors are on {device}, Triton needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+        return f"Triton needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1, for tests)"
     return None
 
 

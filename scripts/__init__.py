@@ -1,0 +1,1 @@
+"""Tools of the repository that the package does not need."""
