@@ -34,7 +34,7 @@ def builtin_trace(name: str, progress: Callable[[int, int], None] | None = None)
         progress: called with (tokens done, tokens) while it is made.
 
     Raises:
-        TraceError: no such trace, or a cache folder that cannot be written.
+        TraceError: no such trace, or it cannot be written to the cache folder.
         ModelError: it has to be made, and transformers or the reference model's weights are missing.
     """
     if name not in BUILTIN:
@@ -43,27 +43,34 @@ def builtin_trace(name: str, progress: Callable[[int, int], None] | None = None)
 
     text = recall_bytes() if name == "recall" else text_bytes()
     made_from = hashlib.sha256(text + f"|{VERSION}|{RECIPE}|".encode())
-    weights = reference_folder() / "model.safetensors"
-    if weights.is_file():
-        made_from.update(hashlib.sha256(weights.read_bytes()).digest())
+    for file in (reference_folder() / "config.json", reference_folder() / "model.safetensors"):
+        if file.is_file():
+            made_from.update(hashlib.sha256(file.read_bytes()).digest())
     path = cache_folder() / f"{name}-{made_from.hexdigest()[:16]}.safetensors"
-    if not path.is_file():
+
+    def make() -> Trace:
         model = reference_model()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TraceError(f"the cache folder {path.parent} cannot be made: {error.strerror or error}") from error
-        # Two processes may both make it; each renames a whole file into place, and the two files are alike.
-        capture(
-            model,
-            encode(None, text),
-            path,
-            dtype=torch.float32,
-            model_id="sparseattn-reference",
-            text={"name": f"builtin:{name}", "sha256": hashlib.sha256(text).hexdigest()},
-            progress=progress,
-        )
-    trace = Trace.open(path)
+            # Two processes may both make it; each renames a whole file into place, and the two files are alike.
+            return capture(
+                model,
+                encode(None, text),
+                path,
+                dtype=torch.float32,
+                model_id="sparseattn-reference",
+                text={"name": f"builtin:{name}", "sha256": hashlib.sha256(text).hexdigest()},
+                progress=progress,
+            )
+        except (OSError, TraceError) as error:
+            raise TraceError(
+                f"the built-in trace {name} has no place ({error}); SPARSEATTN_CACHE names the folder to keep it in"
+            ) from error
+
+    try:
+        trace = Trace.open(path)
+    except TraceError:  # not there yet, or damaged
+        trace = make()
     trace.name = name
     return trace
 

@@ -7,6 +7,7 @@ the length of the sequence (dynamic NTK, Phi-3's LongRoPE) have no single `Rope`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ class Rope:
             in Llama.
 
     Raises:
-        ValueError: frequencies that are not one float32 vector, or a scaling that cannot be undone.
+        ValueError: frequencies that are not one finite float32 vector, or a scaling that cannot be undone.
     """
 
     inv_freq: Tensor
@@ -37,14 +38,20 @@ class Rope:
             raise ValueError(
                 f"a rope's inv_freq is a float32 vector [R/2], got {self.inv_freq.dtype} {list(self.inv_freq.shape)}"
             )
-        if not 0 < self.scaling < float("inf"):
-            raise ValueError(f"a rope's scaling is positive and finite, got {self.scaling}")
+        if not self.inv_freq.isfinite().all():
+            raise ValueError(f"a rope's inv_freq is finite, got {self.inv_freq.tolist()}")
+        if not isinstance(self.scaling, (int, float)) or not 0 < self.scaling < math.inf:
+            raise ValueError(f"a rope's scaling is positive and finite, got {self.scaling!r}")
+        if not isinstance(self.interleaved, bool):
+            raise ValueError(f"a rope's interleaved is True or False, got {self.interleaved!r}")
 
     @classmethod
     def of(cls, size: int, theta: float = 10000.0) -> Rope:
         """The unscaled rope of base `theta` over `size` dimensions (even)."""
         if size < 2 or size % 2:
             raise ValueError(f"rope rotates pairs of dimensions, so their number is even, got {size}")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"a rope's theta is positive and finite, got {theta}")
         return cls(1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
 
     @property
@@ -54,30 +61,32 @@ class Rope:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[...,T,D]` turned by `positions` (`[T]`, or any shape that broadcasts to `[...,T]`); x's dtype."""
-        cos, sin = self.cos_sin(positions, x.device)
-        return self._turn(x, cos * self.scaling, sin * self.scaling)
+        return self._turn(x, positions, self.scaling, 1)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """The inverse of `rotate`, to the rounding of x's dtype."""
-        cos, sin = self.cos_sin(positions, x.device)
-        return self._turn(x, cos / self.scaling, -sin / self.scaling)
+        return self._turn(x, positions, 1 / self.scaling, -1)
 
-    def cos_sin(self, positions: Tensor, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """`[...,T,R/2]` float32 each, without `scaling`.
+    def cos_sin(
+        self, positions: Tensor, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """`[...,T,R/2]` of `dtype` each, without `scaling`.
 
         An angle is one float32 product, as in the models: at position 131,072 it is up to 0.004 radians off the exact
         one, but off in the same way, so that unrotating takes back the very rotation that the model applied. Angles in
         float64 would be nearer to the formula and further from the model.
         """
         device = positions.device if device is None else device
-        angle = positions.to(device, torch.float32)[..., None] * self.inv_freq.to(device)
+        angle = (positions.to(device, torch.float32)[..., None] * self.inv_freq.to(device)).to(dtype)
         return angle.cos(), angle.sin()
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turn(self, x: Tensor, positions: Tensor, factor: float, sign: int) -> Tensor:
         size = self.rotated
         if x.shape[-1] < size:
             raise ValueError(f"this rope rotates {size} dimensions, the vectors have {x.shape[-1]}")
-        part = x[..., :size].float()
+        part = x[..., :size].to(torch.promote_types(x.dtype, torch.float32))
+        cos, sin = self.cos_sin(positions, x.device, part.dtype)
+        cos, sin = cos * factor, sin * (sign * factor)
         pairs = part.unflatten(-1, (-1, 2)) if self.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
         a, b = pairs.unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)

@@ -27,6 +27,7 @@ looks at recent tokens, and its keys have a large mean.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ def synthetic(
         ValueError: an argument out of its range.
     """
     queries = tokens if queries is None else queries
-    _check(tokens, heads, group, size, layers, clusters, spread, sinks, sink_share, concentration, dtype, queries)
+    _check_sizes(tokens, heads, group, size, layers, clusters, sinks, dtype, queries)
+    _check_recipe(gap, spread, sink_share, concentration, rope)
     positions = torch.arange(tokens)
     content = size - 2 if sinks else size
     turn = Rope.of(content, 10000.0 if rope is True else float(rope)) if rope else None
@@ -214,17 +216,14 @@ def _uniform(rows: int, *place: int | str) -> Tensor:
     return torch.rand(rows + -rows % 16, generator=_generator(*place))[:rows]
 
 
-def _check(
+def _check_sizes(
     tokens: int,
     heads: int,
     group: int,
     size: int,
     layers: int,
     clusters: int,
-    spread: float,
     sinks: int,
-    sink_share: float,
-    concentration: float,
     dtype: torch.dtype,
     queries: int,
 ) -> None:
@@ -243,10 +242,17 @@ def _check(
         raise ValueError(f"sinks is between 0 and tokens - 1 ({tokens - 1}), got {sinks}")
     if not 1 <= queries <= tokens:
         raise ValueError(f"queries is between 1 and tokens ({tokens}), got {queries}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is float32, float16 or bfloat16, got {dtype}")
+
+
+def _check_recipe(gap: float, spread: float, sink_share: float, concentration: float, rope: bool | float) -> None:
+    if not math.isfinite(gap):
+        raise ValueError(f"gap is a finite number, got {gap}")
     if not 0 <= spread <= 1:
         raise ValueError(f"spread is a share of variance, 0 to 1, got {spread}")
     for name, share in {"sink_share": sink_share, "concentration": concentration}.items():
         if not 0 < share < 1:
             raise ValueError(f"{name} lies between 0 and 1, got {share}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is float32, float16 or bfloat16, got {dtype}")
+    if rope is not False and not 0 < rope < math.inf:
+        raise ValueError(f"rope is True, False or a positive finite theta, got {rope}")

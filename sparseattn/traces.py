@@ -18,8 +18,8 @@ The file, format version 1 (any safetensors reader opens it):
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
     meta      JSON object: model id, config hash, source of the text, versions, what could not be recorded and why
 
-Synthetic traces may hold queries for the last Q tokens alone (`layers.{i}.query` is `[H,G,Q,D]`, Q <= T). Tensors of a
-layer share one dtype, float32, float16 or bfloat16.
+Synthetic traces may hold queries for the last Q tokens alone (`layers.{i}.query` is `[H,G,Q,D]`, Q <= T). Queries, keys
+and values of all layers share one dtype, float32, float16 or bfloat16, and are finite.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ import errno
 import json
 import math
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseattn.files import replacing
 from sparseattn.rope import Rope
 
 FORMAT = "sparseattn-trace"
 VERSION = 1
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NAMES = ("query", "keys", "values")
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}  # bytes of an element of each dtype that a trace may hold
@@ -69,7 +70,7 @@ class TraceLayer:
         window: width of the layer's sliding window (row t sees rows `t-window+1 .. t`), or None.
 
     Raises:
-        TraceError: shapes or dtypes that do not fit together.
+        TraceError: shapes or dtypes that do not fit together, or what `LayerShape` refuses.
     """
 
     index: int
@@ -82,13 +83,12 @@ class TraceLayer:
 
     def __post_init__(self) -> None:
         q, k, v = self.query, self.keys, self.values
-        if q.ndim != 4 or k.ndim != 3 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[2]):
+        if q.ndim != 4 or k.ndim != 3:
             raise TraceError(
                 f"a layer's query is [H,G,T,D] and its keys and values are [H,T,D], layer {self.index} has "
                 f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
             )
-        if not 1 <= q.shape[2] <= k.shape[1]:
-            raise TraceError(f"layer {self.index} has queries of {q.shape[2]} tokens for keys of {k.shape[1]}")
+        self.shape.check(k.shape[1], [list(x.shape) for x in (q, k, v)])
         if k.dtype != v.dtype or q.dtype != k.dtype or k.dtype not in DTYPES:
             raise TraceError(
                 f"a layer's tensors share one dtype of float32, float16 and bfloat16, layer {self.index} has "
@@ -104,7 +104,11 @@ class TraceLayer:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token)."""
+    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token).
+
+    Raises:
+        TraceError: a number that no layer has.
+    """
 
     index: int
     heads: int
@@ -114,11 +118,34 @@ class LayerShape:
     window: int | None = None
     queries: int | None = None
 
+    def __post_init__(self) -> None:
+        if not _is_whole(self.index, 0):
+            raise TraceError(f"a layer's index is 0 or more, got {self.index!r}")
+        for name in ("heads", "group", "size", "queries"):
+            number = getattr(self, name)
+            if not _is_whole(number, 1) and (name, number) != ("queries", None):
+                raise TraceError(f"layer {self.index} has {name} {number!r}, at least 1 is needed")
+        if not isinstance(self.scale, (int, float)) or not 0 < self.scale < math.inf:
+            raise TraceError(f"layer {self.index} has scale {self.scale!r}, which is not positive and finite")
+        if self.window is not None and not _is_whole(self.window, 1):
+            raise TraceError(f"layer {self.index} has window {self.window!r}, which is neither None nor 1 or more")
+
     def of(self, name: str, tokens: int) -> list[int]:
         """The shape of one of the layer's tensors."""
         if name == "query":
             return [self.heads, self.group, self.queries or tokens, self.size]
         return [self.heads, tokens, self.size]
+
+    def check(self, tokens: int, shapes: Sequence[list[int]] | None = None) -> None:
+        """Raise TraceError where the layer does not fit `tokens`, or `shapes` of its tensors are not its own."""
+        if self.queries is not None and self.queries > tokens:
+            raise TraceError(f"layer {self.index} has queries of {self.queries} tokens for keys of {tokens}")
+        ours = [self.of(name, tokens) for name in NAMES]
+        if shapes is not None and shapes != ours:
+            raise TraceError(
+                f"layer {self.index} has query, keys and values {', '.join(map(str, shapes))}, of {tokens} tokens they "
+                f"are {', '.join(map(str, ours))}"
+            )
 
 
 class Trace:
@@ -174,23 +201,28 @@ class Trace:
         """A trace in memory; `positions` `[T]` of any integer dtype.
 
         Raises:
-            TraceError: no layer, the same layer twice, or layers of another number of tokens.
+            TraceError: no layer, the same layer twice, layers of another number of tokens or of different dtypes,
+                positions that are no integers, or `meta` that JSON cannot hold.
         """
         held = {layer.index: layer for layer in sorted(layers, key=lambda layer: layer.index)}
-        if not layers or len(held) != len(layers):
-            raise TraceError(f"a trace holds at least one layer and each once, got {[x.index for x in layers]}")
-        if positions.ndim != 1:
-            raise TraceError(f"a trace's positions are [T], got {list(positions.shape)}")
+        _each_once([layer.index for layer in layers])
+        positions = _integers(positions)
+        _json(meta or {})
         for layer in layers:
             if layer.keys.shape[1] != len(positions):
                 raise TraceError(f"layer {layer.index} has {layer.keys.shape[1]} tokens for {len(positions)} positions")
-        return cls(name, positions.to("cpu", torch.int64), tuple(held), meta or {}, held.__getitem__)
+            if layer.keys.dtype != layers[0].keys.dtype:
+                raise TraceError(
+                    f"the tensors of a trace share one dtype, layer {layers[0].index} has {layers[0].keys.dtype} and "
+                    f"layer {layer.index} {layer.keys.dtype}"
+                )
+        return cls(name, positions, tuple(held), meta or {}, held.__getitem__)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.
 
         Raises:
-            TraceError: no such folder, or not enough space.
+            TraceError: no such folder, not enough space, or numbers that are not finite.
         """
         first = self.layer(self.layers[0])
         shapes = [self.layer(index).shape for index in self.layers]
@@ -216,52 +248,53 @@ class Trace:
             raise TraceError(
                 f"{path} has trace format version {metadata.get('version')}, this sparseattn reads version {VERSION}"
             )
-        try:
-            entries = {int(entry["index"]): entry for entry in json.loads(metadata["layers"])}
-            ropes = json.loads(metadata["ropes"])
-            meta = json.loads(metadata["meta"])
-            (tokens,) = tensors["positions"]["shape"]
-            for index, entry in entries.items():
-                _check_layer(index, entry, tensors, tokens, len(ropes))
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"{error}" if isinstance(error, TraceError) else "its metadata and tensors do not fit together"
-            raise TraceError(f"{path} is a damaged trace: {reason}") from error
-        if not entries:
-            raise TraceError(f"{path} is a damaged trace: it holds no layer")
-
         from safetensors import SafetensorError, safe_open
 
         try:
             file = safe_open(path, framework="pt")
-            positions = file.get_tensor("positions")
         except (SafetensorError, OSError) as error:
             raise TraceError(f"{path} cannot be read: {error}") from error
-
-        def rope(k: int) -> Rope:
-            return Rope(file.get_tensor(f"rope.{k}.inv_freq"), ropes[k]["scaling"], ropes[k]["interleaved"])
+        try:
+            positions = _integers(file.get_tensor("positions"))
+            ropes = [
+                Rope(file.get_tensor(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
+                for k, entry in enumerate(json.loads(metadata["ropes"]))
+            ]
+            entries = json.loads(metadata["layers"])
+            _each_once([entry["index"] for entry in entries])
+            layers = {entry["index"]: _read_layer(entry, tensors, len(positions), ropes) for entry in entries}
+            meta = json.loads(metadata["meta"])
+            if not isinstance(meta, dict):
+                raise TraceError("its meta is no JSON object")
+            dtypes = {tensors[f"layers.{index}.{name}"]["dtype"] for index in layers for name in NAMES}
+            if len(dtypes) != 1 or not dtypes <= set(DTYPES.values()):
+                raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
+        except TraceError as error:
+            raise TraceError(f"{path} is a damaged trace: {error}") from error
+        except (LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+            raise TraceError(f"{path} is a damaged trace: its metadata and tensors do not fit together") from error
 
         def load(index: int) -> TraceLayer:
-            entry = entries[index]
+            shape, rope = layers[index]
             query, keys, values = (file.get_tensor(f"layers.{index}.{name}") for name in NAMES)
-            turned = None if entry["rope"] is None else rope(entry["rope"])
-            return TraceLayer(index, query, keys, values, entry["scale"], turned, entry["window"])
+            return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
 
-        return cls(path.stem, positions, sorted(entries), meta, load)
+        return cls(path.stem, positions, sorted(layers), meta, load)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors' entries and the metadata of a safetensors file whose size agrees with its header."""
-    if not path.exists():
-        raise TraceError(f"{path} does not exist")
-    if path.is_dir():
-        raise TraceError(f"{path} is a folder, not a trace file")
     try:
+        if path.is_dir():
+            raise TraceError(f"{path} is a folder, not a trace file")
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             plausible = size >= 8 and 2 <= length <= HEADER_LIMIT
             start = file.read(min(length, 2)) if plausible else b""
             text = start + file.read(length - 2) if start.startswith(b"{") else b""
+    except FileNotFoundError as error:
+        raise TraceError(f"{path} does not exist") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     if not text:
@@ -270,9 +303,9 @@ def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise TraceError(f"{path} is truncated: it has {size:,} bytes and its header alone takes {8 + length:,}")
     try:
         tensors = json.loads(text)
-        metadata = tensors.pop("__metadata__", {})
+        metadata = dict(tensors.pop("__metadata__", {}))
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path} is not a safetensors file, so not a trace") from error
     if size < end:
         raise TraceError(f"{path} is truncated: it has {size:,} bytes of {end:,}")
@@ -281,21 +314,44 @@ def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return tensors, metadata
 
 
-def _check_layer(index: int, entry: dict[str, Any], tensors: dict[str, Any], tokens: int, ropes: int) -> None:
+def _read_layer(
+    entry: dict[str, Any], tensors: dict[str, Any], tokens: int, ropes: Sequence[Rope]
+) -> tuple[LayerShape, Rope | None]:
+    """What the metadata's entry of a layer says, checked against the tensors' shapes."""
+    index, k = entry["index"], entry["rope"]
     missing = [name for name in NAMES if f"layers.{index}.{name}" not in tensors]
     if missing:
         raise TraceError(f"layer {index} lacks its {' and '.join(missing)}")
-    query, keys, values = (tensors[f"layers.{index}.{name}"]["shape"] for name in NAMES)
-    dtypes = {tensors[f"layers.{index}.{name}"]["dtype"] for name in NAMES}
-    heads, _, queries, size = query
-    if keys != [heads, tokens, size] or values != keys or not 1 <= queries <= tokens:
-        raise TraceError(f"layer {index} has query {query}, keys {keys} and values {values} for {tokens} tokens")
-    if len(dtypes) != 1 or not dtypes <= set(DTYPES.values()):
-        raise TraceError(f"layer {index} has tensors of {' and '.join(sorted(dtypes))}")
-    if entry["rope"] is not None and not (0 <= entry["rope"] < ropes and f"rope.{entry['rope']}.inv_freq" in tensors):
-        raise TraceError(f"layer {index} names rope {entry['rope']}, the file has {ropes}")
-    if not (entry["scale"] > 0 and (entry["window"] is None or entry["window"] > 0)):
-        raise TraceError(f"layer {index} has scale {entry['scale']} and window {entry['window']}")
+    shapes = [tensors[f"layers.{index}.{name}"]["shape"] for name in NAMES]
+    heads, group, queries, size = shapes[0]
+    shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries)
+    shape.check(tokens, shapes)
+    if k is not None and not (_is_whole(k, 0) and k < len(ropes)):
+        raise TraceError(f"layer {index} names rope {k}, the file has {len(ropes)}")
+    return shape, None if k is None else ropes[k]
+
+
+def _is_whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def _each_once(indices: Sequence[int]) -> None:
+    if not indices or len(set(indices)) != len(indices):
+        raise TraceError(f"a trace holds at least one layer and each once, got {indices}")
+
+
+def _integers(positions: Tensor) -> Tensor:
+    """`positions` `[T]` int64 on the CPU."""
+    if positions.ndim != 1 or not len(positions) or positions.dtype not in INTEGERS:
+        raise TraceError(f"a trace's positions are integers [T], got {positions.dtype} {list(positions.shape)}")
+    return positions.to("cpu", torch.int64).contiguous()
+
+
+def _json(meta: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(meta, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TraceError(f"a trace's meta is what JSON can hold: {error}") from error
 
 
 @dataclass
@@ -311,8 +367,8 @@ class _Place:
 class TraceWriter:
     """Writes a trace a few rows at a time; memory does not grow with its length.
 
-    A context manager: the file is written under a temporary name beside `path`, all of its space taken at once so that
-    a full disk fails before a model runs, and renamed when the block ends. When the block raises, nothing is left.
+    A context manager: the file takes the place of `path` when the block ends, and nothing is left when it raises. Its
+    space is taken at once, so that a full disk fails before a model runs.
 
     Args:
         path: the file to make or to replace.
@@ -322,7 +378,7 @@ class TraceWriter:
         meta: the trace's origin, anything JSON can hold; may be added to until the block ends.
 
     Raises:
-        TraceError: no such folder, not enough space, rows missing at the end or given out of order.
+        TraceError: no such folder, not enough space, rows missing at the end, given out of order or not finite.
     """
 
     path: str | os.PathLike[str]
@@ -335,11 +391,14 @@ class TraceWriter:
         if self.dtype not in DTYPES:
             raise TraceError(f"a trace is float32, float16 or bfloat16, got {self.dtype}")
         self.meta = dict(self.meta)
+        self.positions = _integers(self.positions)
+        _each_once([layer.index for layer in self.layers])
         self._tokens = len(self.positions)
         self._ropes: dict[int, Rope | None] = {}
         self._places: dict[str, _Place] = {}
         end = 0
         for layer in self.layers:
+            layer.check(self._tokens)
             for name in NAMES:
                 shape = layer.of(name, self._tokens)
                 self._places[f"layers.{layer.index}.{name}"] = _Place(end, shape)
@@ -347,38 +406,32 @@ class TraceWriter:
         self._end = end
         # The header is written last, into room kept for it: what a capture learns on its way (ropes, what could not
         # be verified) is part of it. A sentence per layer and 64 KiB for `meta` are plenty.
-        self._data = 65536 + 2048 * len(self.layers) + len(json.dumps(self.meta))
+        self._data = 65536 + 2048 * len(self.layers) + len(_json(self.meta))
         self._data += -self._data % 4096
+        # With positions and room for ropes; what is exact here is the sentence about a full disk.
+        self._needed = self._data + self._end + 8 * self._tokens + 65536
 
     def __enter__(self) -> TraceWriter:
-        target = Path(self.path)
-        if target.is_dir():
-            raise TraceError(f"{target} is a folder, not a place for a trace file")
-        # Symbolic links are followed, so that the rename replaces the file and not the link.
-        target = target.resolve()
-        self._target = target
-        self._temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        # Ropes, positions and the header's room; what is exact here is the sentence about a full disk.
-        needed = self._data + self._end + 8 * self._tokens + 65536
-        try:
-            free = shutil.disk_usage(target.parent).free
-            if free < needed:
-                raise TraceError(_no_space(target, needed, free))
-            self._file: BinaryIO = open(self._temporary, "xb")
-        except OSError as error:
-            raise TraceError(f"{target} cannot be written: {error.strerror or error}") from error
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), 0, self._data + self._end)
-        except OSError as error:
-            # File systems that cannot reserve space say EINVAL or EOPNOTSUPP; there a full disk is met on the way.
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                self._discard()
-                raise self._failure(error) from error
-        except BaseException:
-            self._discard()
-            raise
+        with self._failures(), contextlib.ExitStack() as stack:
+            if Path(self.path).is_dir():
+                raise TraceError(f"{os.fspath(self.path)} is a folder, not a place for a trace file")
+            folder, free = self._free()
+            if free < self._needed:
+                raise self._no_space(folder, free)
+            self._file = stack.enter_context(replacing(self.path))
+            self._reserve()
+            self._open = stack.pop_all()
         return self
+
+    def _reserve(self) -> None:
+        """Take the file's space, where the file system can."""
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._file.fileno(), 0, self._data + self._end)
+            except OSError as error:
+                # File systems that cannot reserve space say so; there a full disk is met on the way.
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
 
     def write(self, layer: int, name: str, start: int, rows: Tensor) -> None:
         """Write the rows of tokens `start` and up: `[H,G,n,D]` for "query", `[H,n,D]` for "keys" and "values".
@@ -393,14 +446,14 @@ class TraceWriter:
                 f"layer {layer}'s {name} takes rows {place.done} and up of {place.shape}, got {list(rows.shape)} at "
                 f"row {start}"
             )
-        rows = rows.detach().to("cpu", self.dtype).contiguous().view(-1, count, size)
+        stored = rows.detach().to("cpu", self.dtype).contiguous().view(-1, count, size)
+        if not stored.isfinite().all():
+            raise TraceError(_not_finite(f"layer {layer}'s {name}", start, rows.detach(), self.dtype))
         row = size * self.dtype.itemsize
-        try:
-            for head, part in enumerate(rows):
+        with self._failures():
+            for head, part in enumerate(stored):
                 self._file.seek(self._data + place.offset + (head * tokens + start) * row)
                 self._file.write(_bytes(part))
-        except OSError as error:
-            raise self._failure(error) from error
         place.done += count
 
     def rope(self, layer: int, rope: Rope | None) -> None:
@@ -410,13 +463,11 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except OSError as problem:
-            raise self._failure(problem) from problem
-        finally:
-            self._discard()
+        if kind is not None:  # an OSError of the block is the caller's own
+            self._open.__exit__(kind, error, traceback)
+            return
+        with self._failures(), self._open:
+            self._finish()
 
     def _finish(self) -> None:
         for name, place in self._places.items():
@@ -427,16 +478,6 @@ class TraceWriter:
             raise TraceError(f"a trace's metadata takes at most {self._data:,} bytes, got {8 + len(header):,}")
         self._file.seek(0)
         self._file.write((self._data - 8).to_bytes(8, "little") + header.ljust(self._data - 8))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self._target)
-        if hasattr(os, "O_DIRECTORY"):  # make the rename itself last; Windows neither can nor need
-            folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
     def _append_small(self) -> bytes:
         """Write positions and ropes behind the layers; return the header."""
@@ -452,7 +493,7 @@ class TraceWriter:
                 known = len(distinct)
                 distinct.append(rope)
             listed.append({"index": layer.index, "scale": layer.scale, "window": layer.window, "rope": known})
-        small = {"positions": self.positions.to("cpu", torch.int64).contiguous()}
+        small = {"positions": self.positions}
         small |= {f"rope.{k}.inv_freq": rope.inv_freq.cpu().contiguous() for k, rope in enumerate(distinct)}
         end = self._end
         self._file.seek(self._data + end)
@@ -465,7 +506,7 @@ class TraceWriter:
             "version": str(VERSION),
             "layers": json.dumps(listed),
             "ropes": json.dumps([{"scaling": rope.scaling, "interleaved": rope.interleaved} for rope in distinct]),
-            "meta": json.dumps(self.meta, sort_keys=True),
+            "meta": _json(self.meta),
         }
         return json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
 
@@ -473,21 +514,37 @@ class TraceWriter:
     def _entry(dtype: str, shape: list[int], offset: int) -> dict[str, Any]:
         return {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + math.prod(shape) * SIZES[dtype]]}
 
-    def _failure(self, error: OSError) -> TraceError:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return TraceError(f"{self._target} cannot be written: {error.strerror or error}")
-        needed = self._data + self._end + 8 * self._tokens
-        return TraceError(_no_space(self._target, needed, shutil.disk_usage(self._target.parent).free))
+    def _free(self) -> tuple[Path, int]:
+        """The folder that the file goes to (symbolic links are followed) and its free bytes."""
+        folder = Path(os.path.realpath(self.path)).parent
+        return folder, shutil.disk_usage(folder).free
 
-    def _discard(self) -> None:
-        """Close and remove the temporary file; after the rename there is none."""
-        with contextlib.suppress(OSError):  # a full disk fails once more when buffered rows are flushed
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """An OSError of the block as a TraceError."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise TraceError(f"{os.fspath(self.path)} cannot be written: {error.strerror or error}") from error
+            raise self._no_space(*self._free()) from error
+
+    def _no_space(self, folder: Path, free: int) -> TraceError:
+        return TraceError(f"{os.fspath(self.path)} needs {self._needed:,} bytes, {folder} has {free:,} free")
 
 
-def _no_space(target: Path, needed: int, free: int) -> str:
-    return f"{target} needs {needed:,} bytes, {target.parent} has {free:,} free"
+def _not_finite(what: str, start: int, rows: Tensor, dtype: torch.dtype) -> str:
+    """Why `rows` `[...,n,D]` of tokens `start` and up cannot be stored: the token with the largest magnitude."""
+    largest, token = rows.abs().movedim(-2, 0).flatten(1).amax(1).max(0)  # a NaN counts as the largest
+    where, magnitude = f"{what} at token {start + int(token)}", float(largest)
+    if not math.isfinite(magnitude):
+        number = "NaN" if math.isnan(magnitude) else "infinity"
+        remedy = "; load it in bfloat16 or float32 (--dtype)" if rows.dtype == torch.float16 else ""
+        return f"the model produced {number} in {where}{remedy}"
+    return (
+        f"{magnitude:.3g} in {where} is beyond {str(dtype).removeprefix('torch.')}, which ends at "
+        f"{torch.finfo(dtype).max:.3g}: store bfloat16 or float32 (dtype; on the command line --dtype)"
+    )
 
 
 def _bytes(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,8 @@ def test_chunks_make_no_difference(family: str, implementation: str, tmp_path: P
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model, ids = tiny("llama").train(), text()
+    model.model.layers[1].eval()  # as where a part is frozen
+    modes = [module.training for module in model.modules()]
     model.set_attn_implementation("eager")
     before = model(ids).logits
 
@@ -247,7 +250,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
         except KeyboardInterrupt:
             assert progress is stop
         assert model.config._attn_implementation == "eager"
-        assert model.training
+        assert [module.training for module in model.modules()] == modes
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert torch.equal(model(ids).logits, before)
     (tmp_path / "t").unlink()
@@ -321,16 +324,107 @@ def test_layers_without_rope_and_models_without_any(tmp_path: Path) -> None:
 
 
 def test_what_a_trace_cannot_hold_is_said(tmp_path: Path) -> None:
-    config = transformers.Gemma2Config(**COMMON, head_dim=16, attn_logit_softcapping=1.0)
+    config = transformers.Gemma2Config(**COMMON, head_dim=16, attn_logit_softcapping=50.0)
     torch.manual_seed(0)
-    trace = capture(transformers.Gemma2ForCausalLM(config).eval(), text(), tmp_path / "t")
-    assert "soft-capping" in trace.meta["attention_differs"]["1"]
+    model = transformers.Gemma2ForCausalLM(config).eval().to(torch.bfloat16)
+    trace = capture(model, text(), tmp_path / "t", chunk=32)
+    assert trace.meta["attention_differs"] == {
+        str(i): "the layer soft-caps its logits (softcap), which a trace does not hold" for i in range(3)
+    }
+    sinks = transformers.GptOssConfig(**COMMON | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1})
+    model = transformers.GptOssForCausalLM(sinks).eval().to(torch.bfloat16)
+    trace = capture(model, text(), tmp_path / "t", layers=[1])
+    assert trace.meta["attention_differs"] == {
+        "1": "the layer adds a learned sink to its softmax (s_aux), which a trace does not hold"
+    }
+
+
+def test_a_difference_that_nothing_announces_is_measured(tmp_path: Path) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def blind(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        out, weights = sdpa_attention_forward(module, query, *args, **kwargs)
+        out[:, -5:-4] *= 1.1  # one of the last tokens, not the last
+        return out, weights
+
+    transformers.AttentionInterface.register("blind", blind)
+    transformers.AttentionMaskInterface.register("blind", sdpa_mask)
+    model = tiny("mistral")
+    for module in (model, model.model):
+        module.config._attn_implementation = "blind"
+    trace = capture(model, text(), tmp_path / "t", chunk=32)
+    assert "attention recomputed from the trace is off by" in trace.meta["attention_differs"]["2"]
+
+
+def test_what_the_stored_dtype_cannot_hold_and_nan_are_said(tmp_path: Path) -> None:
+    model = tiny("llama")
+    torch.nn.init.constant_(model.model.layers[1].self_attn.v_proj.weight, 1e5)
+    with pytest.raises(TraceError, match=r"in layer 1's values at token \d+ is beyond float16, .*--dtype"):
+        capture(model, text(), tmp_path / "t", dtype=torch.float16)
+    assert capture(model, text(), tmp_path / "t", dtype=torch.bfloat16).layer(1).values.isfinite().all()
+    (tmp_path / "t").unlink()
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)  # behind the last layer
+    capture(model, text(), tmp_path / "t")
+    (tmp_path / "t").unlink()
+    torch.nn.init.constant_(model.model.layers[0].self_attn.k_proj.weight, torch.nan)
+    with pytest.raises(TraceError, match="the model produced NaN in layer 0's keys at token 0"):
+        capture(model, text(), tmp_path / "t")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_takes_one_capture_at_a_time(tmp_path: Path) -> None:
+    model, refused = tiny("llama"), []
+
+    def second() -> None:
+        try:
+            capture(model, text(8), tmp_path / "u")
+        except ModelError as error:
+            refused.append(str(error))
+
+    def during(done: int, total: int) -> None:
+        threads = [threading.Thread(target=second) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    trace = capture(model, text(), tmp_path / "t", progress=during)
+    assert refused == ["this model is being captured already"] * 3
+    again = capture(model, text(), tmp_path / "u")
+    assert again.meta["attention"] == trace.meta["attention"] == "sdpa"
+    assert torch.equal(again.layer(2).keys, trace.layer(2).keys)
+
+
+def test_a_full_gpu_asks_for_a_smaller_chunk(tmp_path: Path) -> None:
+    model = tiny("llama")
+
+    def full(module: Any, args: Any, output: Any) -> None:
+        if output.shape[1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.model.layers[1].mlp.register_forward_hook(full)
+    with pytest.raises(ModelError, match="cpu is out of memory at token 0 of 70, try a smaller chunk than 32"):
+        capture(model, text(), tmp_path / "t", chunk=32)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_refusals(tmp_path: Path) -> None:
     model, path = tiny("llama"), tmp_path / "t"
-    with pytest.raises(ModelError, match=r"layer 7 of LlamaForCausalLM has no softmax attention .* layers 0, 1, 2"):
-        capture(model, text(), path, layers=[7])
+    for index in (7, -1):
+        with pytest.raises(ModelError, match=f"LlamaForCausalLM has no layer {index}, it has layers 0 to 2"):
+            capture(model, text(), path, layers=[0, index])
+    hybrid = transformers.Lfm2Config(**COMMON, layer_types=["conv", "full_attention", "conv"])
+    with pytest.raises(
+        ModelError, match=r"layer 2 of Lfm2ForCausalLM has no softmax attention to record, layers 1 have"
+    ):
+        capture(transformers.Lfm2ForCausalLM(hybrid).eval(), text(), path, layers=[1, 2])
+    for layers in ([], [1, 1]):
+        with pytest.raises(ModelError, match="layers are one or more different indices, got "):
+            capture(model, text(), path, layers=layers)
+    for bad in (256, -1):
+        with pytest.raises(ModelError, match=f"ids of LlamaForCausalLM are 0 to 255, the text has {bad}"):
+            capture(model, torch.tensor([[1, 2, bad]]), path)
     with pytest.raises(ModelError, match=r"input_ids \[1,T\], got \[2, 3\]"):
         capture(model, torch.zeros(2, 3, dtype=torch.long), path)
     with pytest.raises(ModelError, match="at least 1 token, got 0"):
@@ -358,15 +452,27 @@ def test_a_full_disk_is_known_before_the_model_runs(tmp_path: Path, monkeypatch:
     assert (done, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_load_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file, save_file
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path / "bytes")
+    capfd.readouterr()
     model, tokenizer = load_model(tmp_path / "bytes")
     assert (model.dtype, model.training, tokenizer) == (torch.bfloat16, False, None)
     assert load_model(str(tmp_path / "bytes"), dtype=torch.float32)[0].dtype == torch.float32
+    assert capfd.readouterr() == ("", "")  # no bar
+    assert transformers.utils.logging.is_progress_bar_enabled()
     assert encode(None, b"\x00\xffa").tolist() == [[0, 255, 97]]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(ModelError, match=r"^device cuda: torch sees no CUDA device here$"):
+        load_model(tmp_path / "bytes", device="cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(ModelError, match=r"^device cuda:1: torch sees no such CUDA device here$"):
+        load_model(tmp_path / "bytes", device="cuda:1")
+    with pytest.raises(ModelError, match=r"^foo is not a torch device$"):
+        load_model(tmp_path / "bytes", device="foo")
     tiny("llama", vocab_size=300).save_pretrained(tmp_path / "words")
     with pytest.raises(ModelError, match=r"has 300 tokens and no tokenizer files; a model of bytes has 256"):
         load_model(tmp_path / "words")
@@ -438,11 +544,39 @@ def test_builtin_traces_follow_the_weights(injected: Path) -> None:
     tiny("llama", initializer_range=0.2).save_pretrained(injected)
     assert not torch.equal(builtin.builtin_trace("recall").layer(0).keys, first.layer(0).keys)
     assert len(list(builtin.cache_folder().iterdir())) == 2
+    config = transformers.AutoConfig.from_pretrained(injected)
+    config.rms_norm_eps = 1e-3
+    config.save_pretrained(injected)
+    builtin.builtin_trace("recall")
+    assert len(list(builtin.cache_folder().iterdir())) == 3
     (injected / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="the reference model's weights are missing"):
         builtin.builtin_trace("text")
     with pytest.raises(TraceError, match="no built-in trace 'x', there are recall and text"):
         builtin.builtin_trace("x")
+
+
+def test_a_damaged_builtin_trace_is_made_again(injected: Path) -> None:
+    whole = builtin.builtin_trace("recall").layer(0).keys.clone()
+    (path,) = builtin.cache_folder().iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    assert torch.equal(builtin.builtin_trace("recall").layer(0).keys, whole)
+    assert list(builtin.cache_folder().iterdir()) == [path]
+
+
+def test_a_cache_folder_that_cannot_be_written(injected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(injected)._replace(free=5)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(
+            TraceError, match=r"trace recall has no place .*has 5 free.*SPARSEATTN_CACHE names the folder"
+        ):
+            builtin.builtin_trace("recall")
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(injected / "config.json" / "x"))
+    with pytest.raises(
+        TraceError, match=r"trace recall has no place .*Not a directory.*SPARSEATTN_CACHE names the folder"
+    ):
+        builtin.builtin_trace("recall")
 
 
 def test_builtin_texts_are_the_same_everywhere() -> None:

@@ -48,6 +48,15 @@ def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(turned, rope.rotate(x.float(), positions).to(dtype))
 
 
+def test_double_precision_is_kept() -> None:
+    rope = Rope(Rope.of(32).inv_freq, 1.37)
+    x = torch.randn(5, 100, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(100) + 50_000
+    turned = rope.rotate(x, positions)
+    torch.testing.assert_close(turned, by_definition(rope, x, positions), rtol=0, atol=1e-13)
+    torch.testing.assert_close(rope.unrotate(turned, positions), x, rtol=0, atol=1e-13)
+
+
 def test_positions_broadcast() -> None:
     rope = Rope.of(8)
     x = torch.randn(2, 3, 5, 8)
@@ -70,6 +79,16 @@ def test_errors_are_sentences() -> None:
         Rope(torch.ones(4, dtype=torch.float64))
     with pytest.raises(ValueError, match="positive and finite, got 0"):
         Rope(torch.ones(4), 0.0)
+    for scaling in (float("nan"), float("inf"), "1"):
+        with pytest.raises(ValueError, match="scaling is positive and finite"):
+            Rope(torch.ones(4), scaling)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="interleaved is True or False, got 1"):
+        Rope(torch.ones(4), interleaved=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"inv_freq is finite, got \[1.0, nan\]"):
+        Rope(torch.tensor([1.0, torch.nan]))
+    for theta in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"theta is positive and finite, got {theta}"):
+            Rope.of(8, theta)
     with pytest.raises(ValueError, match="even, got 7"):
         Rope.of(7)
     with pytest.raises(ValueError, match="rotates 8 dimensions, the vectors have 6"):

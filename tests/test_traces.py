@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparseattn.files import write_atomic
 from sparseattn.rope import Rope
 from sparseattn.traces import NAMES, LayerShape, Trace, TraceError, TraceLayer, TraceWriter
 
@@ -290,19 +291,76 @@ def test_damaged(saved: Path) -> None:
     for layers, message in (
         ([entry | {"index": 9}], "layer 9 lacks its query and keys and values"),
         ([entry | {"rope": 2}], "layer 0 names rope 2, the file has 2"),
-        ([entry | {"scale": None}], "do not fit together"),
-        ([entry | {"window": 0}], "layer 0 has scale 1.0 and window 0"),
-        ([], "holds no layer"),
+        ([entry | {"rope": -1}], "layer 0 names rope -1, the file has 2"),
+        ([entry | {"rope": True}], "layer 0 names rope True, the file has 2"),
+        ([entry | {"scale": None}], "layer 0 has scale None, which is not positive and finite"),
+        ([entry | {"scale": "1"}], "layer 0 has scale '1'"),
+        ([entry | {"scale": float("inf")}], "layer 0 has scale inf"),
+        ([entry | {"window": 0}], "layer 0 has window 0"),
+        ([entry | {"window": 1.5}], "layer 0 has window 1.5"),
+        ([entry, entry], "each once"),
+        ([entry | {"index": "0"}], "index is 0 or more, got '0'"),
+        ([], "at least one layer"),
         ("nonsense", "do not fit together"),
+        ([7], "do not fit together"),
     ):
         saved.write_bytes(whole)
         edited(saved, {"layers": json.dumps(layers)})
-        with pytest.raises(TraceError, match=f"is a damaged trace: .*{message}"):
+        with pytest.raises(TraceError, match=f"a.safetensors is a damaged trace: .*{message}"):
             Trace.open(saved)
-    saved.write_bytes(whole)
-    edited(saved, {"ropes": None})
-    with pytest.raises(TraceError, match="do not fit together"):
+
+
+ROPE = {"scaling": 1.0, "interleaved": False}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ropes": None},
+        {"ropes": "7"},
+        *(
+            {"ropes": json.dumps([rope, ROPE])}
+            for rope in ({}, 7, None, ROPE | {"scaling": "1"}, ROPE | {"scaling": 0})
+        ),
+        {"ropes": json.dumps([ROPE | {"interleaved": 1}, ROPE])},
+        {"ropes": json.dumps([ROPE] * 3)},
+        {"meta": "[]"},
+        {"meta": "{"},
+        {"meta": "[" * 100_000},
+    ],
+)
+def test_damaged_metadata_is_met_when_a_trace_is_opened(saved: Path, change: dict[str, str | None]) -> None:
+    edited(saved, change)
+    with pytest.raises(TraceError, match=r"a.safetensors is a damaged trace: "):
         Trace.open(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("rope.0.inv_freq", torch.int32, "do not fit together"),
+        ("positions", torch.float32, r"positions are integers \[T\], got torch.float32"),
+        ("layers.1.keys", torch.float16, "its layers are of F16 and F32"),
+    ],
+)
+def test_damaged_dtypes(saved: Path, name: str, dtype: torch.dtype, message: str) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(saved, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(saved)
+    save_file(tensors | {name: tensors[name].to(dtype)}, saved, metadata)
+    with pytest.raises(TraceError, match=f"a.safetensors is a damaged trace: .*{message}"):
+        Trace.open(saved)
+
+
+@pytest.mark.parametrize("header", ['{"__metadata__":7}', '{"__metadata__":null}', '{"a":' + "[" * 100_000])
+def test_damaged_headers(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(TraceError, match="x is not a safetensors file"):
+        Trace.open(path)
 
 
 def test_traces_that_cannot_be_built() -> None:
@@ -317,7 +375,125 @@ def test_traces_that_cannot_be_built() -> None:
         TraceLayer(0, good.keys, good.keys, good.values, 1.0)
     with pytest.raises(TraceError, match="queries of 37 tokens for keys of 10"):
         TraceLayer(0, good.query, good.keys[:, :10], good.values[:, :10], 1.0)
+    with pytest.raises(TraceError, match=r"layer 0 has query, keys and values .* \[2, 37, 7\], of 37 tokens they are"):
+        TraceLayer(0, good.query, good.keys, good.values[..., :7], 1.0)
+    with pytest.raises(TraceError, match="layer 0 has heads 0, at least 1 is needed"):
+        TraceLayer(0, good.query[:0], good.keys[:0], good.values[:0], 1.0)
+    with pytest.raises(TraceError, match=r"share one dtype, layer 0 has torch.float32 and layer 1 torch.float16"):
+        trace(good, layer(1, dtype=torch.float16))
+    for scale in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(TraceError, match=f"layer 0 has scale {scale}, which is not positive and finite"):
+            TraceLayer(0, good.query, good.keys, good.values, scale)
+    with pytest.raises(TraceError, match="layer 0 has window 0, which is neither None nor 1 or more"):
+        TraceLayer(0, good.query, good.keys, good.values, 1.0, window=0)
+    with pytest.raises(TraceError, match="index is 0 or more, got -1"):
+        TraceLayer(-1, good.query, good.keys, good.values, 1.0)
+    with pytest.raises(TraceError, match=r"positions are integers \[T\], got torch.float32 \[37\]"):
+        Trace.build([good], torch.arange(T) + 0.5)
+    for meta in ({"a": float("nan")}, {"a": torch.int8}, {1: 1, "a": 1}):
+        with pytest.raises(TraceError, match="meta is what JSON can hold: "):
+            Trace.build([good], torch.arange(T), meta)  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="share one dtype"):
         TraceLayer(0, good.query, good.keys.double(), good.values.double(), 1.0)
     with pytest.raises(TraceError, match=r"got torch\.int8"):
         TraceWriter("x", [good.shape], torch.arange(T), torch.int8)
+    with pytest.raises(TraceError, match=r"positions are integers \[T\], got torch.float32"):
+        TraceWriter("x", [good.shape], torch.arange(T) + 0.5, torch.float32)
+    with pytest.raises(TraceError, match="each once"):
+        TraceWriter("x", [good.shape, good.shape], torch.arange(T), torch.float32)
+    with pytest.raises(TraceError, match="queries of 37 tokens for keys of 36"):
+        TraceWriter("x", [good.shape], torch.arange(T - 1), torch.float32)
+
+
+def test_meta_that_json_cannot_hold_leaves_no_file(tmp_path: Path) -> None:
+    def add() -> None:
+        with one_layer(tmp_path / "x", 1) as writer:
+            for name in NAMES:
+                writer.write(0, name, 0, torch.zeros(2, 3, 1, 8) if name == "query" else torch.zeros(2, 1, 8))
+            writer.meta["loss"] = float("nan")  # type: ignore[index]
+
+    with pytest.raises(TraceError, match="meta is what JSON can hold: "):
+        add()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (
+            1e5,
+            torch.float16,
+            r"^1e\+05 in layer 0's keys at token 12 is beyond float16, which ends at 6.55e\+04: .*--dtype",
+        ),
+        (-1e5, torch.float16, r"^1e\+05 in layer 0's keys at token 12 is beyond float16"),
+        (torch.nan, torch.float32, r"^the model produced NaN in layer 0's keys at token 12$"),
+        (torch.inf, torch.float32, r"^the model produced infinity in layer 0's keys at token 12$"),
+    ],
+)
+def test_numbers_that_are_not_finite_once_stored(
+    value: float, dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
+    keys = torch.zeros(2, 10, 8)
+    keys[1, 7, 3], keys[0, 2, 1] = value, 1.0
+
+    def write() -> None:
+        with TraceWriter(tmp_path / "x", [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(T), dtype) as writer:
+            writer.write(0, "keys", 0, torch.zeros(2, 5, 8))
+            writer.write(0, "keys", 5, keys)
+
+    with pytest.raises(TraceError, match=message):
+        write()
+    with pytest.raises(TraceError, match=r"produced NaN .* load it in bfloat16 or float32 \(--dtype\)"):
+        TraceWriter.write(one_layer(tmp_path / "x"), 0, "keys", 0, torch.full((2, 1, 8), torch.nan).half())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_behind_links_is_replaced_and_a_loop_of_links_refused(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "folder" / "target"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for data in (b"new", b"old"):
+        write_atomic(link, data)
+        assert (link.is_symlink(), target.read_bytes()) == (True, data)
+    trace(layer(0)).save(link)
+    assert link.is_symlink()
+    assert_same(Trace.open(target).layer(0), layer(0))
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(TraceError, match="loop cannot be written: "):
+        trace(layer(0)).save(loop)
+    with pytest.raises(TraceError, match="loop cannot be read: "):
+        Trace.open(loop)
+    with pytest.raises(OSError, match="loop") as raised:
+        write_atomic(loop, b"")
+    assert raised.value.filename == str(loop)
+
+
+def test_a_failure_names_the_file_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(FileNotFoundError) as missing:
+        write_atomic(tmp_path / "gone" / "x", b"new")
+    assert missing.value.filename == str(tmp_path / "gone" / "x")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as raised:
+        write_atomic(path, b"new")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
+    with pytest.raises(TraceError, match=r"x needs [\d,]+ bytes, .* has [\d,]+ free"):
+        trace(layer(0)).save(path)
+    assert (list(tmp_path.iterdir()), path.read_bytes()) == ([path], b"old")
+
+
+def test_an_os_error_of_the_callers_own_stays_what_it_is(tmp_path: Path) -> None:
+    def broken() -> None:
+        with one_layer(tmp_path / "x"):
+            raise BrokenPipeError(errno.EPIPE, "the caller's")
+
+    with pytest.raises(BrokenPipeError):
+        broken()
+    assert list(tmp_path.iterdir()) == []

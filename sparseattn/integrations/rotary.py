@@ -7,6 +7,7 @@ projections put out; and the layer is given the same frequencies until the end. 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,8 +30,9 @@ def ropes_of(model: nn.Module) -> list[Rope]:
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
                 scaling = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
-                # Cloned: models whose frequencies follow the length overwrite the buffer.
-                ropes.append(Rope(buffer.detach().float().clone(), float(scaling)))
+                with contextlib.suppress(ValueError):  # frequencies that no rope has are none that a layer applies
+                    # Cloned: models whose frequencies follow the length overwrite the buffer.
+                    ropes.append(Rope(buffer.detach().float().clone(), float(scaling)))
     return ropes
 
 

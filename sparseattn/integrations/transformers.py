@@ -11,6 +11,7 @@ import importlib.resources
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+COMPARED = 8  # last tokens whose attention is recomputed to see whether a trace holds all of it
 
 
 class ModelError(ValueError):
@@ -53,13 +55,14 @@ def load_model(
         device: where to put the model; the CPU by default.
 
     Raises:
-        ModelError: no such folder, hub out of reach, not a causal LM, no tokenizer.
+        ModelError: no such folder, hub out of reach, not a causal LM, no tokenizer, no such device or no room on it.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ModelError("loading a model needs transformers: pip install 'sparseattn[transformers]'") from error
 
+    place = _device(device)
     name = os.fspath(path_or_id)
     folder = Path(name).expanduser()
     local = folder.is_dir()
@@ -76,14 +79,17 @@ def load_model(
         where = "cannot be read" if local else "is neither a folder here nor a model that the hub gives"
         raise ModelError(f"{name} {where}: {_first_sentence(error)}") from error
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True)
+        with _no_loading_bar():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype or "auto", output_loading_info=True
+            )
+        model = model.to(place).eval()
     except Exception as error:  # safetensors and the hub raise types of their own
         if "Unrecognized configuration class" in str(error):
             raise ModelError(f"{name} is a {config.model_type} model, which is no causal LM to transformers") from error
         raise ModelError(f"the weights of {name} cannot be loaded: {_first_sentence(error)}") from error
     if missing := sorted(loading["missing_keys"]):  # transformers would make them up
         raise ModelError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
-    model = model.to(device or "cpu").eval()
     if local and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         vocabulary = config.get_text_config().vocab_size
         if vocabulary != 256:
@@ -93,6 +99,35 @@ def load_model(
         return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {_first_sentence(error)}") from error
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """`device`, the CPU for None, if torch can use it here."""
+    try:
+        chosen = torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ModelError(f"{device} is not a torch device") from error
+    here = torch.accelerator.current_accelerator(check_available=True)
+    such = "such " if here is not None and here.type == chosen.type else ""
+    if chosen.type != "cpu" and not (such and (chosen.index or 0) < torch.accelerator.device_count()):
+        raise ModelError(f"device {device}: torch sees no {such}{chosen.type.upper()} device here")
+    return chosen
+
+
+@contextlib.contextmanager
+def _no_loading_bar() -> Iterator[None]:
+    """No "Loading weights" bar of transformers.
+
+    Not by its `disable_progress_bar`, which would silence the hub's downloads with it.
+    """
+    from transformers.utils import logging
+
+    shown = logging._tqdm_active
+    logging._tqdm_active = False
+    try:
+        yield
+    finally:
+        logging._tqdm_active = shown
 
 
 def reference_model() -> Any:
@@ -164,19 +199,23 @@ def capture(
         The trace, opened from the file.
 
     Raises:
-        ModelError: the model's attention cannot be recorded, there is no such layer, or the ids are not `[1,T]`.
-        TraceError: the file cannot be written.
+        ModelError: the model's attention cannot be recorded, there is no such layer, the ids are not `[1,T]` of the
+            model's vocabulary, the GPU is full, or the model is being captured already.
+        TraceError: the file cannot be written, or cannot hold what attention received (NaN, too large for `dtype`).
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise ModelError(f"capture takes one text as input_ids [1,T], got {list(input_ids.shape)}")
     if chunk < 1:
         raise ModelError(f"a chunk has at least 1 token, got {chunk}")
+    if layers is not None and (not layers or len(set(layers)) != len(layers)):
+        raise ModelError(f"layers are one or more different indices, got {list(layers)}")
     tokens = input_ids.shape[1]
     positions = torch.arange(tokens)
-    original = _implementation(model)
-    with _quiet(model):
+    with _alone(model), _quiet(model):
+        original = _implementation(model)
+        _check_range(model, input_ids, layers or ())
         seen = _probe(model, original, input_ids[:, :2])
-        wanted = sorted(seen) if layers is None else sorted(set(layers))
+        wanted = sorted(seen if layers is None else layers)
         absent = [index for index in wanted if index not in seen]
         if absent:
             raise ModelError(
@@ -225,7 +264,8 @@ class _Enough(Exception):
     """Ends a forward pass whose later layers nobody wants."""
 
 
-# The attention function that transformers calls while a capture runs; one per thread, so that captures do not mix.
+# What transformers' attention calls go to while a capture runs. One per thread, so that captures of several models do
+# not mix; that calls come here at all is said in the model's config, so a model takes one capture at a time (`_alone`).
 _LISTENER: ContextVar[Callable[[_Call], tuple[Tensor, Any]]] = ContextVar("sparseattn_capture")
 
 
@@ -233,6 +273,14 @@ def _intercept(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Any]:
     return _LISTENER.get()(_Call(module, query, key, value, attention_mask, options))
+
+
+# What an attention function may be given that changes its output and that a trace does not hold.
+NOT_HELD = {
+    "softcap": "soft-caps its logits (softcap)",
+    "s_aux": "adds a learned sink to its softmax (s_aux)",
+    "position_bias": "adds a bias to its logits (position_bias)",
+}
 
 
 class _Recorder:
@@ -330,17 +378,25 @@ class _Recorder:
             self.absent[index] = f"the frequencies change with the length, at the latest at token {self._start}"
 
     def _compare(self, call: _Call, out: Tensor) -> None:
-        """Recompute the last token's attention from what a trace holds; say so when the model's differs."""
-        rows = call.key.shape[2] if call.window is None else min(call.window, call.key.shape[2])
-        keys, values = call.key[0, :, -rows:].float(), call.value[0, :, -rows:].float()
-        query = call.query[0, :, -1].float().unflatten(0, (keys.shape[0], -1))  # [H,G,D]
-        ours = torch.softmax(query @ keys.mT * call.scale, -1) @ values
-        theirs = out[0, -1].float().view_as(ours)
+        """Say what the layer was given that a trace does not hold; else recompute the attention of the last tokens."""
+        reasons = [words for name, words in NOT_HELD.items() if call.options.get(name) is not None]
+        if reasons:
+            self.differs[call.layer] = f"the layer {' and '.join(reasons)}, which a trace does not hold"
+            return
+        keys, values = call.key[0].float(), call.value[0].float()
+        query = call.query[0, :, -COMPARED:].float().unflatten(0, (keys.shape[0], -1))  # [H,G,n,D]
+        row = torch.arange(keys.shape[1], device=keys.device)
+        token = row[-query.shape[2] :, None]
+        seen = row <= token if call.window is None else (row <= token) & (row > token - call.window)
+        logits = (query.flatten(1, 2) @ keys.mT * call.scale).unflatten(1, query.shape[1:3])  # [H,G,n,N]
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        ours = (weights.flatten(1, 2) @ values).view_as(query)
+        theirs = out[0, -COMPARED:].float().movedim(0, -2).view_as(ours)
         off = ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
         if not off <= max(1e-3, 8 * torch.finfo(out.dtype).eps):
             self.differs[call.layer] = (
-                f"attention recomputed from the trace is off by {off:.2g} of its norm: the layer adds something that "
-                "a trace does not hold (soft-capping, a learned sink, a bias, another mask)"
+                f"attention recomputed from the trace is off by {off:.2g} of its norm: the layer does something that a "
+                "trace does not hold (a bias, another mask)"
             )
 
 
@@ -360,8 +416,14 @@ def _prefill(
         for start in range(0, tokens, chunk):
             recorder.chunk(start)
             ids = input_ids[:, start : start + chunk].to(model.device)
-            with contextlib.suppress(_Enough):
+            try:
                 model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+            except _Enough:
+                pass
+            except torch.OutOfMemoryError as error:
+                raise ModelError(
+                    f"{model.device} is out of memory at token {start} of {tokens}, try a smaller chunk than {chunk}"
+                ) from error
             if progress is not None:
                 progress(min(start + chunk, tokens), tokens)
 
@@ -440,14 +502,46 @@ def _listening(model: Any, original: str, listener: Callable[[_Call], tuple[Tens
 
 @contextlib.contextmanager
 def _quiet(model: Any) -> Iterator[None]:
-    """No gradients, no dropout; the model's mode is given back."""
-    training = model.training
+    """No gradients, no dropout; every module's mode is given back."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
+
+
+_CAPTURED: set[int] = set()  # ids of the configs of models that are being captured
+_CAPTURED_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone(model: Any) -> Iterator[None]:
+    """Refuse a second capture of a model that is being captured, or that shares its config with such a one."""
+    config = id(model.config)
+    with _CAPTURED_LOCK:
+        if config in _CAPTURED:
+            raise ModelError("this model is being captured already")
+        _CAPTURED.add(config)
+    try:
+        yield
+    finally:
+        _CAPTURED.remove(config)
+
+
+def _check_range(model: Any, input_ids: Tensor, layers: Sequence[int]) -> None:
+    """Refuse ids and layers that the model does not have."""
+    config = model.config.get_text_config(decoder=True)
+    low, high = input_ids.min().item(), input_ids.max().item()
+    if low < 0 or high >= config.vocab_size:
+        raise ModelError(
+            f"ids of {_name(model)} are 0 to {config.vocab_size - 1}, the text has {low if low < 0 else high}"
+        )
+    for index in layers:
+        if not 0 <= index < config.num_hidden_layers:
+            raise ModelError(f"{_name(model)} has no layer {index}, it has layers 0 to {config.num_hidden_layers - 1}")
 
 
 def _implementation(model: Any) -> str:
