@@ -8,13 +8,13 @@ from typing import TypeAlias
 Budget: TypeAlias = "int | float | None"
 
 
-def budget_rows(budget: Budget, context: int, span: int = 1) -> int:
+def budget_rows(budget: Budget, context: int, span: int = 1, reader: str = "the selector") -> int:
     """Rows that `budget` allows in a context of `context` rows: an int is rows, a float in (0, 1] a share of the
     context (rounded down, at least one span), None the whole context.
 
     Raises:
-        ValueError: fewer rows than one, or than the `span` that the selector reads at a time; a share outside (0, 1];
-            another type.
+        ValueError: fewer rows than one, or than the `span` that the selector, called `reader`, reads at a time; a share
+            outside (0, 1]; another type.
     """
     if budget is None:
         return max(context, span)
@@ -23,12 +23,12 @@ def budget_rows(budget: Budget, context: int, span: int = 1) -> int:
     if isinstance(budget, float):
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"a budget given as a float is a share of the context in (0, 1], got {budget}")
-        return max(math.floor(budget * context), span)
+        return max(math.floor(budget * context + 1e-9), span)  # 0.29 * 100 is 28.999...
     if budget < 1:
         raise ValueError(f"a budget is at least 1 row, got {budget}")
     if budget < span:
         raise ValueError(
-            f"a budget of {budget} rows is less than one span of this selector, which reads {span} at a time"
+            f"a budget of {budget} rows is less than one span of {reader}, which reads {span} rows at a time"
         )
     return budget
 

@@ -56,8 +56,9 @@ class KVCache:
     ) -> None:
         if not isinstance(selector, Selector):
             raise ValueError(f"selector is an instance of a Selector, such as Quest(), got {selector!r}")
-        for name, size in (("sink", sink), ("window", window), ("rollback", rollback), ("capacity", capacity)):
-            if not isinstance(size, int) or size < 0:
+        sizes = {"sink": sink, "window": window, "rollback": rollback, "capacity": capacity, "seal": seal}
+        for name, size in sizes.items():
+            if type(size) is not int or size < 0:
                 raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
         if seal < selector.span:
             raise ValueError(f"seal is at least the span of {selector!r}, {selector.span} rows, got {seal}")
@@ -183,7 +184,7 @@ class KVCache:
                     buffer.full[b].index_copy_(dim - 1, target, rows[b].index_select(dim - 1, real.to(device)))
         if queries is not None and self.selector.needs_queries:
             self._store_queries(queries, at, recent)
-        self._show()
+        self._publish()
 
     def _store_queries(self, queries: Tensor, at: Tensor, recent: Tensor) -> None:
         now = self._zones.recent
@@ -194,7 +195,7 @@ class KVCache:
                 real = (at[b] >= 0).nonzero()[-fresh:, 0].to(queries.device)
                 self._queries.full[b, :, :, int(recent[b]) : int(now[b])] = queries[b].index_select(2, real)
 
-    def _show(self) -> None:
+    def _publish(self) -> None:
         """Brings what the device reads, and the selector's view of the stored keys, up to date."""
         zones, device = self._zones, self._keys.full.device
         sink, end, newest = zones.count.clamp(max=self.sink).int(), zones.end.int(), zones.next - 1
@@ -246,7 +247,7 @@ class KVCache:
             index = order[..., None].expand_as(keys)
             keys.copy_(keys.gather(2, index))
             values.copy_(values.gather(2, index))
-        self._show()
+        self._publish()
 
     def _make_room(self, each: Tensor) -> None:
         """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
@@ -284,7 +285,7 @@ class KVCache:
         self._require_rows()
         checks.query(query, self._keys.full)
         context = int(self._zones.count.max())
-        rows = budget_rows(budget, context, self.selector.span)
+        rows = budget_rows(budget, context, self.selector.span, repr(self.selector))
         self.seal()
         # More rows than there are change nothing but the number of slots.
         return self.selector.select(query, self.positions, min(rows, max(context, self.selector.span)))
@@ -304,24 +305,16 @@ class KVCache:
         self._require_rows()
         zones = self._zones
         gone = torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch)
-        free = torch.where(zones.sealed > 0, zones.recent, zones.count)
-        if bool((gone < 0).any()):
-            raise ValueError(f"crop drops 0 or more rows, got {gone.tolist()}")
-        if bool((gone > free).any()):
-            raise ValueError(
-                f"cannot drop {gone.tolist()} rows: only the newest {free.tolist()} are not sealed yet; build the "
-                f"cache with rollback={int(gone.max())} or more to keep that many unsealed"
-            )
-        # The next token takes the position of the first one dropped.
-        place = zones.place(zones.count - gone).clamp(0, max(self._positions.rows - 1, 0))
-        at = self._positions.full.gather(1, place[:, None].to(self._positions.full.device))[:, 0].cpu()
-        zones.next = torch.where(gone > 0, at, zones.next)
-        zones.count = zones.count - gone
+        first = zones.crop(gone)
+        if bool((gone > 0).any()):  # the next token takes the position of the first one dropped
+            places = first.clamp(max=self._positions.rows - 1)[:, None].to(self._positions.full.device)
+            at = self._positions.full.gather(1, places)[:, 0].cpu()
+            zones.next = torch.where(gone > 0, at, zones.next)
         for buffer in (self._keys, self._values, self._positions):
             buffer.resize(int(zones.end.max()), buffer.full)
         if self.selector.needs_queries:
             self._queries.resize(int(zones.recent.max()), self._queries.full)
-        self._show()
+        self._publish()
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit."""
@@ -332,19 +325,18 @@ class KVCache:
             buffer.take(index)
         self._zones.take(index.cpu())
         self.selector.reorder(index)
-        self._show()
+        self._publish()
 
     def clone(self) -> KVCache:
         """An independent copy, selector included."""
         twin = copy.copy(self)
         twin.selector = self.selector.clone()
         twin._zones = copy.copy(self._zones)  # its counts are replaced, never changed in place
-        for name, value in vars(self).items():
-            if isinstance(value, RowBuffer):
-                setattr(twin, name, value.clone())
+        for name in self._BUFFERS:
+            setattr(twin, name, getattr(self, name).clone())
         twin._bounds = None
         if self._bounds is not None:
-            twin._show()
+            twin._publish()
         return twin
 
     def reset(self) -> None:
@@ -360,11 +352,13 @@ class KVCache:
             buffer.to(device)
         self.selector.to(device)
         if self._bounds is not None:
-            self._show()
+            self._publish()
         return self
 
+    _BUFFERS = ("_keys", "_values", "_positions", "_queries")
+
     def _buffers(self) -> list[RowBuffer]:
-        return [self._keys, self._values, self._positions, self._queries]
+        return [getattr(self, name) for name in self._BUFFERS]
 
     def __repr__(self) -> str:
         return (

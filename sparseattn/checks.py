@@ -19,10 +19,12 @@ def unused(selector: Selector) -> None:
 
 def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
     """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
-    if keys.ndim != 4 or keys.shape != values.shape or 0 in (*keys.shape[:2], keys.shape[3]):
+    if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
         raise ValueError(
             f"append takes keys and values of one shape [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}"
         )
+    if not 1 <= keys.shape[3] <= 256:
+        raise ValueError(f"the head size D is 1 to 256, got {keys.shape[3]}")
     if keys.dtype != values.dtype or keys.device != values.device or not keys.is_floating_point():
         raise ValueError(
             f"append takes keys and values of one floating dtype and device, got {keys.dtype} on {keys.device} and "
@@ -41,24 +43,22 @@ def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
         finite(keys=keys, values=values)
 
 
-def queries(queries: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:
+def queries(given: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:
     """Queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
-    if queries is None:
+    if given is None:
         raise ValueError(f"{selector!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
     batch, heads, new, size = keys.shape
     group = "G" if held is None else held.shape[2]
-    fits = queries.ndim == 5 and queries.shape[:2] == (batch, heads) and queries.shape[3:] == (new, size)
-    if not fits or (held is not None and queries.shape[2] != group):
+    fits = given.ndim == 5 and given.shape[:2] == (batch, heads) and given.shape[3:] == (new, size)
+    if not fits or (held is not None and given.shape[2] != group):
         raise ValueError(
             f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = {[batch, heads, group, new, size]}, got "
-            f"{list(queries.shape)}"
+            f"{list(given.shape)}"
         )
-    if queries.dtype != keys.dtype or queries.device != keys.device:
-        raise ValueError(
-            f"queries are of the keys' {keys.dtype} on {keys.device}, got {queries.dtype} on {queries.device}"
-        )
-    if not queries.is_cuda or new > 1:
-        finite(queries=queries)
+    if given.dtype != keys.dtype or given.device != keys.device:
+        raise ValueError(f"queries are of the keys' {keys.dtype} on {keys.device}, got {given.dtype} on {given.device}")
+    if not given.is_cuda or new > 1:
+        finite(queries=given)
 
 
 def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
@@ -79,17 +79,17 @@ def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
     return at
 
 
-def query(query: Tensor, held: Tensor) -> None:
+def query(asked: Tensor, held: Tensor) -> None:
     """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
     if (
-        query.ndim != 4
-        or query.shape[:2] != held.shape[:2]
-        or query.shape[3] != held.shape[3]
-        or (query.dtype != held.dtype or query.device != held.device)
+        asked.ndim != 4
+        or asked.shape[:2] != held.shape[:2]
+        or asked.shape[3] != held.shape[3]
+        or (asked.dtype != held.dtype or asked.device != held.device)
     ):
         raise ValueError(
             f"a query of this cache is [B,H,G,D] = {[*held.shape[:2], 'G', held.shape[3]]} {held.dtype} on "
-            f"{held.device}, got {list(query.shape)} {query.dtype} on {query.device}"
+            f"{held.device}, got {list(asked.shape)} {asked.dtype} on {asked.device}"
         )
 
 
@@ -101,13 +101,13 @@ def finite(**parts: Tensor) -> None:
             raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,d] = {bad}")
 
 
-def order(order: Tensor, keys: Tensor) -> None:
+def order(given: Tensor, keys: Tensor) -> None:
     """A selector's order `[B,H,n]` permutes the rows of `keys` `[B,H,n,D]` in every head; else ValueError."""
     batch, heads, new = keys.shape[:3]
-    if tuple(order.shape) != (batch, heads, new) or order.dtype != torch.int64:
+    if tuple(given.shape) != (batch, heads, new) or given.dtype != torch.int64:
         raise ValueError(
-            f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}, got {order.dtype} {list(order.shape)}"
+            f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}, got {given.dtype} {list(given.shape)}"
         )
-    seen = torch.zeros_like(order, dtype=torch.bool)
-    if not bool(((order >= 0) & (order < new)).all()) or not bool(seen.scatter_(2, order, True).all()):
+    seen = torch.zeros_like(given, dtype=torch.bool)
+    if not bool(((given >= 0) & (given < new)).all()) or not bool(seen.scatter_(2, given, True).all()):
         raise ValueError(f"a selector's order must be a permutation of the {new} rows in every head")

@@ -35,7 +35,7 @@ MEASURES: dict[str, tuple[str, bool]] = {
     "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
     "recall@100": ("share of the exact top-100 rows, among indexed rows, that are selected", True),
     "mass": ("share of full attention's weight on the rows attended, sink and window included", True),
-    "far_mass": (
+    "indexed_mass": (
         "share of full attention's weight on the indexed rows: a property of the head, not of the method",
         True,
     ),
@@ -134,6 +134,11 @@ def evaluate(
     )[0]
 
 
+def _is_trace(trace: object) -> None:
+    if not isinstance(trace, Trace):
+        raise ValueError(f"trace is a Trace (Trace.open(path), builtin_trace(name), synthetic(...)), got {trace!r}")
+
+
 def evaluate_budgets(
     trace: Trace,
     selector: Selector | str,
@@ -147,6 +152,7 @@ def evaluate_budgets(
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
+    _is_trace(trace)
     method = make_selector(selector) if isinstance(selector, str) else selector
     seal = method.span if seal is None else seal
     indices = usable_layers(trace, layers)
@@ -164,7 +170,8 @@ def evaluate_budgets(
         "seal": seal,
         "last": last,
         "tokens": trace.tokens,
-        "dtype": str(trace.layer(indices[0]).keys.dtype).removeprefix("torch."),
+        "trace_dtype": str(trace.layer(indices[0]).keys.dtype).removeprefix("torch."),
+        "replay_dtype": "float32",  # of the arithmetic, and of the cache whose bytes are counted
     }
     return [
         Evaluation(
@@ -224,7 +231,7 @@ def check_replay(
             f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
         )
     for budget in budgets:
-        budget_rows(budget, trace.tokens - last, method.span)
+        budget_rows(budget, trace.tokens - last, method.span, repr(method))
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
@@ -292,7 +299,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
 
     measured = {
         "mass": (weights * reads).sum(-1),
-        "far_mass": far,
+        "indexed_mass": far,
         "recovered": torch.where(far > 0, found / far, 1.0),
         "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
         "mse": error.square().mean(-1),

@@ -60,6 +60,23 @@ class Zones:
         self.sealed = self.sealed + each
         self.zone += int(each.max())
 
+    def crop(self, gone: Tensor) -> Tensor:
+        """Forgets the newest `gone` `[B]` rows of each sequence and returns the physical place of the first of them.
+
+        Raises:
+            ValueError: a negative number, or rows that are sealed already.
+        """
+        free = torch.where(self.sealed > 0, self.recent, self.count)
+        if bool((gone < 0).any()):
+            raise ValueError(f"crop drops 0 or more rows, got {gone.tolist()}")
+        if bool((gone > free).any()):
+            raise ValueError(
+                f"cannot drop {gone.tolist()} rows: only the newest {free.tolist()} are not sealed yet; build the "
+                f"cache with rollback={int(gone.max())} or more to keep that many unsealed"
+            )
+        self.count = self.count - gone
+        return self.place(self.count)
+
     def take(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was."""
         self.count, self.sealed, self.next = self.count[index], self.sealed[index], self.next[index]

@@ -128,6 +128,7 @@ def good() -> KVCache:
         (lambda c: c.append(*torch.full((2, 1, 2, 1, 32), torch.nan)), "keys must be finite, got nan"),
         (lambda c: c.append(torch.zeros(1, 2, 1, 32), torch.full((1, 2, 1, 32), torch.inf)), "values must be finite"),
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=torch.tensor([[7]])), "continue after 39"),
+        (lambda c: c.append(*torch.zeros(2, 1, 2, 2, 32), positions=torch.tensor([[50, 50]])), "rise from row to row"),
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=torch.tensor([41])), r"\[B,n\] = \[1, 1\]"),
         (lambda c: decode(torch.zeros(1, 2, 3, 64), c, 16), r"\[B,H,G,D\] = \[1, 2, 'G', 32\]"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32).half(), c, 16), "torch.float16"),
@@ -147,11 +148,18 @@ def test_bad_input_is_refused_and_nothing_is_stored(act, sentence: str) -> None:
     assert decode(torch.zeros(1, 2, 3, 32), cache, 16).shape == (1, 2, 3, 32)
 
 
+def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> None:
+    with pytest.raises(ValueError, match="1 to 256, got 300"):
+        KVCache(Quest()).append(*torch.zeros(2, 1, 1, 4, 300))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({"sink": -1}, "sink is 0 or more"),
         ({"sink": 2.5}, "an int, got 2.5"),
+        ({"window": True}, "an int, got True"),
+        ({"seal": 100.5}, "an int, got 100.5"),
         ({"window": -1}, "window is 0 or more"),
         ({"seal": 8}, "at least the span"),
         ({"selector": Quest}, "an instance of a Selector"),
@@ -192,6 +200,10 @@ def test_budgets() -> None:
     assert budget_rows(7, 100) == 7
     assert budget_rows(0.05, 1000) == 50
     assert budget_rows(0.001, 10) == 1
+    assert budget_rows(0.29, 100) == 29
+    assert budget_rows(0.5, 33) == 16
+    with pytest.raises(ValueError, match="one span of Quest, which reads 16"):
+        budget_rows(8, 100, 16, "Quest")
     assert budget_rows(None, 33) == 33
     assert parse_budget("64") == 64
     assert parse_budget("1%") == 0.01

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import sparseattn
-from sparseattn.cli import app, bench
+from sparseattn.cli import app, bench, report
 from sparseattn.integrations.transformers import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
@@ -41,7 +41,7 @@ def test_bench_prints_a_table_a_verdict_and_writes_records_and_a_figure(trace: P
     assert done.exit_code == 0, done.output
     assert "Quest(page=16" in done.output
     assert "Window()" in done.output
-    assert "within 1% output error" in done.output
+    assert "within 1% mean output error" in done.output
     records = [json.loads(line) for line in (out / "bench.jsonl").read_text().splitlines()]
     assert [(one["selector"], one["budget"]) for one in records] == [
         ("Quest(page=16, group='sum')", 16),
@@ -96,6 +96,51 @@ def test_a_selector_of_ones_own_by_module_path(trace: Path, tmp_path: Path) -> N
     assert "Buckets(reverse=False)" in done.output
 
 
+def test_an_interrupted_bench_keeps_older_records_and_its_own(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bench.jsonl").write_text("of an earlier run")
+    real, calls = bench.evaluate_budgets, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(bench, "evaluate_budgets", interrupted)
+    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "random", "--selector", "window")
+    assert done.exit_code == 130
+    assert "interrupted" in done.output
+    assert (tmp_path / "bench.jsonl").read_text() == "of an earlier run"
+    assert len((tmp_path / "bench.partial.jsonl").read_text().splitlines()) == 2
+
+
+def test_budgets_stand_in_rising_order_once(trace: Path, tmp_path: Path) -> None:
+    done = run(
+        "bench",
+        trace,
+        "--budget",
+        "64,1%,20,64",
+        "--window",
+        "8",
+        "--last",
+        "2",
+        "--out",
+        tmp_path,
+        "--selector",
+        "random",
+        "--selector",
+        "random:seed=0",
+        "--selector",
+        f"random:seed={10**20}",
+        "--json",
+        "--no-figures",
+    )
+    budgets = [json.loads(line)["budget"] for line in done.stdout.splitlines()]
+    assert budgets == [0.01, 20, 64] * 2
+
+
 def test_a_table_row_is_the_record(trace: Path, tmp_path: Path) -> None:
     done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "quest:group=each", "--no-figures")
     mean = json.loads((tmp_path / "bench.jsonl").read_text().splitlines()[0])["mean"]
@@ -109,7 +154,7 @@ def test_a_table_row_is_the_record(trace: Path, tmp_path: Path) -> None:
         ("R@10", "recall@10", 1),
         ("R@100", "recall@100", 1),
         ("mass", "mass", 1),
-        ("far", "recovered", 1),
+        ("recovered", "recovered", 1),
         ("error %", "relative_error", 100),
         ("scan %", "scanned_share", 100),
         ("rows %", "attended_share", 100),
@@ -166,7 +211,7 @@ def test_a_selector_from_the_current_folder_and_its_faults(trace: Path, tmp_path
 def test_a_narrow_terminal_keeps_whole_numbers() -> None:
     result = evaluate(synthetic(300, heads=2, group=2, size=32, clusters=8), "quest", 16, window=8, last=2)
     screen = Console(width=80, file=io.StringIO())
-    screen.print(bench._table([result], False, False))
+    screen.print(report.table([result], False, False))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "Quest(page=16, group='sum')" in text
     assert "bytes %" in text
@@ -182,15 +227,15 @@ def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
         return Evaluation(trace, selector, 64, {}, (0,), {name: torch.full((1, 2), x) for name, x in shares.items()})
 
     good = [made("Good()", 0.009, 0.3), made("Dear()", 0.001, 0.4), made("Wrong()", 0.02, 0.1)]
-    assert "trace: Good() at budget 64, with an error of 0.90% and 30.0% of" in bench.verdict(good)
+    assert "trace: Good() at budget 64: error 0.90%, worst head 0.9%, 30.0% of" in report.verdict(good)
     unknown = made("Silent()", 0.0, torch.nan)
-    assert "Good()" in bench.verdict([*good, unknown])
-    assert bench.verdict([unknown]).startswith("No selector reports")
+    assert "Good()" in report.verdict([*good, unknown])
+    assert report.verdict([unknown]).startswith("No selector reports")
     elsewhere = [made(one.selector, 0.5 if one.selector == "Good()" else 0.005, 0.4, trace="b") for one in good]
-    assert "trace: Dear()" in bench.verdict([*good, *elsewhere]), "a pair has to hold on every trace"
-    assert "Oracle() at budget 64 (it scores every key)" in bench.verdict([made("Oracle()", 0.0, 0.6, 1.0)])
+    assert "trace: Dear()" in report.verdict([*good, *elsewhere]), "a pair has to hold on every trace"
+    assert "Oracle() at budget 64 (it scores every key)" in report.verdict([made("Oracle()", 0.0, 0.6, 1.0)])
     for none in (made("Full()", 0.0, 1.4), made("Wrong()", 0.02, 0.1)):
-        assert bench.verdict([none]).startswith("Nothing measured stays within 1%")
+        assert report.verdict([none]).startswith("Nothing measured stays within 1%")
 
 
 def test_info_says_what_runs_here() -> None:
@@ -299,7 +344,7 @@ def test_bench_without_arguments_runs_on_the_builtin_traces(tmp_path: Path, monk
     assert done.exit_code == 0, done.output
     assert "recall: last 2 of 8192 tokens" in done.output
     assert "text: last 2 of 8192 tokens" in done.output
-    assert "1% output error" in done.output
+    assert "1% mean output error" in done.output
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "bench.jsonl",
         "frontier-recall.png",

@@ -136,6 +136,8 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
     for t in range(prefill, prefill + steps):
         one = slice(t, t + 1)
         batch.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
+        if t == prefill:
+            cost = batch.select(queries[:, :, :, t], budget)
         got.append(decode(queries[:, :, :, t], batch, budget))
     for b, n in enumerate(lengths):
         alone = KVCache(make(), sink=4, window=8, seal=seal)
@@ -145,6 +147,12 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
         for step, t in enumerate(range(prefill, prefill + steps)):
             one = slice(t, t + 1)
             alone.append(keys[mine, :, one], values[mine, :, one], queries[mine, :, :, one])
+            if step == 0:
+                own = alone.select(queries[mine, :, :, t], budget)
+                for name in ("scanned", "scan_bytes"):
+                    batched, single = getattr(cost, name), getattr(own, name)
+                    if batched is not None and single is not None:
+                        assert torch.equal(batched[mine].flatten()[:1], single.flatten()[:1]), name
             expected = decode(queries[mine, :, :, t], alone, budget)
             if span == 1 or budget is None or step == 0:
                 torch.testing.assert_close(got[step][mine], expected, rtol=1e-4, atol=1e-5)

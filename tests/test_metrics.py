@@ -61,7 +61,7 @@ def test_measures_equal_a_hand_computation(trace: Trace) -> None:
             best = zone[logits[zone].topk(100).indices].tolist()
             step = {
                 "mass": weights[named].sum(),
-                "far_mass": weights[zone].sum(),
+                "indexed_mass": weights[zone].sum(),
                 "recovered": weights[chosen].sum() / weights[zone].sum(),
                 "relative_error": (out - full).norm() / full.norm(),
                 "mse": (out - full).square().mean(),
@@ -176,6 +176,25 @@ def test_layers_are_different_and_there(trace: Trace) -> None:
     for layers in ([], [0, 0]):
         with pytest.raises(ValueError, match="one or more different"):
             evaluate(trace, "exact", 4, sink=SINK, window=WINDOW, layers=layers)
+
+
+def test_a_head_that_looks_nowhere_far_recovers_all_there_is(trace: Trace) -> None:
+    """A sink that draws all weight: the indexed rows' share underflows to 0, and 0 of 0 counts as found."""
+    layer = trace.layer(0)
+    keys = layer.keys.clone()
+    keys[:, 0] = layer.query[:, :, -LAST:].mean((1, 2)) * 1e4
+    query = layer.query.mean((1, 2), keepdim=True).expand_as(layer.query) * 0 + layer.query[:, :, -LAST:].mean(
+        (1, 2), keepdim=True
+    )
+    sunk = Trace.build([TraceLayer(0, query.contiguous(), keys, layer.values, layer.scale, None)], trace.positions, {})
+    result = evaluate(sunk, "window", 1, sink=SINK, window=WINDOW, last=LAST)
+    assert result.mean("indexed_mass") == 0.0
+    assert result.mean("recovered") == 1.0
+
+
+def test_what_is_not_a_trace_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trace is a Trace .*got 'text'"):
+        evaluate("text", "window", 1)  # type: ignore[arg-type]
 
 
 def test_a_query_that_is_not_finite_is_refused(trace: Trace) -> None:

@@ -49,7 +49,7 @@ class Selector(ABC):
 
     A method is one subclass in one file. Its constructor's arguments are its configuration: each is stored under its
     own name, so that `repr` is the experiment's label. What depends on the rows seen lives in `RowBuffer` attributes
-    made in the constructor; all other attributes are parameters, shared between clones.
+    made in the constructor (a plain counter is set back in `reset`); other attributes are parameters, shared by clones.
 
     Attributes:
         span: rows come in spans of this many, a power of two; the cache seals multiples of it.

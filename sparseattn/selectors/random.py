@@ -36,7 +36,7 @@ class Random(Selector):
             return Selection.none(batch, heads, query.device)
         at = self.at.data
         head = torch.arange(heads, device=at.device)
-        stream = _mix(_mix(_mix(torch.full_like(head, self.seed)) + self.layer) + head)  # [H]
+        stream = _mix(_mix(_mix(torch.full_like(head, _signed(self.seed % (1 << 64)))) + self.layer) + head)  # [H]
         draw = _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])  # [B,H,N]
         uniform = (draw >> 11).double().masked_fill((at < 0)[:, None], -torch.inf)
         scanned = torch.zeros(batch, heads, dtype=torch.int64, device=at.device)

@@ -1,0 +1,117 @@
+"""What the benchmark shows people: the table, the closing line, the figures' names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from sparseattn.budget import Budget
+from sparseattn.metrics import Evaluation
+
+TOLERANCE = 0.01
+WIDE = 150  # columns that the whole table needs
+
+
+def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
+    """A row a measurement of one trace, or a row a head; without `wide`, the columns that 80 characters hold."""
+    one = results[0]
+    settings = one.settings
+    out = Table(
+        title=(
+            f"{one.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
+            f"{','.join(map(str, one.layers))}, sink {settings['sink']}, window {settings['window']}; weight on "
+            f"indexed rows {one.mean('indexed_mass'):.2f}; mean over heads (worst head)"
+        ),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    columns = COLUMNS if wide else [column for column in COLUMNS if column[0] in NARROW]
+    out.add_column("selector")
+    for name in ("budget", *(["layer", "head"] if per_head else []), *(column[0] for column in columns)):
+        out.add_column(name, justify="right", no_wrap=True)
+    for one in results:
+        if not per_head:
+            out.add_row(one.selector, budget_label(one.budget), *(_cell(one, column, None) for column in columns))
+            continue
+        for i, layer in enumerate(one.layers):
+            for head in range(one.heads["mass"].shape[1]):
+                cells = [_cell(one, column, (i, head)) for column in columns]
+                out.add_row(one.selector, budget_label(one.budget), str(layer), str(head), *cells)
+    return out
+
+
+# Title, measure, digits, factor, and whether the worst head stands beside the mean.
+COLUMNS = (
+    ("rows", "attended", 0, 1, False),
+    ("distinct", "distinct_rows", 0, 1, False),
+    ("R@1", "recall@1", 2, 1, False),
+    ("R@10", "recall@10", 2, 1, False),
+    ("R@100", "recall@100", 2, 1, False),
+    ("mass", "mass", 3, 1, True),
+    ("recovered", "recovered", 2, 1, True),
+    ("error %", "relative_error", 1, 100, True),
+    ("scan %", "scanned_share", 1, 100, False),
+    ("rows %", "attended_share", 1, 100, False),
+    ("bytes %", "bytes_share", 1, 100, False),
+)
+NARROW = ("rows", "R@100", "error %", "bytes %")  # what a terminal of 80 columns can hold
+
+
+def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[int, int] | None) -> str:
+    _, measure, digits, factor, worst = column
+
+    def show(value: float) -> str:
+        return "?" if math.isnan(value) else f"{value * factor:.{digits}f}"
+
+    if at is not None:
+        return show(float(one.heads[measure][at]))
+    return show(one.mean(measure)) + (f" ({show(one.worst(measure))})" if worst else "")
+
+
+def budget_label(budget: Budget) -> str:
+    """A budget as it is written on the command line."""
+    if budget is None:
+        return "all"
+    return f"{budget:.6g}" if isinstance(budget, int) else f"{100 * budget:.6g}%"
+
+
+def verdict(results: Sequence[Evaluation]) -> str:
+    """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
+    pairs: dict[tuple[str, str], list[Evaluation]] = {}
+    for one in results:
+        pairs.setdefault((one.selector, budget_label(one.budget)), []).append(one)
+    scored = []
+    for (method, budget), ones in pairs.items():
+        error = max(one.mean("relative_error") for one in ones)
+        worst = max(one.worst("relative_error") for one in ones)
+        read = sum(one.mean("bytes_share") for one in ones) / len(ones)
+        if math.isnan(read):
+            continue  # it does not say what it reads to choose, so it cannot be called cheap
+        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > 0.5 else ""
+        facts = f"error {error:.2%}, worst head {worst:.1%}, {read:.1%} of the cache's bytes read"
+        scored.append((error, read, f"{method} at budget {budget}{oracle}: {facts}."))
+    if not scored:
+        return "No selector reports what it reads, so none can be called the cheapest."
+    within = [entry for entry in scored if entry[0] <= TOLERANCE and entry[1] < 1]
+    if within:
+        best = min(within, key=lambda entry: entry[1])[2]
+        return f"Cheapest within {TOLERANCE:.0%} mean output error on every trace: {best}"
+    return (
+        f"Nothing measured stays within {TOLERANCE:.0%} mean output error on every trace and reads less than full "
+        f"attention does; nearest: {min(scored)[2]}"
+    )
+
+
+def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
+    """`frontier-NAME.png` for the results of each trace, numbered where names repeat."""
+    names: list[str] = []
+    for results in found:
+        base = f"frontier-{Path(results[0].trace).stem}"
+        same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
+        names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
+    return names
