@@ -39,7 +39,8 @@ def builtin_trace(name: str, progress: Callable[[int, int], None] | None = None)
     """
     if name not in BUILTIN:
         raise TraceError(f"there is no built-in trace {name!r}, there are {' and '.join(BUILTIN)}")
-    from sparseattn.integrations.transformers import capture, encode, reference_folder, reference_model
+    from sparseattn.integrations.capture import capture
+    from sparseattn.integrations.models import encode, reference_folder, reference_model
 
     text = recall_bytes() if name == "recall" else text_bytes()
     made_from = hashlib.sha256(text + f"|{VERSION}|{RECIPE}|".encode())

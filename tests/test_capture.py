@@ -16,8 +16,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import builtin  # noqa: E402
-from sparseattn.integrations import transformers as bridge  # noqa: E402
-from sparseattn.integrations.transformers import ModelError, capture, encode, load_model  # noqa: E402
+from sparseattn.integrations import capture as recording  # noqa: E402
+from sparseattn.integrations import models  # noqa: E402
+from sparseattn.integrations.capture import capture  # noqa: E402
+from sparseattn.integrations.models import ModelError, encode, load_model  # noqa: E402
 from sparseattn.traces import TraceError, TraceLayer  # noqa: E402
 
 T = 70
@@ -524,7 +526,7 @@ def injected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Built-in traces in a folder of their own, from a tiny random model and of 512 tokens."""
     model = tmp_path / "model"
     tiny("llama").save_pretrained(model)
-    monkeypatch.setattr(bridge, "reference_folder", lambda: model)
+    monkeypatch.setattr(models, "reference_folder", lambda: model)
     monkeypatch.setattr(builtin, "TOKENS", 512)
     monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
     return model
@@ -535,7 +537,7 @@ def test_builtin_traces_are_made_once(name: str, injected: Path, monkeypatch: py
     made = builtin.builtin_trace(name)
     assert (made.name, made.tokens, made.layers) == (name, 512, (0, 1, 2))
     assert made.layer(0).rope is not None
-    monkeypatch.setattr(bridge, "capture", lambda *args, **kwargs: pytest.fail("made twice"))
+    monkeypatch.setattr(recording, "capture", lambda *args, **kwargs: pytest.fail("made twice"))
     assert torch.equal(builtin.builtin_trace(name).layer(1).keys, made.layer(1).keys)
     monkeypatch.undo()
 
@@ -593,8 +595,9 @@ def test_builtin_texts_are_the_same_everywhere() -> None:
 def test_nothing_but_the_bridge_imports_transformers() -> None:
     code = (
         "import sys; sys.modules['transformers'] = sys.modules['safetensors'] = None\n"
-        "import sparseattn.builtin, sparseattn.integrations.transformers, sparseattn.traces, sparseattn.synthetic\n"
-        "try: sparseattn.integrations.transformers.load_model('x')\n"
+        "import sparseattn.builtin, sparseattn.traces, sparseattn.synthetic\n"
+        "import sparseattn.integrations.capture, sparseattn.integrations.models\n"
+        "try: sparseattn.integrations.models.load_model('x')\n"
         "except ValueError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

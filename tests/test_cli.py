@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import sparseattn
 from sparseattn.cli import app, bench, report
-from sparseattn.integrations.transformers import reference_folder
+from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
 

@@ -36,7 +36,7 @@ ARROWS = {
 # Optional package -> the files that may import it.
 HOMES = {
     "triton": ("kernels/spans.py", "kernels/ahead.py"),
-    "transformers": ("integrations/transformers.py",),
+    "transformers": ("integrations/models.py", "integrations/capture.py"),
     "safetensors": ("traces.py",),
     "matplotlib": ("cli/plots.py",),
     "faiss": (),

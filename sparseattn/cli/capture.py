@@ -29,7 +29,8 @@ def capture(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
 ) -> None:
     """Run a causal language model over a text with its own attention and write queries, keys and values."""
-    from sparseattn.integrations import transformers as integration
+    from sparseattn.integrations import capture as recording
+    from sparseattn.integrations import models
 
     indices = integers(layers, "--layers")
     if dtype is not None and dtype not in DTYPES:
@@ -44,11 +45,11 @@ def capture(
         raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded, tokenizer = integration.load_model(model, dtype=DTYPES[dtype] if dtype else None, device=device)
-    ids = integration.encode(tokenizer, content)[:, :tokens]
+    loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype] if dtype else None, device=device)
+    ids = models.encode(tokenizer, content)[:, :tokens]
     with progress_bar() as bar:
         task = bar.add_task(f"capture {out.name}", total=ids.shape[1])
-        trace = integration.capture(
+        trace = recording.capture(
             loaded,
             ids.to(loaded.device),
             out,

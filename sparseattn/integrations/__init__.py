@@ -1,1 +1,1 @@
-"""Bridges to other libraries; each is imported by its own file alone and none by `import sparseattn`."""
+"""Bridges to other libraries, imported when one of their functions runs and never by `import sparseattn`."""
