@@ -123,7 +123,7 @@ def evaluate(
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
-        seal: as in `KVCache`; default the selector's span, so that no further dense rows flatter the method.
+        seal: as in `KVCache`; default the selector's span, so that less than a span of further dense rows flatters it.
         progress: called with 1 after every decoded token of a layer.
 
     Raises:
@@ -170,7 +170,7 @@ def evaluate_budgets(
         "seal": seal,
         "last": last,
         "tokens": trace.tokens,
-        "trace_dtype": str(trace.layer(indices[0]).keys.dtype).removeprefix("torch."),
+        "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic, and of the cache whose bytes are counted
     }
     return [
@@ -194,7 +194,7 @@ def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
     if missing:
         raise ValueError(f"the trace {trace.name} holds layers {list(trace.layers)}, not {missing}")
     chosen = list(trace.layers if layers is None else layers)
-    sliding = {index: window for index in chosen if (window := trace.layer(index).window) is not None}
+    sliding = {index: window for index in chosen if (window := trace.shapes[index].window) is not None}
     if layers is not None and sliding:
         raise ValueError(
             f"layers {list(sliding)} of {trace.name} attend to a sliding window of {next(iter(sliding.values()))} "
@@ -225,7 +225,7 @@ def check_replay(
             f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} rows "
             f"before the replay to select from; {method!r} needs at least {method.span}"
         )
-    held = trace.layer(trace.layers[0]).query.shape[2]
+    held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:
         raise ValueError(
             f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"

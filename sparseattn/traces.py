@@ -155,6 +155,8 @@ class Trace:
         name: a short label, the file's stem.
         positions: `[T]` int64.
         layers: numbers of the layers that it holds, ascending.
+        shapes: layer -> its `LayerShape`, known without loading the layer.
+        dtype: of every tensor of its layers.
         meta: where it comes from (see the module).
     """
 
@@ -162,13 +164,16 @@ class Trace:
         self,
         name: str,
         positions: Tensor,
-        layers: Sequence[int],
+        shapes: Mapping[int, LayerShape],
+        dtype: torch.dtype,
         meta: Mapping[str, Any],
         load: Callable[[int], TraceLayer],
     ) -> None:
         self.name = name
         self.positions = positions
-        self.layers = tuple(layers)
+        self.shapes = dict(sorted(shapes.items()))
+        self.layers = tuple(self.shapes)
+        self.dtype = dtype
         self.meta = dict(meta)
         self._load = load
 
@@ -204,7 +209,7 @@ class Trace:
             TraceError: no layer, the same layer twice, layers of another number of tokens or of different dtypes,
                 positions that are no integers, or `meta` that JSON cannot hold.
         """
-        held = {layer.index: layer for layer in sorted(layers, key=lambda layer: layer.index)}
+        held = {layer.index: layer for layer in layers}
         _each_once([layer.index for layer in layers])
         positions = _integers(positions)
         _json(meta or {})
@@ -216,7 +221,8 @@ class Trace:
                     f"the tensors of a trace share one dtype, layer {layers[0].index} has {layers[0].keys.dtype} and "
                     f"layer {layer.index} {layer.keys.dtype}"
                 )
-        return cls(name, positions, tuple(held), meta or {}, held.__getitem__)
+        shapes = {index: layer.shape for index, layer in held.items()}
+        return cls(name, positions, shapes, layers[0].keys.dtype, meta or {}, held.__getitem__)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.
@@ -224,9 +230,7 @@ class Trace:
         Raises:
             TraceError: no such folder, not enough space, or numbers that are not finite.
         """
-        first = self.layer(self.layers[0])
-        shapes = [self.layer(index).shape for index in self.layers]
-        with TraceWriter(path, shapes, self.positions, first.keys.dtype, self.meta) as writer:
+        with TraceWriter(path, list(self.shapes.values()), self.positions, self.dtype, self.meta) as writer:
             for index in self.layers:
                 layer = self.layer(index)
                 writer.rope(index, layer.rope)
@@ -279,7 +283,8 @@ class Trace:
             query, keys, values = (file.get_tensor(f"layers.{index}.{name}") for name in NAMES)
             return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
 
-        return cls(path.stem, positions, sorted(layers), meta, load)
+        dtype = next(dtype for dtype, code in DTYPES.items() if code in dtypes)
+        return cls(path.stem, positions, {index: shape for index, (shape, _) in layers.items()}, dtype, meta, load)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -20,6 +20,7 @@ from sparseattn.cli import app, bench, report
 from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace
 
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
 
@@ -76,8 +77,6 @@ def test_bench_json_is_what_the_library_measures(trace: Path, tmp_path: Path) ->
     )
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    from sparseattn.traces import Trace
-
     same = evaluate(Trace.open(trace), "exact:group=sum", 16, sink=2, window=8, last=4, layers=[1])
     assert records[0]["mean"]["mass"] == pytest.approx(same.mean("mass"), rel=1e-9)
     assert records[0]["heads"]["mass"][0] == pytest.approx(same.heads["mass"][0].tolist(), rel=1e-9)
@@ -283,6 +282,17 @@ def test_bad_trace_files_are_one_sentence(tmp_path: Path) -> None:
         assert done.exit_code == 2
         assert name in " ".join(done.output.split())
         assert len(done.output.strip().splitlines()) == 1
+
+
+def test_bench_says_where_full_attention_is_not_the_models(tmp_path: Path) -> None:
+    base = synthetic(300, heads=1, group=1, size=32, clusters=8)
+    meta = {"attention_differs": {"0": "the layer soft-caps its logits (softcap)"}}
+    Trace.build([base.layer(0)], base.positions, meta).save(tmp_path / "capped.safetensors")
+    done = run(
+        "bench", tmp_path / "capped.safetensors", *SMALL, "--out", tmp_path, "--selector", "window", "--no-figures"
+    )
+    assert done.exit_code == 0
+    assert "layer 0: full attention here is not the model's: the layer soft-caps" in " ".join(done.output.split())
 
 
 def test_a_misspelt_builtin_trace_gets_the_near_match(tmp_path: Path) -> None:

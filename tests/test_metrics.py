@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +205,14 @@ def test_a_query_that_is_not_finite_is_refused(trace: Trace) -> None:
     bad = Trace.build([TraceLayer(0, query, layer.keys, layer.values, layer.scale, layer.rope)], trace.positions, {})
     with pytest.raises(ValueError, match="query must be finite, got nan"):
         evaluate(bad, "window", 1, sink=SINK, window=WINDOW, last=LAST)
+
+
+def test_settings_are_checked_without_loading_a_layer(trace: Trace, tmp_path: Path) -> None:
+    """Shapes, windows and dtype come from the header: a trace of a large model is read a layer at a time, once."""
+    trace.save(tmp_path / "t.safetensors")
+    opened = Trace.open(tmp_path / "t.safetensors")
+    load, loaded = opened._load, []
+    opened._load = lambda index: (loaded.append(index), load(index))[1]
+    assert (opened.shapes, opened.dtype) == (trace.shapes, torch.float32)
+    evaluate_budgets(opened, "window", [1, 2], sink=SINK, window=WINDOW, last=LAST)
+    assert loaded == [0, 1]

@@ -72,6 +72,8 @@ def bench(
     with progress_bar() as bar:
         opened = [_open(name, bar) for name in names]
     for trace in opened:
+        for layer, reason in trace.meta.get("attention_differs", {}).items():
+            errors.print(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}", markup=False)
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
