@@ -5,18 +5,37 @@ from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
 from sparseattn.metrics import Evaluation, evaluate
 from sparseattn.selection import Bounds, Selection
-from sparseattn.selectors import SELECTORS, Exact, Quest, Random, Rows, Selector, Window, make_selector
+from sparseattn.selectors import (
+    HNSW,
+    IVF,
+    SELECTORS,
+    Exact,
+    Flat,
+    QueryBridge,
+    Quest,
+    Random,
+    RetrievalAttention,
+    Rows,
+    Selector,
+    Window,
+    make_selector,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "HNSW",
+    "IVF",
     "SELECTORS",
     "Bounds",
     "Evaluation",
     "Exact",
+    "Flat",
     "KVCache",
+    "QueryBridge",
     "Quest",
     "Random",
+    "RetrievalAttention",
     "Rows",
     "Selection",
     "Selector",

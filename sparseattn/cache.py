@@ -1,7 +1,7 @@
 """The stored keys and values of one layer, in zones: sink | sealed | recent.
 
 `append` stores, `seal` shows finished rows to the selector and lets it order them. A selector sees sealed rows only, so
-nothing it names is counted twice; sink and recent rows are read by every query.
+nothing it names is counted twice; sink and recent rows are read by every query. Sealed rows may lie in host memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import sparseattn.checks as checks
 from sparseattn.budget import Budget, budget_rows
+from sparseattn.queries import Queries
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.storage import RowBuffer
@@ -36,10 +37,15 @@ class KVCache:
             span, for speed leave it at 1024. At least the span. The sequences of a batch seal together: above the span,
             a short one may read fewer waiting rows than alone, and out of phase up to a span more wait.
         rollback: newest rows beyond the window kept unsealed so that `crop` can drop them (speculative decoding).
-        capacity: rows to allocate at once; 0 grows by half when full.
+        capacity: rows to allocate at once, with `sealed_device` there; 0 grows by half when full.
+        sealed_device: "cpu" keeps sealed rows in host memory (pinned where there is CUDA), where the selector then
+            lives and searches: device memory holds sink and recent rows and does not grow with the context
+            (RetrievalAttention, https://arxiv.org/abs/2409.10516). Call `seal` after each layer's prefill, so that one
+            prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
 
     Raises:
-        ValueError: a negative size, or `seal` below the selector's span.
+        ValueError: a negative size, `seal` below the selector's span, a `queries_share` that is no share, or a
+            `sealed_device` other than host memory.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -53,6 +59,7 @@ class KVCache:
         seal: int = 1024,
         rollback: int = 0,
         capacity: int = 0,
+        sealed_device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(selector, Selector):
             raise ValueError(f"selector is an instance of a Selector, such as Quest(), got {selector!r}")
@@ -64,13 +71,19 @@ class KVCache:
             raise ValueError(f"seal is at least the span of {selector!r}, {selector.span} rows, got {seal}")
         self.selector = selector
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
-        self._keys, self._values = RowBuffer(2, capacity), RowBuffer(2, capacity)  # [B,H,N,D]
-        self._positions = RowBuffer(1, capacity)  # [B,N] int64, in the order of appending; meaningful if unsealed
-        self._queries = RowBuffer(3)  # [B,H,G,n,D] of the recent rows, where the selector needs them
+        self.sealed_device = checks.sealed_device(sealed_device)
+        near = capacity
+        if self.sealed_device is not None:
+            near = sink + window + rollback + seal + selector.span  # after a seal, room until the next one
+            selector.to(self.sealed_device)
+        self._keys, self._values = RowBuffer(2, near), RowBuffer(2, near)  # [B,H,N,D]
+        self._sealed_keys, self._sealed_values = (RowBuffer(2, capacity, pinned=True) for _ in range(2))  # if apart
+        self._positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
+        self._queries = Queries(checks.share(selector))
         self._forget()
 
     def _forget(self) -> None:
-        self._zones = Zones(0, self.sink)
+        self._zones = Zones(0, self.sink, self.sealed_device is not None)
         self._decoded = False
         self._broken = False
         # What steps on the device read, updated in place: [B] each.
@@ -96,7 +109,10 @@ class KVCache:
 
     @property
     def keys(self) -> Tensor:
-        """`[B,H,N,D]`, a view: N physical rows, at least the sink's. Rows outside `bounds` may hold anything."""
+        """`[B,H,N,D]`, a view: N physical rows, at least the sink's. Rows outside `bounds` may hold anything.
+
+        Every row, or with `sealed_device` those of the sink and the recent ones.
+        """
         self._require_rows()
         return self._keys.data
 
@@ -107,6 +123,27 @@ class KVCache:
         return self._values.data
 
     @property
+    def sealed_keys(self) -> Tensor:
+        """`[B,H,N,D]`, a view: the sealed rows in stored order, where they lie; `Selector.stored` is the same."""
+        self._require_rows()
+        return self._sealed_part(self._keys, self._sealed_keys)
+
+    @property
+    def sealed_values(self) -> Tensor:
+        """`[B,H,N,D]`, stored as `sealed_keys` are. A view."""
+        self._require_rows()
+        return self._sealed_part(self._values, self._sealed_values)
+
+    @property
+    def sealed_bounds(self) -> Bounds:
+        """The zones of `sealed_keys`: no sink, all of it sealed, none recent."""
+        return Bounds.of(self.batch, self.sealed_keys.shape[2], device=self.sealed_keys.device)
+
+    def _sealed_part(self, near: RowBuffer, apart: RowBuffer) -> Tensor:
+        zones = self._zones
+        return apart.data if zones.apart else near.full[:, :, zones.sink : zones.start]
+
+    @property
     def positions(self) -> Tensor:
         """`[B]` int64 on the cache's device: position of each sequence's newest token; updated in place."""
         self._require_rows()
@@ -114,7 +151,8 @@ class KVCache:
 
     @property
     def bounds(self) -> Bounds:
-        """The zones, on the cache's device; updated in place as rows come."""
+        """The zones of `keys`, on the cache's device; updated in place as rows come. With `sealed_device`, the sealed
+        zone there is empty."""
         self._require_rows()
         assert self._bounds is not None
         return self._bounds
@@ -134,7 +172,8 @@ class KVCache:
 
         Args:
             keys, values: `[B,H,n,D]`, keys after RoPE.
-            queries: `[B,H,G,n,D]` of the same tokens, if the selector `needs_queries`; ignored otherwise.
+            queries: `[B,H,G,n,D]` of the same tokens, if the selector has a `queries_share`; ignored otherwise. Those
+                of sampled rows (`queries.sampled`) are kept until their rows are sealed.
             positions: `[B,n]` integers, rising along real rows; a negative one marks padding, which is not stored.
                 Default: no padding, counting on from the newest row.
 
@@ -150,26 +189,29 @@ class KVCache:
             self._require_rows()
         checks.rows(keys, values, None if first else self._keys.full)
         batch, _, new, _ = keys.shape
-        if self.selector.needs_queries:
-            checks.queries(queries, keys, self.selector, self._queries.full if self._queries.rows else None)
-        zones = Zones(batch, self.sink) if first else self._zones
+        if self._queries.share:
+            checks.queries(queries, keys, self.selector, None if first else self._queries.full)
+        zones = Zones(batch, self.sink, self._zones.apart) if first else self._zones
         if positions is None:
             at = zones.next[:, None] + torch.arange(new)
         else:
             at = checks.positions(positions, batch, new, zones.next)
         self._zones = zones
+        if first and zones.apart:
+            for apart in (self._sealed_keys, self._sealed_values):
+                apart.resize(0, keys[:, :, :0].to(self.sealed_device))
         self._store(keys, values, queries, at)
 
     def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor) -> None:
         batch, new = at.shape
-        zones, recent, device = self._zones, self._zones.recent, keys.device
+        zones, device = self._zones, keys.device
         counts = (at >= 0).sum(1)
         number = zones.count[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] of each real row in its sequence
         place = zones.place(number)
         zones.count = zones.count + counts
         if new:
             zones.next = torch.maximum(zones.next, at.amax(1) + 1)
-        stored = ((self._keys, keys, 2), (self._values, values, 2), (self._positions, at.to(device), 1))
+        stored = ((self._keys, keys, 2), (self._values, values, 2), (self._positions, at, 1))
         for buffer, rows, _ in stored:
             buffer.resize(int(zones.end.max()), rows)
         first = int(place[0, 0]) if new else 0
@@ -179,21 +221,14 @@ class KVCache:
         else:
             for b in range(batch):
                 real = (at[b] >= 0).nonzero()[:, 0]
-                target = place[b][real].to(device)
-                for buffer, rows, dim in stored:
-                    buffer.full[b].index_copy_(dim - 1, target, rows[b].index_select(dim - 1, real.to(device)))
-        if queries is not None and self.selector.needs_queries:
-            self._store_queries(queries, at, recent)
+                target = place[b][real]
+                self._positions.full[b].index_copy_(0, target, at[b][real])
+                target, real = target.to(device), real.to(device)
+                for buffer, rows in ((self._keys, keys), (self._values, values)):
+                    buffer.full[b].index_copy_(1, target, rows[b].index_select(1, real))
+        if queries is not None and self._queries.share:
+            self._queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
         self._publish()
-
-    def _store_queries(self, queries: Tensor, at: Tensor, recent: Tensor) -> None:
-        now = self._zones.recent
-        self._queries.resize(int(now.max()), queries)
-        for b in range(at.shape[0]):
-            fresh = int(now[b] - recent[b])  # the others went to the sink, which no selector sees
-            if fresh:
-                real = (at[b] >= 0).nonzero()[-fresh:, 0].to(queries.device)
-                self._queries.full[b, :, :, int(recent[b]) : int(now[b])] = queries[b].index_select(2, real)
 
     def _publish(self) -> None:
         """Brings what the device reads, and the selector's view of the stored keys, up to date."""
@@ -208,7 +243,7 @@ class KVCache:
             self._bounds.sealed.copy_(sealed, non_blocking=True)
             self._bounds.rows.copy_(end, non_blocking=True)
             self._newest.copy_(newest, non_blocking=True)
-        self.selector.stored = self._keys.full[:, :, self.sink : zones.start]
+        self.selector.stored = self._sealed_part(self._keys, self._sealed_keys)
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -230,18 +265,20 @@ class KVCache:
 
     def _seal(self, each: Tensor) -> None:
         zones, most = self._zones, int(each.max())
-        self._make_room(each)
-        low = zones.start
-        zone = slice(low, low + most)
-        keys, values = self._keys.full[:, :, zone], self._values.full[:, :, zone]
-        padding = (torch.arange(most) >= each[:, None]).to(keys.device)
-        if keys.is_cuda:
-            checks.finite(keys=keys, values=values)
-        queries = self._take_queries(each) if self.selector.needs_queries else None
+        padding = torch.arange(most) >= each[:, None]
+        positions = self._positions.full[:, zones.start : zones.start + most].masked_fill(padding, -1)  # [B,n]
+        if zones.apart:
+            self._move_apart(each)
+        else:
+            self._make_room(each)
         zones.seal(each)
-        order = self.selector.append(
-            Rows(keys, values, self._positions.full[:, zone].masked_fill(padding, -1), queries)
-        )
+        new = slice(zones.zone - most, zones.zone)
+        keys = self._sealed_part(self._keys, self._sealed_keys)[:, :, new]
+        values = self._sealed_part(self._values, self._sealed_values)[:, :, new]
+        if self._keys.full.is_cuda:
+            checks.finite(keys=keys, values=values)
+        queries, sampled = self._take_queries(positions)
+        order = self.selector.append(Rows(keys, values, positions.to(keys.device), queries, sampled))
         if order is not None:
             checks.order(order, keys)
             index = order[..., None].expand_as(keys)
@@ -264,31 +301,63 @@ class KVCache:
                 rows[low + sealed : low + most] = 0
                 rows[low + most : low + most + left] = later
 
-    def _take_queries(self, each: Tensor) -> Tensor:
-        """`[B,H,G,n,D]`: the sealed rows' queries, zeros for padding; they leave the buffer."""
-        most, recent = int(each.max()), self._zones.recent
-        held = self._queries.full
-        left = int((recent - each).max())
-        rest = self._queries.fresh()  # the prefill's queries are several times the keys: their storage goes
-        rest.resize(left, held)
-        for b in range(self.batch):
-            sealed, later = int(each[b]), int(recent[b] - each[b])
-            rest.full[b, :, :, :later] = held[b, :, :, sealed : sealed + later]
-            held[b, :, :, sealed:most] = 0
-        self._queries = rest
-        return held[:, :, :, :most]
+    def _move_apart(self, each: Tensor) -> None:
+        """Copies the rows that seal behind the sealed ones, zeros their padding, and keeps the rest in new storage."""
+        zones, recent, most = self._zones, self._zones.recent, int(each.max())
+        low, zone, end = zones.start, zones.zone, int((zones.start + recent - each).max())
+        for near, apart in ((self._keys, self._sealed_keys), (self._values, self._sealed_values)):
+            apart.resize(zone + most, apart.full)
+            for b, rows in enumerate(each.tolist()):
+                for h in range(near.full.shape[1]):  # a head is contiguous, so that no other copy is made on the device
+                    apart.full[b, h, zone : zone + rows].copy_(near.full[b, h, low : low + rows])
+                apart.full[b, :, zone + rows : zone + most] = 0
+        for buffer in (self._keys, self._values, self._positions):
+            held = buffer.full
+            buffer.reset()
+            buffer.resize(end, held)
+            for b, rows in enumerate(each.tolist()):
+                source, target = (x[b].movedim(buffer.dim - 1, 0) for x in (held, buffer.full))  # [N,...]
+                left = int(recent[b]) - rows
+                target[:low] = source[:low]
+                target[low : low + left] = source[low + rows : low + rows + left]
+
+    def _take_queries(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The sampled queries `[B,H,G,m,D]` of the rows being sealed and their positions `[B,m]`, where those lie."""
+        if not self._queries.share:
+            return None, None
+        queries, at = self._queries.hand_over(positions)
+        if self.sealed_device is not None and queries.device != self.sealed_device:
+            there = torch.empty(queries.shape, dtype=queries.dtype, device=self.sealed_device)
+            for b in range(queries.shape[0]):
+                for h in range(queries.shape[1]):
+                    there[b, h].copy_(queries[b, h])
+            queries = there
+        return queries, at.to(queries.device)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def select(self, query: Tensor, budget: Budget) -> Selection:
-        """Seals what is due and asks the selector for at most `budget` rows per head; see `sparseattn.decode`."""
+        """Seals what is due and asks the selector for at most `budget` rows per head; see `sparseattn.decode`.
+
+        The selection lies with the sealed rows, on `sealed_device` if there is one.
+        """
+        rows = self.prepare(query, budget)
+        return self.search(query if self.sealed_device is None else query.to(self.sealed_device), rows)
+
+    def prepare(self, query: Tensor, budget: Budget) -> int:
+        """The first half of `select`: checks both, seals what is due, and returns the budget in rows."""
         self._require_rows()
         checks.query(query, self._keys.full)
         context = int(self._zones.count.max())
         rows = budget_rows(budget, context, self.selector.span, repr(self.selector))
         self.seal()
         # More rows than there are change nothing but the number of slots.
-        return self.selector.select(query, self.positions, min(rows, max(context, self.selector.span)))
+        return min(rows, max(context, self.selector.span))
+
+    def search(self, query: Tensor, rows: int) -> Selection:
+        """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows."""
+        at = self.positions if self.sealed_device is None else self._zones.next - 1
+        return self.selector.select(query, at, rows)
 
     # -- editing -----------------------------------------------------------------------------------------------------
 
@@ -305,15 +374,17 @@ class KVCache:
         self._require_rows()
         zones = self._zones
         gone = torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch)
+        before = zones.end
         first = zones.crop(gone)
         if bool((gone > 0).any()):  # the next token takes the position of the first one dropped
-            places = first.clamp(max=self._positions.rows - 1)[:, None].to(self._positions.full.device)
-            at = self._positions.full.gather(1, places)[:, 0].cpu()
-            zones.next = torch.where(gone > 0, at, zones.next)
+            places = first.clamp(max=self._positions.rows - 1)[:, None]
+            zones.next = torch.where(gone > 0, self._positions.full.gather(1, places)[:, 0], zones.next)
+        if self._queries.share:
+            row = torch.arange(int(zones.end.min()), int(before.max()))
+            kept = (row < zones.end[:, None]) | (row >= before[:, None])
+            self._queries.drop(self._positions.full[:, row].masked_fill(kept, -1))
         for buffer in (self._keys, self._values, self._positions):
             buffer.resize(int(zones.end.max()), buffer.full)
-        if self.selector.needs_queries:
-            self._queries.resize(int(zones.recent.max()), self._queries.full)
         self._publish()
 
     def reorder(self, index: Tensor) -> None:
@@ -324,7 +395,7 @@ class KVCache:
         for buffer in self._buffers():
             buffer.take(index)
         self._zones.take(index.cpu())
-        self.selector.reorder(index)
+        self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
         self._publish()
 
     def clone(self) -> KVCache:
@@ -347,21 +418,23 @@ class KVCache:
         self._forget()
 
     def to(self, device: torch.device | str) -> KVCache:
-        """Moves storage and selector, and returns the cache."""
-        for buffer in self._buffers():
+        """Moves storage and selector, and returns the cache; what lies on `sealed_device` stays there."""
+        for buffer in (self._keys, self._values, self._queries):
             buffer.to(device)
-        self.selector.to(device)
+        if self.sealed_device is None:
+            self.selector.to(device)
         if self._bounds is not None:
             self._publish()
         return self
 
-    _BUFFERS = ("_keys", "_values", "_positions", "_queries")
+    _BUFFERS = ("_keys", "_values", "_sealed_keys", "_sealed_values", "_positions", "_queries")
 
     def _buffers(self) -> list[RowBuffer]:
         return [getattr(self, name) for name in self._BUFFERS]
 
     def __repr__(self) -> str:
+        apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
         return (
             f"KVCache({self.selector!r}, sink={self.sink}, window={self.window}, seal={self.seal_rows}, "
-            f"rollback={self.rollback}): {self.batch} sequences of {self._zones.count.tolist()} rows"
+            f"rollback={self.rollback}{apart}): {self.batch} sequences of {self._zones.count.tolist()} rows"
         )

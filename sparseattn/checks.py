@@ -10,7 +10,7 @@ from sparseattn.selectors.base import Selector
 
 def unused(selector: Selector) -> None:
     """A selector that no cache and no caller has filled; else ValueError."""
-    if selector.stored is not None or any(buffer.rows for _, buffer in selector.buffers()):
+    if selector.stored is not None or any(state.rows for _, state in selector.buffers()):
         raise ValueError(
             f"this {selector!r} holds the rows of another cache: one selector serves one cache, so give each layer its "
             f"own with selector.for_layer(i)"
@@ -77,6 +77,21 @@ def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
                 f"{int(after[b]) - 1}; sequence {b} got {real[:8].tolist()}..."
             )
     return at
+
+
+def share(selector: Selector) -> float:
+    """The selector's `queries_share`, from 0 to 1; else ValueError."""
+    given = selector.queries_share
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+        raise ValueError(f"queries_share of {selector!r} is a share of the rows from 0 to 1, got {given!r}")
+    return given
+
+
+def sealed_device(given: torch.device | str | None) -> torch.device | None:
+    """None, or host memory as a device; else ValueError."""
+    if given is None or str(given).partition(":")[0] == "cpu":
+        return None if given is None else torch.device("cpu")
+    raise ValueError(f"sealed_device is None (sealed rows lie with the others) or 'cpu' (host memory), got {given!r}")
 
 
 def query(asked: Tensor, held: Tensor) -> None:

@@ -237,7 +237,7 @@ def check_replay(
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
     rows = slice(start, stop)
     queries = None
-    if cache.selector.needs_queries:
+    if cache.selector.queries_share:
         if layer.query.shape[2] < len(positions):
             raise ValueError(
                 f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
@@ -279,6 +279,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         selection: what it selected for this query.
         scale: factor of the logits.
     """
+    if cache.sealed_device is not None:
+        raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
     _, heads, group, size = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))

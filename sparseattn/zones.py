@@ -1,7 +1,8 @@
 """Where the rows of a batch lie: sink | sealed | recent, as counts on the host.
 
 Each sequence is stored without its padding. The sealed zone is common to the batch; a sequence that sealed fewer rows
-than another has whole spans of padding in it. Counting on the host means that no step waits for the device.
+than another has whole spans of padding in it. Where sealed rows are stored apart, recent rows follow the sink. Counting
+on the host means that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ class Zones:
 
     Attributes:
         sink: rows reserved for the sink, the physical rows `[0, sink)`.
-        zone: rows of the sealed zone, `[sink, start)`, padding included.
+        zone: rows of the sealed zone, padding included: `[sink, start)`, or `[0, zone)` of a storage of its own.
         count: `[B]` real rows. sealed: `[B]` of them sealed. next: `[B]` the position after the newest row's.
     """
 
-    def __init__(self, batch: int, sink: int) -> None:
-        self.sink, self.zone = sink, 0
+    def __init__(self, batch: int, sink: int, apart: bool = False) -> None:
+        self.sink, self.zone, self.apart = sink, 0, apart
         self.count, self.sealed, self.next = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
 
     @property
     def start(self) -> int:
-        """The first physical row behind the sealed zone."""
-        return self.sink + self.zone
+        """The physical row where recent rows begin: behind the sealed zone, or the sink."""
+        return self.sink if self.apart else self.sink + self.zone
 
     @property
     def recent(self) -> Tensor:
-        """`[B]` rows behind the sealed zone."""
+        """`[B]` rows neither of the sink nor sealed."""
         return self.count - self.count.clamp(max=self.sink) - self.sealed
 
     @property
     def end(self) -> Tensor:
-        """`[B]` one past the last recent row; where there is none, the end of the sealed zone."""
+        """`[B]` one past the last recent row; where there is none, `start`."""
         return self.start + self.recent
 
     def place(self, number: Tensor) -> Tensor:

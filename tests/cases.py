@@ -8,7 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseattn import Bounds, Exact, Quest, Random, Rows, Selection, Selector, Window
+from sparseattn import (
+    HNSW,
+    IVF,
+    Bounds,
+    Exact,
+    Flat,
+    KVCache,
+    QueryBridge,
+    Quest,
+    Random,
+    RetrievalAttention,
+    Rows,
+    Selection,
+    Selector,
+    Window,
+)
 from sparseattn.selectors.base import best, vote
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
@@ -22,7 +37,7 @@ class Buckets(Selector):
     """
 
     span = 4
-    needs_queries = True
+    queries_share = 1.0
 
     def __init__(self, reverse: bool = True) -> None:
         self.reverse = reverse
@@ -61,6 +76,14 @@ class Buckets(Selector):
         return Selection.runs(self.start.data.gather(2, ids), self.length.data.gather(2, ids), self.span, budget)
 
 
+class SampledBuckets(Buckets):
+    """Learns from the queries of a share of the rows, of none of them in a small seal."""
+
+    def __init__(self, queries_share: float, reverse: bool = True) -> None:
+        super().__init__(reverse)
+        self.queries_share = queries_share
+
+
 @dataclass(frozen=True)
 class Case:
     """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
@@ -79,10 +102,24 @@ CASES = [
     Case("quest", Quest, Quest),
     Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
+    Case("flat", Flat, Flat),
+    Case("ivf", IVF, lambda: IVF(probes=1 << 20)),
+    Case("ivf-few", lambda: IVF(4, 1), lambda: IVF(4, 4)),
+    # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
+    Case("hnsw", HNSW, lambda: HNSW(degree=128, build_beam=256)),
+    Case("retrieval", RetrievalAttention, lambda: RetrievalAttention(beam=1 << 20)),
+    Case(
+        "retrieval-query",
+        lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
+        lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
+    ),
+    Case("bridge", QueryBridge, lambda: QueryBridge(probes=1, neighbours=512)),
+    Case("bridge-few", lambda: QueryBridge(2, 8, 5, True), lambda: QueryBridge(3, 512, 5)),
     Case("random", Random, Random),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("buckets", Buckets, Buckets),
     Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),
+    Case("buckets-sampled", lambda: SampledBuckets(0.3), lambda: SampledBuckets(0.3)),
 ]
 
 
@@ -105,6 +142,20 @@ def full(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Full attention of `[B,H,G,D]` over `[B,H,N,D]`, in float64."""
     logits = query.double() @ keys.double().mT / query.shape[-1] ** 0.5
     return torch.softmax(logits, -1) @ values.double()
+
+
+def together(cache: KVCache) -> tuple[Tensor, Tensor, Bounds]:
+    """Keys, values and bounds of every row as one storage, `sink | sealed | recent`, wherever they lie."""
+    if cache.sealed_device is None:
+        return cache.keys, cache.values, cache.bounds
+    sink, bounds, zone = cache.sink, cache.bounds, cache.sealed_keys.shape[2]
+    assert bounds.base == sink
+    assert bool((bounds.sealed == sink).all()), "no row beside sink and recent ones is left on the cache's device"
+    near, far = (cache.keys, cache.values), (cache.sealed_keys, cache.sealed_values)
+    keys, values = (
+        torch.cat([a[:, :, :sink], b.to(a.device), a[:, :, sink:]], 2) for a, b in zip(near, far, strict=True)
+    )
+    return keys, values, Bounds(bounds.sink, sink, bounds.sealed + zone, bounds.rows + zone)
 
 
 def whole(batch: int, rows: int) -> Bounds:

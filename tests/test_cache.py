@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Buckets, full, heads
+from cases import Buckets, SampledBuckets, full, heads
 
 from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode
 from sparseattn.budget import budget_rows, parse_budget
+from sparseattn.queries import sampled
 
 
 def test_appending_a_token_does_not_copy_the_cache() -> None:
@@ -163,6 +164,9 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
         ({"window": -1}, "window is 0 or more"),
         ({"seal": 8}, "at least the span"),
         ({"selector": Quest}, "an instance of a Selector"),
+        ({"selector": SampledBuckets(1.5)}, "from 0 to 1, got 1.5"),
+        ({"selector": SampledBuckets(float("nan"))}, "from 0 to 1, got nan"),
+        ({"selector": SampledBuckets(True)}, "from 0 to 1, got True"),
     ],
 )
 def test_bad_construction(arguments: dict, sentence: str) -> None:
@@ -179,6 +183,73 @@ def test_an_empty_cache_says_so() -> None:
 def test_a_selector_that_learns_from_queries_asks_for_them() -> None:
     with pytest.raises(ValueError, match="learns from queries"):
         KVCache(Buckets()).append(torch.zeros(1, 1, 4, 32), torch.zeros(1, 1, 4, 32))
+
+
+def test_rows_are_sampled_evenly_by_position() -> None:
+    at = torch.arange(1000)[None]
+    for share in (0.0, 1e-4, 0.1, 0.3, 0.5, 0.99, 1, 1.0):
+        chosen = sampled(at, share)
+        assert abs(int(chosen.sum()) - int(1000 * share)) <= 1
+        gaps = chosen[0].nonzero()[:, 0].diff().unique()
+        assert not len(gaps) or int(gaps.max() - gaps.min()) <= 1
+        assert not bool(sampled(-1 - at, share).any()), "padding is not"
+    assert sampled(torch.arange(8)[None], 0.25).nonzero()[:, 1].tolist() == [3, 7]
+
+
+def test_no_queries_are_asked_for_where_none_are_wanted() -> None:
+    selector = SampledBuckets(0)
+    cache = KVCache(selector, sink=0, window=0, seal=16)
+    cache.append(*torch.zeros(2, 1, 1, 4, 32))
+    shown: list[Rows] = []
+    selector.append = shown.append  # type: ignore[assignment]
+    cache.seal()
+    assert shown[0].queries is shown[0].query_positions is None
+
+
+def test_few_sampled_queries_may_be_none_at_all() -> None:
+    """A share so low that no row of a seal is sampled: `queries` has no row then, and G is still checked."""
+    selector = SampledBuckets(0.01)
+    cache = KVCache(selector, sink=0, window=0, seal=16)
+    queries, keys, values = heads(1, 2, 3, 40, 8)
+    cache.append(keys, values, queries)
+    shown: list[Rows] = []
+    selector.append = shown.append  # type: ignore[assignment]
+    cache.seal()
+    assert shown[0].queries is not None
+    assert shown[0].query_positions is not None
+    assert shown[0].queries.shape == (1, 2, 3, 0, 8)
+    assert shown[0].query_positions.shape == (1, 0)
+    with pytest.raises(ValueError, match=r"\[1, 2, 3, 40, 8\], got \[1, 2, 2, 40, 8\]"):
+        cache.append(keys, values, queries[:, :, :2])
+
+
+@pytest.mark.parametrize("apart", [None, "cpu"])
+def test_crop_and_reset_forget_the_queries_of_what_they_drop(apart: str | None) -> None:
+    """In sequences of different lengths, each its own number of rows."""
+    selector = SampledBuckets(0.5)
+    cache = KVCache(selector, sink=1, window=0, seal=16, rollback=0, sealed_device=apart)
+    queries, keys, values = heads(2, 1, 2, 40, 8)
+    junk = torch.full_like(queries, 9.0)
+    cache.append(keys, values, junk)
+    cache.reset()
+    at = torch.arange(30).expand(2, -1).clone()
+    at[1, 13:] = -1
+    cache.append(keys[:, :, :30], values[:, :, :30], queries[:, :, :, :30], at)
+    cache.append(keys[:, :, :8], values[:, :, :8], junk[:, :, :, :8])
+    cache.crop(torch.tensor([8, 8]))
+    cache.crop(torch.tensor([3, 0]))
+    cache.append(keys[:, :, 30:], values[:, :, 30:], queries[:, :, :, 30:])
+    shown: list[Rows] = []
+    selector.append = shown.append  # type: ignore[assignment]
+    cache.seal()
+    assert shown[0].query_positions is not None
+    assert shown[0].queries is not None
+    for b, tokens in enumerate(([*range(27), *range(30, 40)], [*range(13), *range(30, 40)])):
+        sealed = range(1, 1 + int(cache.sealed[b]))
+        wanted = [position for position in sealed if position % 2]  # the other one of two
+        assert [p for p in shown[0].query_positions[b].tolist() if p >= 0] == wanted
+        expected = queries[b][:, :, [tokens[position] for position in wanted]]
+        assert torch.equal(shown[0].queries[b][:, :, : len(wanted)], expected)
 
 
 class BadOrder(Selector):

@@ -1,4 +1,5 @@
-"""KVCache against a model of plain lists: random appends with padding anywhere, crops, beams, clones and decodes.
+"""KVCache against a model of plain lists: random appends with padding anywhere, crops, beams, clones and decodes, with
+sealed rows beside the others and apart.
 
 The model keeps every token of every sequence in a list and recomputes, by eye-sized code, which tokens are sealed, what
 each selector would choose, and the attention over it.
@@ -11,13 +12,27 @@ import random
 
 import pytest
 import torch
-from cases import Buckets
+from cases import Buckets, SampledBuckets, together
 from torch import Tensor
 
-from sparseattn import Exact, KVCache, Quest, Rows, Selector, attend
+from sparseattn import Exact, KVCache, Quest, Rows, Selector, attend, decode
 from sparseattn.budget import budget_rows
 
 D = 4
+
+
+class Watched(SampledBuckets):
+    """Keeps what it was shown last, as numbers that stay."""
+
+    def append(self, rows: Rows) -> Tensor:
+        assert rows.queries is not None
+        assert rows.query_positions is not None
+        self.last = (rows.positions.tolist(), rows.query_positions.tolist(), rows.queries.clone())
+        return super().append(rows)
+
+
+def sampled(position: int, share: float) -> bool:
+    return int((position + 1) * share) > int(position * share)
 
 
 class Sequence:
@@ -68,7 +83,8 @@ def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tens
     assert isinstance(selector, Buckets)
     runs: list[list[int]] = []
     for batch in filter(None, one.batches):
-        mean = torch.stack([one.tokens[i][3][head] for i in batch]).mean((0, 1))
+        asked = [one.tokens[i][3][head] for i in batch if sampled(one.tokens[i][0], selector.queries_share)]
+        mean = torch.stack(asked).mean((0, 1)) if asked else torch.zeros(D, dtype=torch.float64)
         positive = ((one.rows(batch, 1, head) * mean).sum(-1) > 0).tolist()
         for side in (False, True):
             run = [i for i, up in zip(batch, positive, strict=True) if up == side]
@@ -78,15 +94,37 @@ def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tens
     return [i for run in runs for i in run][:budget]
 
 
+def check_shown(model: list[Sequence], selector: Watched) -> None:
+    """The last seal showed each sequence's rows in order, and of the sampled ones the queries, then padding."""
+    positions, query_positions, queries = selector.last
+    for b, one in enumerate(model):
+        tokens = [one.tokens[i] for i in one.batches[-1]]
+        assert [at for at in positions[b] if at >= 0] == [token[0] for token in tokens]
+        chosen = [token for token in tokens if sampled(token[0], selector.queries_share)]
+        padding = len(query_positions[b]) - len(chosen)
+        assert query_positions[b] == [token[0] for token in chosen] + [-1] * padding
+        for i, token in enumerate(chosen):
+            assert torch.equal(queries[b, :, :, i], token[3])
+        assert bool((queries[b, :, :, len(chosen) :] == 0).all())
+    most = max(len(row) - row.count(-1) for row in query_positions)
+    assert queries.shape[3] == most, "no more padding than the batch needs"
+
+
 def check_step(model: list[Sequence], cache: KVCache, query: Tensor, budget: float | int | None) -> None:
+    before = int(cache.sealed.sum())
+    decoded = decode(query, cache.clone(), budget)
     selection = cache.select(query, budget)
+    if isinstance(cache.selector, Watched) and int(cache.sealed.sum()) > before:
+        check_shown(model, cache.selector)
+    keys, values, bounds = together(cache)
     context = max(len(one.tokens) for one in model)
     rows = budget_rows(budget, context, cache.selector.span)
     assert cache.lengths.tolist() == [len(one.tokens) for one in model]
     assert cache.sealed.tolist() == [one.sealed for one in model]
     assert cache.positions.tolist() == [one.next - 1 for one in model]
     for impl in ("gather", "reference"):
-        out, lse = attend(query, cache.keys, cache.values, selection, cache.bounds, impl=impl)
+        out, lse = attend(query, keys, values, selection, bounds, impl=impl)
+        torch.testing.assert_close(decoded, out)
         for b, one in enumerate(model):
             sealed = {i for batch in one.batches for i in batch}
             for h in range(query.shape[1]):
@@ -133,7 +171,8 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", poisoned)
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), Buckets(True), Buckets(False)])
+    share = draw.choice([1.0, 0.5, 0.3, 0.07])
+    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), Watched(share, True), Watched(share, False)])
     span, heads, group = selector.span, draw.randint(1, 2), draw.randint(1, 3)
     settings = {
         "sink": draw.choice([0, 1, 5, 20, 60]),
@@ -141,6 +180,7 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
         "seal": draw.choice([span, span, span + 3, 64]),
         "rollback": draw.choice([0, 0, 5]),
         "capacity": draw.choice([0, 300]),
+        "sealed_device": draw.choice([None, "cpu"]),
     }
     pool = [(KVCache(selector, **settings), [Sequence() for _ in range(draw.randint(1, 4))], {"first": True})]
     for _ in range(draw.randint(5, 30)):
@@ -180,27 +220,29 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
 class Recorder(Selector):
     """Keeps what it is shown, in two sizes of span."""
 
-    needs_queries = True
-
-    def __init__(self, span: int) -> None:
-        self.span = span
+    def __init__(self, span: int, queries_share: float) -> None:
+        self.span, self.queries_share = span, queries_share
         self.shown: list[Rows] = []
 
     def append(self, rows: Rows) -> None:
         assert rows.queries is not None
-        self.shown.append(Rows(rows.keys.clone(), rows.values.clone(), rows.positions, rows.queries.clone()))
+        kept = Rows(rows.keys.clone(), rows.values.clone(), rows.positions, rows.queries.clone(), rows.query_positions)
+        self.shown.append(kept)
 
     def select(self, query, positions, budget):
         raise AssertionError("not asked here")
 
 
-@pytest.mark.parametrize("span", [1, 4])
-def test_a_selector_is_shown_each_sealed_token_once_with_its_own_key_value_and_queries(span: int) -> None:
+@pytest.mark.parametrize("apart", [None, "cpu"])
+@pytest.mark.parametrize(("span", "share"), [(1, 1.0), (4, 1), (4, 0.25)])
+def test_a_selector_is_shown_each_sealed_token_once_with_its_own_key_value_and_queries(
+    span: int, share: float, apart: str | None
+) -> None:
     lengths, total = (90, 61, 33), 140
     keys, values = torch.randn(2, 3, 2, total, D)
     queries = torch.randn(3, 2, 2, total, D)
-    recorder = Recorder(span)
-    cache = KVCache(recorder, sink=3, window=5, seal=16)
+    recorder = Recorder(span, share)
+    cache = KVCache(recorder, sink=3, window=5, seal=16, sealed_device=apart)
     at = torch.arange(total).expand(3, -1).clone()
     for b, n in enumerate(lengths):
         at[b, n:90] = -1
@@ -218,9 +260,18 @@ def test_a_selector_is_shown_each_sealed_token_once_with_its_own_key_value_and_q
         assert torch.cat([rows.positions[b][s] for rows, s in zip(recorder.shown, shown, strict=True)]).tolist() == [
             int(at[b, i]) for i in expected
         ]
-        for name, whole in (("keys", keys[b]), ("values", values[b]), ("queries", queries[b])):
-            got = torch.cat([getattr(r, name)[b][..., s, :] for r, s in zip(recorder.shown, shown, strict=True)], -2)
-            assert torch.equal(got, whole[..., expected, :]), name
+        asked = [rows.query_positions[b] >= 0 for rows in recorder.shown]
+        learned = [i for i in expected if sampled(int(at[b, i]), share)]
+        for name, whole, ids, real_rows in (
+            ("keys", keys[b], expected, shown),
+            ("values", values[b], expected, shown),
+            ("queries", queries[b], learned, asked),
+        ):
+            pairs = zip(recorder.shown, real_rows, strict=True)
+            got = torch.cat([getattr(rows, name)[b][..., kept, :] for rows, kept in pairs], -2)
+            assert torch.equal(got, whole[..., ids, :]), name
+    if share == 1:
+        assert all(torch.equal(rows.query_positions, rows.positions) for rows in recorder.shown)
 
 
 def test_padding_of_sequences_out_of_phase_stays_below_a_span_each() -> None:

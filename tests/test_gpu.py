@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import CASES, Case, full, heads
 
-from sparseattn import KVCache, attend, decode
+from sparseattn import KVCache, Quest, attend, decode
 
 pytestmark = pytest.mark.gpu
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -49,3 +49,59 @@ def test_none_takes_triton_on_a_cuda_device() -> None:
     chosen = attend(query, cache.keys, cache.values, selection, cache.bounds)
     named = attend(query, cache.keys, cache.values, selection, cache.bounds, impl="triton")
     assert torch.equal(chosen[0], named[0])
+
+
+@BY_NAME
+def test_sealed_rows_in_host_memory_give_what_the_cpu_gives(case: Case) -> None:
+    """Through several seals, beams and a clone; what is sealed stays in pinned host memory."""
+    queries, keys, values = heads(2, 2, 4, 300, 64)
+    host = KVCache(case.make(), sink=4, window=16, seal=32)
+    device = KVCache(case.make(), sink=4, window=16, seal=32, sealed_device="cpu")
+    for start, stop in [(0, 200), *((t, t + 1) for t in range(200, 300))]:
+        rows = slice(start, stop)
+        host.append(keys[:, :, rows], values[:, :, rows], queries[:, :, :, rows])
+        device.append(keys[:, :, rows].cuda(), values[:, :, rows].cuda(), queries[:, :, :, rows].cuda())
+        if start == 250:
+            host.reorder(torch.tensor([1, 0]))
+            device.reorder(torch.tensor([1, 0], device="cuda"))
+            device = device.clone()
+        if start:
+            query = queries[:, :, :, start]
+            impl = ("triton", "gather", None)[start % 3]
+            out = decode(query.cuda(), device, 48, impl=impl)
+            assert out.is_cuda
+            torch.testing.assert_close(out.cpu(), decode(query, host, 48), rtol=1e-3, atol=1e-3)
+    assert device.keys.is_cuda
+    assert device.sealed_keys.is_pinned()
+    assert device.sealed_values.is_pinned()
+    assert device.select(queries[:, :, :, -1].cuda(), 48).start.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_host_and_device_parts_merge_to_full_attention_in_half_precision(dtype: torch.dtype) -> None:
+    queries, keys, values = (x.cuda() for x in heads(2, 4, 4, 1000, 128, dtype))
+    cache = KVCache(Quest(), sink=4, window=100, sealed_device="cpu")
+    cache.append(keys, values)
+    out = decode(queries[:, :, :, -1], cache, None)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), full(queries[:, :, :, -1], keys, values), rtol=0.02, atol=0.01)
+
+
+def test_device_memory_does_not_grow_with_the_context() -> None:
+    held = []
+    for rows in (4096, 4096, 32768):  # the first one pays for what stays, such as workspaces
+        queries, keys, values = (x.cuda() for x in heads(1, 4, 2, rows, 128, torch.float16))
+        query, head = queries[:, :, :, -1].clone(), keys[0, 0].nbytes
+        del queries
+        before = torch.cuda.memory_allocated()
+        cache = KVCache(Quest(), sink=4, window=64, sealed_device="cpu")
+        cache.append(keys, values)
+        torch.cuda.reset_peak_memory_stats()
+        full_of_rows = torch.cuda.memory_allocated()
+        cache.seal()
+        if rows > 4096:
+            assert torch.cuda.max_memory_allocated() - full_of_rows < head, "sealing holds no second copy on the device"
+        decode(query, cache, 512)
+        held.append(torch.cuda.memory_allocated() - before)
+        del cache, keys, values, query
+    assert held[2] <= held[1] + 65536, held

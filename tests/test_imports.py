@@ -17,6 +17,7 @@ ARROWS = {
     "selection": (),
     "storage": (),
     "zones": (),
+    "queries": ("storage",),
     "budget": (),
     "files": (),
     "rope": (),
@@ -24,13 +25,14 @@ ARROWS = {
     "selectors.base": ("selection", "storage", "rope"),
     "selectors": ("selection", "storage", "rope", "selectors"),
     "checks": ("selectors.base",),
-    "cache": ("budget", "checks", "selection", "storage", "selectors.base", "zones"),
-    "attention": ("budget", "cache", "kernels"),
+    "cache": ("budget", "checks", "queries", "selection", "storage", "selectors.base", "zones"),
+    "attention": ("budget", "cache", "kernels", "selection"),
     "traces": ("rope", "files"),
     "synthetic": ("rope", "traces"),
     "builtin": ("traces", "integrations"),
     "integrations": ("rope", "traces", "integrations", "files", "__version__"),
     "environment": ("kernels",),
+    "curves": ("budget", "cache", "checks", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
 }
 # Optional package -> the files that may import it.
@@ -39,8 +41,8 @@ HOMES = {
     "transformers": ("integrations/models.py", "integrations/capture.py"),
     "safetensors": ("traces.py",),
     "matplotlib": ("cli/plots.py",),
-    "faiss": (),
-    "numba": (),
+    "faiss": ("selectors/nearest.py",),
+    "numba": ("selectors/graph.py",),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, attention, full
+from cases import CASES, Case, attention, full, together
 
 from sparseattn import KVCache, Selection, attend, decode
 from sparseattn.kernels import reference
@@ -29,6 +29,12 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.fixture(params=[None, "cpu"], ids=["joint", "apart"])
+def apart(request: pytest.FixtureRequest) -> str | None:
+    """Every law holds with sealed rows in a storage of their own too."""
+    return request.param
+
+
 def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: int | None = None):
     """Yields (t, query, selection) for every token from `prefill` on."""
     chunk = chunk or prefill
@@ -41,15 +47,21 @@ def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: i
         yield t, query, cache.select(query, budget)
 
 
+def over(cache: KVCache, query, selection: Selection) -> torch.Tensor:
+    keys, values, bounds = together(cache)
+    return attend(query, keys, values, selection, bounds)[0]
+
+
 def original(cache: KVCache, values) -> torch.Tensor:
     """`[B,H,N]`: which token each stored row is, found by its value (all differ; sink keys do not); -1 for padding."""
-    same = (cache.values[:, :, :, None, :4] == values[:, :, None, :, :4]).all(-1)  # [B,H,N,T]
+    same = (together(cache)[1][:, :, :, None, :4] == values[:, :, None, :, :4]).all(-1)  # [B,H,N,T]
     return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
 
 def check(cache: KVCache, query, selection: Selection, keys, values, t: int, budget: int | None) -> None:
     """Selection well formed, and the output equal to float64 attention over exactly the tokens named."""
-    zone = int(cache.bounds.sealed[0]) - cache.sink
+    stored_keys, stored_values, bounds = together(cache)
+    zone = int(bounds.sealed[0]) - cache.sink
     ids = selection.rows  # [B,Hs,R]
     assert bool((ids < zone).all()), "a selection stays in the sealed zone"
     used = [set(row[row >= 0].tolist()) for row in ids.flatten(0, 1)]
@@ -58,7 +70,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     if budget is not None:
         assert bool((selection.attended <= budget).all())
 
-    reads = reference.named(selection, cache.bounds, H, cache.keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
+    reads = reference.named(selection, bounds, H, stored_keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
     token = original(cache, values[:, :, : t + 1])  # [B,H,N]
     assert not bool((reads & (token < 0)[:, :, None]).any()), "a row of padding is read"
     named = torch.zeros(B, H, G, t + 2, dtype=torch.bool)
@@ -72,15 +84,17 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
     expected = torch.softmax(logits.masked_fill(~named, -torch.inf), -1) @ values[:, :, : t + 1].double()
     for impl in ("gather", "reference"):
-        out, _ = attend(query, cache.keys, cache.values, selection, cache.bounds, impl=impl)
+        out, _ = attend(query, stored_keys, stored_values, selection, bounds, impl=impl)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @BY_NAME
 @pytest.mark.parametrize(("sink", "window", "seal"), [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)])
-def test_output_is_attention_over_exactly_the_rows_named(case: Case, sink: int, window: int, seal: int) -> None:
+def test_output_is_attention_over_exactly_the_rows_named(
+    case: Case, sink: int, window: int, seal: int, apart: str | None
+) -> None:
     queries, keys, values = attention(B, H, G, 240, D)
-    cache = KVCache(case.make(), sink=sink, window=window, seal=seal)
+    cache = KVCache(case.make(), sink=sink, window=window, seal=seal, sealed_device=apart)
     for t, query, selection in replay(cache, queries, keys, values, 120, 33):
         if t % 11 == 0 or t < 122:
             check(cache, query, selection, keys, values, t, 33)
@@ -88,27 +102,27 @@ def test_output_is_attention_over_exactly_the_rows_named(case: Case, sink: int, 
 
 
 @BY_NAME
-def test_exhaustive_and_unlimited_is_full_attention(case: Case) -> None:
+def test_exhaustive_and_unlimited_is_full_attention(case: Case, apart: str | None) -> None:
     if case.exhaustive is None:
         pytest.skip(case.reason)
     queries, keys, values = attention(B, H, G, 230, D)
-    cache = KVCache(case.exhaustive(), sink=2, window=5, seal=32)
+    cache = KVCache(case.exhaustive(), sink=2, window=5, seal=32, sealed_device=apart)
     for t, query, selection in replay(cache, queries, keys, values, 150, None):
         assert int(selection.attended.min()) == int(cache.sealed[0]), "every sealed row is selected"
-        out, _ = attend(query, cache.keys, cache.values, selection, cache.bounds)
+        out = over(cache, query, selection)
         torch.testing.assert_close(
             out.double(), full(query, keys[:, :, : t + 1], values[:, :, : t + 1]), rtol=1e-5, atol=1e-5
         )
 
 
 @BY_NAME
-def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case) -> None:
+def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case, apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 200, D)
     outs = []
     for chunk in (160, 37, 1):
-        cache = KVCache(case.make(), sink=4, window=8, seal=32)
+        cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
         steps = replay(cache, queries, keys, values, 160, 40, chunk)
-        outs.append(torch.stack([attend(q, cache.keys, cache.values, s, cache.bounds)[0] for _, q, s in steps]))
+        outs.append(torch.stack([over(cache, q, s) for _, q, s in steps]))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -116,7 +130,9 @@ def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case) -> None:
 @BY_NAME
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("budget", [40, None])
-def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | None, side: str) -> None:
+def test_a_padded_batch_equals_the_unpadded_sequences(
+    case: Case, budget: int | None, side: str, apart: str | None
+) -> None:
     """Exactly, at every step, for token-level selectors that seal at every span and for exhaustive budgets. A batch
     seals together, so the last rows of a page may be sealed a few steps earlier than alone: pages agree at first."""
     if budget is None and case.exhaustive is None:
@@ -126,7 +142,7 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
     seal = 32 if budget is None else span
     lengths, prefill, steps = (100, 67, 3), 100, 34
     queries, keys, values = attention(3, H, G, prefill + steps, D)
-    batch = KVCache(make(), sink=4, window=8, seal=seal)
+    batch = KVCache(make(), sink=4, window=8, seal=seal, sealed_device=apart)
     first = [prefill - n if side == "left" else 0 for n in lengths]
     at = torch.full((3, prefill), -1)
     for b, n in enumerate(lengths):
@@ -140,7 +156,7 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
             cost = batch.select(queries[:, :, :, t], budget)
         got.append(decode(queries[:, :, :, t], batch, budget))
     for b, n in enumerate(lengths):
-        alone = KVCache(make(), sink=4, window=8, seal=seal)
+        alone = KVCache(make(), sink=4, window=8, seal=seal, sealed_device=apart)
         mine = slice(b, b + 1)
         rows = slice(first[b], first[b] + n)
         alone.append(keys[mine, :, rows], values[mine, :, rows], queries[mine, :, :, rows])
@@ -159,9 +175,9 @@ def test_a_padded_batch_equals_the_unpadded_sequences(case: Case, budget: int | 
 
 
 @BY_NAME
-def test_reorder_clone_and_reset(case: Case) -> None:
+def test_reorder_clone_and_reset(case: Case, apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 200, D)
-    cache = KVCache(case.make(), sink=4, window=8, seal=32)
+    cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
     cache.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150])
     decode(queries[:, :, :, 149], cache, 40)
     twin = cache.clone()
@@ -177,31 +193,31 @@ def test_reorder_clone_and_reset(case: Case) -> None:
     cache.reset()
     assert cache.batch == 0
     assert repr(cache.selector) == label
-    again = KVCache(case.make(), sink=4, window=8, seal=32)
+    again = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
     for c in (cache, again):
         c.append(keys[:1, :, :150], values[:1, :, :150], queries[:1, :, :, :150])
     torch.testing.assert_close(decode(queries[:1, :, :, 149], cache, 40), decode(queries[:1, :, :, 149], again, 40))
 
 
 @BY_NAME
-def test_for_layer_is_fresh_and_keeps_its_label(case: Case) -> None:
+def test_for_layer_is_fresh_and_keeps_its_label(case: Case, apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 100, D)
     selector = case.make()
-    cache = KVCache(selector, sink=0, window=0, seal=32)
+    cache = KVCache(selector, sink=0, window=0, seal=32, sealed_device=apart)
     cache.append(keys, values, queries)
     decode(queries[:, :, :, 99], cache, 40)
     fresh = selector.for_layer(3)
     assert fresh.layer == 3
     assert repr(fresh) == repr(selector)
-    other = KVCache(fresh, sink=0, window=0, seal=32)
+    other = KVCache(fresh, sink=0, window=0, seal=32, sealed_device=apart)
     other.append(keys[:1, :, :80], values[:1, :, :80], queries[:1, :, :, :80])
     assert bool((other.select(queries[:1, :, :, 79], 40).rows < 80).all())
 
 
 @BY_NAME
-def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case) -> None:
+def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 200, D)
-    cache, plain = (KVCache(case.make(), sink=4, window=8, seal=32, rollback=6) for _ in range(2))
+    cache, plain = (KVCache(case.make(), sink=4, window=8, seal=32, rollback=6, sealed_device=apart) for _ in range(2))
     for c in (cache, plain):
         c.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100])
     draft = torch.randn(B, H, 6, D)
@@ -219,10 +235,10 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case) -> Non
 
 
 @BY_NAME
-def test_selection_has_static_shape(case: Case) -> None:
+def test_selection_has_static_shape(case: Case, apart: str | None) -> None:
     """Shapes depend on the budget and on what is sealed, never on the query."""
     queries, keys, values = attention(B, H, G, 200, D)
-    cache = KVCache(case.make(), sink=0, window=4, seal=64)
+    cache = KVCache(case.make(), sink=0, window=4, seal=64, sealed_device=apart)
     cache.append(keys, values, queries)
     shapes = {tuple(cache.select(queries[:, :, :, t], 40).start.shape) for t in range(0, 200, 20)}
     assert len(shapes) == 1

@@ -10,17 +10,39 @@ import re
 from typing import Any, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
+from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
-__all__ = ["SELECTORS", "Exact", "Quest", "Random", "Rows", "Selector", "Window", "make_selector"]
+__all__ = [
+    "HNSW",
+    "IVF",
+    "SELECTORS",
+    "Exact",
+    "Flat",
+    "QueryBridge",
+    "Quest",
+    "Random",
+    "RetrievalAttention",
+    "Rows",
+    "Selector",
+    "Window",
+    "make_selector",
+]
 
 SELECTORS: dict[str, type[Selector]] = {
+    "bridge": QueryBridge,
     "exact": Exact,
+    "flat": Flat,
+    "hnsw": HNSW,
+    "ivf": IVF,
     "quest": Quest,
     "random": Random,
+    "retrieval": RetrievalAttention,
     "window": Window,
 }
 

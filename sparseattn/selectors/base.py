@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selection import Selection
-from sparseattn.storage import RowBuffer
+from sparseattn.storage import State
 
 if TYPE_CHECKING:
     from sparseattn.rope import Rope
@@ -35,26 +35,33 @@ class Rows:
         values: `[B,H,n,D]`.
         positions: `[B,n]` int64 token positions; negative marks a row of padding, never to be selected. Padding comes
             in whole spans of the selector: a page is all padding or none.
-        queries: `[B,H,G,n,D]` of the same tokens, where the selector `needs_queries`; else None.
+        queries: `[B,H,G,m,D]` of those of the rows that are sampled for the selector's `queries_share`, 0 or more of
+            them; None where the share is 0. Zero for padding.
+        query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
     queries: Tensor | None = None
+    query_positions: Tensor | None = None
 
 
 class Selector(ABC):
     """Chooses, for every KV head (or every query head), the stored rows to read. One instance serves one layer.
 
     A method is one subclass in one file. Its constructor's arguments are its configuration: each is stored under its
-    own name, so that `repr` is the experiment's label. What depends on the rows seen lives in `RowBuffer` attributes
-    made in the constructor (a plain counter is set back in `reset`); other attributes are parameters, shared by clones.
+    own name, so that `repr` is the experiment's label. What depends on the rows seen lives in `State` attributes
+    (tensors in a `RowBuffer`) made in the constructor (a plain counter is set back in `reset`); other attributes are
+    parameters, shared by clones.
 
     Attributes:
         span: rows come in spans of this many, a power of two; the cache seals multiples of it.
-        needs_queries: whether `append` wants the queries of the rows.
+        queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
+            rows until they are sealed, and each is G times a key; rows are sampled evenly, by position.
         uses_budget: whether the choice depends on the budget at all.
+        knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
+            the next query on. None: there is no such argument.
         layer: the model layer this instance serves, set by `for_layer`.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
@@ -62,8 +69,9 @@ class Selector(ABC):
     """
 
     span: int = 1
-    needs_queries: bool = False
+    queries_share: float = 0.0
     uses_budget: bool = True
+    knob: str | None = None
     layer: int = 0
     rope: Rope | None = None
     stored: Tensor | None = None
@@ -87,46 +95,54 @@ class Selector(ABC):
             budget: rows per head, 1 or more; sink and window come on top.
         """
 
+    def stored_keys(self) -> Tensor:
+        """`stored`; RuntimeError outside a cache."""
+        if self.stored is None:
+            raise RuntimeError(
+                f"{self!r} scores the cache's own keys: use it in a KVCache, or set `stored` to [B,H,N,D]"
+            )
+        return self.stored
+
     def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
         """A fresh instance for a model layer: same configuration and repr, no rows."""
-        fresh = self._twin(RowBuffer.fresh)
+        fresh = self._twin(lambda state: state.fresh())
         fresh.reset()
         fresh.layer, fresh.rope = layer, rope
         return fresh
 
     def clone(self: Self) -> Self:
         """An independent copy of the state; parameters are shared."""
-        return self._twin(RowBuffer.clone)
+        return self._twin(lambda state: state.clone())
 
-    def _twin(self: Self, buffer: Callable[[RowBuffer], RowBuffer]) -> Self:
+    def _twin(self: Self, made: Callable[[State], State]) -> Self:
         twin = copy.copy(self)
         twin.stored = None
         for name, held in self.buffers():
-            setattr(twin, name, buffer(held))
+            setattr(twin, name, made(held))
         return twin
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
-        for _, buffer in self.buffers():
-            buffer.take(index)
+        for _, state in self.buffers():
+            state.take(index)
 
     def reset(self) -> None:
         """Forgets every row."""
         self.stored = None
-        for _, buffer in self.buffers():
-            buffer.reset()
+        for _, state in self.buffers():
+            state.reset()
 
     def to(self, device: torch.device | str) -> None:
         """Moves state and tensor parameters."""
         for name, value in vars(self).items():
-            if isinstance(value, RowBuffer):
+            if isinstance(value, State):
                 value.to(device)
             elif isinstance(value, (Tensor, torch.nn.Module)) and name != "stored":
                 setattr(self, name, value.to(device))
 
-    def buffers(self) -> list[tuple[str, RowBuffer]]:
-        """The state: attributes that are row buffers, by name."""
-        return [(name, value) for name, value in vars(self).items() if isinstance(value, RowBuffer)]
+    def buffers(self) -> list[tuple[str, State]]:
+        """The state: attributes that are row buffers or another `State`, by name."""
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, State)]
 
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters

@@ -53,8 +53,6 @@ class Exact(Selector):
 
     def _scores(self, query: Tensor) -> Tensor:
         """`[B,H,G,N]`: the logits of the sealed rows, -inf for padding."""
-        if self.stored is None:
-            raise RuntimeError("Exact scores the cache's own keys: use it in a KVCache, or set `stored` to [B,H,N,D]")
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = query.to(wide) @ self.stored.to(wide).mT / query.shape[-1] ** 0.5
+        scores = query.to(wide) @ self.stored_keys().to(wide).mT / query.shape[-1] ** 0.5
         return scores.masked_fill(~self.real.data[:, None, None], -torch.inf)

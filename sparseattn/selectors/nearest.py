@@ -1,0 +1,49 @@
+"""Exact nearest keys by inner product, in blocks: faiss for tensors in host memory, torch on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**27  # products held at once on a GPU, 512 MiB
+
+
+def load_faiss() -> Any:
+    """The faiss module; ImportError with the remedy where it is missing."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError(
+            "exact nearest keys and the indexes Flat, IVF and HNSW are faiss's, which is not installed: "
+            "pip install 'sparseattn[faiss]' (or 'sparseattn[faiss-gpu]')"
+        ) from error
+    return faiss
+
+
+def nearest(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` keys with the largest inner products, best first.
+
+    In host memory faiss searches, on the GPU if it was built for one and finds one; tensors on a GPU stay there.
+
+    Args:
+        queries: `[Q,D]` float32.
+        keys: `[N,D]` float32.
+        count: 1 or more; where it is more than N, N.
+
+    Returns:
+        products `[Q,count]` float32 and ids `[Q,count]` int32.
+    """
+    count = min(count, len(keys))
+    if queries.is_cuda:
+        blocks = [(block @ keys.T).topk(count) for block in queries.split(max(1, BLOCK // len(keys)))]
+        return torch.cat([one.values for one in blocks]), torch.cat([one.indices for one in blocks]).int()
+    faiss = load_faiss()
+    asked, held = queries.contiguous().numpy(), keys.contiguous().numpy()
+    metric = faiss.METRIC_INNER_PRODUCT
+    if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus():
+        products, ids = faiss.knn_gpu(faiss.StandardGpuResources(), asked, held, count, metric=metric)
+    else:
+        products, ids = faiss.knn(asked, held, count, metric=metric)
+    return torch.from_numpy(products), torch.from_numpy(ids).int()

@@ -1,0 +1,232 @@
+"""RetrievalAttention: keys in a graph that the prefill's queries guide. https://arxiv.org/abs/2409.10516"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, Selector
+from sparseattn.storage import RowBuffer
+
+METRICS = ("l2", "query")
+BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # how compiled code is told of 16-bit floats
+
+
+class RetrievalAttention(Selector):
+    """Searches, for every query head, a graph over its KV head's keys and reads the best rows found.
+
+    The graph is RoarGraph's (https://arxiv.org/abs/2408.08933), built from the exact nearest keys of the prefill's
+    queries, one per query head over one copy of the keys. Rows sealed while decoding are inserted. It runs on the CPU,
+    in compiled code, parallel over heads and batch: `KVCache(..., sealed_device="cpu")` serves it from a GPU.
+
+    Args:
+        beam: keys kept during a search, at least the budget in effect: more find more and scan more.
+        neighbours: exact nearest keys of each training query (RoarGraph's N_q).
+        degree: most neighbours of a key; three quarters come from the queries, the rest from enhancement.
+        pivots: of each query's list, the first so many keys are linked to the others; RoarGraph's is 1.
+        build_beam: beam of the searches that make every key reachable (RoarGraph's L).
+        share: share of the prefill's queries that guide the graph, evenly spaced; of decode queries too. 0: the keys
+            serve as queries, and a warning says so.
+        metric: how far two keys are apart where lists are pruned and enhanced: "l2", or "query", the root mean square
+            difference of their products with the training queries. The latter is ours, not the paper's.
+        guides: training queries kept to place later keys, decode queries if there are fewer; 0 keeps none.
+
+    The paper names RoarGraph and gives no parameters: these are ours, measured in LOG.md (2026-11-20). Left open there
+    and settled here: similarity is the inner product of keys after RoPE; queries may guide keys that come after them;
+    `scanned` counts distinct keys scored, the entry included; generated rows are inserted when they leave the window.
+
+    Raises:
+        ValueError: an argument out of its range.
+        ImportError: numba or faiss is missing.
+    """
+
+    knob = "beam"
+
+    def __init__(
+        self,
+        beam: int = 300,
+        neighbours: int = 100,
+        degree: int = 32,
+        pivots: int = 4,
+        build_beam: int = 64,
+        share: float = 1.0,
+        metric: str = "l2",
+        guides: int = 4096,
+    ) -> None:
+        sizes = {"beam": beam, "neighbours": neighbours, "pivots": pivots, "build_beam": build_beam}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is 1 or more, got {size}")
+        if degree < 2:
+            raise ValueError(f"degree is 2 or more neighbours, got {degree}")
+        if guides < 0:
+            raise ValueError(f"guides is 0 or more queries, got {guides}")
+        if not 0 <= share <= 1:
+            raise ValueError(f"share is the share of the queries used, 0 to 1, got {share}")
+        if metric not in METRICS:
+            raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
+        _compiled()
+        self.beam, self.neighbours, self.degree, self.pivots = beam, neighbours, degree, pivots
+        self.build_beam, self.share, self.metric, self.guides = build_beam, share, metric, guides
+        self.queries_share = share
+        self.adjacency = RowBuffer(2)  # [B,Hs,N,W] int32
+        self.parent = RowBuffer(2)  # [B,Hs,N] int32
+        self.entry = RowBuffer(2)  # [B,Hs,1] int32, -1 without keys
+        self.guide = RowBuffer(2)  # [B,Hs,S,D] float32
+        self.lists = RowBuffer(2)  # [B,Hs,S,K] int32
+        self.scores = RowBuffer(2)  # [B,Hs,S,K] float32
+        self.root = RowBuffer(2)  # [B,Hs,D,D] float32, of the queries' second moment, for metric "query"
+
+    @classmethod
+    def paper(cls, **knobs: Any) -> dict[str, Any]:
+        """The paper's setting as arguments of `KVCache`: 128 + 512 rows dense, the others in host memory.
+
+        Its budget is 100 rows, and 2,000 for key-value retrieval: `decode(query, cache, budget=100)`.
+        """
+        return {"selector": cls(**knobs), "sink": 128, "window": 512, "sealed_device": "cpu"}
+
+    @property
+    def recipe(self) -> Any:
+        """How lists are made, for `roar`."""
+        roar, _ = _compiled()
+        return roar.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, self.guides)
+
+    def append(self, rows: Rows) -> None:
+        _on_the_host(self, rows.keys)
+        batch, heads, new, _ = rows.keys.shape
+        first, group = self.parent.rows, 1 if rows.queries is None else rows.queries.shape[2]
+        self._extend(rows, heads * group)
+        without = 0
+        for b in range(batch):
+            real = int((rows.positions[b] >= 0).sum())
+            # Padding is in no list, and counts as attached.
+            self.parent.full[b, :, first + real : first + new] = torch.arange(first + real, first + new)
+            if not real:
+                continue
+            taken = None if rows.query_positions is None else rows.query_positions[b] >= 0
+            for h in range(heads):
+                fresh = rows.keys[b, h, :real].float()
+                keys = fresh if not first else torch.cat([self.stored_keys()[b, h, :first].float(), fresh])
+                for g in range(group):
+                    asked = fresh[:0] if rows.queries is None else rows.queries[b, h, g][taken].float()
+                    without += self._link(b, h * group + g, keys.contiguous(), asked, first)
+        if without:
+            warnings.warn(
+                f"{self!r} has no queries of the prefill to learn from in {without} of {batch * heads * group} heads: "
+                f"the keys serve as queries, so searches scan far more",
+                stacklevel=2,
+            )
+
+    def _extend(self, rows: Rows, graphs: int) -> None:
+        """Room for the new rows, without any list."""
+        batch, _, new, size = rows.keys.shape
+        opening, asked = self.parent.rows == 0, 0 if rows.queries is None else rows.queries.shape[3]
+        self.adjacency.append(torch.full((batch, graphs, new, self.degree), -1, dtype=torch.int32))
+        self.parent.append(torch.full((batch, graphs, new), -1, dtype=torch.int32))
+        if opening:
+            self.entry.append(torch.full((batch, graphs, 1), -1, dtype=torch.int32))
+            if self.metric == "query":
+                self.root.append(torch.zeros(batch, graphs, size, size))
+            asked = asked or new
+        guides = min(self.guides - self.guide.rows, asked)
+        self.guide.append(torch.zeros(batch, graphs, guides, size))
+        self.lists.append(torch.full((batch, graphs, guides, self.neighbours), -1, dtype=torch.int32))
+        self.scores.append(torch.full((batch, graphs, guides, self.neighbours), -torch.inf))
+
+    def _link(self, b: int, s: int, keys: Tensor, queries: Tensor, first: int) -> bool:
+        """Takes `keys` `[N,D]` from `first` on into graph s of sequence b; whether they had to serve as queries."""
+        roar, _ = _compiled()
+        held = roar.Graph(
+            *(state.full[b, s].numpy() for state in (self.adjacency, self.parent)),
+            int(self.entry.full[b, s, 0]),
+            *(state.data[b, s].numpy() for state in (self.guide, self.lists, self.scores)),
+        )
+        if held.entry >= 0:
+            points = keys @ self.root.data[b, s] if self.metric == "query" else keys
+            roar.grow(held, keys.numpy(), points.numpy(), queries.numpy(), first, self.recipe)
+            return False
+        keys = keys[first:]  # what comes before is padding
+        asked = queries if len(queries) else keys
+        if self.metric == "query":
+            self.root.data[b, s] = torch.from_numpy(roar.root_of_moment(asked.numpy()))
+        points = keys @ self.root.data[b, s] if self.metric == "query" else keys
+        made = roar.build(keys.numpy(), points.numpy(), asked.contiguous().numpy(), self.recipe)
+        few, known = min(len(made.guides), len(held.guides)), made.lists.shape[1]
+        place = slice(first, first + len(keys))
+        held.adjacency[place] = made.adjacency + first * (made.adjacency >= 0)
+        held.parent[place] = made.parent + first
+        held.guides[:few] = made.guides[:few]
+        held.lists[:few, :known] = made.lists[:few] + first
+        held.scores[:few, :known] = made.scores[:few]
+        self.entry.full[b, s] = made.entry + first
+        return not len(queries)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        _on_the_host(self, query)
+        _, graph = _compiled()
+        batch, heads, group, size = query.shape
+        rows = self.parent.rows
+        if rows == 0:
+            return Selection.none(batch, heads, query.device)
+        keys, base = self._flat(group)
+        graphs = self.adjacency.full.shape[1]
+        which = torch.arange(batch)[:, None] * graphs + torch.arange(heads * group) * graphs // (heads * group)
+        count = min(budget, rows)
+        graph.parts()
+        found, scanned, expanded = graph.search_heads(
+            keys,
+            base.numpy(),
+            self.adjacency.full.flatten(0, 1).numpy(),
+            which.flatten().numpy(),
+            query.float().reshape(-1, size).numpy(),
+            self.entry.data.flatten().numpy(),
+            rows,
+            min(max(self.beam, budget), rows),
+            count,
+        )
+        ids = torch.from_numpy(found).view(batch, heads * group, count)
+        scored = torch.from_numpy(scanned).view(batch, heads * group)
+        lists = torch.from_numpy(expanded).view(batch, heads * group)
+        read = scored * size * keys.dtype.itemsize + lists * self.degree * 4
+        return Selection.tokens(ids, scored, read.view(batch, heads, group).sum(-1))
+
+    def _flat(self, group: int) -> tuple[Any, Tensor]:
+        """The stored keys of all heads as one list of rows for compiled code, and where each query head's begin."""
+        stored = self.stored_keys()
+        batch, heads, rows, size = stored.shape
+        step_b, step_h, step_n, step_d = stored.stride()
+        if (step_n, step_d) != (size, 1) or step_b % size or step_h % size:
+            stored = stored.contiguous()
+            step_b, step_h = heads * rows * size, rows * size
+        last = (batch - 1) * step_b // size + (heads - 1) * step_h // size + rows
+        flat = stored.as_strided((last, size), (size, 1))
+        base = torch.arange(batch)[:, None] * (step_b // size) + torch.arange(heads) * (step_h // size)
+        bits = BITS.get(flat.dtype)
+        return (flat if bits is None else flat.view(bits)).numpy(), base.repeat_interleave(group, 1).flatten()
+
+
+def _compiled():  # type: ignore[no-untyped-def]
+    """The modules in compiled code, loaded when the first instance is made."""
+    from sparseattn.selectors.nearest import load_faiss
+
+    load_faiss()
+    try:
+        from sparseattn.selectors import graph, roar
+    except ImportError as error:
+        raise ImportError(
+            "RetrievalAttention searches its graph in code compiled by numba, which is not installed: "
+            "pip install 'sparseattn[numba,faiss]'"
+        ) from error
+    return roar, graph
+
+
+def _on_the_host(selector: Selector, rows: Tensor) -> None:
+    if rows.device.type != "cpu":
+        raise ValueError(
+            f"{selector!r} works on the CPU, got rows on {rows.device}: keep its rows in host memory with "
+            f"KVCache(..., sealed_device='cpu')"
+        )
