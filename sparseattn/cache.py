@@ -7,12 +7,14 @@ nothing it names is counted twice; sink and recent rows are read by every query.
 from __future__ import annotations
 
 import copy
+import os
 
 import torch
 from torch import Tensor
 
 import sparseattn.checks as checks
 from sparseattn.budget import Budget, budget_rows
+from sparseattn.indexes import append_kept, usable_folder
 from sparseattn.queries import Queries
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors.base import Rows, Selector
@@ -42,10 +44,12 @@ class KVCache:
             lives and searches: device memory holds sink and recent rows and does not grow with the context
             (RetrievalAttention, https://arxiv.org/abs/2409.10516). Call `seal` after each layer's prefill, so that one
             prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
+        indexes: folder of index files (`indexes`): the first seal takes the index of the same rows from there if it
+            can, and writes it there if it had to build it. Made if it is not there.
 
     Raises:
-        ValueError: a negative size, `seal` below the selector's span, a `queries_share` that is no share, or a
-            `sealed_device` other than host memory.
+        ValueError: a negative size, `seal` below the selector's span, a `queries_share` that is no share, a
+            `sealed_device` other than host memory, or `indexes` that cannot be a folder.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -60,6 +64,7 @@ class KVCache:
         rollback: int = 0,
         capacity: int = 0,
         sealed_device: torch.device | str | None = None,
+        indexes: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(selector, Selector):
             raise ValueError(f"selector is an instance of a Selector, such as Quest(), got {selector!r}")
@@ -72,6 +77,7 @@ class KVCache:
         self.selector = selector
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.sealed_device = checks.sealed_device(sealed_device)
+        self.indexes = None if indexes is None else usable_folder(indexes)
         near = capacity
         if self.sealed_device is not None:
             near = sink + window + rollback + seal + selector.span  # after a seal, room until the next one
@@ -278,7 +284,11 @@ class KVCache:
         if self._keys.full.is_cuda:
             checks.finite(keys=keys, values=values)
         queries, sampled = self._take_queries(positions)
-        order = self.selector.append(Rows(keys, values, positions.to(keys.device), queries, sampled))
+        rows = Rows(keys, values, positions.to(keys.device), queries, sampled)
+        if self.indexes is not None and zones.zone == most:  # the prompt's, not what decoding adds
+            order = append_kept(self.selector, rows, self.indexes)
+        else:
+            order = self.selector.append(rows)
         if order is not None:
             checks.order(order, keys)
             index = order[..., None].expand_as(keys)

@@ -25,7 +25,8 @@ ARROWS = {
     "selectors.base": ("selection", "storage", "rope"),
     "selectors": ("selection", "storage", "rope", "selectors"),
     "checks": ("selectors.base",),
-    "cache": ("budget", "checks", "queries", "selection", "storage", "selectors.base", "zones"),
+    "indexes": ("files", "selectors.base", "storage"),
+    "cache": ("budget", "checks", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
     "attention": ("budget", "cache", "kernels", "selection"),
     "traces": ("rope", "files"),
     "synthetic": ("rope", "traces"),
@@ -39,7 +40,7 @@ ARROWS = {
 HOMES = {
     "triton": ("kernels/spans.py", "kernels/ahead.py"),
     "transformers": ("integrations/models.py", "integrations/capture.py"),
-    "safetensors": ("traces.py",),
+    "safetensors": ("indexes.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "faiss": ("selectors/nearest.py",),
     "numba": ("selectors/graph.py",),

@@ -1,0 +1,189 @@
+"""Index files: what a selector built from a prompt's rows, kept so that the same prompt need not be indexed again.
+
+A file is safetensors: the tensors of the selector's row buffers, and the order it stored the rows in, if any. Its
+metadata (strings, as safetensors requires):
+
+    format     "sparseattn-index"
+    version    "1"
+    selector   the class, as module:name
+    arguments  JSON object: the constructor's arguments that the index depends on, all but the `knob`
+    rows       SHA-256 of the keys and positions that were indexed: of the trace's rows, not of a file's name
+    tensors    SHA-256 of the tensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.files import write_atomic
+from sparseattn.selectors.base import Rows, Selector
+from sparseattn.storage import RowBuffer
+
+FORMAT = "sparseattn-index"
+VERSION = "1"
+ORDER = "order"
+
+
+class IndexFileError(ValueError):
+    """An index file that cannot be read or written, in one sentence."""
+
+
+def usable_folder(path: str | os.PathLike[str]) -> Path:
+    """`path` as a folder that files can be written to, made if it is not there; else IndexFileError."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise IndexFileError(f"index files cannot be kept in {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) -> Tensor | None:
+    """`selector.append(rows)` on an empty selector, by the file of these rows in `folder` if it holds one.
+
+    Else the file is written once the index is built. Selectors whose state is not in row buffers (faiss's indexes) are
+    built every time.
+
+    Raises:
+        IndexFileError: a file with that name is damaged or foreign, or none can be written.
+    """
+    if not _tensors_only(selector):
+        return selector.append(rows)
+    path = Path(folder) / f"{type(selector).__name__}-{_identity(selector, rows)[:24]}.safetensors"
+    if path.exists():
+        return load_index(selector, rows, path)
+    order = selector.append(rows)
+    save_index(selector, rows, order, path)
+    return order
+
+
+def save_index(selector: Selector, rows: Rows, order: Tensor | None, path: str | os.PathLike[str]) -> None:
+    """Writes what `selector` built from `rows`, whole or not at all.
+
+    Args:
+        selector: just shown `rows`, and nothing else.
+        rows: what it was shown.
+        order: what its `append` returned.
+
+    Raises:
+        IndexFileError: a selector whose state is not tensors, or a file that cannot be written.
+    """
+    from safetensors.torch import save
+
+    if not _tensors_only(selector):
+        raise IndexFileError(
+            f"{selector!r} keeps state that is no tensor, so it cannot be written to {os.fspath(path)}"
+        )
+    tensors = {name: state.data.contiguous().cpu() for name, state in _filled(selector)}
+    if order is not None:
+        tensors[ORDER] = order.contiguous().cpu()
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "selector": _class(selector),
+        "arguments": json.dumps(_arguments(selector), sort_keys=True),
+        "rows": _rows_hash(rows),
+        "tensors": _hash(tensors),
+    }
+    try:
+        write_atomic(path, save(tensors, metadata))
+    except OSError as error:
+        raise IndexFileError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+
+
+def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> Tensor | None:
+    """Fills an empty `selector` with the index that `path` holds for `rows`; returns the order to store them in.
+
+    Raises:
+        IndexFileError: missing, damaged, not an index, of another version, selector, arguments or rows. The selector
+            stays empty then.
+    """
+    metadata, tensors = _read(Path(path))
+    expected = {
+        "selector": _class(selector),
+        "arguments": json.dumps(_arguments(selector), sort_keys=True),
+        "rows": _rows_hash(rows),
+    }
+    for name, mine in expected.items():
+        if metadata.get(name) != mine:
+            what = {"selector": "an index of", "arguments": "built with", "rows": "of the rows with SHA-256"}[name]
+            raise IndexFileError(f"{path} is {what} {metadata.get(name)}, here it would be {mine}")
+    states = dict(selector.buffers())
+    order = tensors.pop(ORDER, None)
+    if not set(tensors) <= set(states):
+        raise IndexFileError(f"{path} is a damaged index: it holds {sorted(tensors)} for the state {sorted(states)}")
+    device = rows.keys.device
+    for name, tensor in tensors.items():
+        state = states[name]
+        assert isinstance(state, RowBuffer)
+        state.append(tensor.to(device))
+    return None if order is None else order.to(device)
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise IndexFileError(f"{path} is no file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise IndexFileError(f"{path} is a safetensors file, but not an index of sparseattn")
+            if metadata.get("version") != VERSION:
+                raise IndexFileError(
+                    f"{path} is an index of version {metadata.get('version')}, this version of sparseattn reads "
+                    f"{VERSION}: delete it"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise IndexFileError(f"{path} is damaged or no index: {error}; delete it") from error
+    if _hash(tensors) != metadata.get("tensors"):
+        raise IndexFileError(f"{path} is a damaged index: its tensors are not those that were written; delete it")
+    return metadata, tensors
+
+
+def _filled(selector: Selector) -> list[tuple[str, RowBuffer]]:
+    return [(name, state) for name, state in selector.buffers() if isinstance(state, RowBuffer) and state.rows]
+
+
+def _tensors_only(selector: Selector) -> bool:
+    return all(isinstance(state, RowBuffer) for _, state in selector.buffers())
+
+
+def _class(selector: Selector) -> str:
+    return f"{type(selector).__module__}:{type(selector).__qualname__}"
+
+
+def _arguments(selector: Selector) -> dict[str, Any]:
+    names = [name for name in inspect.signature(type(selector)).parameters if name != selector.knob]
+    return {name: getattr(selector, name) for name in names}
+
+
+def _identity(selector: Selector, rows: Rows) -> str:
+    known = (_class(selector), json.dumps(_arguments(selector), sort_keys=True), _rows_hash(rows))
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()
+
+
+def _rows_hash(rows: Rows) -> str:
+    return _hash({"keys": rows.keys, "positions": rows.positions})
+
+
+def _hash(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and contents."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for part in tensor.detach().cpu():  # a sequence at a time: `contiguous` copies what is a view
+            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
