@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import sparseattn
-from sparseattn.cli import app, bench, report
+from sparseattn.cli import app, bench, recall, report
 from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
@@ -404,3 +404,202 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         done = run("capture", *arguments)
         assert done.exit_code == 2
         assert sentence in " ".join(done.output.split())
+
+
+FEW = ["--keys", "1500", "--gap", "0.26,0.4", "--queries", "8", "--size", "32", "--k", "50"]
+
+
+def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    done = run("recall", *FEW, "--out", out, "--selector", "flat", "--selector", "ivf", "--selector", "ivf:probes=9")
+    assert done.exit_code == 0, done.output
+    for title in ("gap 0.26, 1,500 keys, queries to keys", "gap 0.4, 1,500", "1,500 synthetic keys, keys to keys"):
+        assert f"{title}" in done.output
+    assert "gap 0.26, 1,500 keys: of the keys, recall 0.95 takes Flat 100.0%, IVF " in " ".join(done.output.split())
+    assert {path.name for path in out.iterdir()} == {"recall.jsonl", "recall.png"}
+    assert (out / "recall.png").read_bytes().startswith(b"\x89PNG")
+    records = [json.loads(line) for line in (out / "recall.jsonl").read_text().splitlines()]
+    assert {(one["direction"], one["gap"]) for one in records} == {
+        ("queries to keys", 0.26),
+        ("queries to keys", 0.4),
+        ("keys to keys", None),
+    }
+    assert {one["label"] for one in records} == {"Flat", "IVF"}, "a knob is turned, so its value is no other selector"
+    for one in records:
+        assert one["source"] == "synthetic"
+        assert one["recipe"] == {"size": 32, "spread": 0.28, "seeds": [0], "sinks": 0}
+        assert one["versions"]["torch"]
+        assert one["machine"]["cores"]
+        assert one["keys"] == 1500
+        assert 0 <= one["mean"]["recall"] <= 1
+    assert len({one["mean"]["recall"] for one in records if one["direction"] == "queries to keys"}) > 3
+
+
+def test_recall_is_repeatable_and_is_what_the_library_measures(tmp_path: Path) -> None:
+    from sparseattn.curves import Problem, curves
+
+    def again(*more: str) -> list[dict]:
+        done = run("recall", *FEW, "--selector", "ivf", "--values", "2,9", *more, "--json", "--out", tmp_path)
+        assert done.exit_code == 0, done.output
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    first = again("--no-figures")
+    assert [(one["gap"], one["value"]) for one in first] == [(gap, v) for gap in (0.26, 0.4, None) for v in (2, 9)]
+    assert [one["mean"] for one in first] == [one["mean"] for one in again("--no-figures")]
+    assert [one["mean"] for one in first] != [one["mean"] for one in again("--no-figures", "--seed", "1")]
+    mean = again("--no-figures", "--seed", "0,1")[0]
+    assert mean["layers"] == [0, 0]
+    trace = synthetic(1508, size=32, gap=0.4, sinks=0)
+    same = curves("ivf", {"": [Problem.of(trace.layer(0), trace.positions, 8)]}, k=50, values=[2, 9])[""]
+    assert [one["mean"]["recall"] for one in first[2:4]] == [point.mean("recall") for point in same.points]
+
+
+def test_recall_on_a_trace_and_on_keys_both(trace: Path, tmp_path: Path) -> None:
+    arguments = ["--queries", "8", "--k", "20", "--selector", "ivf", "--out", tmp_path, "--layers", "1"]
+    done = run("recall", trace, *arguments)
+    assert done.exit_code == 0, done.output
+    assert "trace small, 288 keys, queries to keys" in done.output
+    assert "mean over 4 heads (worst head)" in done.output
+    assert "trace small, 288 keys, keys to keys" in done.output
+    assert "synthetic" not in done.output
+    records = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
+    assert {(one["source"], one["direction"], *one["layers"], one["group"]) for one in records} == {
+        ("small", "queries to keys", 1, 2),
+        ("small", "keys to keys", 1, 1),
+    }
+    assert records[0]["trace_meta"]["model"] == "synthetic"
+    done = run("recall", trace, *arguments, "--keys", "500,1000", "--gap", "0.26", "--size", "16")
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"recall.jsonl", "recall.png", "scaling.png"}
+    records = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
+    assert {(one["source"], one["keys"]) for one in records} == {
+        ("synthetic", 500),
+        ("synthetic", 1000),
+        ("small", 288),
+    }
+
+
+def test_the_recall_figures_draw_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    arguments = ["--keys", "500,1000", "--gap", "0.26,0.4", "--queries", "8", "--size", "16", "--k", "20"]
+    assert run("recall", *arguments, "--selector", "ivf", "--out", tmp_path).exit_code == 0
+    records = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
+    curve, scaling = drawn
+    for axis, gap in zip(curve.axes, (0.26, 0.4, None, None), strict=True):
+        mine = [one["mean"] for one in records if one["gap"] == gap and one["keys"] == 1000]
+        line = axis.lines[0]
+        points = list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        assert points == sorted((one["scanned_share"], one["recall"]) for one in mine)
+    assert [axis.get_title() for axis in curve.axes[:2]] == ["gap 0.26, 1,000 keys", "gap 0.4, 1,000 keys"]
+    assert [axis.get_title() for axis in scaling.axes[:3]] == ["gap 0.26", "gap 0.4", "keys to keys"]
+    for axis in scaling.axes:
+        assert list(axis.lines[0].get_xdata()) == [500, 1000]
+
+
+def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recall.jsonl").write_text("of an earlier run")
+    real, calls = recall.curves, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(recall, "curves", interrupted)
+    done = run("recall", *FEW, "--out", tmp_path, "--selector", "flat", "--selector", "ivf")
+    assert done.exit_code == 130
+    assert (tmp_path / "recall.jsonl").read_text() == "of an earlier run"
+    assert len((tmp_path / "recall.partial.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--selector", "flt"], "did you mean 'flat'"),
+        (["--k", "2000"], "recall@2000 needs at least 2000 keys"),
+        (["--k", "0"], "k is 1 or more"),
+        (["--k", "8", "--selector", "quest"], "less than one span"),
+        (["--keys", "many"], "--keys takes integers"),
+        (["--keys", "0"], "--keys is 1 or more"),
+        (["--gap", "wide"], "--gap takes numbers"),
+        (["--gap", "nan"], "gap is a finite number"),
+        (["--seed", "x"], "--seed takes integers"),
+        (["--size", "7"], "size is even"),
+        (["--spread", "2"], "spread is a share"),
+        (["--queries", "0"], "--queries is 1 or more"),
+        (["--values", "0"], "--values are 1 or more"),
+        (["--values", "a"], "--values takes integers"),
+        (["--sink", "-1"], "--sink 0 or more"),
+        (["TRACE", "--queries", "290"], "there are 6 keys, fewer than --k 50"),
+        (["TRACE", "--layers", "9"], "not [9]"),
+        (["missing.safetensors"], "missing.safetensors is neither a file"),
+        (["reccall"], "did you mean 'recall'"),
+    ],
+)
+def test_bad_options_of_recall_are_one_sentence_before_any_work(
+    trace: Path, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    out = tmp_path / "out"
+    named = [str(trace) if one == "TRACE" else one for one in arguments]
+    done = run("recall", *FEW, "--selector", "flat", "--out", out, *named)
+    assert done.exit_code == 2, done.output
+    assert sentence in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+    assert not out.exists(), "nothing was written"
+
+
+def test_recall_refuses_traces_that_hold_too_few_queries(tmp_path: Path) -> None:
+    synthetic(300, heads=1, size=16, clusters=8, queries=20).save(tmp_path / "end.safetensors")
+    arguments = ["recall", tmp_path / "end.safetensors", "--k", "20", "--no-figures", "--out"]
+    done = run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "21")
+    assert "holds the queries of its last 20 tokens, --queries asks for 21" in " ".join(done.output.split())
+    done = run(*arguments, tmp_path / "out", "--selector", "cases:Buckets", "--queries", "8")
+    assert "learns from the queries of the indexed tokens" in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+    done = run(*arguments, tmp_path / "end.safetensors", "--selector", "flat", "--queries", "8")
+    assert "--out is a folder" in " ".join(done.output.split())
+    assert run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "20").exit_code == 0
+
+
+def test_labels_of_recall_name_what_is_not_as_by_default() -> None:
+    labels = {
+        "ivf:probes=3": "IVF",
+        "ivf:lists=8,probes=3": "IVF(lists=8)",
+        "quest:page=32": "Quest(page=32)",
+    }
+    for spec, label in labels.items():
+        assert report.short(sparseattn.make_selector(spec)) == label
+
+
+class Silent(sparseattn.Window):
+    """Reads the first rows, and does not say what it scans."""
+
+    def select(self, query: torch.Tensor, positions: torch.Tensor, budget: int) -> sparseattn.Selection:
+        return sparseattn.Selection.tokens(torch.arange(budget).expand(1, query.shape[1], budget))
+
+
+def test_recall_of_selectors_that_never_arrive_or_do_not_tell(tmp_path: Path) -> None:
+    """No scanned share, or none at all, neither breaks the logarithmic axis nor reads as a result."""
+    arguments = [
+        "--selector",
+        "window",
+        "--selector",
+        "test_cli:Silent",
+        "--selector",
+        "hnsw:degree=2",
+        "--values",
+        "1",
+    ]
+    done = run("recall", "--keys", "500,600", "--gap", "0.26", "--queries", "4", "--out", tmp_path, *arguments)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert re.search(
+        r"takes Window never \(0.00 at 0%\), Silent never \(0.\d\d at \?%\), HNSW\(degree=2\) more \(0.", text
+    )
+    done = run("recall", "--keys", "500", "--gap", "0.26", "--queries", "4", "--out", tmp_path, *arguments[:4])
+    assert done.exit_code == 0, done.output

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import functools
 import json as json_module
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +14,9 @@ import typer
 from rich.console import Console
 
 from sparseattn.budget import Budget, budget_rows, parse_budget
-from sparseattn.builtin import BUILTIN, builtin_trace
+from sparseattn.builtin import BUILTIN
 from sparseattn.cli import report
-from sparseattn.cli.common import errors, in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import errors, in_a_sentence, integers, open_trace, progress_bar, results_folder
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.metrics import Evaluation, check_replay, evaluate_budgets, usable_layers
@@ -70,17 +68,14 @@ def bench(
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
     with progress_bar() as bar:
-        opened = [_open(name, bar) for name in names]
+        opened = [open_trace(name, bar) for name in names]
     for trace in opened:
         for layer, reason in trace.meta.get("attention_differs", {}).items():
             errors.print(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}", markup=False)
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out is a folder, {out} is a file")
-    out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=out).close()  # a folder that cannot be written fails now, not after the work
+    results_folder(out)
 
     partial = out / "bench.partial.jsonl"
     found: list[list[Evaluation]] = [[] for _ in opened]  # per trace
@@ -123,16 +118,3 @@ def _measure(
                 advance = functools.partial(bar.advance, task)
                 yield i, evaluate_budgets(trace, method, mine, progress=advance, **settings)
                 bar.remove_task(task)
-
-
-def _open(name: str, bar: Any) -> Trace:
-    if name not in BUILTIN:
-        if not Path(name).exists():
-            near = difflib.get_close_matches(name, BUILTIN, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){hint}")
-        return Trace.open(name)
-    task = bar.add_task(f"built-in trace {name}", total=None)
-    trace = builtin_trace(name, lambda done, total: bar.update(task, completed=done, total=total))
-    bar.remove_task(task)
-    return trace

@@ -1,18 +1,25 @@
-"""What the subcommands share: sentences for errors, lists in options, a progress bar."""
+"""What the subcommands share: sentences for errors, lists in options, traces by name, a progress bar."""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import functools
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sparseattn.builtin import BUILTIN, builtin_trace
+from sparseattn.traces import Trace
+
 Command = TypeVar("Command", bound=Callable[..., Any])
+Number = TypeVar("Number", int, float)
 
 errors = Console(stderr=True, highlight=False)
 
@@ -53,12 +60,41 @@ def _fail(sentence: str) -> None:
 
 def integers(text: str | None, option: str) -> list[int] | None:
     """`"0,2,5"` as a list; None stays None. Raises ValueError naming the option."""
-    if text is None:
-        return None
+    return None if text is None else _numbers(text, option, int, "integers")
+
+
+def decimals(text: str, option: str) -> list[float]:
+    """`"0.1,0.26"` as a list. Raises ValueError naming the option."""
+    return _numbers(text, option, float, "numbers")
+
+
+def _numbers(text: str, option: str, kind: Callable[[str], Number], what: str) -> list[Number]:
     try:
-        return [int(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} takes integers separated by commas, got {text!r}") from None
+        raise ValueError(f"{option} takes {what} separated by commas, got {text!r}") from None
+
+
+def open_trace(name: str, bar: Progress) -> Trace:
+    """A trace file, or a built-in trace, which is made on first use. Raises ValueError for neither."""
+    if name not in BUILTIN:
+        if not Path(name).exists():
+            near = difflib.get_close_matches(name, BUILTIN, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){hint}")
+        return Trace.open(name)
+    task = bar.add_task(f"built-in trace {name}", total=None)
+    trace = builtin_trace(name, lambda done, total: bar.update(task, completed=done, total=total))
+    bar.remove_task(task)
+    return trace
+
+
+def results_folder(out: Path) -> None:
+    """Makes the folder `out`; one that cannot be written fails here, not after the work."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out is a folder, {out} is a file")
+    out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=out).close()
 
 
 def progress_bar() -> Progress:

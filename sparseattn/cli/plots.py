@@ -1,11 +1,14 @@
-"""The benchmark's pictures; the one file that needs matplotlib."""
+"""The pictures of `bench` and `recall`; the one file that needs matplotlib."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from sparseattn.cli.report import Column
+from sparseattn.curves import Curve
 from sparseattn.files import write_atomic
 from sparseattn.metrics import Evaluation
 
@@ -37,14 +40,7 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
             axis = axes[i][j]
             for k, method in enumerate(methods):
                 points = sorted((one.mean(cost), one.mean(quality)) for one in results if one.selector == method)
-                axis.plot(
-                    *zip(*points, strict=True),
-                    marker=MARKERS[k % len(MARKERS)],
-                    color=COLOURS[k % len(COLOURS)],
-                    label=method,
-                    markersize=5,
-                    linewidth=1.4,
-                )
+                axis.plot(*zip(*points, strict=True), **_style(k, method))
             axis.set_xscale("log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_major_formatter(SHARE if cost == "bytes_share" else COUNT)
@@ -63,8 +59,111 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
         f"{one.settings['sink']}, window {one.settings['window']}; a point a budget, mean over layers and heads",
         fontsize=10,
     )
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+    _legend(figure, methods, ncols=3)
+    _save(figure, path)
+
+
+def recall(columns: Sequence[Column], level: float, path: Path) -> None:
+    """Recall against the share of keys scanned: a column a source, queries to keys above, keys to keys below."""
+    figure = Figure(figsize=(max(7.5, 0.6 + 3.1 * len(columns)), 6.6), layout="constrained")
+    axes: Any = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)
+    labels = list(columns[0].asked)
+    every = [curve for column in columns for curves in (column.asked, column.control) for curve in curves.values()]
+    shares = [point.mean("scanned_share") for curve in every for point in curve.points]
+    shares = [share for share in shares if share > 0]  # neither none nor unknown
+    for j, column in enumerate(columns):
+        axes[0][j].set_title(column.title, fontsize=10)
+        axes[1][j].set_xlabel("keys scanned / keys")
+        for axis, curves in zip((axes[0][j], axes[1][j]), (column.asked, column.control), strict=True):
+            for label, curve in curves.items():
+                points = sorted((point.mean("scanned_share"), point.mean("recall")) for point in curve.points)
+                axis.plot(*zip(*points, strict=True), **_style(labels.index(label), label))
+            axis.axhline(level, color="grey", linestyle="--", linewidth=1)
+            axis.set_xlim(min(shares, default=0.01) / 1.3, max(shares, default=1.0) * 1.3)
+            axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(SHARE)
+            axis.tick_params(labelsize=8)
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.set_ylim(0, 1.03)
+            axis.grid(alpha=0.3)
+    k = columns[0].asked[labels[0]].settings["k"]
+    for axis, direction in zip((axes[0][0], axes[1][0]), ("queries to keys", "keys to keys"), strict=True):
+        axis.set_ylabel(f"{direction}\nrecall@{k}")
+    shared = "; keys to keys knows no gap" if len({id(column.control) for column in columns}) < len(columns) else ""
+    title = f"Recall against keys scanned: a point a setting of the index, mean over heads{shared}"
+    figure.suptitle(title, fontsize=10)
+    _legend(figure, labels, ncols=max(3, min(2 * len(columns), 5)))
+    _save(figure, path)
+
+
+def scaling(
+    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path
+) -> None:
+    """What it takes to reach `level` as keys grow: keys scanned above, time below.
+
+    `lines`: label -> for each column (`titles`) the number of keys -> its curve.
+    """
+    figure = Figure(figsize=(max(7.5, 0.6 + 3.4 * len(titles)), 6.6), layout="constrained")
+    axes: Any = figure.subplots(2, len(titles), sharex=True, sharey="row", squeeze=False)
+    labels = list(lines)
+    for i, (measure, unit) in enumerate(((Curve.scanned_at, SHARE), (_milliseconds_at, COUNT))):
+        reached = {
+            label: [{n: measure(curve, level) for n, curve in sorted(column.items())} for column in columns]
+            for label, columns in lines.items()
+        }
+        some = any(value > 0 for columns in reached.values() for column in columns for value in column.values())
+        for j, axis in enumerate(axes[i]):
+            for label, columns in reached.items():
+                axis.plot(list(columns[j]), list(columns[j].values()), **_style(labels.index(label), label))
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sorted({n for columns in reached.values() for n in columns[j]}))
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:.3g}k"))
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.set_yscale("log" if some else "linear")  # without a value, a logarithmic axis is an error
+            if some:
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter(unit)
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.grid(alpha=0.3)
+    for j, title in enumerate(titles):
+        axes[0][j].set_title(title, fontsize=10)
+        axes[1][j].set_xlabel("keys (k = 1,024)")
+    axes[0][0].set_ylabel("keys scanned / keys")
+    axes[1][0].set_ylabel("ms per token and layer")
+    figure.suptitle(
+        f"To find {level:g} of the exact top rows; a point is missing where that was not reached", fontsize=10
+    )
+    _legend(figure, labels, ncols=max(3, min(2 * len(titles), 5)))
+    _save(figure, path)
+
+
+def _milliseconds_at(curve: Curve, level: float) -> float:
+    return 1000 * curve.seconds_at(level)
+
+
+def _style(number: int, label: str) -> dict[str, Any]:
+    return {
+        "marker": MARKERS[number % len(MARKERS)],
+        "color": COLOURS[number % len(COLOURS)],
+        "label": label,
+        "markersize": 5,
+        "linewidth": 1.4,
+    }
+
+
+def _legend(figure: Figure, labels: Sequence[str], ncols: int) -> None:
+    """Every label once, below the axes, whichever of them it is drawn in."""
+    held: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            held.setdefault(label, handle)
+    figure.legend(
+        [held[label] for label in labels], labels, loc="outside lower center", ncols=min(ncols, len(labels)), fontsize=9
+    )
+
+
+def _save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     write_atomic(path, buffer.getvalue())

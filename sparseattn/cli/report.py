@@ -1,16 +1,20 @@
-"""What the benchmark shows people: the table, the closing line, the figures' names."""
+"""What `bench` and `recall` show people: tables, closing lines, the names of figures and of lines in them."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from sparseattn.budget import Budget
+from sparseattn.curves import Curve
 from sparseattn.metrics import Evaluation
+from sparseattn.selectors import Selector
 
 TOLERANCE = 0.01
 WIDE = 150  # columns that the whole table needs
@@ -115,3 +119,96 @@ def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
         same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
         names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
     return names
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One source of queries in `recall`: label of a selector -> its curve, for its queries and for the control."""
+
+    title: str
+    asked: Mapping[str, Curve]
+    control: Mapping[str, Curve]
+
+
+def short(selector: Selector) -> str:
+    """The class and the arguments that are not as by default; the knob, which `recall` turns, is left out."""
+    changed = [
+        f"{name}={getattr(selector, name)!r}"
+        for name, parameter in inspect.signature(type(selector)).parameters.items()
+        if name != selector.knob and getattr(selector, name) != parameter.default
+    ]
+    return type(selector).__name__ + (f"({', '.join(changed)})" if changed else "")
+
+
+LEVEL = 0.95  # the recall to reach
+LEVELS = (0.90, LEVEL)
+SHARES = (0.03, 0.10)
+
+
+def recall_table(title: str, curves: Mapping[str, Curve]) -> Table:
+    """A row a selector: what recall takes, and what a share of the keys gives."""
+    one = next(iter(curves.values()))
+    k, points = one.settings["k"], [point for curve in curves.values() for point in curve.points]
+    heads = points[0].heads["recall"].numel()
+    among = f", mean over {heads} heads (worst head)" if heads > 1 else ""
+    out = Table(
+        title=f"{title}: recall@{k}, {one.settings['queries']} queries{among}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    out.add_column("selector")
+    for name in (
+        *(f"scan % for {level:.2f}" for level in LEVELS),
+        *(f"R at {share:.0%}" for share in SHARES),
+        f"ms at {LEVEL}",
+        "build s",
+        "index B/key",
+    ):
+        out.add_column(name, justify="right")
+    for label, curve in curves.items():
+        seconds = curve.seconds_at(LEVEL)
+        out.add_row(
+            label,
+            *(_reached(curve, level) for level in LEVELS),
+            *(_found(curve, share, heads > 1) for share in SHARES),
+            "-" if math.isnan(seconds) else f"{1000 * seconds:.3g}",
+            f"{curve.build_seconds:.3g}",
+            f"{curve.index_bytes:,.0f}",
+        )
+    return out
+
+
+def _reached(curve: Curve, level: float) -> str:
+    """The share scanned where `level` is reached, in percent: at most that of the least setting, or beyond the last."""
+    share, points = curve.scanned_at(level), curve.points
+    scanned = [point.mean("scanned_share") for point in points]
+    if not math.isnan(share):
+        return ("≤" if share == min(scanned) and curve.knob is not None else "") + _percent(share)
+    return "never" if curve.knob is None else f">{_percent(scanned[-1])}"
+
+
+def _percent(share: float) -> str:
+    if math.isnan(share):
+        return "?"  # the selector does not say
+    return f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.1f}"
+
+
+def _found(curve: Curve, share: float, worst: bool) -> str:
+    mean = curve.recall_at(share)
+    if math.isnan(mean):
+        return "-"  # no setting scans so little
+    return f"{mean:.2f}" + (f" ({curve.recall_at(share, worst=True):.2f})" if worst else "")
+
+
+def recall_verdict(column: Column) -> str:
+    """What every selector scans to reach `LEVEL` for one source's queries."""
+    parts = []
+    for label, curve in column.asked.items():
+        share, last = curve.scanned_at(LEVEL), curve.points[-1]
+        if math.isnan(share):
+            rest = f"{last.mean('recall'):.2f} at {_percent(last.mean('scanned_share'))}%"
+            parts.append(f"{label} {'never' if curve.knob is None else 'more'} ({rest})")
+        else:
+            parts.append(f"{label} {_percent(share)}%")
+    return f"{column.title}: of the keys, recall {LEVEL} takes {', '.join(parts)}."

@@ -1,0 +1,259 @@
+"""`sparseattn recall`: how many keys each index scans to find the best ones, for attention's queries and for keys."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json as json_module
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from sparseattn.builtin import BUILTIN
+from sparseattn.cli import report
+from sparseattn.cli.common import (
+    decimals,
+    errors,
+    in_a_sentence,
+    integers,
+    open_trace,
+    progress_bar,
+    results_folder,
+)
+from sparseattn.curves import Curve, Problem, check, curves
+from sparseattn.environment import machine, versions
+from sparseattn.files import write_atomic
+from sparseattn.metrics import usable_layers
+from sparseattn.selectors import SELECTORS, Selector, make_selector
+from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace
+
+SELECTED = ("flat", "ivf", "hnsw", "retrieval", "retrieval:metric=query")
+KEYS = "131072"
+CONTROL = "keys to keys"
+DIRECTIONS = ("queries to keys", CONTROL)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Keys, and what looks for them.
+
+    Args:
+        name: "synthetic", or the trace's.
+        titles: task -> title; a task is a kind of queries. The control, held-out keys, is one task more.
+        facts: of every record.
+        gaps: task -> gap, for synthetic ones.
+        keys: N.
+        load: makes the problems of each task, the control's too.
+    """
+
+    name: str
+    titles: dict[str, str]
+    facts: dict[str, Any]
+    gaps: dict[str, float]
+    keys: int
+    load: Callable[[], dict[str, list[Problem]]]
+
+
+@in_a_sentence
+def recall(
+    traces: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)})."),
+    ] = None,
+    selector: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class; repeat for more. "
+            f"Default: {' '.join(SELECTED)}."
+        ),
+    ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Synthetic keys, such as 16384,131072. Traces or --keys, only what is named is measured; neither: "
+            f"{KEYS} synthetic keys and the built-in traces."
+        ),
+    ] = None,
+    gap: Annotated[
+        str, typer.Option(help="How far synthetic queries look away from the directions in which keys vary.")
+    ] = "0,0.26,0.4",
+    spread: Annotated[float, typer.Option(help="Share of synthetic keys' variance within clusters.")] = 0.28,
+    size: Annotated[int, typer.Option(help="Head size of synthetic keys.")] = 64,
+    seed: Annotated[str, typer.Option(help="Of synthetic keys and queries; of several, the mean.")] = "0",
+    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 256,
+    k: Annotated[int, typer.Option("--k", help="Keys to find, and to select.")] = 100,
+    values: Annotated[
+        str | None, typer.Option(help="Values of every index's knob, such as 100,200; default rising by 1.4.")
+    ] = None,
+    sink: Annotated[int, typer.Option(help="First tokens of a trace that are not indexed.")] = 4,
+    layers: Annotated[str | None, typer.Option(help="Layers of traces, such as 0,5,17; default all.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the records, recall.jsonl, and the figures; an earlier run's are replaced.")
+    ] = Path("recall"),
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")] = False,
+    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNGs into --out.")] = True,
+) -> None:
+    """Measure recall@k against the share of keys scanned, for attention's queries and, as a control, for keys.
+
+    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the largest --keys; with several --keys also
+    scaling.png. Selectors that learn from queries learn from those of the indexed tokens, in the control from the keys.
+    """
+    methods = list({report.short(one): one for one in map(make_selector, selector or SELECTED)}.items())
+    turns, indices = integers(values, "--values"), integers(layers, "--layers")
+    if queries < 1 or sink < 0:
+        raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {queries} and {sink}")
+    if turns is not None and min(turns) < 1:
+        raise ValueError(f"--values are 1 or more, got {values!r}")
+    if figures:
+        from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
+    sources: list[Source] = []
+    if keys or not traces:
+        recipe = {"size": size, "spread": spread}
+        gaps, seeds = list(dict.fromkeys(decimals(gap, "--gap"))), integers(seed, "--seed") or []
+        counts = sorted(set(integers(keys or KEYS, "--keys") or []))
+        sources += [_synthetic(count, queries, gaps, list(dict.fromkeys(seeds)), recipe) for count in counts]
+    if traces or not keys:
+        with progress_bar() as bar:
+            opened = [open_trace(name, bar) for name in traces or BUILTIN]
+        learners = [method for _, method in methods if method.queries_share]
+        sources += [_trace(trace, queries, sink, indices, learners, k) for trace in opened]
+    for source in sources:
+        for _, method in methods:
+            check(method, source.keys, k)
+    results_folder(out)
+
+    partial = out / "recall.partial.jsonl"
+    found: list[dict[str, dict[str, Curve]]] = [{} for _ in sources]  # per source: task -> label -> curve
+    lines: list[str] = []
+    context = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
+    for i, label, made in _measure(sources, methods, k, turns):
+        fresh = []
+        for task, curve in made.items():
+            found[i].setdefault(task, {})[label] = curve
+            which = {"source": sources[i].name, "direction": DIRECTIONS[task == CONTROL], "label": label}
+            facts = {**which, "gap": sources[i].gaps.get(task)}
+            fresh += [json_module.dumps({**facts, **one, **sources[i].facts, **context}) for one in curve.records()]
+        lines += fresh
+        write_atomic(partial, ("\n".join(lines) + "\n").encode())
+        if json:
+            typer.echo("\n".join(fresh))
+    partial.replace(out / "recall.jsonl")
+
+    columns = [
+        [report.Column(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
+        for source, tasks in zip(sources, found, strict=True)
+    ]
+    if not json:
+        screen = Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDE)
+        for source, tasks, mine in zip(sources, found, columns, strict=True):
+            for column in mine:
+                screen.print(report.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.asked))
+            where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
+            screen.print(report.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
+    if figures:
+        largest = max((source.keys for source in sources if source.gaps), default=0)
+        drawn = [
+            column
+            for source, mine in zip(sources, columns, strict=True)
+            for column in mine
+            if not source.gaps or source.keys == largest
+        ]
+        plots.recall(drawn, report.LEVEL, out / "recall.png")
+        errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
+        grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.gaps]
+        if len(grown) > 1:
+            names = [*grown[0][0].gaps, CONTROL]
+            growth = {
+                label: [{source.keys: tasks[name][label] for source, tasks in grown} for name in names]
+                for label, _ in methods
+            }
+            plots.scaling(names, growth, report.LEVEL, out / "scaling.png")
+            errors.print(f"figure: {out / 'scaling.png'}", soft_wrap=True)
+    errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
+    for column in (column for mine in columns for column in mine):
+        (errors if json else Console(highlight=False)).print(report.recall_verdict(column), soft_wrap=True)
+
+
+def _measure(
+    sources: Sequence[Source], methods: Sequence[tuple[str, Selector]], k: int, values: list[int] | None
+) -> Iterator[tuple[int, str, dict[str, Curve]]]:
+    """(number of the source, label, task -> curve) for every source and method, with a progress bar."""
+    with progress_bar() as bar:
+        for i, source in enumerate(sources):
+            title = next(iter(source.titles.values()))
+            load = bar.add_task(f"{title}: loading", total=None)
+            tasks = source.load()
+            bar.remove_task(load)
+            for label, method in methods:
+                task = bar.add_task(f"{source.keys:,} keys {label}", total=None)
+                show = functools.partial(_show, bar, task, f"{source.name}, {source.keys:,} keys, {label}")
+                yield i, label, curves(method, tasks, k=k, values=values, progress=show)
+                bar.remove_task(task)
+
+
+def _show(bar: Any, task: Any, title: str, what: str, done: int, total: int) -> None:
+    bar.update(task, description=f"{title}: {what}", completed=done, total=total)
+
+
+def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], recipe: dict[str, Any]) -> Source:
+    """Synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
+    if keys < 1:
+        raise ValueError(f"--keys is 1 or more, got {keys}")
+    for gap in gaps:
+        synthetic(16, gap=gap, sinks=0, queries=1, **recipe)  # refuses now what it would refuse later
+
+    def load() -> dict[str, list[Problem]]:
+        tasks: dict[str, list[Problem]] = {name: [] for name in (*(f"gap {gap:g}" for gap in gaps), CONTROL)}
+        for seed in seeds:
+            for gap in gaps:
+                trace = synthetic(keys + queries, gap=gap, seed=seed, sinks=0, **recipe)
+                tasks[f"gap {gap:g}"].append(Problem.of(trace.layer(0), trace.positions, queries))
+            tasks[CONTROL].append(Problem.of(trace.layer(0), trace.positions, queries, held_out=True))
+        return tasks
+
+    return Source(
+        "synthetic",
+        {f"gap {gap:g}": f"gap {gap:g}, {keys:,} keys" for gap in gaps},
+        {"recipe": {**recipe, "seeds": seeds, "sinks": 0}},
+        {f"gap {gap:g}": gap for gap in gaps},
+        keys,
+        load,
+    )
+
+
+def _trace(
+    trace: Trace, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
+) -> Source:
+    """The end of a trace looks for the keys before it."""
+    chosen = usable_layers(trace, layers)
+    keys = trace.tokens - queries - sink
+    if keys < k:
+        raise ValueError(
+            f"{trace.name} has {trace.tokens} tokens: without --queries {queries} and --sink {sink} there are "
+            f"{max(keys, 0)} keys, fewer than --k {k}"
+        )
+    held = min(trace.shapes[index].queries or trace.tokens for index in chosen)
+    if held < queries:
+        raise ValueError(f"{trace.name} holds the queries of its last {held} tokens, --queries asks for {queries}")
+    if learners and held < trace.tokens - sink:
+        raise ValueError(
+            f"{learners[0]!r} learns from the queries of the indexed tokens, and {trace.name} holds only those of its "
+            f"last {held} tokens of {trace.tokens}"
+        )
+
+    def load() -> dict[str, list[Problem]]:
+        tasks: dict[str, list[Problem]] = {DIRECTIONS[0]: [], CONTROL: []}
+        for index in chosen:
+            layer = trace.layer(index)
+            tasks[DIRECTIONS[0]].append(Problem.of(layer, trace.positions, queries, sink))
+            tasks[CONTROL].append(Problem.of(layer, trace.positions, queries, sink, held_out=True))
+        return tasks
+
+    facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
+    return Source(trace.name, {DIRECTIONS[0]: f"trace {trace.name}, {keys:,} keys"}, facts, {}, keys, load)
