@@ -191,6 +191,7 @@ class KVCache:
         first = self.batch == 0
         if first:
             checks.unused(self.selector)
+            checks.reachable(self.selector, keys.device, self.sealed_device)
         else:
             self._require_rows()
         checks.rows(keys, values, None if first else self._keys.full)
@@ -290,11 +291,17 @@ class KVCache:
         else:
             order = self.selector.append(rows)
         if order is not None:
-            checks.order(order, keys)
-            index = order[..., None].expand_as(keys)
-            keys.copy_(keys.gather(2, index))
-            values.copy_(values.gather(2, index))
+            self._arrange(order, most)
         self._publish()
+
+    def _arrange(self, order: Tensor, new: int) -> None:
+        """Stores the last sealed rows in a selector's `order` `[B,H,m]`: the `new` ones, and others if m is more."""
+        keys = self._sealed_part(self._keys, self._sealed_keys)
+        values = self._sealed_part(self._values, self._sealed_values)
+        checks.order(order, keys, new)
+        for rows in (keys, values):
+            moved = rows[:, :, rows.shape[2] - order.shape[2] :]
+            moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
 
     def _make_room(self, each: Tensor) -> None:
         """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""

@@ -17,6 +17,15 @@ def unused(selector: Selector) -> None:
         )
 
 
+def reachable(selector: Selector, device: torch.device, sealed_device: torch.device | None) -> None:
+    """The selector can work where its rows will lie; else ValueError."""
+    if selector.host and (sealed_device or device).type != "cpu":
+        raise ValueError(
+            f"{selector!r} works in host memory, these rows are on {device}: keep the sealed ones there with "
+            f'KVCache(..., sealed_device="cpu")'
+        )
+
+
 def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
     """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
     if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
@@ -116,13 +125,17 @@ def finite(**parts: Tensor) -> None:
             raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,d] = {bad}")
 
 
-def order(given: Tensor, keys: Tensor) -> None:
-    """A selector's order `[B,H,n]` permutes the rows of `keys` `[B,H,n,D]` in every head; else ValueError."""
-    batch, heads, new = keys.shape[:3]
-    if tuple(given.shape) != (batch, heads, new) or given.dtype != torch.int64:
+def order(given: Tensor, stored: Tensor, new: int) -> None:
+    """A selector's order `[B,H,m]` permutes, in every head, the last m rows of the sealed keys `stored` `[B,H,N,D]`, at
+    least the `new` ones; else ValueError."""
+    batch, heads, held = stored.shape[:3]
+    fits = given.ndim == 3 and given.shape[:2] == (batch, heads) and new <= given.shape[2] <= held
+    if not fits or given.dtype != torch.int64:
+        more = f", or of up to all {held} sealed rows" if held > new else ""
         raise ValueError(
-            f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}, got {given.dtype} {list(given.shape)}"
+            f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}{more}, got {given.dtype} {list(given.shape)}"
         )
+    moved = given.shape[2]
     seen = torch.zeros_like(given, dtype=torch.bool)
-    if not bool(((given >= 0) & (given < new)).all()) or not bool(seen.scatter_(2, given, True).all()):
-        raise ValueError(f"a selector's order must be a permutation of the {new} rows in every head")
+    if not bool(((given >= 0) & (given < moved)).all()) or not bool(seen.scatter_(2, given, True).all()):
+        raise ValueError(f"a selector's order must be a permutation of the {moved} rows in every head")

@@ -6,7 +6,7 @@ metadata (strings, as safetensors requires):
     format     "sparseattn-index"
     version    "1"
     selector   the class, as module:name
-    arguments  JSON object: the constructor's arguments that the index depends on, all but the `knob`
+    arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
     rows       SHA-256 of the keys and positions that were indexed: of the trace's rows, not of a file's name
     tensors    SHA-256 of the tensors
 """
@@ -14,12 +14,10 @@ metadata (strings, as safetensors requires):
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +89,7 @@ def save_index(selector: Selector, rows: Rows, order: Tensor | None, path: str |
         "format": FORMAT,
         "version": VERSION,
         "selector": _class(selector),
-        "arguments": json.dumps(_arguments(selector), sort_keys=True),
+        "arguments": _arguments(selector),
         "rows": _rows_hash(rows),
         "tensors": _hash(tensors),
     }
@@ -111,7 +109,7 @@ def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> 
     metadata, tensors = _read(Path(path))
     expected = {
         "selector": _class(selector),
-        "arguments": json.dumps(_arguments(selector), sort_keys=True),
+        "arguments": _arguments(selector),
         "rows": _rows_hash(rows),
     }
     for name, mine in expected.items():
@@ -165,13 +163,12 @@ def _class(selector: Selector) -> str:
     return f"{type(selector).__module__}:{type(selector).__qualname__}"
 
 
-def _arguments(selector: Selector) -> dict[str, Any]:
-    names = [name for name in inspect.signature(type(selector)).parameters if name != selector.knob]
-    return {name: getattr(selector, name) for name in names}
+def _arguments(selector: Selector) -> str:
+    return json.dumps(selector.index_arguments(), sort_keys=True)
 
 
 def _identity(selector: Selector, rows: Rows) -> str:
-    known = (_class(selector), json.dumps(_arguments(selector), sort_keys=True), _rows_hash(rows))
+    known = (_class(selector), _arguments(selector), _rows_hash(rows))
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 

@@ -11,10 +11,13 @@ from torch import Tensor
 from sparseattn import (
     HNSW,
     IVF,
+    SAAP,
     Bounds,
     Exact,
     Flat,
+    KMeans,
     KVCache,
+    PerfectBuckets,
     QueryBridge,
     Quest,
     Random,
@@ -24,7 +27,10 @@ from sparseattn import (
     Selector,
     Window,
 )
+from sparseattn.artefact import Artefact, Classifier, Partition
+from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
+from sparseattn.selectors.buckets import Partitioned
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
@@ -84,6 +90,36 @@ class SampledBuckets(Buckets):
         self.queries_share = queries_share
 
 
+def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):
+    """A random `Partition`; by default with one classifier per KV head."""
+    draw = torch.Generator().manual_seed(heads * size)
+    centroids = torch.nn.functional.normalize(torch.randn(heads, buckets, size, generator=draw), dim=-1)
+    many = classifiers or heads
+    shapes = {"w1": (many, hidden, size), "b1": (many, hidden), "w2": (many, buckets, hidden), "b2": (many, buckets)}
+    if skip:
+        shapes["skip"] = (many, buckets, size)
+    made = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    return Partition(centroids, Classifier(**made))
+
+
+class Drawn(Artefact):
+    """A random partition for whatever layer and heads ask for one."""
+
+    def __init__(self, roped: bool) -> None:
+        super().__init__({0: partition(1, 2)}, roped=roped, ropes=None if roped else {0: Rope.of(2)})
+
+    def check(self, layer, heads, group, size, rope):
+        return partition(heads, size)
+
+
+def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selector:
+    """`method` over a `Drawn` artefact."""
+    selector = method(__file__, **arguments)  # some file that is there
+    selector._held = Drawn(roped)
+    selector.rope = None if roped else Rope.of(16)
+    return selector
+
+
 @dataclass(frozen=True)
 class Case:
     """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
@@ -107,6 +143,7 @@ CASES = [
     Case("ivf-few", lambda: IVF(4, 1), lambda: IVF(4, 4)),
     # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
     Case("hnsw", HNSW, lambda: HNSW(degree=128, build_beam=256)),
+    Case("hnsw-l2", lambda: HNSW(metric="l2"), lambda: HNSW(degree=128, build_beam=256, metric="l2")),
     Case("retrieval", RetrievalAttention, lambda: RetrievalAttention(beam=1 << 20)),
     Case(
         "retrieval-query",
@@ -115,6 +152,15 @@ CASES = [
     ),
     Case("bridge", QueryBridge, lambda: QueryBridge(probes=1, neighbours=512)),
     Case("bridge-few", lambda: QueryBridge(2, 8, 5, True), lambda: QueryBridge(3, 512, 5)),
+    Case("saap", lambda: drawn(SAAP, probes=3), lambda: drawn(SAAP, probes=1 << 20)),
+    Case(
+        "saap-each",
+        lambda: drawn(SAAP, probes=2, group="each", span=4),
+        lambda: drawn(SAAP, probes=12, group="each", span=4),
+    ),
+    Case("saap-deroped", lambda: drawn(SAAP, False, probes=3, span=1), lambda: drawn(SAAP, False, span=1)),
+    Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
+    Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
     Case("random", Random, Random),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("buckets", Buckets, Buckets),

@@ -267,6 +267,47 @@ def test_an_order_that_is_no_permutation_is_refused() -> None:
         cache.seal()
 
 
+class Reversing(BadOrder):
+    """Reverses all rows that it was ever shown, or `more` than the new ones."""
+
+    def __init__(self, more: int | None = None) -> None:
+        self.more, self.shown = more, 0
+
+    def append(self, rows: Rows) -> torch.Tensor:
+        self.shown += rows.keys.shape[2]
+        moved = self.shown if self.more is None else rows.keys.shape[2] + self.more
+        return torch.arange(moved).flip(0).expand(*rows.keys.shape[:2], -1)
+
+
+@pytest.mark.parametrize("apart", [None, "cpu"])
+def test_an_order_may_move_rows_of_earlier_seals(apart: str | None) -> None:
+    _, keys, values = heads(2, 2, 1, 60, 32)
+    cache = KVCache(Reversing(), sink=2, window=3, seal=7, sealed_device=apart)
+    expected = torch.zeros(2, 0, dtype=torch.int64)  # the token of every sealed row; -1 for padding
+    cache.append(keys[:, :, :20], values[:, :, :20], positions=torch.arange(20) - torch.tensor([[0], [20 - 12]]))
+    done = torch.tensor([2, 8 + 2])
+    for t in range(20, 60):
+        cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
+        before = cache.sealed
+        cache.seal()
+        each = cache.sealed - before
+        new = torch.arange(int(each.max())) + done[:, None]
+        expected = torch.cat([expected, new.masked_fill(new >= (done + each)[:, None], -1)], 1)
+        if len(new[0]):
+            expected = expected.flip(1)
+        done += each
+        for stored, rows in ((cache.sealed_keys, keys), (cache.sealed_values, values)):
+            for b in range(2):
+                real = expected[b].clamp(min=0)
+                assert torch.equal(stored[b], rows[b][:, real].masked_fill(expected[b][:, None] < 0, 0))
+    assert cache.sealed.tolist() == [51, 43]
+    for more, sentence in ((-1, r"\[2, 2, 15\], got .*\[2, 2, 14\]"), (1, r"\[2, 2, 15\], got .*\[2, 2, 16\]")):
+        bad = KVCache(Reversing(more), sink=2, window=3, seal=7, sealed_device=apart)
+        bad.append(keys[:, :, :20], values[:, :, :20])
+        with pytest.raises(ValueError, match=sentence):
+            bad.seal()
+
+
 def test_budgets() -> None:
     assert budget_rows(7, 100) == 7
     assert budget_rows(0.05, 1000) == 50

@@ -15,7 +15,9 @@ BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @BY_NAME
 def test_a_replay_on_the_gpu_equals_the_cpu(case: Case) -> None:
     queries, keys, values = heads(2, 2, 4, 300, 64)
-    host, device = (KVCache(case.make(), sink=4, window=16, seal=32) for _ in range(2))
+    apart = "cpu" if case.make().host else None
+    host = KVCache(case.make(), sink=4, window=16, seal=32)
+    device = KVCache(case.make(), sink=4, window=16, seal=32, sealed_device=apart)
     for start, stop in [(0, 200), *((t, t + 1) for t in range(200, 300))]:
         rows = slice(start, stop)
         host.append(keys[:, :, rows], values[:, :, rows], queries[:, :, :, rows])
@@ -34,7 +36,8 @@ def test_exhaustive_is_full_attention_in_half_precision(case: Case, dtype: torch
     if case.exhaustive is None:
         pytest.skip(case.reason)
     queries, keys, values = (x.cuda() for x in heads(2, 4, 4, 1000, 128, dtype))
-    cache = KVCache(case.exhaustive(), sink=4, window=16)
+    selector = case.exhaustive()
+    cache = KVCache(selector, sink=4, window=16, sealed_device="cpu" if selector.host else None)
     cache.append(keys, values, queries)
     out = decode(queries[:, :, :, -1], cache, None)
     torch.testing.assert_close(out.double(), full(queries[:, :, :, -1], keys, values), rtol=0.02, atol=0.01)

@@ -20,10 +20,12 @@ ARROWS = {
     "queries": ("storage",),
     "budget": (),
     "files": (),
+    "hashes": (),
     "rope": (),
+    "artefact": ("files", "hashes", "rope"),
     "kernels": ("selection", "kernels"),
     "selectors.base": ("selection", "storage", "rope"),
-    "selectors": ("selection", "storage", "rope", "selectors"),
+    "selectors": ("selection", "storage", "rope", "artefact", "hashes", "selectors"),
     "checks": ("selectors.base",),
     "indexes": ("files", "selectors.base", "storage"),
     "cache": ("budget", "checks", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
@@ -35,14 +37,15 @@ ARROWS = {
     "environment": ("kernels",),
     "curves": ("budget", "cache", "checks", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
+    "training": ("artefact", "environment", "files", "hashes", "rope", "traces"),
 }
 # Optional package -> the files that may import it.
 HOMES = {
     "triton": ("kernels/spans.py", "kernels/ahead.py"),
     "transformers": ("integrations/models.py", "integrations/capture.py"),
-    "safetensors": ("indexes.py", "traces.py"),
+    "safetensors": ("artefact.py", "indexes.py", "traces.py", "training/train.py"),
     "matplotlib": ("cli/plots.py",),
-    "faiss": ("selectors/nearest.py",),
+    "faiss": ("selectors/nearest.py", "training/kmeans.py"),
     "numba": ("selectors/graph.py",),
 }
 

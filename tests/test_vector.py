@@ -9,6 +9,7 @@ import torch
 from cases import attention, heads
 
 from sparseattn import HNSW, IVF, SELECTORS, Exact, Flat, KVCache, Selection, Selector, decode, make_selector
+from sparseattn.synthetic import synthetic
 
 faiss = pytest.importorskip("faiss")
 D = 32
@@ -241,7 +242,7 @@ def test_names_and_labels() -> None:
     assert [SELECTORS[name] for name in ("flat", "ivf", "hnsw")] == [Flat, IVF, HNSW]
     assert repr(Flat()) == "Flat()"
     assert repr(make_selector("ivf:lists=512,probes=150")) == "IVF(lists=512, probes=150, seed=0)"
-    assert repr(HNSW()) == "HNSW(degree=32, build_beam=200, beam=128)"
+    assert repr(HNSW()) == "HNSW(degree=32, build_beam=200, beam=128, metric='ip')"
 
 
 def test_faiss_and_torch_take_turns_with_all_threads() -> None:
@@ -260,3 +261,26 @@ def test_faiss_and_torch_take_turns_with_all_threads() -> None:
         torch.testing.assert_close(outs, expected, rtol=1e-5, atol=1e-6)
     filled(HNSW(), keys[:, :, :500])
     assert faiss.omp_get_max_threads() == threads
+
+
+def test_hnsw_by_distance_finds_what_inner_products_do_not() -> None:
+    """One more dimension makes distances rank as inner products do; links then need not be pruned by products."""
+    layer = synthetic(4096 + 64, size=32, sinks=0, seed=3).layer(0)
+    recalls = []
+    for metric in ("ip", "l2"):
+        cache = KVCache(HNSW(16, 100, 200, metric), sink=0, window=0, seal=1)
+        cache.append(layer.keys[None, :, :4000], layer.values[None, :, :4000])
+        cache.seal()
+        for row in range(4000, 4096):  # keys sealed later rank by the norm of the first ones
+            one = slice(row, row + 1)
+            cache.append(layer.keys[None, :, one], layer.values[None, :, one])
+        cache.seal()
+        hits = []
+        for query in layer.query[:, :, 4096:].unbind(2):
+            best = (query[0] @ layer.keys[0, :4096].T).topk(100).indices
+            found = cache.selector.select(query[None], torch.tensor([4096]), 100).rows
+            hits.append(torch.isin(best, found).float().mean())
+        recalls.append(float(torch.stack(hits).mean()))
+    assert recalls[1] > max(recalls[0] + 0.05, 0.9), recalls
+    with pytest.raises(ValueError, match="metric is ip or l2"):
+        HNSW(metric="cosine")

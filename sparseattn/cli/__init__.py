@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, capture, info, recall
+from sparseattn.cli import bench, capture, info, recall, train
 
 
 def _version(asked: bool) -> None:
@@ -39,5 +39,6 @@ app.command("bench")(bench.bench)
 app.command("capture")(capture.capture)
 app.command("info")(info.info)
 app.command("recall")(recall.recall)
+app.command("train")(train.train)
 
 __all__ = ["app"]

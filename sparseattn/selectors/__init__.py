@@ -12,18 +12,23 @@ from typing import Any, get_type_hints
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
+from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
 __all__ = [
     "HNSW",
     "IVF",
+    "SAAP",
     "SELECTORS",
     "Exact",
     "Flat",
+    "KMeans",
+    "PerfectBuckets",
     "QueryBridge",
     "Quest",
     "Random",
@@ -40,9 +45,11 @@ SELECTORS: dict[str, type[Selector]] = {
     "flat": Flat,
     "hnsw": HNSW,
     "ivf": IVF,
+    "kmeans": KMeans,
     "quest": Quest,
     "random": Random,
     "retrieval": RetrievalAttention,
+    "saap": SAAP,
     "window": Window,
 }
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class Selector(ABC):
         span: rows come in spans of this many, a power of two; the cache seals multiples of it.
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position.
+        host: whether it works in host memory only; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
@@ -70,6 +72,7 @@ class Selector(ABC):
 
     span: int = 1
     queries_share: float = 0.0
+    host: bool = False
     uses_budget: bool = True
     knob: str | None = None
     layer: int = 0
@@ -83,6 +86,10 @@ class Selector(ABC):
         Returns:
             The order to store them in, `[B,H,n]` int64, a permutation of `range(n)` per head (place i receives row
             `order[..., i]`), or None to keep them as they are. Selections name rows by their stored place.
+
+            An order `[B,H,m]` of more rows permutes the last m sealed rows, the new ones behind those that are stored:
+            so a selector joins runs of its rows that several seals have scattered. It moves m rows of keys and values,
+            which is for rare occasions; the first seal has no others.
         """
 
     @abstractmethod
@@ -144,9 +151,36 @@ class Selector(ABC):
         """The state: attributes that are row buffers or another `State`, by name."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, State)]
 
+    def index_arguments(self) -> dict[str, Any]:
+        """What the index of given rows depends on, for JSON: the constructor's arguments, all but the knob."""
+        names = [name for name in inspect.signature(type(self)).parameters if name != self.knob]
+        return {name: getattr(self, name) for name in names}
+
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def check_least(**sizes: tuple[int, int]) -> None:
+    """ValueError for an argument, given with its least value, that is below it."""
+    for name, (size, least) in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} is {least} or more, got {size}")
+
+
+def check_share(share: float) -> None:
+    """ValueError where `share` is none."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is the share of the queries used, 0 to 1, got {share}")
+
+
+def warn_of_keys_as_queries(selector: Selector, heads: int, total: int) -> None:
+    """Says that in `heads` of `total` heads no query was there to learn from."""
+    warnings.warn(
+        f"{selector!r} has no queries of the prefill to learn from in {heads} of {total} heads: the keys serve as "
+        f"queries, so it finds less at the same work",
+        stacklevel=3,
+    )
 
 
 def check_group(group: str) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector
-from sparseattn.selectors.nearest import load_faiss, nearest
+from sparseattn.selectors.base import Rows, Selector, check_least, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.nearest import evenly, load_faiss, nearest, root_of_moment
 from sparseattn.storage import RowBuffer
 
 
@@ -43,11 +41,8 @@ class QueryBridge(Selector):
     def __init__(
         self, probes: int = 16, neighbours: int = 256, guides: int = 2048, centroids: bool = False, share: float = 1.0
     ) -> None:
-        for name, size in {"probes": probes, "neighbours": neighbours, "guides": guides}.items():
-            if size < 1:
-                raise ValueError(f"{name} is 1 or more, got {size}")
-        if not 0 <= share <= 1:
-            raise ValueError(f"share is the share of the queries used, 0 to 1, got {share}")
+        check_least(probes=(probes, 1), neighbours=(neighbours, 1), guides=(guides, 1))
+        check_share(share)
         load_faiss()
         self.probes, self.neighbours, self.guides, self.centroids = probes, neighbours, guides, centroids
         self.share = self.queries_share = share
@@ -89,14 +84,10 @@ class QueryBridge(Selector):
                     if opening:
                         without += not len(queries)
                         queries = queries if len(queries) else known
-                        self.root.data[b, h] = _root(known)
+                        self.root.data[b, h] = root_of_moment(known)
                     self._learn(b, h, h * group + g, queries, known, place, int(held[b]), free)
         if without:
-            warnings.warn(
-                f"{self!r} has no queries of the prefill to learn from in {without} of {batch * heads * group} heads: "
-                f"the keys serve as queries, so less is found",
-                stacklevel=2,
-            )
+            warn_of_keys_as_queries(self, without, batch * heads * group)
 
     def _extend(self, batch: int, chosen: int, room: int, size: int, device: torch.device) -> None:
         vectors = torch.zeros(batch, chosen, room, size, device=device)
@@ -115,8 +106,8 @@ class QueryBridge(Selector):
         """
         if self.centroids and len(queries) > free and not held:
             queries = _centroids(queries, queries @ self.root.data[b, h], free)
-        elif len(queries) > free:
-            queries = queries[torch.linspace(0, len(queries) - 1, free, device=queries.device).long()]
+        else:
+            queries = evenly(queries, free)
         scores, ids = nearest(queries, keys, self.neighbours)
         filled = slice(held, held + len(queries))
         self.guide.data[b, s, filled] = queries
@@ -170,13 +161,9 @@ class QueryBridge(Selector):
         guides = self._made().sum(-1).repeat_interleave(each, 1)  # [B,Hs]
         scored = (ids >= 0).sum(-1)
         read = guides * size * 4 + listed * 4 + scored * size * query.element_size()
-        return Selection.tokens(rows, guides + scored, read.view(batch, heads, group).sum(-1))
-
-
-def _root(keys: Tensor) -> Tensor:
-    """`[D,D]`: the symmetric root of the second moment of `keys` `[n,D]`."""
-    values, vectors = torch.linalg.eigh((keys.T.double() @ keys.double()) / len(keys))
-    return ((vectors * values.clamp(min=0).sqrt()) @ vectors.T).float()
+        read = read.view(batch, heads, group).sum(-1)
+        read = read + (read > 0) * size * size * 4  # the root, once per KV head
+        return Selection.tokens(rows, guides + scored, read)
 
 
 def _centroids(queries: Tensor, turned: Tensor, count: int) -> Tensor:

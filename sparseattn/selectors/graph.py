@@ -11,6 +11,8 @@ parent is itself; -1: not attached yet): its edges are never pruned, so every ke
 
 from __future__ import annotations
 
+import threading
+
 import numba
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
+ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on some machines, abort where two callers meet
 CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (LOG.md, 2026-11-20)
 
 
@@ -268,14 +271,16 @@ def by_target(source, target, total):  # type: ignore[no-untyped-def]
     """Pairs sorted by target, in order of the sources: starts `[total + 1]` and the sources."""
     starts = np.zeros(total + 1, np.int64)
     for v in target:
-        starts[v + 1] += 1
+        if v >= 0:
+            starts[v + 1] += 1
     for x in range(total):
         starts[x + 1] += starts[x]
-    at, out = starts[:-1].copy(), np.empty(target.shape[0], np.int32)
+    at, out = starts[:-1].copy(), np.empty(starts[total], np.int32)
     for i in range(target.shape[0]):
         v = target[i]
-        out[at[v]] = source[i]
-        at[v] += 1
+        if v >= 0:
+            out[at[v]] = source[i]
+            at[v] += 1
     return starts, out
 
 
@@ -283,10 +288,10 @@ def by_target(source, target, total):  # type: ignore[no-untyped-def]
 def attach(adjacency, parent, queue, filled):  # type: ignore[no-untyped-def]
     """Extends the tree over every key; where no edge leads to one, an edge that the tree does not use makes room.
 
-    `queue` `[N]` int32 holds `filled` attached keys whose edges are to be followed.
+    `queue` `[N]` int32 holds `filled` attached keys, 1 or more, whose edges are to be followed.
     """
     total, width = adjacency.shape
-    read, loose, spare = 0, 0, filled - 1
+    read, loose = 0, 0
     while True:
         while read < filled:
             x = queue[read]
@@ -313,12 +318,12 @@ def attach(adjacency, parent, queue, filled):  # type: ignore[no-untyped-def]
                 if place >= 0:
                     host = v
                     break
-        spare = filled - 1
-        while host < 0:  # the newest leaf has room: its tree edges are none
-            place = _room(adjacency, parent, queue[spare])
-            if place >= 0:
-                host = queue[spare]
-            spare -= 1
+        if host < 0:  # else below the newest: a list that is all tree edges leads down, and a leaf has room
+            host = queue[filled - 1]
+            place = _room(adjacency, parent, host)
+            while place < 0:
+                host = adjacency[host, width - 1]
+                place = _room(adjacency, parent, host)
         adjacency[host, place] = loose
         parent[loose] = host
         queue[filled] = loose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ def load_faiss() -> Any:
             "pip install 'sparseattn[faiss]' (or 'sparseattn[faiss-gpu]')"
         ) from error
     return faiss
+
+
+@functools.lru_cache(maxsize=1)
+def _gpu() -> Any:
+    return load_faiss().StandardGpuResources()
 
 
 def nearest(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +49,24 @@ def nearest(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     asked, held = queries.contiguous().numpy(), keys.contiguous().numpy()
     metric = faiss.METRIC_INNER_PRODUCT
     if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus():
-        products, ids = faiss.knn_gpu(faiss.StandardGpuResources(), asked, held, count, metric=metric)
+        products, ids = faiss.knn_gpu(_gpu(), asked, held, count, metric=metric)
     else:
         products, ids = faiss.knn(asked, held, count, metric=metric)
     return torch.from_numpy(products), torch.from_numpy(ids).int()
+
+
+def root_of_moment(vectors: Tensor) -> Tensor:
+    """`[D,D]` float32: R, the symmetric root of the second moment of `vectors` `[n,D]`.
+
+    `|R (a - b)|` is then the root mean square difference of the products of a and b with the vectors.
+    """
+    wide = vectors.double()
+    values, basis = torch.linalg.eigh(wide.T @ wide / len(vectors))
+    return ((basis * values.clamp(min=0).sqrt()) @ basis.T).float()
+
+
+def evenly(vectors: Tensor, count: int) -> Tensor:
+    """At most `count` of `vectors` `[n,D]`, evenly spaced."""
+    if len(vectors) <= count:
+        return vectors
+    return vectors[torch.linspace(0, len(vectors) - 1, count, device=vectors.device).long()]

@@ -43,6 +43,7 @@ class Graph:
 
     Args:
         adjacency, parent: `[N,W]` and `[N]` int32, see `graph`.
+        bias: `[N]` float32, added to products with the points; it ranks keys by distance.
         entry: the key where every search begins.
         guides: `[S,D]` float32, a sample of the training queries, which places keys that come later; S may be 0. Decode
             queries take what is free.
@@ -52,18 +53,11 @@ class Graph:
 
     adjacency: Ids
     parent: Ids
+    bias: Floats
     entry: int
     guides: Floats
     lists: Ids
     scores: Floats
-
-
-def root_of_moment(queries: Floats) -> Floats:
-    """`[D,D]`: the symmetric root of the queries' second moment C, so that |R (a - b)|^2 is the expected squared
-    difference of two keys' products with a query."""
-    moment = (queries.T.astype(np.float64) @ queries) / len(queries)
-    values, vectors = np.linalg.eigh(moment)
-    return np.ascontiguousarray((vectors * np.sqrt(values.clip(min=0))) @ vectors.T, dtype=np.float32)
 
 
 def build(keys: Floats, points: Floats, queries: Floats, recipe: Recipe) -> Graph:
@@ -92,7 +86,7 @@ def build(keys: Floats, points: Floats, queries: Floats, recipe: Recipe) -> Grap
     queue[0] = entry
     graph.attach(adjacency, parent, queue, 1)
     few = np.linspace(0, len(queries) - 1, min(recipe.guides, len(queries)), dtype=np.int64)  # evenly over the prefill
-    return Graph(adjacency, parent, entry, queries[few], lists[few], scores[few])
+    return Graph(adjacency, parent, bias, entry, queries[few], lists[few], scores[few])
 
 
 def _fresh(after: Ids, before: Ids) -> Ids:
@@ -134,14 +128,15 @@ def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int
         known = lists.shape[1]
         held.guides[free] = queries[: len(free)]
         held.lists[free, :known], held.scores[free, :known] = lists[: len(free)], scores[: len(free)]
-    bias = _bias(points)
+    held.bias[first : len(keys)] = _bias(points[first:])
+    bias = held.bias[: len(keys)]
     found, score = graph.search_queries(points, bias, old, points[first:], held.entry, recipe.build_beam, graph.parts())
     near = _best(found, score, new, points[first:] @ points[first:].T + bias[first:], recipe.build_beam)[0]
     pairs.append(_flat(np.broadcast_to(new[:, None], near.shape), near))
     nodes, offers = (np.concatenate(part) for part in zip(*pairs, strict=True))
     _offer(points, adjacency, parent, nodes, offers, recipe.degree)
     _reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, False)
-    changed = np.union1d(nodes, adjacency[first:])
+    changed = np.union1d(np.append(nodes, found[:, 0]), adjacency[first:])  # and the nearest old ones: not none
     changed = changed[(changed >= 0) & (changed < first)].astype(np.int32)  # all edges to new keys come from these
     queue: Ids = np.empty(len(changed) + len(new), np.int32)
     queue[: len(changed)] = changed
@@ -191,6 +186,9 @@ def _best(found: Ids, score: Floats, new: Ids, products: Floats, count: int) -> 
     """`[Q,count]` ids and scores: the best of what was found and of the new keys, which score `products` `[Q,n]`."""
     ids = np.concatenate([found, np.broadcast_to(new, products.shape)], 1)
     scores = np.concatenate([score, products], 1)
+    if 2 * count < scores.shape[1]:
+        part = np.argpartition(-scores, count - 1, axis=1)[:, :count]
+        ids, scores = np.take_along_axis(ids, part, 1), np.take_along_axis(scores, part, 1)
     top = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(ids, top, 1), np.take_along_axis(scores, top, 1)
 
@@ -216,10 +214,15 @@ def _offer(
     points: Floats, adjacency: Ids, parent: Ids, nodes: Ids, offers: Ids, degree: int, keep_all: bool = False
 ) -> None:
     """Offers `nodes[i]` the neighbour `offers[i]`, for all i at once."""
-    starts, sorted_offers = graph.by_target(offers, nodes, len(adjacency))
-    asked: Ids = np.flatnonzero(np.diff(starts)).astype(np.int32)
-    starts = np.append(starts[asked], starts[-1])
-    graph.offer(points, adjacency, parent, asked, starts, sorted_offers, degree, keep_all, graph.parts())
+    if len(nodes) < len(adjacency):  # a few keys come: nothing here takes time in proportion to the others
+        asked, nodes = np.unique(nodes, return_inverse=True)
+        starts, offers = graph.by_target(offers, nodes, len(asked))
+    else:
+        starts, offers = graph.by_target(offers, nodes, len(adjacency))
+        asked = np.flatnonzero(np.diff(starts))
+        starts = np.append(starts[asked], starts[-1])
+    chunks = min(graph.parts(), 1 + len(asked) // 256)
+    graph.offer(points, adjacency, parent, asked.astype(np.int32), starts, offers, degree, keep_all, chunks)
 
 
 def _bias(points: Floats) -> Floats:

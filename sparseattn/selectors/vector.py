@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.base import Rows, Selector, check_least
 from sparseattn.selectors.nearest import load_faiss
 from sparseattn.storage import RowBuffer, State
 
@@ -24,13 +24,6 @@ _COUNTING = threading.Lock()  # faiss counts HNSW's work once for the whole proc
 def _host(part: Tensor) -> Any:
     """What faiss reads: a contiguous float32 numpy array on the CPU, a view where `part` is that already."""
     return part.detach().to("cpu", torch.float32).contiguous().numpy()
-
-
-def _least(**sizes: tuple[int, int]) -> None:
-    """ValueError for a size, given with its least value, that is below it."""
-    for name, (size, least) in sizes.items():
-        if size < least:
-            raise ValueError(f"{name} is {least} or more, got {size}")
 
 
 class IndexTable(State):
@@ -176,7 +169,7 @@ class IVF(_Vector):
     knob = "probes"
 
     def __init__(self, lists: int = 0, probes: int = 64, seed: int = 0) -> None:
-        _least(lists=(lists, 0), probes=(probes, 1))
+        check_least(lists=(lists, 0), probes=(probes, 1))
         super().__init__()
         self.lists, self.probes, self.seed = lists, probes, seed
         self.table = IndexTable()
@@ -208,25 +201,32 @@ class IVF(_Vector):
 class HNSW(_Vector):
     """A layered graph of near keys (faiss `IndexHNSWFlat`), walked greedily towards the query.
 
-    Keeps a float32 copy of the keys and `8 * degree` bytes of links a key. Links are pruned by inner product, so that
-    keys of small norm may lose every link that leads to them, and no beam finds those; none is pruned where `degree`
-    is half the keys and `build_beam` all of them. `scanned`: distances computed on all levels, faiss's own count for
-    each query head and the entry point, which it leaves out. faiss counts for the whole process: other HNSW searches
-    of the same process at the same time would be added. `scan_bytes`: that many float32 vectors, and for each node
-    walked through the `2 * degree` neighbours (int32) that it has room for; summed over the query heads.
+    Keeps a float32 copy of the keys and `8 * degree` bytes of links a key. With `metric="ip"`, links are pruned by
+    inner product, so that keys of small norm may lose every link that leads to them, and no beam finds those; none is
+    pruned where `degree` is half the keys and `build_beam` all of them. `scanned`: distances computed on all levels,
+    faiss's own count for each query head and the entry point, which it leaves out. faiss counts for the whole process:
+    other HNSW searches of the same process at the same time would be added. `scan_bytes`: that many float32 vectors,
+    and for each node walked through the `2 * degree` neighbours (int32) that it has room for; summed over the query
+    heads.
 
     Args:
         degree: links of a key, twice as many on the lowest level (faiss's M); 2 or more.
         build_beam: candidates kept when a key is linked (efConstruction).
         beam: candidates kept when a query is searched (efSearch); at least the budget is.
+        metric: "ip", inner product throughout, as RetrievalAttention's rival; or "l2", a stronger rival: one more
+            dimension gives all keys the norm of the largest, and distance then ranks them as inner products do
+            (Bachrach et al. 2014, https://doi.org/10.1145/2645710.2645741). Keys sealed later that are larger still
+            rank too low.
     """
 
     knob = "beam"
 
-    def __init__(self, degree: int = 32, build_beam: int = 200, beam: int = 128) -> None:
-        _least(degree=(degree, 2), build_beam=(build_beam, 1), beam=(beam, 1))
+    def __init__(self, degree: int = 32, build_beam: int = 200, beam: int = 128, metric: str = "ip") -> None:
+        check_least(degree=(degree, 2), build_beam=(build_beam, 1), beam=(beam, 1))
         super().__init__()
-        self.degree, self.build_beam, self.beam = degree, build_beam, beam
+        if metric not in ("ip", "l2"):
+            raise ValueError(f"metric is ip or l2, got {metric!r}")
+        self.degree, self.build_beam, self.beam, self.metric = degree, build_beam, beam, metric
         self.table = IndexTable()
 
     def append(self, rows: Rows) -> None:
@@ -234,15 +234,23 @@ class HNSW(_Vector):
         self.table.extend(rows.keys, rows.positions >= 0, self._grow)
 
     def _grow(self, index: Any, keys: Any) -> Any:
+        if self.metric == "l2":
+            rows = torch.from_numpy(keys)
+            norms = rows.square().sum(1)  # [n]
+            largest = norms.max() if index is None else torch.from_numpy(index.reconstruct(0)).square().sum()
+            keys = torch.cat([rows, (largest - norms).clamp(min=0).sqrt()[:, None]], 1).numpy()
         if index is None:
             faiss = load_faiss()
-            index = faiss.IndexHNSWFlat(keys.shape[1], self.degree, faiss.METRIC_INNER_PRODUCT)
+            metric = faiss.METRIC_L2 if self.metric == "l2" else faiss.METRIC_INNER_PRODUCT
+            index = faiss.IndexHNSWFlat(keys.shape[1], self.degree, metric)
             index.hnsw.efConstruction = self.build_beam
         index.add(keys)
         return index
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         faiss, index = load_faiss(), self.table.indexes[b][h]
+        if self.metric == "l2":
+            asked = torch.nn.functional.pad(torch.from_numpy(asked), (0, 1)).numpy()
         params, stats = faiss.SearchParametersHNSW(efSearch=max(self.beam, slots)), faiss.cvar.hnsw_stats
         found, scanned, steps = [], [], 0
         for g in range(len(asked)):

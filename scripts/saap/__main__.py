@@ -1,0 +1,136 @@
+"""The command: capture the prompts, train, write the artefact and its card."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from scripts.reference.text import load_corpus
+from scripts.saap.prompts import KINDS, TOKENS, prompts
+from sparseattn.artefact import Artefact
+from sparseattn.cli.common import progress_bar
+from sparseattn.cli.train import table
+from sparseattn.files import write_atomic
+from sparseattn.integrations.capture import capture
+from sparseattn.integrations.models import encode, reference_model
+from sparseattn.training import Filters, Recipe, train
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OUT = REPOSITORY / "sparseattn" / "data" / "saap" / "reference.safetensors"
+WORK = REPOSITORY / "build" / "saap"
+# `bench` replays the reference model with a window of 64 rows, so that far is more than 63 rows back, and half of that
+# is near, as in the paper (2047 and 1024). 1,024 buckets leave 8 rows of 8k to a bucket, not 32, but prompts visit few of
+# them (imbalance 5 to 7 on the built-in traces): in layer 1 the best order of buckets recovers 0.66 of the far mass of
+# "recall" at 1 % with 1,024 buckets, 0.61 with 512 and 0.48 with 256. The linear path that begins at the centroids
+# (residual) makes up for the few prompts: 0.34 against 0.32 in layer 2 with 256 buckets, where the best order has 0.35.
+RECIPE = Recipe(
+    clusters=1024,
+    iterations=20,
+    sample=131072,
+    hidden=96,
+    residual=True,
+    steps=1200,
+    batch=512,
+    queries=68000,
+    filters=Filters(gap=63, near=32),
+)
+
+
+def capture_all(work: Path, console: Console) -> None:
+    """Traces of all prompts in fp16, in the folders `train` and `held-out`; those there already are kept."""
+    corpus, model = load_corpus(), reference_model()
+    with progress_bar() as bar:
+        task = bar.add_task("capture", total=sum(map(sum, KINDS.values())) * TOKENS)
+        for number, (name, held_out, text) in enumerate(prompts(corpus)):
+            path = work / ("held-out" if held_out else "train") / f"{name}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                capture(
+                    model,
+                    encode(None, text),
+                    path,
+                    dtype=torch.float16,
+                    model_id="sparseattn-reference",
+                    text={"name": name, "sha256": hashlib.sha256(text).hexdigest()},
+                )
+            bar.update(task, completed=(number + 1) * TOKENS)
+    console.print(f"prompts in {work}; text: sha256 {corpus.digest}", soft_wrap=True)
+
+
+def card(path: Path, artefact: Artefact) -> str:
+    """What ships, how it was made, and its validation figures."""
+    meta = artefact.meta
+    recipe = meta["recipe"]
+    seconds = [sum(one["seconds"].values()) for one in meta["validation"]]
+    shares = [str(share) for share in recipe["shares"]]
+    ways = ("classifier", "symmetric", "oracle", "exact")
+    lines = [
+        "# SAAP artefact of the reference model",
+        "",
+        f'`Artefact.load("reference")`: {recipe["clusters"]} buckets of de-roped keys for each of {meta["heads"]} KV '
+        f"heads of layers {', '.join(map(str, artefact.layers))}, and a classifier of hidden width {recipe['hidden']} "
+        f"for each, in half precision ({path.stat().st_size:,} bytes, sha256 "
+        f"`{hashlib.sha256(path.read_bytes()).hexdigest()}`). Method: <https://arxiv.org/abs/2502.08246>.",
+        "",
+        "`GOMP_SPINCOUNT=0 python -m scripts.saap` remakes it "
+        f"from {len(meta['train'])} prompts of {TOKENS:,} bytes "
+        f"and {len(meta['held_out'])} held-out (recurring random bytes, text, both; text differs between machines). "
+        f"Training took {sum(seconds):.0f} s, {sum(seconds) / len(seconds):.0f} s a KV head, on "
+        f"{meta['machine']['cores']} cores shared with other work.",
+        "",
+        f"Share of the attention mass more than {recipe['filters']['gap']} rows back that is recovered on the held-out "
+        "prompts, within a budget of rows shared by the query heads of a KV head: buckets in the order of the trained "
+        "classifier, of symmetric k-means on the same centroids, and of their true mass; `exact` gives each query head "
+        "the budget for itself. Mean over query heads and tokens.",
+        "",
+        "| layer | head | far mass | imbalance | "
+        + " | ".join(f"{way}, {float(share):.0%}" for share in shares for way in ways)
+        + " |",
+        "|---:" * (4 + len(shares) * len(ways)) + "|",
+    ]
+    for one in meta["validation"]:
+        cells = [one["layer"], one["head"], f"{_mean(one['far_mass']):.2f}", f"{one['train']['imbalance']:.2f}"]
+        cells += [f"{_mean(one['recovered'][way][share]):.3f}" for share in shares for way in ways]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.saap", description="Remake the shipped SAAP artefact.")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work-dir", type=Path, default=WORK, help="where traces are kept")
+    parser.add_argument("--out", type=Path, default=OUT, help="the artefact to write")
+    options = parser.parse_args()
+    console = Console()
+    torch.set_num_threads(options.threads)
+    capture_all(options.work_dir, console)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with progress_bar() as bar:
+        task = bar.add_task("train", total=None)
+        artefact = train(
+            [options.work_dir / "train"],
+            options.out,
+            RECIPE,
+            held_out=[options.work_dir / "held-out"],
+            dtype=torch.float16,
+            device="cpu",
+            progress=lambda at: bar.update(
+                task, description=f"layer {at.layer} {at.stage}", completed=at.done, total=at.total
+            ),
+        )
+    assert artefact is not None
+    write_atomic(options.out.parent / "README.md", card(options.out, artefact).encode())
+    console.print(table(artefact))
+
+
+if __name__ == "__main__":
+    main()

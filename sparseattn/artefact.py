@@ -1,0 +1,352 @@
+"""SAAP's artefact: what is trained once per model, k-means centroids of keys and classifiers of queries.
+
+Saap, https://arxiv.org/abs/2502.08246. Letters: H KV heads, G query heads per KV head, D head size, C buckets, F hidden
+width, A classifiers (H, or H*G where every query head has its own).
+
+The file, format version 1 (any safetensors reader opens it):
+
+    layers.{i}.centroids                            [H,C,D]   unit length
+    layers.{i}.classifier.w1, .b1, .w2, .b2         [A,F,D] [A,F] [A,C,F] [A,C]; BatchNorm is folded into w1 and b1
+    layers.{i}.classifier.skip                      [A,C,D]   the residual variant alone
+    rope.{k}.inv_freq                               [R/2] f32 frequencies of the k-th distinct RoPE
+
+    metadata (strings, as safetensors requires):
+    format    "sparseattn-saap"
+    version   "1"
+    roped     "true": keys and queries as attention sees them; "false": de-roped
+    layers    JSON list of {"index", "rope"}; `rope` is a k or null
+    ropes     JSON list of {"scaling", "interleaved"}, one for each k
+    meta      JSON object: model id, config hash, heads, group, size, recipe, prompts, validation figures, versions
+    tensors   SHA-256 of the tensors
+
+Tensors may be stored in half precision and are float32 in memory, centroids of unit length again.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparseattn.files import write_atomic
+from sparseattn.hashes import tensors_hash
+from sparseattn.rope import Rope
+
+FORMAT = "sparseattn-saap"
+VERSION = "1"
+SHIPPED = ("reference",)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class ArtefactError(ValueError):
+    """An artefact that cannot be read, written or used for a model, in one sentence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """Linear (BatchNorm folded in), ReLU, Linear, for A heads at once: from a query to logits over the buckets.
+
+    Args:
+        w1: `[A,F,D]`.
+        b1: `[A,F]`.
+        w2: `[A,C,F]`.
+        b2: `[A,C]`.
+        skip: `[A,C,D]`, a linear path beside them (the residual variant), or None.
+
+    Raises:
+        ArtefactError: shapes that do not fit together.
+    """
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    skip: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        heads, hidden, size = self.w1.shape if self.w1.ndim == 3 else (0, 0, 0)
+        buckets = self.w2.shape[1] if self.w2.ndim == 3 else 0
+        expected = {
+            "w1": (heads, hidden, size),
+            "b1": (heads, hidden),
+            "w2": (heads, buckets, hidden),
+            "b2": (heads, buckets),
+            "skip": (heads, buckets, size),
+        }
+        for name, tensor in self.tensors().items():
+            if tuple(tensor.shape) != expected[name] or not tensor.numel():
+                given = ", ".join(f"{other} {list(t.shape)}" for other, t in self.tensors().items())
+                raise ArtefactError(
+                    f"a classifier is w1 [A,F,D], b1 [A,F], w2 [A,C,F], b2 [A,C], skip [A,C,D], got {given}"
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, `skip` only where there is one."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def logits(self, queries: Tensor) -> Tensor:
+        """`[..,A,n,C]` for queries `[..,A,n,D]`, de-roped unless the artefact is roped."""
+        hidden = F.relu(queries @ self.w1.mT + self.b1[:, None])
+        logits = hidden @ self.w2.mT + self.b2[:, None]
+        return logits if self.skip is None else logits + queries @ self.skip.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The buckets of one layer's keys, and the classifier that sends queries to them (None: symmetric k-means).
+
+    Args:
+        centroids: `[H,C,D]` float32 of unit length; a key belongs to the bucket of the largest inner product.
+        classifier: of the same D and C, for H or H*G heads.
+
+    Raises:
+        ArtefactError: shapes that do not fit together.
+    """
+
+    centroids: Tensor
+    classifier: Classifier | None = None
+
+    def __post_init__(self) -> None:
+        if self.centroids.ndim != 3 or not self.centroids.numel():
+            raise ArtefactError(f"centroids are [H,C,D], got {list(self.centroids.shape)}")
+        if self.classifier is None:
+            return
+        heads, buckets, size = self.centroids.shape
+        mine = tuple(self.classifier.w2.shape[:2] + self.classifier.w1.shape[2:])
+        if mine[1:] != (buckets, size) or mine[0] % heads:
+            raise ArtefactError(
+                f"a classifier for centroids {list(self.centroids.shape)} has a multiple of {heads} heads, {buckets} "
+                f"buckets and size {size}, got {mine[0]}, {mine[1]} and {mine[2]}"
+            )
+
+    def assign(self, keys: Tensor) -> Tensor:
+        """`[..,H,n]` int64, the bucket of every key of `[..,H,n,D]`, de-roped unless the artefact is roped."""
+        return (keys.to(self.centroids.dtype) @ self.centroids.mT).argmax(-1)
+
+    def to(self, device: torch.device | str) -> Partition:
+        """The same on another device."""
+        moved = self.classifier
+        if moved is not None:
+            moved = Classifier(**{name: tensor.to(device) for name, tensor in moved.tensors().items()})
+        return Partition(self.centroids.to(device), moved)
+
+
+class Artefact:
+    """Partitions of some layers of one model.
+
+    Attributes:
+        layers: layer -> Partition.
+        roped: whether keys and queries are taken as attention sees them; else de-roped.
+        ropes: layer -> the RoPE that it was trained with; a layer without one is not in it.
+        meta: where it comes from (see the module).
+
+    Raises:
+        ArtefactError: no layer, or a layer to be de-roped whose RoPE is not given.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, Partition],
+        *,
+        roped: bool = False,
+        ropes: Mapping[int, Rope] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.layers = dict(sorted(layers.items()))
+        self.roped = roped
+        self.ropes = dict(sorted((ropes or {}).items()))
+        self.meta = dict(meta or {})
+        if not self.layers:
+            raise ArtefactError("an artefact holds at least one layer")
+        lacking = [index for index in self.layers if index not in self.ropes]
+        if lacking and not roped:
+            raise ArtefactError(f"layer {lacking[0]} is de-roped, so the artefact needs its RoPE")
+        if not set(self.ropes) <= set(self.layers):
+            raise ArtefactError(f"the artefact has RoPEs of layers {list(self.ropes)} and layers {list(self.layers)}")
+
+    def __repr__(self) -> str:
+        return f"Artefact(model={self.meta.get('model')!r}, layers={tuple(self.layers)}, roped={self.roped})"
+
+    def check(self, layer: int, heads: int, group: int, size: int, rope: Rope | None) -> Partition:
+        """The partition of a model's layer; ArtefactError, with both sides, where it was not trained for such a one.
+
+        Args:
+            layer: number of the layer.
+            heads, group, size: the model's H, G and D.
+            rope: the RoPE that the layer applies, or None.
+        """
+        model = self.meta.get("model", "a model")
+        if layer not in self.layers:
+            raise ArtefactError(
+                f"the artefact of {model} holds layers {', '.join(map(str, self.layers))}, layer {layer} is asked for"
+            )
+        partition = self.layers[layer]
+        mine = (partition.centroids.shape[0], self.meta.get("group", group), partition.centroids.shape[2])
+        if mine != (heads, group, size):
+            raise ArtefactError(
+                f"the artefact of {model} is for {mine[0]} KV heads with {mine[1]} query heads each of size {mine[2]}, "
+                f"layer {layer} here has {heads} with {group} of size {size}"
+            )
+        classifier = partition.classifier
+        if classifier is not None and len(classifier.w1) not in (heads, heads * group):
+            raise ArtefactError(
+                f"the artefact of {model} has {len(classifier.w1)} classifiers in layer {layer}, "
+                f"{heads} or {heads * group} are needed"
+            )
+        ours = self.ropes.get(layer)
+        if ours is None or rope is None:
+            same = ours is rope
+        else:
+            same = _same(ours, rope)
+        if not same:
+            raise ArtefactError(
+                f"the artefact of {model} was trained with {_words(ours)}, layer {layer} here applies {_words(rope)}"
+            )
+        return partition
+
+    def save(self, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> None:
+        """Write the file, whole or not at all, with its tensors in `dtype` (float32, float16 or bfloat16).
+
+        Raises:
+            ArtefactError: another dtype, numbers beyond it, `meta` that JSON cannot hold, or a file that cannot be
+                written.
+        """
+        from safetensors.torch import save
+
+        if dtype not in DTYPES:
+            raise ArtefactError(f"an artefact is stored as float32, float16 or bfloat16, got {dtype}")
+        tensors: dict[str, Tensor] = {}
+        distinct: list[Rope] = []
+        listed = []
+        for index, partition in self.layers.items():
+            tensors[f"layers.{index}.centroids"] = partition.centroids
+            if partition.classifier is not None:
+                for name, tensor in partition.classifier.tensors().items():
+                    tensors[f"layers.{index}.classifier.{name}"] = tensor
+            rope = self.ropes.get(index)
+            known = next((k for k, other in enumerate(distinct) if rope is not None and _equal(rope, other)), None)
+            if rope is not None and known is None:
+                known = len(distinct)
+                distinct.append(rope)
+            listed.append({"index": index, "rope": known})
+        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ArtefactError(f"{name} has numbers that are not finite in {dtype}")
+        for k, rope in enumerate(distinct):
+            tensors[f"rope.{k}.inv_freq"] = rope.inv_freq.detach().cpu().contiguous()
+        try:
+            meta = json.dumps(self.meta, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArtefactError(f"an artefact's meta is what JSON can hold: {error}") from error
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "roped": json.dumps(self.roped),
+            "layers": json.dumps(listed),
+            "ropes": json.dumps([{"scaling": rope.scaling, "interleaved": rope.interleaved} for rope in distinct]),
+            "meta": meta,
+            "tensors": tensors_hash(tensors),
+        }
+        try:
+            write_atomic(path, save(tensors, metadata))
+        except OSError as error:
+            raise ArtefactError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path_or_name: str | os.PathLike[str]) -> Artefact:
+        """Read an artefact file; "reference" names the one that ships, for the reference model.
+
+        Raises:
+            ArtefactError: missing, damaged, not an artefact, or of another version.
+        """
+        path = locate(path_or_name)
+        metadata, tensors = _read(path)
+        try:
+            ropes = [
+                Rope(tensors.pop(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
+                for k, entry in enumerate(json.loads(metadata["ropes"]))
+            ]
+            layers: dict[int, Partition] = {}
+            of_layer: dict[int, Rope] = {}
+            for entry in json.loads(metadata["layers"]):
+                index = int(entry["index"])
+                layers[index] = _partition(tensors, f"layers.{index}.")
+                if entry["rope"] is not None:
+                    of_layer[index] = ropes[entry["rope"]]
+            meta, roped = json.loads(metadata["meta"]), json.loads(metadata["roped"])
+            if tensors or not isinstance(meta, dict) or not isinstance(roped, bool):
+                raise ArtefactError("it holds what no artefact has")
+            return cls(layers, roped=roped, ropes=of_layer, meta=meta)
+        except ArtefactError as error:
+            raise ArtefactError(f"{path} is a damaged artefact: {error}") from error
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ArtefactError(
+                f"{path} is a damaged artefact: its metadata and tensors do not fit together"
+            ) from error
+
+
+def locate(path_or_name: str | os.PathLike[str]) -> Path:
+    """The file that a path, or the name of one that ships, means; ArtefactError where there is none."""
+    path = Path(path_or_name)
+    if os.fspath(path_or_name) in SHIPPED:
+        path = Path(str(importlib.resources.files("sparseattn") / "data" / "saap" / f"{path_or_name}.safetensors"))
+    if not path.is_file():
+        names = ", ".join(SHIPPED)
+        raise ArtefactError(f"{path} is no artefact file (`sparseattn train` makes one), nor one that ships ({names})")
+    return path
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ArtefactError(f"{path} is a safetensors file, but not an artefact (`sparseattn train` makes one)")
+            if metadata.get("version") != VERSION:
+                raise ArtefactError(
+                    f"{path} is an artefact of version {metadata.get('version')}, this sparseattn reads {VERSION}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise ArtefactError(f"{path} is damaged or no artefact: {error}") from error
+    if tensors_hash(tensors) != metadata.get("tensors"):
+        raise ArtefactError(f"{path} is a damaged artefact: its tensors are not those that were written")
+    return metadata, tensors
+
+
+def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:
+    """Takes a layer's tensors out of `tensors`."""
+    centroids = F.normalize(tensors.pop(f"{prefix}centroids").float(), dim=-1)
+    names = [field.name for field in fields(Classifier) if f"{prefix}classifier.{field.name}" in tensors]
+    parts = {name: tensors.pop(f"{prefix}classifier.{name}").float() for name in names}
+    return Partition(centroids, Classifier(**parts) if parts else None)
+
+
+def _equal(a: Rope, b: Rope) -> bool:
+    return (a.scaling, a.interleaved) == (b.scaling, b.interleaved) and torch.equal(a.inv_freq, b.inv_freq)
+
+
+def _same(a: Rope, b: Rope) -> bool:
+    """The same rotation, but for the rounding of frequencies that were computed elsewhere."""
+    if a.interleaved != b.interleaved or a.rotated != b.rotated or abs(a.scaling - b.scaling) > 1e-5 * a.scaling:
+        return False
+    return torch.allclose(a.inv_freq.cpu(), b.inv_freq.cpu(), rtol=1e-5, atol=0)
+
+
+def _words(rope: Rope | None) -> str:
+    if rope is None:
+        return "no RoPE"
+    slow, layout = rope.inv_freq.min().item(), "interleaved" if rope.interleaved else "halves"
+    return f"a RoPE of {rope.rotated} dimensions ({layout}, slowest {slow:.4g} radians, scaling {rope.scaling:.4g})"

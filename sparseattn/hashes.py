@@ -1,0 +1,25 @@
+"""SHA-256 of tensors, and random streams seeded by one, so that no draw depends on how many were made elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and contents (of tensors with at least one dimension)."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for part in tensor.detach().cpu():  # a row of it at a time: `contiguous` copies what is a view
+            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def stream(*place: int | str) -> torch.Generator:
+    """A generator on the CPU of its own for every place, such as (seed, layer, head, step)."""
+    digest = hashlib.sha256(repr(place).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

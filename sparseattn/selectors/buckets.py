@@ -1,0 +1,244 @@
+"""The bucket table that SAAP and symmetric k-means share: keys in a trained partition, each bucket's rows contiguous.
+
+https://arxiv.org/abs/2502.08246
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.artefact import Artefact, Partition, locate
+from sparseattn.hashes import tensors_hash
+from sparseattn.rope import Rope
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, Selector, check_group, vote
+from sparseattn.storage import RowBuffer
+
+CHUNK = 1 << 24  # products of keys and centroids held at once while keys are assigned: 64 MiB
+
+
+_SHARED: weakref.WeakValueDictionary[tuple[str, int, int], Artefact] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameters:
+    """What a layer's artefact says, where the layer's rows lie.
+
+    Args:
+        partition: centroids and, where the method uses it, the classifier.
+        rope: what keys and queries are turned back by; None: they are taken as attention sees them.
+        group: query heads per KV head for which this was checked; None: for keys alone.
+    """
+
+    partition: Partition
+    rope: Rope | None
+    group: int | None
+
+    @property
+    def buckets(self) -> int:
+        """C."""
+        return self.partition.centroids.shape[1]
+
+    def plain(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`x` `[B,H,n,D]` in float32, before RoPE if the artefact is de-roped. `positions`: `[B,n]` or `[B,1]`."""
+        x = x.float()
+        return x if self.rope is None else self.rope.unrotate(x, positions[:, None])
+
+
+class Partitioned(Selector):
+    """Keys in the buckets of a partition trained beforehand; a query reads all rows of the buckets it ranks highest.
+
+    A key joins the bucket of the centroid with which its inner product is largest, before RoPE unless the artefact is
+    roped. Every sealed batch is stored bucket by bucket, a segment. When a segment is no longer than those behind it
+    together, they become one (a permutation of the zone's last rows): after N rows in seals of n there are at most
+    `log2(N/n) + 2` segments, and a row has moved at most `log2(N/n) + 1` times.
+
+    Slots are as many as the `probes` largest buckets could fill, so they depend on what is stored and on the budget,
+    not on the query. A budget cuts the last bucket that it reaches, behind its oldest rows. Buckets may be empty.
+
+    Args:
+        artefact: file of a trained partition, or "reference", the one for the package's reference model.
+        probes: buckets that a query visits, all if there are fewer; 32 in the paper.
+        group: how a query group votes: "softmax" (the paper's joint probing) sums its query heads' probabilities,
+            "each" lets every query head visit its own buckets, "sum" and "max" are of the raw scores.
+        span: most rows of a slot, a power of two.
+
+    `scanned`: buckets scored, all of them. `scan_bytes`: the model that scores them, once per KV head, and 8 bytes for
+    each visited bucket of each segment.
+
+    Raises:
+        ValueError: an argument out of its range; an artefact that is not there.
+    """
+
+    knob = "probes"
+
+    def __init__(self, artefact: str = "reference", probes: int = 32, group: str = "softmax", span: int = 16) -> None:
+        if probes < 1:
+            raise ValueError(f"probes is 1 or more buckets, got {probes}")
+        if span < 1 or span & (span - 1):
+            raise ValueError(f"span is a power of two (16, 32, ...), got {span}")
+        locate(artefact)
+        self.artefact, self.probes, self.group, self.span = artefact, probes, check_group(group), span
+        # [B,H,R,C+2] int32: rows of bucket c in segment r are edges[c] to edges[c+1]; bucket C is padding
+        self.edges = RowBuffer(2)
+        self._held: Artefact | None = None
+        self._here: Parameters | None = None
+        self._slots: list[int] = []  # `_most` of what is stored, or of more after `reorder`; empty: not known yet
+
+    # -- the artefact ----------------------------------------------------------------------------------------------
+
+    def trained(self) -> Artefact:
+        """The artefact, read once for all layers and all selectors of the process that name the same file."""
+        if self._held is None:
+            path = locate(self.artefact)
+            stat = path.stat()
+            key = (str(path.resolve()), stat.st_mtime_ns, stat.st_size)
+            self._held = _SHARED.get(key) or _SHARED.setdefault(key, Artefact.load(path))
+        return self._held
+
+    def for_layer(self, layer: int, rope: Rope | None = None) -> Partitioned:
+        self.trained()  # now, so that all layers share it
+        return super().for_layer(layer, rope)
+
+    def index_arguments(self) -> dict[str, Any]:
+        partition = self.trained().layers.get(self.layer)
+        centroids = {} if partition is None else {"centroids": partition.centroids}
+        return {**super().index_arguments(), "centroids": tensors_hash(centroids)}
+
+    def reset(self) -> None:
+        super().reset()
+        self._here, self._slots = None, []
+
+    def _used(self, partition: Partition) -> Partition:
+        """What of the layer's partition the method needs: here the centroids."""
+        return Partition(partition.centroids)
+
+    def _parameters(self, like: Tensor, group: int | None = None) -> Parameters:
+        """Those of this layer, on the device of `like` `[B,H,n,D]`, keys or the queries of groups of `group`.
+
+        Raises:
+            ValueError: an artefact that was trained for another layer, shape or RoPE.
+        """
+        own = self._here
+        if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
+            trained, rope = self.trained(), self.rope
+            if rope is None and not trained.roped:
+                raise ValueError(
+                    f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
+                    f"known here: pass it to for_layer(layer, rope), or use an artefact of roped keys where the layer "
+                    f"applies none or one whose frequencies change with the length of the sequence"
+                )
+            asked = group or trained.meta.get("group", 1)
+            partition = trained.check(self.layer, like.shape[1], asked, like.shape[3], rope)
+            if rope is not None:
+                rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
+            partition = self._used(partition).to(like.device)
+            self._here = own = Parameters(partition, None if trained.roped else rope, group)
+        return own
+
+    # -- the table -------------------------------------------------------------------------------------------------
+
+    def append(self, rows: Rows) -> Tensor:
+        own = self._parameters(rows.keys)
+        new = rows.keys.shape[2]
+        bucket = _assigned(rows, own)  # [B,H,n]
+        starts = [0]
+        if self.edges.rows:
+            table = self.edges.data[0, 0]  # segments begin and end alike in all heads
+            starts = [*table[:, 0].tolist(), int(table[-1, -1])]
+        kept, low = _kept(starts, new)
+        if kept < self.edges.rows:
+            bucket = torch.cat([self._stored(kept), bucket], 2)
+            self.edges.resize(kept, self.edges.full)
+        sizes = torch.zeros(*bucket.shape[:2], own.buckets + 1, dtype=torch.int64, device=bucket.device)
+        ends = low + sizes.scatter_add_(2, bucket, torch.ones_like(bucket)).cumsum(2)  # [B,H,C+1]
+        edges = torch.nn.functional.pad(ends, (1, 0), value=low)
+        self.edges.append(edges[:, :, None].int())
+        self._slots = []
+        self._most()
+        return bucket.argsort(dim=2, stable=True)
+
+    def _stored(self, first: int = 0) -> Tensor:
+        """`[B,H,n]` int64: the bucket of every row from segment `first` on; C for padding."""
+        table = self.edges.data[:, :, first:]
+        low, high = int(table[0, 0, 0, 0]), int(table[0, 0, -1, -1])
+        place = torch.arange(low, high, dtype=torch.int32, device=table.device).expand(*table.shape[:2], -1)
+        ends = table[..., 1:].flatten(2).contiguous()  # segments follow each other, so these rise
+        return torch.searchsorted(ends, place.contiguous(), right=True) % (table.shape[3] - 1)
+
+    def _most(self) -> list[int]:
+        """Entry p: the most slots that p + 1 buckets of a head fill. On a GPU the host waits for it once a seal."""
+        if not self._slots:
+            length = self.edges.data.diff(dim=-1)[..., :-1]  # [B,H,R,C]
+            slots = (length + self.span - 1).div(self.span, rounding_mode="floor").sum(2)
+            self._slots = slots.sort(-1, descending=True).values.cumsum(-1).amax((0, 1)).tolist()
+        return self._slots
+
+    # -- the query -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor | int, Tensor | int]:
+        """Scores every bucket for a query `[B,H,G,D]` at `positions` `[B]`.
+
+        Returns:
+            scores `[B,H,G,C]`, logits of what `group` "softmax" sums; what was scored for a query head and the bytes
+            read for that per KV head, each an int or `[B,1]`.
+        """
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads, group, _ = query.shape
+        if not self.edges.rows:
+            return Selection.none(batch, heads, query.device)
+        own = self._parameters(query, group)
+        scores, scored, read = self.rank(query, positions, own)
+        scores = vote(scores, self.group)  # [B,Hs,C]
+        table = self.edges.data
+        segments, chosen, buckets = table.shape[2], *scores.shape[1:]
+        probes, each = min(self.probes, buckets), chosen // heads
+        ids = scores.topk(probes, dim=-1).indices.view(batch, heads, 1, each * probes).expand(-1, -1, segments, -1)
+        start = table.gather(3, ids)  # [B,H,R,each*P]
+        length = table.gather(3, ids + 1) - start
+        start, length = (  # [B,Hs,P*R], best bucket first, its oldest rows first
+            x.unflatten(3, (each, probes)).permute(0, 1, 3, 4, 2).reshape(batch, chosen, -1) for x in (start, length)
+        )
+        most = self._most()[probes - 1]  # slots are filled from the first on, so none of them is cut off
+        found = Selection.runs(start, length, self.span, min(budget, most * self.span))
+        real = (table[:, :1, :, buckets] > table[:, :1, :, 0]).any(2)  # [B,1] a sequence has any row
+        return Selection(
+            found.start[..., :most],
+            found.length[..., :most],
+            self.span,
+            (real * scored).expand(-1, chosen),
+            (real * (read + 8 * each * probes * segments)).expand(-1, heads),
+        )
+
+
+def _kept(starts: list[int], new: int) -> tuple[int, int]:
+    """How many segments stay as they are when `new` rows come behind them, and where the last of these ends.
+
+    Args:
+        starts: of each segment, and the end of the last.
+    """
+    end = starts[-1] + new
+    kept = len(starts) - 1
+    while kept and starts[kept] - starts[kept - 1] <= end - starts[kept]:  # no longer than what is behind it
+        kept -= 1
+    return kept, starts[kept]
+
+
+def _assigned(rows: Rows, own: Parameters) -> Tensor:
+    """`[B,H,n]` int64: the bucket of every key, C for padding."""
+    batch, heads, new, _ = rows.keys.shape
+    step = max(CHUNK // (batch * heads * own.buckets), 1)
+    found = torch.empty(batch, heads, new, dtype=torch.int64, device=rows.keys.device)
+    for first in range(0, new, step):
+        part = slice(first, first + step)
+        keys = own.plain(rows.keys[:, :, part], rows.positions[:, part])
+        found[:, :, part] = own.partition.assign(keys)
+    return found.masked_fill_((rows.positions < 0)[:, None], own.buckets)

@@ -1,0 +1,24 @@
+"""k-means, SAAP's symmetric baseline: a query visits the buckets of its nearest centroids.
+
+https://arxiv.org/abs/2502.08246
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparseattn.selectors.buckets import Parameters, Partitioned
+
+
+class KMeans(Partitioned):
+    """Ranks the buckets by `softmax(<q,c> / sqrt(D))`, q the query and c a centroid; with roped or de-roped vectors, as
+    the artefact was trained.
+
+    The paper does not say how a group combines its ranks: by default as SAAP does, by the sum of probabilities
+    (`group="softmax"`); "sum" is the sum of the raw products. Other arguments: see `Partitioned`.
+    """
+
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
+        centroids = own.partition.centroids
+        scores = own.plain(query, positions[:, None]) @ centroids.mT / query.shape[-1] ** 0.5  # [B,H,G,C]
+        return scores, own.buckets, centroids[0].nbytes

@@ -1,0 +1,54 @@
+"""SAAP: keys in k-means buckets, queries sent to buckets by a trained classifier. https://arxiv.org/abs/2502.08246"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.artefact import Partition
+from sparseattn.selectors.buckets import Parameters, Partitioned
+
+
+class SAAP(Partitioned):
+    """Ranks the buckets by the probabilities that a classifier gives them, summed over the query group (Eq. 2).
+
+    The classifier learns which share of a query's attention falls in each bucket. It is computed in float32 with batch
+    normalisation folded in. The paper's setting is sink 1, window 2047, layer 0 dense: the first two are the cache's,
+    the last is the caller's choice. Arguments: see `Partitioned`; `group="each"` is the paper's ablation of independent
+    queries.
+    """
+
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
+        classifier = own.partition.classifier
+        assert classifier is not None
+        batch, heads, group, size = query.shape
+        asked = own.plain(query, positions[:, None])
+        logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
+        read = sum(tensor.nbytes for tensor in classifier.tensors().values()) // heads
+        return logits.view(batch, heads, group, -1), own.buckets, read
+
+    def _used(self, partition: Partition) -> Partition:
+        if partition.classifier is None:
+            raise ValueError(
+                f"{self.artefact} holds no query classifier for layer {self.layer}, which SAAP needs: train one, or "
+                f"use KMeans"
+            )
+        return partition
+
+
+class PerfectBuckets(Partitioned):
+    """Ranks the buckets by the attention that they hold: SAAP with a perfect classifier. For measuring only.
+
+    Scores every sealed key, so that what SAAP loses to a classifier and what to the partition are told apart. A group
+    sums the shares that its query heads' attention to the sealed rows has in a bucket. Arguments: see `Partitioned`.
+    """
+
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets
+        padding = bucket == buckets  # [B,H,N]
+        logits = query.double() @ keys.double().mT / query.shape[-1] ** 0.5  # float64: small shares rank too
+        weights = logits.masked_fill(padding[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)  # [B,H,G,N]
+        share = weights.new_zeros(*query.shape[:3], buckets + 1)
+        share.scatter_add_(3, bucket[:, :, None].expand_as(weights), weights)
+        real = (~padding[:, :1]).sum(-1)  # [B,1]
+        return share[..., :-1].log(), real, real * keys.shape[-1] * keys.element_size()

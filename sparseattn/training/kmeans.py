@@ -1,0 +1,104 @@
+"""Spherical k-means of keys, by faiss; Saap, https://arxiv.org/abs/2502.08246, sections 3.3 and 4.1.
+
+Letters: n keys, D head size, C clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from sparseattn.training.data import TrainingError, assign, unit
+
+ROUNDS = 10  # of repair; each splits as many of the largest clusters as there are empty ones
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a set of keys falls into C clusters.
+
+    Attributes:
+        inertia: mean squared distance of a key of length one to its centroid, 2 - 2 cos.
+        imbalance: C * sum p^2, by how much a key's own bucket is larger than the mean one; 1 is even.
+        largest: share of the keys in the largest bucket.
+        empty: buckets without a key.
+    """
+
+    inertia: float
+    imbalance: float
+    largest: float
+    empty: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def balance(keys: Tensor, centroids: Tensor) -> Balance:
+    """Of keys `[n,D]` in the clusters of centroids `[C,D]`."""
+    keys = unit(keys)
+    member = assign(keys, centroids)
+    share = torch.bincount(member, minlength=len(centroids)).double() / len(keys)
+    cos = (keys * centroids[member]).sum(-1).double()
+    return Balance(
+        inertia=float((2 - 2 * cos).mean()),
+        imbalance=float(len(centroids) * share.square().sum()),
+        largest=float(share.max()),
+        empty=int((share == 0).sum()),
+    )
+
+
+def spherical_kmeans(keys: Tensor, clusters: int, *, iterations: int = 25, seed: int = 0) -> Tensor:
+    """Centroids `[C,D]` float32 of length one, of keys `[n,D]` taken by their direction alone.
+
+    faiss trains on the GPU if it was built for one and the keys are on it. Clusters left empty take the worst placed
+    keys of the largest ones, unless there are fewer different keys than clusters.
+
+    Raises:
+        TrainingError: more clusters than keys.
+        ImportError: faiss is missing.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError(
+            "the k-means of training is faiss's, which is not installed: pip install 'sparseattn[faiss]' (or "
+            "'sparseattn[faiss-gpu]')"
+        ) from error
+    if clusters < 1 or iterations < 1:
+        raise TrainingError(f"k-means takes at least 1 cluster and 1 iteration, got {clusters} and {iterations}")
+    if clusters > len(keys):
+        raise TrainingError(f"{clusters} clusters are more than the {len(keys)} keys to find them in")
+    keys = unit(keys)
+    on_gpu = keys.is_cuda and hasattr(faiss, "get_num_gpus") and faiss.get_num_gpus() > 0
+    trainer = faiss.Kmeans(
+        keys.shape[1],
+        clusters,
+        niter=iterations,
+        spherical=True,
+        seed=seed,
+        gpu=on_gpu,
+        min_points_per_centroid=1,  # fewer than faiss's 39 are no reason for a warning
+        max_points_per_centroid=len(keys),  # the sample is bounded already
+    )
+    trainer.train(keys.cpu().contiguous().numpy())
+    centroids = unit(torch.from_numpy(trainer.centroids).to(keys.device))
+    return repaired(keys, centroids)
+
+
+def repaired(keys: Tensor, centroids: Tensor) -> Tensor:
+    """Centroids `[C,D]` without empty clusters for keys `[n,D]` of length one, as far as keys differ."""
+    centroids = centroids.clone()
+    for _ in range(ROUNDS):
+        member = assign(keys, centroids)
+        sizes = torch.bincount(member, minlength=len(centroids))
+        empty = (sizes == 0).nonzero().flatten()
+        if not len(empty):
+            break
+        distance = 1 - (keys * centroids[member]).sum(-1)
+        for free, full in zip(empty.tolist(), sizes.argsort(descending=True, stable=True).tolist(), strict=False):
+            own = member == full
+            if int(sizes[full]) > 1:
+                centroids[free] = keys[distance.masked_fill(~own, -1).argmax()]
+    return centroids
