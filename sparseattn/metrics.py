@@ -10,6 +10,7 @@ three things that papers call selectivity: rows scanned, rows attended, bytes re
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ class Evaluation:
     """What one selector did at one budget on one trace.
 
     Args:
-        trace, selector, budget: what was measured; `selector` is its repr.
+        trace, selector, label, budget: what was measured; `selector` is its repr, `label` its short form.
         settings: sink, window, seal, last, tokens and the rest that a repetition needs.
         layers: model layers, in the order of the first dimension of `heads`.
         heads: measure -> `[layers,H*G]` float64, the mean over the decoded tokens for each query head (measures of a
@@ -65,6 +66,7 @@ class Evaluation:
 
     trace: str
     selector: str
+    label: str
     budget: Budget
     settings: dict[str, Any]
     layers: tuple[int, ...]
@@ -84,6 +86,7 @@ class Evaluation:
         out: dict[str, Any] = {
             "trace": self.trace,
             "selector": self.selector,
+            "label": self.label,
             "budget": self.budget,
             **self.settings,
             "layers": list(self.layers),
@@ -112,6 +115,7 @@ def evaluate(
     last: int = 32,
     layers: Sequence[int] | None = None,
     seal: int | None = None,
+    indexes: str | os.PathLike[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
@@ -124,13 +128,23 @@ def evaluate(
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
         seal: as in `KVCache`; default the selector's span, so that less than a span of further dense rows flatters it.
+        indexes: folder of index files, as in `KVCache`; default none are kept.
         progress: called with 1 after every decoded token of a layer.
 
     Raises:
         ValueError: settings that leave no row to select, a layer that is not there or slides, or an unfit budget.
     """
     return evaluate_budgets(
-        trace, selector, [budget], sink=sink, window=window, last=last, layers=layers, seal=seal, progress=progress
+        trace,
+        selector,
+        [budget],
+        sink=sink,
+        window=window,
+        last=last,
+        layers=layers,
+        seal=seal,
+        indexes=indexes,
+        progress=progress,
     )[0]
 
 
@@ -149,6 +163,7 @@ def evaluate_budgets(
     last: int = 32,
     layers: Sequence[int] | None = None,
     seal: int | None = None,
+    indexes: str | os.PathLike[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
@@ -160,7 +175,7 @@ def evaluate_budgets(
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = trace.layer(index)
-        cache = KVCache(method.for_layer(index, layer.rope), sink=sink, window=window, seal=seal)
+        cache = KVCache(method.for_layer(index, layer.rope), sink=sink, window=window, seal=seal, indexes=indexes)
         _append(cache, layer, trace.positions, 0, trace.tokens - last)
         cache.seal()
         per_layer.append([_replay(cache.clone(), layer, trace.positions, budget, last, progress) for budget in budgets])
@@ -177,6 +192,7 @@ def evaluate_budgets(
         Evaluation(
             trace.name,
             repr(method),
+            method.label(),
             budget,
             settings,
             tuple(indices),

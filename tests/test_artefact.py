@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.resources
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from sparseattn.hashes import tensors_hash
 from sparseattn.rope import Rope
 
 HEADS, GROUP, SIZE, BUCKETS, HIDDEN = 2, 3, 8, 5, 7
+THETA = 1e7  # of the reference model
 
 
 def classifier(heads: int = HEADS, skip: bool = False) -> Classifier:
@@ -203,3 +206,19 @@ def test_a_roped_artefact_needs_no_rope(tmp_path: Path) -> None:
     again = Artefact.load(tmp_path / "a.safetensors")
     assert again.roped
     again.check(0, HEADS, GROUP, SIZE, None)
+
+
+def test_what_ships() -> None:
+    path = Path(str(importlib.resources.files("sparseattn"))) / "data" / "saap" / "reference.safetensors"
+    assert path.stat().st_size < 4_500_000
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in (path.parent / "README.md").read_text()
+    shipped = Artefact.load("reference")
+    assert (tuple(shipped.layers), shipped.roped, shipped.meta["model"]) == (
+        (0, 1, 2, 3),
+        False,
+        "sparseattn-reference",
+    )
+    for index in shipped.layers:
+        assert shipped.check(index, 2, 4, 64, Rope.of(64, THETA)).classifier is not None
+    config = json.loads((path.parents[1] / "reference" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == THETA

@@ -22,6 +22,7 @@ pytest.importorskip("faiss")
 from typer.testing import CliRunner
 
 from sparseattn.artefact import Artefact
+from sparseattn.builtin import recall_bytes
 from sparseattn.cli import app
 from sparseattn.rope import Rope
 from sparseattn.synthetic import synthetic
@@ -31,7 +32,7 @@ from sparseattn.training import data as samples
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.data import HeadView, Held, Prompt
 from sparseattn.training.kmeans import balance, repaired, spherical_kmeans
-from sparseattn.training.train import classifier_scores, recovered, symmetric_scores
+from sparseattn.training.train import classifier_scores, mean_lengths, recovered, symmetric_scores
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
 FILTERS = Filters(gap=31, near=16)
@@ -261,6 +262,21 @@ def test_each_head_is_torchs_own_stack() -> None:
         torch.testing.assert_close(alone.variance[head], own[1].running_var)
         own.eval()
         torch.testing.assert_close(alone.eval()(queries)[head], own(queries[head]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_linear_path_begins_as_symmetric_kmeans() -> None:
+    keys = view().inputs[1:]
+    centroids = spherical_kmeans(keys, 8)
+    member, total = samples.assign(keys, centroids), torch.zeros(8)
+    for key, bucket in zip(keys, member.tolist(), strict=True):
+        total[bucket] += key.norm()
+    lengths = mean_lengths(keys, centroids)
+    torch.testing.assert_close(lengths, total / torch.bincount(member, minlength=8))
+    model = QueryClassifier(places(1), SIZE, 12, 8, (0.25 * lengths[:, None] * centroids)[None])
+    model.w2.data.zero_()
+    query = torch.randn(1, 5, SIZE)
+    expected = 0.25 * query @ (lengths[:, None] * centroids).T
+    torch.testing.assert_close(model.eval()(query), expected)
 
 
 def test_loss_in_both_directions() -> None:
@@ -680,3 +696,29 @@ def test_prompts_are_told_apart_without_a_hash_of_tokens(tmp_path: Path) -> None
     opened = samples.open_prompts([tmp_path], FILTERS)
     assert isinstance(opened.train[0], Prompt)
     assert opened.train[0].sha256 != opened.held_out[0].sha256
+
+
+def test_prompts_of_the_shipped_artefact() -> None:
+    prompts = pytest.importorskip("scripts.saap.prompts")
+    numpy = pytest.importorskip("numpy")
+    text = numpy.frombuffer(b"Some words, Apache License. " + bytes(range(32, 127)) * 200, dtype=numpy.uint8)
+    for make in (prompts.recall, prompts.plain, prompts.mixed):
+        one, again, other = (make(numpy.random.default_rng(seed), text) for seed in (1, 1, 2))
+        assert len(one) == prompts.TOKENS
+        assert one == again != other
+        assert prompts.LICENCE not in one.lower()
+        assert one != recall_bytes()
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_as_well(folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(**{**SMALL, "steps": 100})
+    made = [train([folder], tmp_path / f"{device}.safetensors", recipe, device=device) for device in ("cpu", "cuda")]
+    again = train([folder], tmp_path / "again.safetensors", recipe, device="cuda")
+    assert made[0] is not None
+    assert made[1] is not None
+    assert again is not None
+    same_weights(made[1], again)
+    for one, other in zip(made[0].meta["validation"], made[1].meta["validation"], strict=True):
+        for way, curve in one["recovered"].items():
+            assert curve["0.05"] == pytest.approx(other["recovered"][way]["0.05"], abs=0.1), way

@@ -19,6 +19,7 @@ from sparseattn.cli import report
 from sparseattn.cli.common import errors, in_a_sentence, integers, open_trace, progress_bar, results_folder
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
+from sparseattn.indexes import usable_folder
 from sparseattn.metrics import Evaluation, check_replay, evaluate_budgets, usable_layers
 from sparseattn.selectors import SELECTORS, Selector, make_selector
 from sparseattn.traces import Trace
@@ -51,6 +52,9 @@ def bench(
     seal: Annotated[
         int | None, typer.Option(help="Rows that wait before sealing; default the selector's span.")
     ] = None,
+    indexes: Annotated[
+        Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the records, bench.jsonl, and the figures; an earlier run's are replaced.")
     ] = Path("bench"),
@@ -81,7 +85,9 @@ def bench(
     found: list[list[Evaluation]] = [[] for _ in opened]  # per trace
     lines: list[str] = []
     context = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
-    settings = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
+    if indexes is not None:
+        usable_folder(indexes)
+    settings = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal, "indexes": indexes}
     for i, new in _measure(opened, methods, budgets, settings):
         found[i] += new
         fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]

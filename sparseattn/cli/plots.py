@@ -32,14 +32,14 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
     """Quality against cost for every selector of one trace, a point a budget, as a PNG."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
-    methods = list(dict.fromkeys(one.selector for one in results))
+    methods = list(dict.fromkeys(one.label for one in results))
     columns = (("bytes_share", "bytes read / bytes of the cache"), ("attended", "rows attended per query head"))
     rows = (("mass", "recovered attention mass"), ("relative_error", "relative output error"))
     for i, (quality, quality_label) in enumerate(rows):
         for j, (cost, cost_label) in enumerate(columns):
             axis = axes[i][j]
             for k, method in enumerate(methods):
-                points = sorted((one.mean(cost), one.mean(quality)) for one in results if one.selector == method)
+                points = sorted((one.mean(cost), one.mean(quality)) for one in results if one.label == method)
                 axis.plot(*zip(*points, strict=True), **_style(k, method))
             axis.set_xscale("log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

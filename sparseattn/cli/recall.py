@@ -33,7 +33,7 @@ from sparseattn.selectors import SELECTORS, Selector, make_selector
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 
-SELECTED = ("flat", "ivf", "hnsw", "retrieval", "retrieval:metric=query")
+SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
 KEYS = "131072"
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
@@ -104,7 +104,7 @@ def recall(
     The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the largest --keys; with several --keys also
     scaling.png. Selectors that learn from queries learn from those of the indexed tokens, in the control from the keys.
     """
-    methods = list({report.short(one): one for one in map(make_selector, selector or SELECTED)}.items())
+    methods = list({one.label(knob=False): one for one in map(make_selector, selector or SELECTED)}.items())
     turns, indices = integers(values, "--values"), integers(layers, "--layers")
     if queries < 1 or sink < 0:
         raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {queries} and {sink}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from rich.table import Table
 from sparseattn.budget import Budget
 from sparseattn.curves import Curve
 from sparseattn.metrics import Evaluation
-from sparseattn.selectors import Selector
 
 TOLERANCE = 0.01
 WIDE = 150  # columns that the whole table needs
@@ -40,12 +38,12 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
         out.add_column(name, justify="right", no_wrap=True)
     for one in results:
         if not per_head:
-            out.add_row(one.selector, budget_label(one.budget), *(_cell(one, column, None) for column in columns))
+            out.add_row(one.label, budget_label(one.budget), *(_cell(one, column, None) for column in columns))
             continue
         for i, layer in enumerate(one.layers):
             for head in range(one.heads["mass"].shape[1]):
                 cells = [_cell(one, column, (i, head)) for column in columns]
-                out.add_row(one.selector, budget_label(one.budget), str(layer), str(head), *cells)
+                out.add_row(one.label, budget_label(one.budget), str(layer), str(head), *cells)
     return out
 
 
@@ -88,7 +86,7 @@ def verdict(results: Sequence[Evaluation]) -> str:
     """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
     pairs: dict[tuple[str, str], list[Evaluation]] = {}
     for one in results:
-        pairs.setdefault((one.selector, budget_label(one.budget)), []).append(one)
+        pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
     scored = []
     for (method, budget), ones in pairs.items():
         error = max(one.mean("relative_error") for one in ones)
@@ -128,16 +126,6 @@ class Column:
     title: str
     asked: Mapping[str, Curve]
     control: Mapping[str, Curve]
-
-
-def short(selector: Selector) -> str:
-    """The class and the arguments that are not as by default; the knob, which `recall` turns, is left out."""
-    changed = [
-        f"{name}={getattr(selector, name)!r}"
-        for name, parameter in inspect.signature(type(selector)).parameters.items()
-        if name != selector.knob and getattr(selector, name) != parameter.default
-    ]
-    return type(selector).__name__ + (f"({', '.join(changed)})" if changed else "")
 
 
 LEVEL = 0.95  # the recall to reach

@@ -60,7 +60,9 @@ def train(
     short_range: Annotated[
         bool, typer.Option("--short-range", help="Ablation: no long-range filter (gap 0, near 0).")
     ] = False,
-    residual: Annotated[bool, typer.Option("--residual", help="Ablation: a linear path beside the layers.")] = False,
+    residual: Annotated[
+        bool, typer.Option("--residual", help="A linear path beside the classifier's layers, begun at the centroids.")
+    ] = False,
     per_query_head: Annotated[
         bool, typer.Option("--per-query-head", help="Ablation: a classifier for each query head.")
     ] = False,

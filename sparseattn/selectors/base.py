@@ -156,6 +156,15 @@ class Selector(ABC):
         names = [name for name in inspect.signature(type(self)).parameters if name != self.knob]
         return {name: getattr(self, name) for name in names}
 
+    def label(self, *, knob: bool = True) -> str:
+        """The class and the arguments that are not as by default, the `knob` among them or not."""
+        changed = [
+            f"{name}={getattr(self, name)!r}"
+            for name, parameter in inspect.signature(type(self)).parameters.items()
+            if getattr(self, name) != parameter.default and (knob or name != self.knob)
+        ]
+        return type(self).__name__ + (f"({', '.join(changed)})" if changed else "")
+
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"

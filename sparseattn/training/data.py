@@ -417,8 +417,11 @@ def examples(
 
 
 def _at_once(device: torch.device, tokens: int) -> int:
-    """Queries whose scores are computed at once: on a CPU as many as the caches hold, three times the speed."""
-    return max(1, (BLOCK if device.type == "cpu" else 64 * BLOCK) // tokens)
+    """Queries whose scores are computed at once: on a CPU as many as the caches hold, three times the speed at 8k.
+
+    But at least 32, for the sake of the product: 1.2 ms a query at 100k tokens and D = 128, against 2.3 ms with 10.
+    """
+    return max(32, (BLOCK if device.type == "cpu" else 64 * BLOCK) // tokens)
 
 
 def _margin(scores: Tensor, at: Tensor, positions: Tensor, filters: Filters) -> Tensor:

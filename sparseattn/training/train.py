@@ -62,7 +62,8 @@ class Recipe:
         shares: budgets of validation, as shares of the context.
         filters: which pairs and queries count.
         roped: buckets and classifier of vectors as attention sees them, not de-roped.
-        residual: a linear path beside the classifier's two layers.
+        residual: a linear path beside the classifier's two layers, which begins as symmetric k-means (the paper does
+            not say how its residual variant begins, and found none better): fewer prompts do.
         per_query_head: a classifier for each query head, not one for the group.
         symmetric: no classifier, queries go to the nearest centroids.
         reverse: the other direction of the loss, KL(f || smoothed target).
@@ -408,7 +409,7 @@ def _centroids(
             keys = torch.cat(samples.pop(head))
             seed = int(torch.randint(2**31, (), generator=bucket_stream(recipe.seed, index, head, "k-means")))
             found = spherical_kmeans(keys, recipe.clusters, iterations=recipe.iterations, seed=seed)
-            lengths = _mean_lengths(keys, found)
+            lengths = mean_lengths(keys, found)
             folder.write(
                 path,
                 {"centroids": found, "lengths": lengths},
@@ -419,7 +420,7 @@ def _centroids(
     return centroids.to(device), lengths.to(device), [facts for _, facts in read]
 
 
-def _mean_lengths(keys: Tensor, centroids: Tensor) -> Tensor:
+def mean_lengths(keys: Tensor, centroids: Tensor) -> Tensor:
     """`[C]` mean length of the keys `[n,D]` of each bucket; of all keys where it has none."""
     member, length = data.assign(keys, centroids), keys.norm(dim=-1)
     total, count = (
