@@ -18,7 +18,7 @@ lint: .venv/dev
 	.venv/bin/python -m mypy
 
 .venv/demo: pyproject.toml scripts/venv
-	scripts/venv transformers,plots
+	scripts/venv transformers,plots,faiss,numba
 	@touch $@
 
 .venv/dev: pyproject.toml scripts/venv

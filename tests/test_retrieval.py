@@ -693,7 +693,7 @@ def test_names_and_labels() -> None:
     made = make_selector("retrieval:beam=64,metric=query,share=0.25")
     assert repr(made) == (
         "RetrievalAttention(beam=64, neighbours=100, degree=32, pivots=4, build_beam=64, share=0.25, metric='query', "
-        "guides=4096)"
+        "guides=2048)"
     )
     assert made.queries_share == 0.25
 

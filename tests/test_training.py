@@ -32,7 +32,7 @@ from sparseattn.training import data as samples
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.data import HeadView, Held, Prompt
 from sparseattn.training.kmeans import balance, repaired, spherical_kmeans
-from sparseattn.training.train import classifier_scores, mean_lengths, recovered, symmetric_scores
+from sparseattn.training.train import classifier_scores, mean_lengths, over_distances, recovered, symmetric_scores
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
 FILTERS = Filters(gap=31, near=16)
@@ -237,6 +237,7 @@ def places(count: int) -> list[tuple[int | str, ...]]:
 @pytest.mark.parametrize("residual", [False, True])
 def test_folding_keeps_what_it_computes(residual: bool) -> None:
     model = QueryClassifier(places(3), SIZE, 12, 7, torch.randn(3, 7, SIZE) if residual else None)
+    model.w2.data.normal_()
     model.gamma.data.uniform_(0.5, 2)
     model.beta.data.normal_()
     for _ in range(5):
@@ -273,10 +274,20 @@ def test_the_linear_path_begins_as_symmetric_kmeans() -> None:
     lengths = mean_lengths(keys, centroids)
     torch.testing.assert_close(lengths, total / torch.bincount(member, minlength=8))
     model = QueryClassifier(places(1), SIZE, 12, 8, (0.25 * lengths[:, None] * centroids)[None])
-    model.w2.data.zero_()
     query = torch.randn(1, 5, SIZE)
     expected = 0.25 * query @ (lengths[:, None] * centroids).T
     torch.testing.assert_close(model.eval()(query), expected)
+
+
+def test_the_linear_path_averages_over_distances() -> None:
+    rope = Rope(Rope.of(SIZE).inv_freq, scaling=1.3)
+    keys, query, distances = torch.randn(2, 5, SIZE), torch.randn(1, SIZE), torch.tensor([3.0, 70.0, 411.0])
+    expected = torch.zeros(2, 5)
+    for distance in distances.tolist():
+        turned = rope.rotate(keys, torch.full((5,), 500 - distance))
+        expected += (turned @ rope.rotate(query, torch.tensor([500.0])).T)[..., 0] / 3
+    torch.testing.assert_close(over_distances(keys, rope, distances) @ query[0], expected, rtol=1e-3, atol=1e-3)
+    assert over_distances(keys, None, distances) is keys
 
 
 def test_loss_in_both_directions() -> None:
@@ -665,7 +676,8 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     runner, out = CliRunner(), tmp_path / "a.safetensors"
     done = runner.invoke(app, [*command(folder, out, "--steps", "5", "--layers", "1")[3:]])
     assert done.exit_code == 0, done.output
-    assert "recovered on held-out prompts" in done.output
+    assert "recovered on held-out prompts" in " ".join(done.output.split())
+    assert "…" not in done.output
     assert "layers 1, 8 buckets" in done.output
     assert Artefact.load(out).layers.keys() == {1}
     for options, sentence in (

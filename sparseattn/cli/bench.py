@@ -24,7 +24,7 @@ from sparseattn.metrics import Evaluation, check_replay, evaluate_budgets, usabl
 from sparseattn.selectors import SELECTORS, Selector, make_selector
 from sparseattn.traces import Trace
 
-SELECTED = ("exact", "exact:group=softmax", "quest", "quest:group=each", "random", "window")
+SELECTED = ("exact", "exact:group=softmax", "quest", "quest:group=each", "retrieval", "random", "window")
 
 
 @in_a_sentence

@@ -86,7 +86,7 @@ def recall(
     spread: Annotated[float, typer.Option(help="Share of synthetic keys' variance within clusters.")] = 0.28,
     size: Annotated[int, typer.Option(help="Head size of synthetic keys.")] = 64,
     seed: Annotated[str, typer.Option(help="Of synthetic keys and queries; of several, the mean.")] = "0",
-    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 256,
+    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 64,
     k: Annotated[int, typer.Option("--k", help="Keys to find, and to select.")] = 100,
     values: Annotated[
         str | None, typer.Option(help="Values of every index's knob, such as 100,200; default rising by 1.4.")

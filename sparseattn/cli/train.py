@@ -25,6 +25,7 @@ from sparseattn.training import train as fit
 from sparseattn.training.train import Progress
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
+SHORT = {"classifier": "saap", "symmetric": "sym."}
 
 
 @in_a_sentence
@@ -61,7 +62,7 @@ def train(
         bool, typer.Option("--short-range", help="Ablation: no long-range filter (gap 0, near 0).")
     ] = False,
     residual: Annotated[
-        bool, typer.Option("--residual", help="A linear path beside the classifier's layers, begun at the centroids.")
+        bool, typer.Option("--residual", help="A linear path beside the classifier's layers, begun at mean keys.")
     ] = False,
     per_query_head: Annotated[
         bool, typer.Option("--per-query-head", help="Ablation: a classifier for each query head.")
@@ -144,20 +145,20 @@ def table(artefact: Artefact) -> Table:
     shares = [str(share) for share in artefact.meta["recipe"]["shares"]]
     ways = [way for way in WAYS if way in figures[0]["recovered"]]
     out = Table(
-        title="share of the far attention mass recovered on held-out prompts, mean over a head's query heads",
+        title="share of the far mass recovered on held-out prompts, by rows as a share of the context",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for name in ("layer", "head", "far mass", "imbalance"):
-        out.add_column(name, justify="right")
+    for name in ("layer", "head", "far\nmass", "imb."):  # 80 columns hold it all
+        out.add_column(name, justify="right", no_wrap=True)
     for share in shares:
         for way in ways:
-            out.add_column(f"{way}\n{float(share):.3g} rows", justify="right")
+            out.add_column(f"{SHORT.get(way, way)}\n{float(share):.3g}", justify="right", no_wrap=True)
     for one in figures:
         cells = [str(one["layer"]), str(one["head"]), f"{_mean(one['far_mass']):.2f}"]
         cells.append(f"{one['train']['imbalance']:.2f}")
-        cells += [f"{_mean(one['recovered'][way][share]):.3f}" for share in shares for way in ways]
+        cells += [f"{_mean(one['recovered'][way][share]):.2f}" for share in shares for way in ways]
         out.add_row(*cells)
     return out
 

@@ -62,7 +62,7 @@ class RetrievalAttention(Selector):
         build_beam: int = 64,
         share: float = 1.0,
         metric: str = "l2",
-        guides: int = 4096,
+        guides: int = 2048,
     ) -> None:
         check_least(beam=(beam, 1), neighbours=(neighbours, 1), degree=(degree, 2), pivots=(pivots, 1))
         check_least(build_beam=(build_beam, 1), guides=(guides, 0))

@@ -49,6 +49,8 @@ class QueryClassifier(nn.Module):
         self.w2 = drawn("w2", buckets, hidden)  # [A,C,F]
         self.b2 = nn.Parameter(torch.zeros(heads, buckets))
         self.skip = None if skip is None else nn.Parameter(skip.detach().clone())
+        if skip is not None:
+            nn.init.zeros_(self.w2)  # begins as the linear path alone
         self.mean: Tensor
         self.variance: Tensor
         self.register_buffer("mean", torch.zeros(heads, hidden))
