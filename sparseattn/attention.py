@@ -16,7 +16,8 @@ def decode(
 ) -> Tensor:
     """Attention of one new token's query over the rows its selector chooses, the sink and the recent window.
 
-    Append the token's own key and value first. Exactly `attend` over `cache.select(query, budget)`.
+    Append the token's own key and value first. Exactly `attend` over `cache.select(query, budget)`, where all rows lie
+    together.
 
     With the cache's `sealed_device`, search and attention over the rows found run there while the cache's own device
     attends to sink and recent rows, and the two are merged (the co-execution of CPU and GPU in RetrievalAttention,

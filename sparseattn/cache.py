@@ -39,13 +39,14 @@ class KVCache:
             span, for speed leave it at 1024. At least the span. The sequences of a batch seal together: above the span,
             a short one may read fewer waiting rows than alone, and out of phase up to a span more wait.
         rollback: newest rows beyond the window kept unsealed so that `crop` can drop them (speculative decoding).
-        capacity: rows to allocate at once, with `sealed_device` there; 0 grows by half when full.
+        capacity: rows to allocate at once, with `sealed_device` there; 0 grows by half when full, which copies what is
+            stored: at the first seal after a prefill, where there is no capacity for more.
         sealed_device: "cpu" keeps sealed rows in host memory (pinned where there is CUDA), where the selector then
             lives and searches: device memory holds sink and recent rows and does not grow with the context
             (RetrievalAttention, https://arxiv.org/abs/2409.10516). Call `seal` after each layer's prefill, so that one
             prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
         indexes: folder of index files (`indexes`): the first seal takes the index of the same rows from there if it
-            can, and writes it there if it had to build it. Made if it is not there.
+            can, and writes it there if it had to build it. Made if it is not there; it only ever grows.
 
     Raises:
         ValueError: a negative size, `seal` below the selector's span, a `queries_share` that is no share, a
@@ -285,6 +286,8 @@ class KVCache:
         if self._keys.full.is_cuda:
             checks.finite(keys=keys, values=values)
         queries, sampled = self._take_queries(positions)
+        if queries is not None and self._keys.full.is_cuda:
+            checks.finite(queries=queries)
         rows = Rows(keys, values, positions.to(keys.device), queries, sampled)
         if self.indexes is not None and zones.zone == most:  # the prompt's, not what decoding adds
             order = append_kept(self.selector, rows, self.indexes)
@@ -356,7 +359,8 @@ class KVCache:
     def select(self, query: Tensor, budget: Budget) -> Selection:
         """Seals what is due and asks the selector for at most `budget` rows per head; see `sparseattn.decode`.
 
-        The selection lies with the sealed rows, on `sealed_device` if there is one.
+        The selection lies with the sealed rows, on `sealed_device` if there is one: it names rows of `sealed_keys`
+        then, not of `keys`, and `decode` is what attends to both parts and merges them.
         """
         rows = self.prepare(query, budget)
         return self.search(query if self.sealed_device is None else query.to(self.sealed_device), rows)
@@ -365,6 +369,10 @@ class KVCache:
         """The first half of `select`: checks both, seals what is due, and returns the budget in rows."""
         self._require_rows()
         checks.query(query, self._keys.full)
+        if not query.is_cuda:
+            checks.finite(query=query)
+        if self._queries.share:
+            checks.group(query, self._queries.full)
         context = int(self._zones.count.max())
         rows = budget_rows(budget, context, self.selector.span, repr(self.selector))
         self.seal()
@@ -435,7 +443,12 @@ class KVCache:
         self._forget()
 
     def to(self, device: torch.device | str) -> KVCache:
-        """Moves storage and selector, and returns the cache; what lies on `sealed_device` stays there."""
+        """Moves storage and selector, and returns the cache; what lies on `sealed_device` stays there.
+
+        Raises:
+            ValueError: a selector that works in host memory only, and no `sealed_device`.
+        """
+        checks.reachable(self.selector, torch.device(device), self.sealed_device)
         for buffer in (self._keys, self._values, self._queries):
             buffer.to(device)
         if self.sealed_device is None:

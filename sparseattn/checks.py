@@ -117,6 +117,15 @@ def query(asked: Tensor, held: Tensor) -> None:
         )
 
 
+def group(asked: Tensor, learned: Tensor) -> None:
+    """A query `[B,H,G,D]` has the G of the queries stored, `[B,H,G,m,D]`, or a multiple of it; else ValueError."""
+    if asked.shape[2] % learned.shape[2]:
+        raise ValueError(
+            f"this cache was shown queries of {learned.shape[2]} query heads per KV head, got a query of "
+            f"{asked.shape[2]}"
+        )
+
+
 def finite(**parts: Tensor) -> None:
     """No NaN and no infinity in any of the tensors `[B,H,...,D]`; else ValueError with the name and the place."""
     for name, part in parts.items():

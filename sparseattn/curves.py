@@ -385,7 +385,7 @@ def _sweep(
             points.append(_point(value, layers[0].searcher, answers))
             if values is None and _ends(points):
                 break
-    _, heads, group, size = (len(problems), *problems[0].queries.shape[:2], problems[0].queries.shape[3])
+    heads, group, _, size = problems[0].queries.shape
     return Curve(
         repr(method),
         method.knob,

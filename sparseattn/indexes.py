@@ -7,7 +7,8 @@ metadata (strings, as safetensors requires):
     version    "1"
     selector   the class, as module:name
     arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
-    rows       SHA-256 of the keys and positions that were indexed: of the trace's rows, not of a file's name
+    rows       SHA-256 of the keys and positions indexed and the queries learned from: the trace's, not a file's name
+    warnings   JSON list: what the selector warned of while building
     tensors    SHA-256 of the tensors
 """
 
@@ -17,12 +18,14 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from sparseattn.files import write_atomic
+from sparseattn.hashes import tensors_hash
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.storage import RowBuffer
 
@@ -53,25 +56,36 @@ def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) 
     built every time.
 
     Raises:
-        IndexFileError: a file with that name is damaged or foreign, or none can be written.
+        IndexFileError: a file with that name is damaged or foreign. One that cannot be written is only warned of.
     """
     if not _tensors_only(selector):
         return selector.append(rows)
     path = Path(folder) / f"{type(selector).__name__}-{_identity(selector, rows)[:24]}.safetensors"
     if path.exists():
         return load_index(selector, rows, path)
-    order = selector.append(rows)
-    save_index(selector, rows, order, path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        order = selector.append(rows)
+    texts = [str(one.message) for one in said]
+    try:
+        save_index(selector, rows, order, path, texts)
+    except IndexFileError as error:  # what was built is good, and it took long
+        texts.append(f"the index serves, but it could not be kept: {error}")
+    for text in texts:
+        warnings.warn(text, stacklevel=2)
     return order
 
 
-def save_index(selector: Selector, rows: Rows, order: Tensor | None, path: str | os.PathLike[str]) -> None:
+def save_index(
+    selector: Selector, rows: Rows, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str] = ()
+) -> None:
     """Writes what `selector` built from `rows`, whole or not at all.
 
     Args:
         selector: just shown `rows`, and nothing else.
         rows: what it was shown.
         order: what its `append` returned.
+        said: what it warned of; `load_index` says it again.
 
     Raises:
         IndexFileError: a selector whose state is not tensors, or a file that cannot be written.
@@ -91,7 +105,8 @@ def save_index(selector: Selector, rows: Rows, order: Tensor | None, path: str |
         "selector": _class(selector),
         "arguments": _arguments(selector),
         "rows": _rows_hash(rows),
-        "tensors": _hash(tensors),
+        "tensors": tensors_hash(tensors),
+        "warnings": json.dumps(list(said)),
     }
     try:
         write_atomic(path, save(tensors, metadata))
@@ -125,6 +140,8 @@ def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> 
         state = states[name]
         assert isinstance(state, RowBuffer)
         state.append(tensor.to(device))
+    for text in json.loads(metadata.get("warnings", "[]")):
+        warnings.warn(text, stacklevel=2)
     return None if order is None else order.to(device)
 
 
@@ -146,7 +163,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise IndexFileError(f"{path} is damaged or no index: {error}; delete it") from error
-    if _hash(tensors) != metadata.get("tensors"):
+    if tensors_hash(tensors) != metadata.get("tensors"):
         raise IndexFileError(f"{path} is a damaged index: its tensors are not those that were written; delete it")
     return metadata, tensors
 
@@ -173,14 +190,7 @@ def _identity(selector: Selector, rows: Rows) -> str:
 
 
 def _rows_hash(rows: Rows) -> str:
-    return _hash({"keys": rows.keys, "positions": rows.positions})
-
-
-def _hash(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and contents."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        for part in tensor.detach().cpu():  # a sequence at a time: `contiguous` copies what is a view
-            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    shown = {"keys": rows.keys, "positions": rows.positions}
+    if rows.queries is not None and rows.query_positions is not None:
+        shown |= {"queries": rows.queries, "query_positions": rows.query_positions}
+    return tensors_hash(shown)

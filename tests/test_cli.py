@@ -412,7 +412,11 @@ FEW = ["--keys", "1500", "--gap", "0.26,0.4", "--queries", "8", "--size", "32", 
 
 def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    done = run("recall", *FEW, "--out", out, "--selector", "flat", "--selector", "ivf", "--selector", "ivf:probes=9")
+    both = ("--selector", "flat", "--selector", "ivf")
+    twice = run("recall", *FEW, "--out", out, *both, "--selector", "ivf:probes=9")
+    assert twice.exit_code == 2
+    assert "IVF and IVF(probes=9) differ in probes alone" in " ".join(twice.output.split())
+    done = run("recall", *FEW, "--out", out, *both)
     assert done.exit_code == 0, done.output
     for title in ("gap 0.26, 1,500 keys, queries to keys", "gap 0.4, 1,500", "1,500 synthetic keys, keys to keys"):
         assert f"{title}" in done.output

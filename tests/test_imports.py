@@ -27,7 +27,7 @@ ARROWS = {
     "selectors.base": ("selection", "storage", "rope"),
     "selectors": ("selection", "storage", "rope", "artefact", "hashes", "selectors"),
     "checks": ("selectors.base",),
-    "indexes": ("files", "selectors.base", "storage"),
+    "indexes": ("files", "hashes", "selectors.base", "storage"),
     "cache": ("budget", "checks", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
     "attention": ("budget", "cache", "kernels", "selection"),
     "traces": ("rope", "files"),

@@ -112,3 +112,32 @@ def test_a_folder_that_cannot_be_one_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be kept in"):
         KVCache(Quest(), indexes=tmp_path / "file")
+
+
+def test_other_queries_make_another_index(tmp_path: Path) -> None:
+    queries, keys, values = attention(B, H, G, 150, D)
+    for asked in (queries, queries.flip(2), queries[:, :, :1]):
+        cache = KVCache(RetrievalAttention(), sink=4, window=8, indexes=tmp_path)
+        cache.append(keys, values, asked)
+        cache.seal()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_the_build_warned_of_is_said_again(tmp_path: Path) -> None:
+    queries, keys, values = attention(B, H, G, 150, D)
+    for _ in range(2):
+        cache = KVCache(RetrievalAttention(share=0.0), sink=4, window=8, indexes=tmp_path)
+        cache.append(keys, values, queries)
+        with pytest.warns(UserWarning, match="the keys serve as queries"):
+            cache.seal()
+
+
+def test_an_index_that_cannot_be_kept_serves_all_the_same(tmp_path: Path) -> None:
+    queries, keys, values = attention(B, H, G, 150, D)
+    folder = tmp_path / "gone"
+    cache = KVCache(RetrievalAttention(), sink=4, window=8, indexes=folder)
+    cache.append(keys, values, queries)
+    folder.rmdir()
+    with pytest.warns(UserWarning, match=r"could not be kept.*gone"):
+        cache.seal()
+    assert decode(queries[:, :, :, -1], cache, 20).isfinite().all()

@@ -759,3 +759,15 @@ def test_groups_and_batches_have_graphs_of_their_own() -> None:
                 own = alone.select(query[place][:, :, g : g + 1], 10)
                 assert torch.equal(own.rows[0, 0], found.rows[b, h * 3 + g])
                 assert torch.equal(own.scanned[0, 0], found.scanned[b, h * 3 + g])
+
+
+def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(RetrievalAttention(), sink=4, window=8)
+    with pytest.raises(ValueError, match="sealed_device"):
+        cache.to("meta")
+    keys, queries = torch.randn(1, 2, 100, 16), torch.randn(1, 2, 3, 100, 16)
+    cache.append(keys, keys, queries)
+    with pytest.raises(ValueError, match="3 query heads per KV head, got a query of 2"):
+        cache.select(queries[:, :, :2, 0], 10)
+    with pytest.raises(ValueError, match="query must be finite"):
+        cache.select(queries[:, :, :, 0] * torch.nan, 10)

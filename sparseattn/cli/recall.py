@@ -104,7 +104,7 @@ def recall(
     The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the largest --keys; with several --keys also
     scaling.png. Selectors that learn from queries learn from those of the indexed tokens, in the control from the keys.
     """
-    methods = list({one.label(knob=False): one for one in map(make_selector, selector or SELECTED)}.items())
+    methods = _by_label([make_selector(spec) for spec in selector or SELECTED])
     turns, indices = integers(values, "--values"), integers(layers, "--layers")
     if queries < 1 or sink < 0:
         raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {queries} and {sink}")
@@ -178,6 +178,19 @@ def recall(
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
         (errors if json else Console(highlight=False)).print(report.recall_verdict(column), soft_wrap=True)
+
+
+def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
+    """Each under its label without the knob, which the command turns; ValueError where two differ in that alone."""
+    named: dict[str, Selector] = {}
+    for one in selectors:
+        other = named.setdefault(one.label(knob=False), one)
+        if repr(other) != repr(one):
+            raise ValueError(
+                f"{other.label()} and {one.label()} differ in {one.knob} alone, which this command turns: name one of "
+                f"them, and the values with --values"
+            )
+    return list(named.items())
 
 
 def _measure(

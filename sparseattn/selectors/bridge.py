@@ -64,7 +64,8 @@ class QueryBridge(Selector):
         else:
             self.root.append(torch.zeros(batch, heads, size, size, device=keys.device))
         held = self._made()[:, 0].sum(-1).cpu() if self.guide.rows else torch.zeros(batch, dtype=torch.int64)  # [B]
-        most = int((held + (asked or new)).clamp(max=self.guides).max())
+        more = asked or (0 if first else new)
+        most = int((held + more).clamp(max=self.guides).max())
         self._extend(batch, heads * group, max(most - self.guide.rows, 0), size, keys.device)
         without = 0
         for b, count in enumerate(real.sum(1).tolist()):

@@ -108,6 +108,8 @@ def _search(points, base, bias, adjacency, query, entry, beam, seen, ids, scores
                     low = middle + 1
                 else:
                     high = middle
+            if low == beam:  # a score that is no number ranks nowhere
+                continue
             size = min(size + 1, beam)
             for t in range(size - 1, low, -1):
                 scores[t], ids[t], done[t] = scores[t - 1], ids[t - 1], done[t - 1]
