@@ -171,16 +171,19 @@ def search_queries(points, bias, adjacency, queries, entry, beam, chunks):  # ty
 
 
 @njit(fastmath=True)
-def _prune(points, node, candidates, count, out, keep, width):  # type: ignore[no-untyped-def]
+def _prune(points, node, candidates, count, out, keep, width, fill):  # type: ignore[no-untyped-def]
     """Occlusion pruning: takes a candidate, nearest first, unless one already taken is nearer to it than `node` is.
 
-    `candidates[:count]` are distinct and not `node`; `out[:keep]` is taken already. Fills `out[:width]`.
+    `candidates[:count]` are distinct and not `node`; `out[:keep]` is taken already. Writes `out[:width]`; the
+    nearest of the others take places until `fill` are taken.
     """
     distance = np.empty(count, np.float32)
     for i in range(count):
         distance[i] = _distance(points, node, candidates[i])
     size = keep
-    for i in np.argsort(distance, kind="mergesort"):
+    order, left = np.argsort(distance, kind="mergesort"), np.empty(count, np.int32)
+    others = 0
+    for i in order:
         if size == width:
             break
         v, occluded = candidates[i], False
@@ -189,6 +192,18 @@ def _prune(points, node, candidates, count, out, keep, width):  # type: ignore[n
                 occluded = True
                 break
         if not occluded:
+            out[size] = v
+            size += 1
+        else:
+            left[others] = v
+            others += 1
+    for i in range(others):
+        if size >= fill:
+            break
+        v, taken = left[i], False
+        for t in range(keep):
+            taken |= out[t] == v
+        if not taken:
             out[size] = v
             size += 1
     out[size:] = -1
@@ -220,16 +235,16 @@ def project(points, lists, order, starts, degree, width, chunks):  # type: ignor
                         candidates[count] = v
                         count += 1
             if count:
-                _prune(points, x, candidates, count, adjacency[x, :degree], 0, degree)
+                _prune(points, x, candidates, count, adjacency[x, :degree], 0, degree, 0)
     return adjacency
 
 
 @njit(parallel=True, cache=True)
-def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, chunks):  # type: ignore[no-untyped-def]
+def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fill, chunks):  # type: ignore[no-untyped-def]
     """Offers `nodes[i]` the neighbours `offers[starts[i]:starts[i + 1]]`; changes its list in place.
 
     While there is room up to `degree`, all are taken. Else the list and the offers are pruned together; edges of the
-    tree stay, and with `keep_all` the whole list does.
+    tree stay, and with `keep_all` the whole list does. `fill` places at least are taken again.
     """
     total, width = nodes.shape[0], adjacency.shape[1]
     step = (total + chunks - 1) // chunks
@@ -264,7 +279,7 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, ch
             if keep + count <= degree:
                 held[keep : keep + count] = candidates[:count]
             elif keep < degree:
-                _prune(points, x, candidates, count, held[:degree], keep, degree)
+                _prune(points, x, candidates, count, held[:degree], keep, degree, fill)
             adjacency[x] = held
 
 

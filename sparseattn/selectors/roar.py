@@ -36,6 +36,12 @@ class Recipe:
         """Neighbours that the projection may give; the rest of `degree` is for enhancement."""
         return max(1, self.degree * 3 // 4)
 
+    @property
+    def refilled(self) -> int:
+        """Neighbours that a list pruned at an insertion keeps at least: pruned anew at every seal, it would lose more
+        links than it gains; kept full, searches would scan a fifth more."""
+        return max(1, self.degree * 5 // 8)
+
 
 @dataclass
 class Graph:
@@ -78,7 +84,7 @@ def build(keys: Floats, points: Floats, queries: Floats, recipe: Recipe) -> Grap
     before = adjacency.copy()
     found = graph.search_queries(points, bias, before, points, entry, recipe.build_beam, chunks)[0]
     spans = np.arange(total + 1, dtype=np.int64) * found.shape[1]
-    graph.offer(points, adjacency, parent, everyone, spans, found.reshape(-1), recipe.degree, True, chunks)
+    graph.offer(points, adjacency, parent, everyone, spans, found.reshape(-1), recipe.degree, True, 0, chunks)
     fresh = _fresh(adjacency, before)
     _reverse(points, adjacency, parent, fresh, everyone, recipe.degree, True)
     parent[entry] = entry
@@ -134,8 +140,9 @@ def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int
     near = _best(found, score, new, points[first:] @ points[first:].T + bias[first:], recipe.build_beam)[0]
     pairs.append(_flat(np.broadcast_to(new[:, None], near.shape), near))
     nodes, offers = (np.concatenate(part) for part in zip(*pairs, strict=True))
-    _offer(points, adjacency, parent, nodes, offers, recipe.degree)
-    _reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, False)
+    # Filled up: lists pruned anew at every seal would lose more links than they gain.
+    _offer(points, adjacency, parent, nodes, offers, recipe.degree, fill=recipe.refilled)
+    _reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, False, fill=recipe.refilled)
     changed = np.union1d(np.append(nodes, found[:, 0]), adjacency[first:])  # and the nearest old ones: not none
     changed = changed[(changed >= 0) & (changed < first)].astype(np.int32)  # all edges to new keys come from these
     queue: Ids = np.empty(len(changed) + len(new), np.int32)
@@ -202,16 +209,23 @@ def _by_pivot(lists: Ids, pivots: int, total: int) -> tuple[Ids, Any]:
 
 
 def _reverse(
-    points: Floats, adjacency: Ids, parent: Ids, lists: Ids, sources: Ids, degree: int, keep_all: bool
+    points: Floats, adjacency: Ids, parent: Ids, lists: Ids, sources: Ids, degree: int, keep_all: bool, fill: int = 0
 ) -> None:
     """Offers every key the `sources` `[n]` that list it in `lists` `[n,W]`."""
     used = lists >= 0
     source = np.broadcast_to(sources[:, None], lists.shape)[used]
-    _offer(points, adjacency, parent, lists[used], source, degree, keep_all)
+    _offer(points, adjacency, parent, lists[used], source, degree, keep_all, fill)
 
 
 def _offer(
-    points: Floats, adjacency: Ids, parent: Ids, nodes: Ids, offers: Ids, degree: int, keep_all: bool = False
+    points: Floats,
+    adjacency: Ids,
+    parent: Ids,
+    nodes: Ids,
+    offers: Ids,
+    degree: int,
+    keep_all: bool = False,
+    fill: int = 0,
 ) -> None:
     """Offers `nodes[i]` the neighbour `offers[i]`, for all i at once."""
     if len(nodes) < len(adjacency):  # a few keys come: nothing here takes time in proportion to the others
@@ -222,7 +236,7 @@ def _offer(
         asked = np.flatnonzero(np.diff(starts))
         starts = np.append(starts[asked], starts[-1])
     chunks = min(graph.parts(), 1 + len(asked) // 256)
-    graph.offer(points, adjacency, parent, asked.astype(np.int32), starts, offers, degree, keep_all, chunks)
+    graph.offer(points, adjacency, parent, asked.astype(np.int32), starts, offers, degree, keep_all, fill, chunks)
 
 
 def _bias(points: Floats) -> Floats:
