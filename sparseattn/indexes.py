@@ -60,15 +60,16 @@ def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) 
     """
     if not _tensors_only(selector):
         return selector.append(rows)
-    path = Path(folder) / f"{type(selector).__name__}-{_identity(selector, rows)[:24]}.safetensors"
+    known = _rows_hash(rows)
+    path = Path(folder) / f"{type(selector).__name__}-{_identity(selector, known)[:24]}.safetensors"
     if path.exists():
-        return load_index(selector, rows, path)
+        return _load(selector, rows, known, path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         order = selector.append(rows)
     texts = [str(one.message) for one in said]
     try:
-        save_index(selector, rows, order, path, texts)
+        _save(selector, known, order, path, texts)
     except IndexFileError as error:  # what was built is good, and it took long
         texts.append(f"the index serves, but it could not be kept: {error}")
     for text in texts:
@@ -90,6 +91,12 @@ def save_index(
     Raises:
         IndexFileError: a selector whose state is not tensors, or a file that cannot be written.
     """
+    _save(selector, _rows_hash(rows), order, path, said)
+
+
+def _save(
+    selector: Selector, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
+) -> None:
     from safetensors.torch import save
 
     if not _tensors_only(selector):
@@ -104,7 +111,7 @@ def save_index(
         "version": VERSION,
         "selector": _class(selector),
         "arguments": _arguments(selector),
-        "rows": _rows_hash(rows),
+        "rows": known,
         "tensors": tensors_hash(tensors),
         "warnings": json.dumps(list(said)),
     }
@@ -121,11 +128,15 @@ def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> 
         IndexFileError: missing, damaged, not an index, of another version, selector, arguments or rows. The selector
             stays empty then.
     """
+    return _load(selector, rows, _rows_hash(rows), path)
+
+
+def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[str]) -> Tensor | None:
     metadata, tensors = _read(Path(path))
     expected = {
         "selector": _class(selector),
         "arguments": _arguments(selector),
-        "rows": _rows_hash(rows),
+        "rows": known,
     }
     for name, mine in expected.items():
         if metadata.get(name) != mine:
@@ -184,8 +195,8 @@ def _arguments(selector: Selector) -> str:
     return json.dumps(selector.index_arguments(), sort_keys=True)
 
 
-def _identity(selector: Selector, rows: Rows) -> str:
-    known = (_class(selector), _arguments(selector), _rows_hash(rows))
+def _identity(selector: Selector, rows_hash: str) -> str:
+    known = (_class(selector), _arguments(selector), rows_hash)
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 

@@ -26,12 +26,12 @@ looks at recent tokens, and its keys have a large mean.
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor
 
+from sparseattn.hashes import stream
 from sparseattn.rope import Rope
 from sparseattn.traces import DTYPES, Trace, TraceLayer
 
@@ -200,20 +200,14 @@ def _logits(query: Tensor, keys: Tensor, sinks: int) -> Tensor:
     return logits.masked_fill_(row > token[:, None], -torch.inf)
 
 
-def _generator(*place: int | str) -> torch.Generator:
-    """A generator of its own for every place, so that no draw depends on how many were made elsewhere."""
-    digest = hashlib.sha256(repr(place).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
 def _normal(rows: int, width: int, *place: int | str) -> Tensor:
     # torch draws normals sixteen at a time and redraws the last ones of any other number: with rows drawn by sixteen,
     # a longer tensor begins with the shorter one.
-    return torch.randn(rows + -rows % 16, width, generator=_generator(*place))[:rows]
+    return torch.randn(rows + -rows % 16, width, generator=stream(*place))[:rows]
 
 
 def _uniform(rows: int, *place: int | str) -> Tensor:
-    return torch.rand(rows + -rows % 16, generator=_generator(*place))[:rows]
+    return torch.rand(rows + -rows % 16, generator=stream(*place))[:rows]
 
 
 def _check_sizes(

@@ -31,7 +31,7 @@ ARROWS = {
     "cache": ("budget", "checks", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
     "attention": ("budget", "cache", "kernels", "selection"),
     "traces": ("rope", "files"),
-    "synthetic": ("rope", "traces"),
+    "synthetic": ("hashes", "rope", "traces"),
     "builtin": ("traces", "integrations"),
     "integrations": ("rope", "traces", "integrations", "files", "__version__"),
     "environment": ("kernels",),
