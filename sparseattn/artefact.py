@@ -36,12 +36,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparseattn.files import write_atomic
-from sparseattn.hashes import tensors_hash
 from sparseattn.rope import Rope
+from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-saap"
 VERSION = "1"
+WHAT = "an artefact (`sparseattn train` makes one)"
 SHIPPED = ("reference",)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -220,8 +220,6 @@ class Artefact:
             ArtefactError: another dtype, numbers beyond it, `meta` that JSON cannot hold, or a file that cannot be
                 written.
         """
-        from safetensors.torch import save
-
         if dtype not in DTYPES:
             raise ArtefactError(f"an artefact is stored as float32, float16 or bfloat16, got {dtype}")
         tensors: dict[str, Tensor] = {}
@@ -238,12 +236,12 @@ class Artefact:
                 known = len(distinct)
                 distinct.append(rope)
             listed.append({"index": index, "rope": known})
-        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+        tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise ArtefactError(f"{name} has numbers that are not finite in {dtype}")
         for k, rope in enumerate(distinct):
-            tensors[f"rope.{k}.inv_freq"] = rope.inv_freq.detach().cpu().contiguous()
+            tensors[f"rope.{k}.inv_freq"] = rope.inv_freq
         try:
             meta = json.dumps(self.meta, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -255,12 +253,11 @@ class Artefact:
             "layers": json.dumps(listed),
             "ropes": json.dumps([{"scaling": rope.scaling, "interleaved": rope.interleaved} for rope in distinct]),
             "meta": meta,
-            "tensors": tensors_hash(tensors),
         }
         try:
-            write_atomic(path, save(tensors, metadata))
-        except OSError as error:
-            raise ArtefactError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+            save_tensors(path, tensors, metadata)
+        except TensorFileError as error:
+            raise ArtefactError(str(error)) from error
 
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> Artefact:
@@ -270,7 +267,10 @@ class Artefact:
             ArtefactError: missing, damaged, not an artefact, or of another version.
         """
         path = locate(path_or_name)
-        metadata, tensors = _read(path)
+        try:
+            metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
+        except TensorFileError as error:
+            raise ArtefactError(str(error)) from error
         try:
             ropes = [
                 Rope(tensors.pop(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
@@ -304,26 +304,6 @@ def locate(path_or_name: str | os.PathLike[str]) -> Path:
         names = ", ".join(SHIPPED)
         raise ArtefactError(f"{path} is no artefact file (`sparseattn train` makes one), nor one that ships ({names})")
     return path
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ArtefactError(f"{path} is a safetensors file, but not an artefact (`sparseattn train` makes one)")
-            if metadata.get("version") != VERSION:
-                raise ArtefactError(
-                    f"{path} is an artefact of version {metadata.get('version')}, this sparseattn reads {VERSION}"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ArtefactError(f"{path} is damaged or no artefact: {error}") from error
-    if tensors_hash(tensors) != metadata.get("tensors"):
-        raise ArtefactError(f"{path} is a damaged artefact: its tensors are not those that were written")
-    return metadata, tensors
 
 
 def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:

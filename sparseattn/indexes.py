@@ -24,10 +24,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparseattn.files import write_atomic
 from sparseattn.hashes import tensors_hash
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.storage import RowBuffer
+from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-index"
 VERSION = "1"
@@ -97,28 +97,25 @@ def save_index(
 def _save(
     selector: Selector, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
 ) -> None:
-    from safetensors.torch import save
-
     if not _tensors_only(selector):
         raise IndexFileError(
             f"{selector!r} keeps state that is no tensor, so it cannot be written to {os.fspath(path)}"
         )
-    tensors = {name: state.data.contiguous().cpu() for name, state in _filled(selector)}
+    tensors = {name: state.data for name, state in _filled(selector)}
     if order is not None:
-        tensors[ORDER] = order.contiguous().cpu()
+        tensors[ORDER] = order
     metadata = {
         "format": FORMAT,
         "version": VERSION,
         "selector": _class(selector),
         "arguments": _arguments(selector),
         "rows": known,
-        "tensors": tensors_hash(tensors),
         "warnings": json.dumps(list(said)),
     }
     try:
-        write_atomic(path, save(tensors, metadata))
-    except OSError as error:
-        raise IndexFileError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+        save_tensors(path, tensors, metadata)
+    except TensorFileError as error:
+        raise IndexFileError(str(error)) from error
 
 
 def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> Tensor | None:
@@ -132,7 +129,12 @@ def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> 
 
 
 def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[str]) -> Tensor | None:
-    metadata, tensors = _read(Path(path))
+    if not Path(path).is_file():
+        raise IndexFileError(f"{path} is no file")
+    try:
+        metadata, tensors = load_tensors(path, FORMAT, VERSION, "an index of sparseattn")
+    except TensorFileError as error:
+        raise IndexFileError(f"{error}; delete it") from error
     expected = {
         "selector": _class(selector),
         "arguments": _arguments(selector),
@@ -154,29 +156,6 @@ def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[st
     for text in json.loads(metadata.get("warnings", "[]")):
         warnings.warn(text, stacklevel=2)
     return None if order is None else order.to(device)
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise IndexFileError(f"{path} is no file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise IndexFileError(f"{path} is a safetensors file, but not an index of sparseattn")
-            if metadata.get("version") != VERSION:
-                raise IndexFileError(
-                    f"{path} is an index of version {metadata.get('version')}, this version of sparseattn reads "
-                    f"{VERSION}: delete it"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise IndexFileError(f"{path} is damaged or no index: {error}; delete it") from error
-    if tensors_hash(tensors) != metadata.get("tensors"):
-        raise IndexFileError(f"{path} is a damaged index: its tensors are not those that were written; delete it")
-    return metadata, tensors
 
 
 def _filled(selector: Selector) -> list[tuple[str, RowBuffer]]:

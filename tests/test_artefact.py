@@ -139,13 +139,20 @@ def test_damaged_files_are_refused(artefact: Artefact, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for part in (0, 4, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:part])
-        with pytest.raises(ArtefactError, match=r"a.safetensors is damaged or no artefact"):
+        with pytest.raises(ArtefactError, match=r"a.safetensors is damaged or not an artefact"):
             Artefact.load(path)
     changed = bytearray(whole)
     changed[-3] ^= 1
     path.write_bytes(changed)
     with pytest.raises(ArtefactError, match="its tensors are not those that were written"):
         Artefact.load(path)
+
+
+def test_tensors_may_share_memory(tmp_path: Path) -> None:
+    one = partition()
+    Artefact({0: one, 3: one}, ropes={0: Rope.of(SIZE), 3: Rope.of(SIZE)}).save(tmp_path / "a.safetensors")
+    layers = Artefact.load(tmp_path / "a.safetensors").layers
+    assert torch.equal(layers[0].centroids, layers[3].centroids)
 
 
 def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], None]) -> None:
@@ -161,7 +168,7 @@ def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], 
     ("change", "sentence"),
     [
         (lambda m, t: m.update(format="sparseattn-trace"), "is a safetensors file, but not an artefact"),
-        (lambda m, t: m.update(version="2"), "is an artefact of version 2, this sparseattn reads 1"),
+        (lambda m, t: m.update(version="2"), "but of version 2; this sparseattn reads 1"),
         (lambda m, t: m.pop("ropes"), "damaged artefact: its metadata and tensors do not fit together"),
         (lambda m, t: m.update(meta="[]"), "damaged artefact: it holds what no artefact has"),
         (lambda m, t: t.update(more=torch.zeros(1)), "damaged artefact: it holds what no artefact has"),

@@ -13,10 +13,11 @@ from cases import heads, partition
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseattn import SAAP, KMeans, KVCache, PerfectBuckets, Rows, Selection, decode, make_selector
+from sparseattn import SAAP, KMeans, KVCache, Moments, PerfectBuckets, Rows, Selection, decode, make_selector
 from sparseattn.artefact import Artefact, Classifier, Partition
 from sparseattn.rope import Rope
 from sparseattn.selectors import buckets as table
+from sparseattn.selectors import moments
 from sparseattn.selectors.buckets import Partitioned
 
 B, H, G, D, C, F = 2, 2, 3, 32, 12, 8
@@ -188,6 +189,51 @@ def test_perfect_buckets_are_ranked_by_the_attention_that_they_hold(file: str) -
         assert torch.equal(selection.scanned, replay.cache.sealed[:, None].expand(-1, H * G))
 
 
+@pytest.mark.parametrize("context", [None, 0.8])
+def test_moments_are_those_of_the_keys_in_each_bucket(tmp_path: Path, context: float | None) -> None:
+    """Of the real rows sealed so far, through several seals; alone, or mixed with the classifier's logits."""
+    path = saved(tmp_path / "a", part=partition(H, D, 40, F))  # more buckets, some of which stay empty
+    part = Artefact.load(path).layers[LAYER]
+    selector = Moments(path, probes=3) if context is None else SAAP(path, probes=3, context=context)
+    replay = Replay(selector, 60, 130)
+    empty = 0
+    for _ in range(60):
+        t, selection = replay.step()
+        bucket, keys, queries = replay.bucket(part.centroids), replay.roped[0].double(), replay.roped[1].double()
+        logits = torch.full((B, H, G, 40), -math.inf, dtype=torch.float64)
+        for b in range(B):
+            rows = torch.tensor(sorted(replay.sealed(b)))
+            for h in range(H):
+                for c in bucket[b, h, rows].unique():
+                    mine = keys[b, h, rows[bucket[b, h, rows] == c]]
+                    query = queries[b, h, :, t] / math.sqrt(D)
+                    spread = query.square() @ mine.var(0, correction=0)
+                    logits[b, h, :, c] = query @ mine.mean(0) + moments.SPREAD * spread / 2
+        if context is not None:
+            classifier = part.classifier
+            assert classifier is not None
+            plain = replay.queries[:, :, :, t]
+            trained = torch.stack(
+                [
+                    torch.stack([forward(classifier, h, plain[b, h, g]) for g in range(G)])
+                    for b in range(B)
+                    for h in range(H)
+                ]
+            ).view(B, H, G, 40)
+            logits = (1 - context) * trained + context * logits
+        empty += int(logits.isinf().all(2).sum())
+        wanted = expected(replay, logits.softmax(-1).sum(2), part.centroids, 3)
+        assert [[sorted(rows) for rows in b] for b in replay.named(selection)] == [
+            [sorted(rows) for rows in b] for b in wanted
+        ]
+    assert empty
+
+
+def test_context_is_a_share(file: str) -> None:
+    with pytest.raises(ValueError, match=r"context is a share, 0 .* to 1 .*, got 1.5"):
+        SAAP(file, context=1.5)
+
+
 def test_logits_are_those_of_the_plain_network_with_batch_normalisation(tmp_path: Path) -> None:
     nets = []
     for _ in range(H):
@@ -267,16 +313,16 @@ def test_probes_is_a_knob_that_holds_from_the_next_query_on(file: str) -> None:
 def test_cost_is_that_of_the_model_and_of_the_table_read(tmp_path: Path, group: str) -> None:
     for classifiers in (H, H * G):
         path = saved(tmp_path / "a", classifiers=classifiers)
-        for method in (SAAP, KMeans):
+        model = {KMeans: C * D, Moments: C * (2 * D + 1), SAAP: (F * D + F + C * F + C) * (classifiers // H)}
+        for method, numbers in model.items():
             replay = Replay(method(path, probes=5, group=group))
             for _ in range(50):
                 _, selection = replay.step()
-            model = C * D if method is KMeans else (F * D + F + C * F + C) * (classifiers // H)
             visits = 5 * replay.selector.edges.rows * (G if group == "each" else 1)
             assert selection.scanned is not None
             assert selection.scan_bytes is not None
             assert selection.scanned.unique().tolist() == [C]
-            assert selection.scan_bytes.unique().tolist() == [model * 4 + visits * 2 * 4]
+            assert selection.scan_bytes.unique().tolist() == [numbers * 4 + visits * 2 * 4]
             assert selection.scanned.shape == selection.start.shape[:2]
             assert selection.scan_bytes.shape == (B, H)
 
@@ -337,7 +383,7 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", [SAAP, KMeans])
+@pytest.mark.parametrize("method", [SAAP, KMeans, Moments])
 def test_select_never_waits_for_the_device(file: str, method: type[Partitioned]) -> None:
     replay = Replay(method(file, probes=3))
     for _ in range(40):
@@ -354,7 +400,7 @@ def test_an_artefact_is_read_once(file: str, tmp_path: Path, monkeypatch: pytest
     reads, load = [], Artefact.load
     monkeypatch.setattr(Artefact, "load", lambda path: reads.append(path) or load(path))
     selector = make_selector(f"saap:artefact={file},probes=16")
-    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16)"
+    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, context=0.0)"
     assert reads == [], "a spec reads nothing"
     layers = [one.for_layer(i, ROPE) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
     assert len({id(one.trained()) for one in layers}) == len(reads) == 1  # type: ignore[attr-defined]
@@ -390,7 +436,7 @@ def test_bad_artefacts_and_arguments_get_a_sentence(file: str, tmp_path: Path) -
         with pytest.raises(ValueError, match=sentence):
             SAAP(file, **bad)
     (tmp_path / "text").write_text("no artefact")
-    with pytest.raises(ValueError, match="damaged or no artefact"):
+    with pytest.raises(ValueError, match="damaged or not an artefact"):
         SAAP(str(tmp_path / "text")).for_layer(LAYER, ROPE)
 
     def shown(selector: Partitioned, kv: int = H, size: int = D, group: int = G) -> None:

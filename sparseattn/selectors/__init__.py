@@ -13,6 +13,7 @@ from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.kmeans import KMeans
+from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.retrieval import RetrievalAttention
@@ -28,6 +29,7 @@ __all__ = [
     "Exact",
     "Flat",
     "KMeans",
+    "Moments",
     "PerfectBuckets",
     "QueryBridge",
     "Quest",
@@ -46,6 +48,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "hnsw": HNSW,
     "ivf": IVF,
     "kmeans": KMeans,
+    "moments": Moments,
     "quest": Quest,
     "random": Random,
     "retrieval": RetrievalAttention,

@@ -148,6 +148,7 @@ class Partitioned(Selector):
         own = self._parameters(rows.keys)
         new = rows.keys.shape[2]
         bucket = _assigned(rows, own)  # [B,H,n]
+        self.joined(rows, bucket, own)
         starts = [0]
         if self.edges.rows:
             table = self.edges.data[0, 0]  # segments begin and end alike in all heads
@@ -163,6 +164,9 @@ class Partitioned(Selector):
         self._slots = []
         self._most()
         return bucket.argsort(dim=2, stable=True)
+
+    def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
+        """For methods that keep more: called with new rows and the bucket of each, `[B,H,n]`, C for padding."""
 
     def _stored(self, first: int = 0) -> Tensor:
         """`[B,H,n]` int64: the bucket of every row from segment `first` on; C for padding."""

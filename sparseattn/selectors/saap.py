@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from sparseattn.artefact import Partition
+from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
+from sparseattn.selectors.moments import KeyMoments
 
 
 class SAAP(Partitioned):
@@ -14,9 +16,34 @@ class SAAP(Partitioned):
 
     The classifier learns which share of a query's attention falls in each bucket. It is computed in float32 with batch
     normalisation folded in. The paper's setting is sink 1, window 2047, layer 0 dense: the first two are the cache's,
-    the last is the caller's choice. Arguments: see `Partitioned`; `group="each"` is the paper's ablation of independent
-    queries.
+    the last is the caller's choice. `group="each"` is the paper's ablation of independent queries.
+
+    Args:
+        artefact, probes, group, span: see `Partitioned`.
+        context: ours: share of the ranking that goes to the moments of the context's own keys (see `Moments`) instead
+            of the classifier, 0 (the paper) to 1. Logits are mixed; 0.8 found most on the reference model.
+
+    Raises:
+        ValueError: see `Partitioned`; a context that is no share; an artefact without a classifier, in `select`.
     """
+
+    def __init__(
+        self,
+        artefact: str = "reference",
+        probes: int = 32,
+        group: str = "softmax",
+        span: int = 16,
+        context: float = 0.0,
+    ) -> None:
+        super().__init__(artefact, probes, group, span)
+        if not 0 <= context <= 1:
+            raise ValueError(f"context is a share, 0 (the classifier alone) to 1 (the context's keys), got {context}")
+        self.context = context
+        self.moments = KeyMoments()
+
+    def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
+        if self.context:
+            self.moments.add(rows.keys, bucket, own.buckets)
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
         classifier = own.partition.classifier
@@ -25,7 +52,11 @@ class SAAP(Partitioned):
         asked = own.plain(query, positions[:, None])
         logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
         read = sum(tensor.nbytes for tensor in classifier.tensors().values()) // heads
-        return logits.view(batch, heads, group, -1), own.buckets, read
+        logits = logits.view(batch, heads, group, -1)
+        if self.context:
+            logits = (1 - self.context) * logits + self.context * self.moments.logits(query)
+            read += self.moments.read
+        return logits, own.buckets, read
 
     def _used(self, partition: Partition) -> Partition:
         if partition.classifier is None:

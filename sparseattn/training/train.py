@@ -29,13 +29,15 @@ from torch import Tensor
 from sparseattn.artefact import Artefact, Classifier, Partition
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
-from sparseattn.hashes import tensors_hash
 from sparseattn.rope import Rope
+from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 from sparseattn.training import data
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.data import Filters, Held, Prompts, TrainingError, bucket_stream
 from sparseattn.training.kmeans import balance, spherical_kmeans
 
+FORMAT = "sparseattn-saap-state"  # of a file in the folder of a run that is not done
+VERSION = "1"
 CLUSTERS = 1024
 ROWS_A_BUCKET = 32  # that the shortest prompt leaves to a bucket, where the number of clusters is not given
 SAMPLE = 256  # keys of the k-means sample to a cluster
@@ -255,27 +257,18 @@ class Partial:
 
     @staticmethod
     def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        from safetensors.torch import save
-
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            write_atomic(path, save(tensors, {"facts": json.dumps(facts), "tensors": tensors_hash(tensors)}))
-        except OSError as error:
-            raise TrainingError(f"{path} cannot be written: {error.strerror or error}") from error
+            save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "facts": json.dumps(facts)})
+        except TensorFileError as error:
+            raise TrainingError(str(error)) from error
 
     @staticmethod
     def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        from safetensors import SafetensorError, safe_open
-
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                metadata = file.metadata() or {}
-            if tensors_hash(tensors) == metadata["tensors"]:
-                return tensors, json.loads(metadata["facts"])
-        except (SafetensorError, OSError, LookupError, ValueError):
-            pass
-        raise TrainingError(f"{path} is damaged; delete it, and the run goes on without it")
+            metadata, tensors = load_tensors(path, FORMAT, VERSION, "a state of training")
+            return tensors, json.loads(metadata["facts"])
+        except (TensorFileError, LookupError, ValueError) as error:
+            raise TrainingError(f"{path} is damaged; delete it, and the run goes on without it") from error
 
 
 def _identity(recipe: Recipe, prompts: Prompts) -> str:

@@ -1,0 +1,71 @@
+"""Safetensors files that carry the SHA-256 of their own tensors, so that a damaged one is told from a good one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sparseattn.files import write_atomic
+from sparseattn.hashes import tensors_hash
+
+HASH = "tensors"  # the metadata entry
+
+
+class TensorFileError(ValueError):
+    """A file that cannot be read or written, in one sentence."""
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes tensors, from whatever device, whole or not at all.
+
+    Raises:
+        TensorFileError: a file that cannot be written.
+    """
+    from safetensors.torch import save
+
+    apart: dict[str, Tensor] = {}
+    held: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        if plain.untyped_storage().data_ptr() in held:  # safetensors refuses tensors that share memory
+            plain = plain.clone()
+        held.add(plain.untyped_storage().data_ptr())
+        apart[name] = plain
+    try:
+        write_atomic(path, save(apart, {**metadata, HASH: tensors_hash(apart)}))
+    except OSError as error:
+        raise TensorFileError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+
+
+def load_tensors(
+    path: str | os.PathLike[str], format: str, version: str, what: str
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file of `save_tensors`.
+
+    Args:
+        path: the file.
+        format, version: what its metadata must say.
+        what: that in words, with an article, such as "an index of sparseattn".
+
+    Raises:
+        TensorFileError: missing, damaged, or of another format or version.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != format:
+                raise TensorFileError(f"{path} is a safetensors file, but not {what}")
+            if metadata.get("version") != version:
+                raise TensorFileError(
+                    f"{path} is {what}, but of version {metadata.get('version')}; this sparseattn reads {version}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise TensorFileError(f"{path} is damaged or not {what}: {error}") from error
+    if tensors_hash(tensors) != metadata.get(HASH):
+        raise TensorFileError(f"{path} is damaged: its tensors are not those that were written")
+    return metadata, tensors
