@@ -156,6 +156,7 @@ class Trace:
         positions: `[T]` int64.
         layers: numbers of the layers that it holds, ascending.
         shapes: layer -> its `LayerShape`, known without loading the layer.
+        ropes: layer -> its RoPE or None, known without loading the layer.
         dtype: of every tensor of its layers.
         meta: where it comes from (see the module).
     """
@@ -165,6 +166,7 @@ class Trace:
         name: str,
         positions: Tensor,
         shapes: Mapping[int, LayerShape],
+        ropes: Mapping[int, Rope | None],
         dtype: torch.dtype,
         meta: Mapping[str, Any],
         load: Callable[[int], TraceLayer],
@@ -173,6 +175,7 @@ class Trace:
         self.positions = positions
         self.shapes = dict(sorted(shapes.items()))
         self.layers = tuple(self.shapes)
+        self.ropes = {index: ropes[index] for index in self.layers}
         self.dtype = dtype
         self.meta = dict(meta)
         self._load = load
@@ -222,7 +225,8 @@ class Trace:
                     f"layer {layer.index} {layer.keys.dtype}"
                 )
         shapes = {index: layer.shape for index, layer in held.items()}
-        return cls(name, positions, shapes, layers[0].keys.dtype, meta or {}, held.__getitem__)
+        ropes = {index: layer.rope for index, layer in held.items()}
+        return cls(name, positions, shapes, ropes, layers[0].keys.dtype, meta or {}, held.__getitem__)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.
@@ -284,7 +288,9 @@ class Trace:
             return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
 
         dtype = next(dtype for dtype, code in DTYPES.items() if code in dtypes)
-        return cls(path.stem, positions, {index: shape for index, (shape, _) in layers.items()}, dtype, meta, load)
+        known = {index: shape for index, (shape, _) in layers.items()}
+        turns = {index: rope for index, (_, rope) in layers.items()}
+        return cls(path.stem, positions, known, turns, dtype, meta, load)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

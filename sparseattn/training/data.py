@@ -126,7 +126,7 @@ def open_prompts(
 ) -> Prompts:
     """Opens traces, checks that they belong together, and holds out 1 prompt in 5 (at least one) unless told which.
 
-    Headers are read, no layer but one of the first prompt's, for its RoPE, at a time.
+    Headers are read, and no layer.
 
     Args:
         paths: trace files and folders of them, to train on (and to hold some out of).
@@ -235,7 +235,7 @@ def _check_length(prompt: Prompt, filters: Filters, shapes: dict[int, LayerShape
 def _ropes(first: Prompt, shapes: dict[int, LayerShape], roped: bool) -> dict[int, Rope]:
     ropes = {}
     for index in shapes:
-        rope = first.trace.layer(index).rope
+        rope = first.trace.ropes[index]
         if rope is not None:
             ropes[index] = rope
         elif not roped:
