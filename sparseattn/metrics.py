@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
 RECALLS = (1, 10, 100)
+LOOKUP = 0.2  # share of a query head's attention on one indexed row that makes it a lookup
 
 # Name -> (what it is, whether a larger value is better). Shares are of the context at each step. With fewer than k
-# indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON.
+# indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON,
+# and so is what a head has none of (lookup_hits without lookups).
 MEASURES: dict[str, tuple[str, bool]] = {
     "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
     "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
@@ -41,6 +43,8 @@ MEASURES: dict[str, tuple[str, bool]] = {
         True,
     ),
     "recovered": ("share of the weight on indexed rows that the selected rows hold", True),
+    "lookups": (f"indexed rows with {LOOKUP:.0%} or more of full attention's weight, per token: of the head", True),
+    "lookup_hits": ("share of these rows that are selected", True),
     "relative_error": ("norm of the output's error over the norm of full attention's output", False),
     "mse": ("mean squared error of the output's components", False),
     "attended": ("rows in the softmax of a query head", False),
@@ -50,6 +54,9 @@ MEASURES: dict[str, tuple[str, bool]] = {
     "scanned_share": ("the same over the context", False),
     "bytes_share": ("bytes read, to choose and to attend, over the bytes of the whole cache", False),
 }
+
+# Measures that are means over other things than tokens -> the measure that counts those.
+COUNTED = {"lookup_hits": "lookups"}
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,35 @@ class Evaluation:
     heads: dict[str, Tensor] = field(repr=False)
 
     def mean(self, measure: str) -> float:
-        """Mean over layers and heads."""
-        return float(self.heads[measure].mean())
+        """Mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's they are."""
+        values = self.heads[measure]
+        weight = self.heads[COUNTED[measure]] if measure in COUNTED else torch.ones_like(values)
+        known = ~values.isnan()
+        return float((values * weight)[known].sum() / weight[known].sum())
 
     def worst(self, measure: str) -> float:
-        """The head where the measure is worst."""
+        """The head where the measure is worst, of those that are not NaN."""
         values = self.heads[measure]
+        values = values[~values.isnan()]
+        if not len(values):
+            return math.nan
         return float(values.min() if MEASURES[measure][1] else values.max())
+
+    def far(self, share: float) -> Evaluation:
+        """The same of the heads with at least this share of their attention on indexed rows; the others become NaN.
+
+        Raises:
+            ValueError: there is no such head.
+        """
+        chosen = self.heads["indexed_mass"] >= share
+        if not chosen.any():
+            most = float(self.heads["indexed_mass"].max())
+            raise ValueError(
+                f"no head of {self.trace} has {share:g} of its attention on indexed rows, the most is {most:.3f}"
+            )
+        heads = {name: values.masked_fill(~chosen, math.nan) for name, values in self.heads.items()}
+        settings = {**self.settings, "far": share, "heads": int(chosen.sum())}
+        return replace(self, settings=settings, heads=heads)
 
     def record(self, per_head: bool = False) -> dict[str, Any]:
         """A flat JSON-able record: settings, mean and worst head of each measure, and the heads apart if asked."""
@@ -279,11 +308,14 @@ def _replay(
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
         selection = cache.select(query, budget)
-        for name, value in compare(query, cache, selection, layer.scale).items():
+        step = compare(query, cache, selection, layer.scale)
+        for name, value in step.items():
+            if name in COUNTED:
+                value = torch.where(step[COUNTED[name]] > 0, value * step[COUNTED[name]], 0.0)
             total[name] = total[name] + value if name in total else value
         if progress is not None:
             progress(1)
-    return {name: value / last for name, value in total.items()}
+    return {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
 
 
 def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
@@ -308,6 +340,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     error = out - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
     found = (weights * reads)[..., indexed].sum(-1)
+    sought = weights[..., indexed] >= LOOKUP
+    hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
     unknown = torch.full((1, heads, 1), torch.nan, dtype=torch.float64)  # a selector that does not say what it cost
@@ -319,6 +353,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "mass": (weights * reads).sum(-1),
         "indexed_mass": far,
         "recovered": torch.where(far > 0, found / far, 1.0),
+        "lookups": sought.sum(-1),
+        "lookup_hits": hits / sought.sum(-1),  # NaN without any
         "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
         "mse": error.square().mean(-1),
         "attended": attended,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -72,12 +73,66 @@ def test_measures_equal_a_hand_computation(trace: Trace) -> None:
                 "scanned": 10 + head,
                 "scanned_share": (10 + head) / (t + 1),
                 "bytes_share": ((len(of_group) + len(dense)) * 2 * 32 * 4 + (64, 128)[h]) / ((t + 1) * 2 * 32 * 4),
+                "lookups": (weights[zone] >= 0.2).sum(),
                 **{f"recall@{k}": len(set(best[:k]) & set(chosen)) / k for k in (1, 10, 100)},
             }
             for name, value in step.items():
                 expected[name][head] += float(value) / LAST
-    for name in MEASURES:
+    for name in set(MEASURES) - {"lookup_hits"}:
         torch.testing.assert_close(result.heads[name][0], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def peaked(trace: Trace) -> Trace:
+    """The same with sharper attention in layer 0, and none beyond a few rows in layer 1."""
+    layers = []
+    for index, factor in ((0, 6.0), (1, 0.0)):
+        one = trace.layer(index)
+        layers.append(TraceLayer(index, one.query * factor, one.keys, one.values, one.scale))
+    return Trace.build(layers, trace.positions)
+
+
+def test_lookups_are_rows_with_a_fifth_of_the_attention(trace: Trace) -> None:
+    sharp = peaked(trace)
+    result = evaluate(sharp, "exact:group=softmax", 1, sink=SINK, window=WINDOW, last=LAST)
+    every = evaluate(sharp, "exact", 12, sink=SINK, window=WINDOW, last=LAST)
+    layer, total = sharp.layer(0), 0
+    for head in range(6):
+        h, g = divmod(head, 3)
+        count = 0
+        for t in range(200 - LAST, 200):
+            weights = (layer.keys[h, : t + 1] @ layer.query[h, g, t] * layer.scale).softmax(0)
+            count += int((weights[SINK : t + 1 - WINDOW] >= 0.2).sum())
+        assert float(result.heads["lookups"][0, head]) == pytest.approx(count / LAST)
+        total += count
+    assert total > 6
+    assert every.mean("lookup_hits") == every.worst("lookup_hits") == 1.0, "the oracle finds five rows of 12"
+    hits, counted = result.heads["lookup_hits"], result.heads["lookups"]
+    assert hits[1].isnan().all(), "uniform attention looks nothing up"
+    assert not math.isnan(result.worst("lookup_hits"))
+    found = (hits[0] * counted[0]).nan_to_num().sum() * LAST
+    assert float(found) == pytest.approx(round(float(found)), abs=1e-6), "a whole number of rows"
+    assert result.mean("lookup_hits") == pytest.approx(float(found) / total)
+    assert 0 < result.mean("lookup_hits") < 1
+    none = evaluate(sharp, "window", 12, sink=SINK, window=WINDOW, last=LAST, layers=[1])
+    assert math.isnan(none.mean("lookup_hits"))
+    assert math.isnan(none.worst("lookup_hits"))
+    assert none.record()["mean"]["lookup_hits"] is None
+
+
+def test_far_heads_alone(trace: Trace) -> None:
+    result = evaluate(trace, "quest", 32, sink=SINK, window=WINDOW, last=LAST)
+    share = result.heads["indexed_mass"]
+    least = float(share.flatten().sort().values[7])
+    far = result.far(least)
+    chosen = share >= least
+    assert far.settings["heads"] == int(chosen.sum()) == 5
+    assert far.settings["far"] == least
+    for name in ("mass", "relative_error", "scanned"):
+        assert far.mean(name) == pytest.approx(float(result.heads[name][chosen].mean()))
+    assert far.worst("relative_error") == float(result.heads["relative_error"][chosen].max())
+    assert far.record(True)["heads"]["mass"][0].count(None) + far.record(True)["heads"]["mass"][1].count(None) == 7
+    with pytest.raises(ValueError, match=r"no head of .+ has 1 of its attention on indexed rows, the most is 0\."):
+        result.far(1.0)
 
 
 def test_the_oracle_and_the_exhaustive_budget(trace: Trace) -> None:

@@ -46,23 +46,23 @@ RECIPE = Recipe(
 
 def capture_all(work: Path, console: Console) -> None:
     """Traces of all prompts in fp16, in the folders `train` and `held-out`; those there already are kept."""
-    corpus, model = load_corpus(), reference_model()
+    corpus = load_corpus()
     with progress_bar() as bar:
         task = bar.add_task("capture", total=sum(map(sum, KINDS.values())) * TOKENS)
         for number, (name, held_out, text) in enumerate(prompts(corpus)):
-            path = work / ("held-out" if held_out else "train") / f"{name}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                capture(
-                    model,
-                    encode(None, text),
-                    path,
-                    dtype=torch.float16,
-                    model_id="sparseattn-reference",
-                    text={"name": name, "sha256": hashlib.sha256(text).hexdigest()},
-                )
+            keep_capture(work / ("held-out" if held_out else "train") / f"{name}.safetensors", name, text)
             bar.update(task, completed=(number + 1) * TOKENS)
     console.print(f"prompts in {work}; text: sha256 {corpus.digest}", soft_wrap=True)
+
+
+def keep_capture(path: Path, name: str, text: bytes) -> None:
+    """The trace of a text in fp16, unless the file is there."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"name": name, "sha256": hashlib.sha256(text).hexdigest()}
+    model = reference_model()
+    capture(model, encode(None, text), path, dtype=torch.float16, model_id="sparseattn-reference", text=about)
 
 
 def card(path: Path, artefact: Artefact) -> str:

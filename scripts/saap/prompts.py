@@ -11,6 +11,7 @@ from scripts.reference.text import Corpus
 TOKENS = 8192
 # Kind -> prompts to train on, prompts to validate on.
 KINDS = {"recall": (16, 3), "text": (12, 3), "mixed": (6, 2)}
+OTHER = ("kv", "numbers")  # kinds that nothing is trained on
 LICENCE = b"apache license"  # the built-in trace "text" is one
 
 
@@ -22,6 +23,12 @@ def prompts(corpus: Corpus) -> Iterator[tuple[str, bool, bytes]]:
             outside = number >= train
             text = corpus.held_out if outside else corpus.train
             yield f"{kind}-{number:02d}", outside, {"recall": recall, "text": plain, "mixed": mixed}[kind](rng, text)
+
+
+def others() -> Iterator[tuple[str, bytes]]:
+    """Name and text of a prompt of each of the `OTHER` kinds."""
+    for kind, made in zip(OTHER, (kv, numbers), strict=True):
+        yield kind, made(np.random.default_rng((20250216, *kind.encode())), np.zeros(0, dtype=np.uint8))
 
 
 def recall(rng: np.random.Generator, text: np.ndarray) -> bytes:
@@ -56,6 +63,34 @@ def mixed(rng: np.random.Generator, text: np.ndarray) -> bytes:
             out += out[start : start + int(rng.integers(20, 301))]
         else:
             out += _window(rng, text, size)
+    return out[:TOKENS]
+
+
+def kv(rng: np.random.Generator, text: np.ndarray) -> bytes:
+    """Lines `key: value` of random letters and digits, and in the last quarter the same keys asked for again."""
+    letters, digits = (np.frombuffer(some, dtype=np.uint8) for some in (b"abcdefghijklmnopqrstuvwxyz", b"0123456789"))
+    pairs: list[bytes] = []
+    out = b""
+    while len(out) < TOKENS:
+        if len(out) < TOKENS * 3 // 4:
+            pairs.append(rng.choice(letters, 8).tobytes() + b": " + rng.choice(digits, 8).tobytes() + b"\n")
+            out += pairs[-1]
+        else:
+            out += pairs[int(rng.integers(len(pairs)))]
+    return out[:TOKENS]
+
+
+def numbers(rng: np.random.Generator, text: np.ndarray) -> bytes:
+    """A table of numbers, in which every tenth row recurs."""
+    rows: list[bytes] = []
+    out = b""
+    while len(out) < TOKENS:
+        again = len(rows) > 9 and rng.random() < 0.1
+        row = (
+            rows[int(rng.integers(len(rows)))] if again else b" ".join(b"%05d" % n for n in rng.integers(10**5, size=6))
+        )
+        rows.append(row)
+        out += row + b"\n"
     return out[:TOKENS]
 
 

@@ -25,6 +25,7 @@ from sparseattn.selectors import SELECTORS, Selector, make_selector
 from sparseattn.traces import Trace
 
 SELECTED = ("exact", "exact:group=softmax", "quest", "quest:group=each", "retrieval", "random", "window")
+TRAINED = ("saap", "kmeans", "moments")  # for the built-in traces, whose model the artefact that ships is for
 
 
 @in_a_sentence
@@ -39,7 +40,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help=f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class; repeat for more. "
-            f"Default: {' '.join(SELECTED)}."
+            f"Default: {' '.join(SELECTED)}; for the built-in traces {' '.join(TRAINED)} as well."
         ),
     ] = None,
     budget: Annotated[
@@ -49,6 +50,9 @@ def bench(
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
     layers: Annotated[str | None, typer.Option(help="Layers to measure, such as 0,5,17; default all.")] = None,
     last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are decoded.")] = 32,
+    far: Annotated[
+        float, typer.Option(help="Only heads with at least this share of their attention beyond sink and window.")
+    ] = 0.0,
     seal: Annotated[
         int | None, typer.Option(help="Rows that wait before sealing; default the selector's span.")
     ] = None,
@@ -66,9 +70,12 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    methods = list({repr(one): one for one in map(make_selector, selector or SELECTED)}.values())
-    indices = integers(layers, "--layers")
     names = traces or list(BUILTIN)
+    default = SELECTED + (TRAINED if set(names) <= set(BUILTIN) else ())
+    methods = list({repr(one): one for one in map(make_selector, selector or default)}.values())
+    indices = integers(layers, "--layers")
+    if not 0 <= far <= 1:
+        raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
     with progress_bar() as bar:
@@ -88,7 +95,8 @@ def bench(
     if indexes is not None:
         usable_folder(indexes)
     settings = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal, "indexes": indexes}
-    for i, new in _measure(opened, methods, budgets, settings):
+    for i, every in _measure(opened, methods, budgets, settings):
+        new = [one.far(far) for one in every] if far else every
         found[i] += new
         fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]
         lines += fresh

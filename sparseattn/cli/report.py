@@ -12,7 +12,7 @@ from rich.table import Table
 
 from sparseattn.budget import Budget
 from sparseattn.curves import Curve
-from sparseattn.metrics import Evaluation
+from sparseattn.metrics import COUNTED, Evaluation
 
 TOLERANCE = 0.01
 WIDE = 150  # columns that the whole table needs
@@ -22,11 +22,14 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
     """A row a measurement of one trace, or a row a head; without `wide`, the columns that 80 characters hold."""
     one = results[0]
     settings = one.settings
+    heads = "heads"
+    if "far" in settings:
+        heads = f"the {settings['heads']} heads with {settings['far']:g} or more of their weight there"
     out = Table(
         title=(
             f"{one.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
             f"{','.join(map(str, one.layers))}, sink {settings['sink']}, window {settings['window']}; weight on "
-            f"indexed rows {one.mean('indexed_mass'):.2f}; mean over heads (worst head)"
+            f"indexed rows {one.mean('indexed_mass'):.2f}; mean over {heads} (worst head)"
         ),
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -42,6 +45,8 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
             continue
         for i, layer in enumerate(one.layers):
             for head in range(one.heads["mass"].shape[1]):
+                if math.isnan(float(one.heads["mass"][i, head])):
+                    continue  # a head that does not look far
                 cells = [_cell(one, column, (i, head)) for column in columns]
                 out.add_row(one.label, budget_label(one.budget), str(layer), str(head), *cells)
     return out
@@ -56,6 +61,7 @@ COLUMNS = (
     ("R@100", "recall@100", 2, 1, False),
     ("mass", "mass", 3, 1, True),
     ("recovered", "recovered", 2, 1, True),
+    ("lookups", "lookup_hits", 2, 1, False),
     ("error %", "relative_error", 1, 100, True),
     ("scan %", "scanned_share", 1, 100, False),
     ("rows %", "attended_share", 1, 100, False),
@@ -68,7 +74,9 @@ def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[in
     _, measure, digits, factor, worst = column
 
     def show(value: float) -> str:
-        return "?" if math.isnan(value) else f"{value * factor:.{digits}f}"
+        if math.isnan(value):
+            return "-" if measure in COUNTED else "?"  # none was there; the selector does not say
+        return f"{value * factor:.{digits}f}"
 
     if at is not None:
         return show(float(one.heads[measure][at]))
