@@ -14,3 +14,4 @@ name=benchmarks/results/gpu-$(date +%F)
 unset TRITON_INTERPRET
 "$python" -c 'import json; from sparseattn.environment import *; print(json.dumps({"versions": versions(), "machine": machine(), "kernels": kernels()}, indent=1))' >"$name.json" || exit 1
 timeout 420 "$python" -m pytest -m gpu -q --durations=10 2>&1 | tee "$name.txt"
+timeout 50 "$python" -m benchmarks.training heads --device cuda --repeats 5 2>&1 | tee -a "$name.txt"

@@ -256,12 +256,9 @@ class Trace:
             raise TraceError(
                 f"{path} has trace format version {metadata.get('version')}, this sparseattn reads version {VERSION}"
             )
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-        try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise TraceError(f"{path} cannot be read: {error}") from error
+        file = _mapped(path)
         try:
             positions = _integers(file.get_tensor("positions"))
             ropes = [
@@ -284,13 +281,25 @@ class Trace:
 
         def load(index: int) -> TraceLayer:
             shape, rope = layers[index]
-            query, keys, values = (file.get_tensor(f"layers.{index}.{name}") for name in NAMES)
+            # A mapping that stayed would keep every page read resident, layer after layer and prompt after prompt.
+            rows = _mapped(path)
+            query, keys, values = (rows.get_tensor(f"layers.{index}.{name}") for name in NAMES)
             return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
 
         dtype = next(dtype for dtype, code in DTYPES.items() if code in dtypes)
         known = {index: shape for index, (shape, _) in layers.items()}
         turns = {index: rope for index, (_, rope) in layers.items()}
         return cls(path.stem, positions, known, turns, dtype, meta, load)
+
+
+def _mapped(path: Path) -> Any:
+    """The safetensors file `path`, mapped into memory until this and all its tensors are let go of."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from error
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import builtin  # noqa: E402
+from sparseattn.cli import app  # noqa: E402
 from sparseattn.integrations import capture as recording  # noqa: E402
 from sparseattn.integrations import models  # noqa: E402
 from sparseattn.integrations.capture import capture  # noqa: E402
 from sparseattn.integrations.models import ModelError, encode, load_model  # noqa: E402
-from sparseattn.traces import TraceError, TraceLayer  # noqa: E402
+from sparseattn.traces import Trace, TraceError, TraceLayer  # noqa: E402
 
 T = 70
 COMMON: dict[str, Any] = {
@@ -602,3 +604,106 @@ def test_nothing_but_the_bridge_imports_transformers() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "needs transformers" in run.stdout
+
+
+def test_the_queries_of_the_last_tokens_alone(tmp_path: Path) -> None:
+    """Whatever the chunks: the rows are those of a whole trace, and keys and values are all there."""
+    model = tiny("llama3")
+    whole = capture(model, text(), tmp_path / "whole", chunk=16)
+    for queries in (1, 20, 32, T, 1000):
+        trace = capture(model, text(), tmp_path / "part", chunk=16, queries=queries)
+        kept = min(queries, T)
+        for index in trace.layers:
+            ours, theirs = trace.layer(index), whole.layer(index)
+            assert torch.equal(ours.query, theirs.query[:, :, -kept:])
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+            assert ours.rope is not None
+    with pytest.raises(ModelError, match="the queries of at least 1 token, got 0"):
+        capture(model, text(), tmp_path / "none", queries=0)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_trace_that_is_there_is_kept_if_it_is_the_same(tmp_path: Path) -> None:
+    model, path = tiny("llama"), tmp_path / "t"
+    capture(model, text(), path, layers=[1])
+    before = path.stat()
+    assert capture(model, text(), path, layers=[1], keep=True).layers == (1,)
+    assert path.stat() == before  # it was not written again
+    other = tiny("llama", rms_norm_eps=1e-3)
+    for arguments, sentence in (
+        ((other, text(), path), "of another model"),
+        ((model, text(T - 1), path), "of another text"),
+    ):
+        with pytest.raises(TraceError, match=sentence):
+            capture(*arguments, layers=[1], keep=True)
+    for options in ({"layers": [0]}, {"layers": [1], "queries": 8}, {"layers": [1], "dtype": torch.float16}):
+        with pytest.raises(TraceError, match=r"of other layers, queries or dtype \(layers 1, torch.float32\)"):
+            capture(model, text(), path, keep=True, **options)
+    assert path.stat() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_several_texts_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder and a file: one model load, a trace of each text's name; the same command goes on where it stopped."""
+    tiny("llama").save_pretrained(tmp_path / "model")
+    books = tmp_path / "books"
+    books.mkdir()
+    for number, name in enumerate(("books/b.txt", "books/a.txt", "c.txt")):
+        (tmp_path / name).write_bytes(bytes(text(40 + number)[0].tolist()))
+    out, loads = tmp_path / "new" / "traces", []
+    load = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: loads.append(1) or load(*args, **kwargs))
+
+    def run(*options: str | Path) -> Any:
+        texts = ("--text", books, "--text", tmp_path / "c.txt")
+        arguments = ("capture", "--model", tmp_path / "model", *texts, "--device", "cpu", *options)
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    done = run("--out", out, "--layers", "1", "--tokens", "41")
+    assert done.exit_code == 0, done.output
+    assert len(loads) == 1
+    assert [line.partition(":")[0].rpartition("/")[2] for line in done.stdout.splitlines()] == [
+        "a.safetensors",
+        "b.safetensors",
+        "c.safetensors",
+    ]
+    tokens = {path.stem: Trace.open(path).tokens for path in out.iterdir()}
+    assert tokens == {"a": 41, "b": 40, "c": 41}
+    assert Trace.open(out / "b.safetensors").meta["text"] == {
+        "name": "b.txt",
+        "sha256": hashlib.sha256((books / "b.txt").read_bytes()).hexdigest(),
+    }
+    (out / "b.safetensors").unlink()
+    before = (out / "a.safetensors").stat()
+    assert run("--out", out, "--layers", "1", "--tokens", "41").exit_code == 0
+    assert (out / "b.safetensors").exists()
+    assert (out / "a.safetensors").stat() == before
+    done = run("--out", out, "--layers", "0", "--tokens", "41")
+    assert done.exit_code == 2
+    assert "a.safetensors is a trace of other layers" in " ".join(done.output.split())
+
+
+def test_several_texts_are_refused_before_a_model_runs(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    for folder in ("one", "two", "none"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "one" / "x.txt").write_text("hello")
+    (tmp_path / "two" / "x.md").write_text("other")
+    (tmp_path / "void.txt").write_text("")
+    out = tmp_path / "traces"
+    for texts, target, sentence in (
+        (["one", "void.txt"], out, "void.txt: the text is empty"),
+        (["one", "two"], out, "would both be"),
+        (["none"], out, "holds no text file"),
+        (["one"], tmp_path / "t.safetensors", "--out is a folder for the traces of several texts"),
+        (["one"], tmp_path / "void.txt", "--out is a folder"),
+        (["one", "gone.txt"], out, "gone.txt"),
+    ):
+        arguments = ["capture", "--model", str(tmp_path / "model"), "--out", str(target), "--device", "cpu"]
+        for name in texts:
+            arguments += ["--text", str(tmp_path / name)]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 2, done.output
+        assert sentence in " ".join(done.output.split())
+        assert not list(tmp_path.rglob("x.safetensors"))

@@ -15,6 +15,7 @@ import torch
 
 from sparseattn.files import write_atomic
 from sparseattn.rope import Rope
+from sparseattn.synthetic import synthetic
 from sparseattn.traces import NAMES, LayerShape, Trace, TraceError, TraceLayer, TraceWriter
 
 T = 37
@@ -191,6 +192,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys, torch
+from sparseattn.synthetic import synthetic
 from sparseattn.traces import LayerShape, TraceWriter
 with TraceWriter(sys.argv[1], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), torch.float32) as writer:
     writer.write(0, "keys", 0, torch.zeros(2, 50, 8))
@@ -209,6 +211,7 @@ def test_a_killed_writer_leaves_no_trace_file(tmp_path: Path) -> None:
 
 BOUNDED = """
 import resource, sys, torch
+from sparseattn.synthetic import synthetic
 from sparseattn.traces import NAMES, LayerShape, TraceWriter
 tokens, chunk = 20480, 1024
 keys, query = torch.ones(4, chunk, 128), torch.ones(4, 4, chunk, 128)
@@ -497,3 +500,26 @@ def test_an_os_error_of_the_callers_own_stays_what_it_is(tmp_path: Path) -> None
     with pytest.raises(BrokenPipeError):
         broken()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux alone says which pages are resident")
+def test_a_layer_that_was_let_go_of_leaves_no_pages_behind(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    synthetic(8192, heads=2, group=4, size=64, clusters=8, queries=4096, sinks=0).save(path)
+
+    def resident() -> int:
+        """Bytes of the file's pages in this process."""
+        total, ours = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if not line[0].isupper():  # the addresses of the next mapping, and its file
+                ours = line.endswith(str(path))
+            elif ours and line.startswith("Rss:"):
+                total += int(line.split()[1]) * 1024
+        return total
+
+    trace = Trace.open(path)
+    layer = trace.layer(0)
+    assert layer.query.isfinite().all()
+    assert resident() > layer.query.nbytes
+    del layer
+    assert resident() < path.stat().st_size / 8

@@ -1,4 +1,4 @@
-"""`sparseattn capture`: queries, keys and values of a language model over a text, as a trace file."""
+"""`sparseattn capture`: queries, keys and values of a language model over texts, as trace files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
-from sparseattn.cli.common import in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import in_a_sentence, integers, progress_bar, results_folder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -18,48 +19,98 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 @in_a_sentence
 def capture(
     model: Annotated[str, typer.Option(help="Folder or hub id of a transformers causal language model.")],
-    text: Annotated[Path, typer.Option(help="Text file to run the model on (UTF-8).")],
-    out: Annotated[Path, typer.Option(help="Trace to write, a .safetensors file.")] = Path("trace.safetensors"),
+    text: Annotated[
+        list[Path], typer.Option(help="Text file to run the model on (UTF-8), or a folder of them; may be repeated.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Trace to write, a .safetensors file; a folder of traces for several texts.")
+    ] = Path("trace.safetensors"),
     layers: Annotated[str | None, typer.Option(help="Layers to record, such as 0,5,17; default all.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Use only the first TOKENS tokens of the text.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Use only the first TOKENS tokens of each text.")] = None,
+    queries: Annotated[
+        int | None, typer.Option(help="Record the queries of the last QUERIES tokens alone; default of all.")
+    ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens run through the model at a time.")] = 1024,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16: the model's and the trace's; default the model's.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
 ) -> None:
-    """Run a causal language model over a text with its own attention and write queries, keys and values."""
+    """Run a causal language model over texts with its own attention and write queries, keys and values.
+
+    Of several texts each has a trace of its name; traces that are there already, from the same command, are kept.
+    """
     from sparseattn.integrations import capture as recording
     from sparseattn.integrations import models
 
     indices = integers(layers, "--layers")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
-    for name, number in (("--tokens", tokens), ("--chunk", chunk)):
+    for name, number in (("--tokens", tokens), ("--queries", queries), ("--chunk", chunk)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is at least 1, got {number}")
-    content = text.read_bytes()
+    several = len(text) > 1 or text[0].is_dir()
+    traces = _traces(text, out) if several else _trace(text[0], out)
+    contents = {path: path.read_bytes() for path in traces.values()}
+    if several:
+        results_folder(out)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype] if dtype else None, device=device)
+    ids = {}
+    for path, content in contents.items():  # all of them before the first takes its time
+        try:
+            ids[path] = models.encode(tokenizer, content)[:, :tokens]
+        except models.ModelError as error:
+            raise ValueError(f"{path}: {error}") from error
+    console = Console(highlight=False)
+    for target, path in traces.items():
+        with progress_bar() as bar:
+            task = bar.add_task(f"capture {target.name}", total=ids[path].shape[1])
+
+            def show(done: int, total: int, bar: Progress = bar, task: TaskID = task) -> None:
+                bar.update(task, completed=done, total=total)
+
+            trace = recording.capture(
+                loaded,
+                ids[path].to(loaded.device),
+                target,
+                layers=indices,
+                queries=queries,
+                chunk=chunk,
+                model_id=model,
+                text={"name": path.name, "sha256": hashlib.sha256(contents[path]).hexdigest()},
+                keep=several,
+                progress=show,
+            )
+        size = target.stat().st_size / 2**20
+        console.print(
+            f"{target}: {trace.tokens} tokens, layers {', '.join(map(str, trace.layers))}, {size:.1f} MiB",
+            soft_wrap=True,
+        )
+
+
+def _trace(text: Path, out: Path) -> dict[Path, Path]:
+    """The trace file `out` -> its text."""
     if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
         raise ValueError(f"--out is a .safetensors file to write, got {out}")
     if not out.parent.is_dir():
         raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype] if dtype else None, device=device)
-    ids = models.encode(tokenizer, content)[:, :tokens]
-    with progress_bar() as bar:
-        task = bar.add_task(f"capture {out.name}", total=ids.shape[1])
-        trace = recording.capture(
-            loaded,
-            ids.to(loaded.device),
-            out,
-            layers=indices,
-            chunk=chunk,
-            model_id=model,
-            text={"name": text.name, "sha256": hashlib.sha256(content).hexdigest()},
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    size = out.stat().st_size / 2**20
-    Console(highlight=False).print(
-        f"{out}: {trace.tokens} tokens, layers {', '.join(map(str, trace.layers))}, {size:.1f} MiB", soft_wrap=True
-    )
+    return {out: text}
+
+
+def _traces(texts: list[Path], out: Path) -> dict[Path, Path]:
+    """Trace files in the folder `out` -> their texts; a folder among `texts` stands for its files, by name."""
+    if out.suffix == ".safetensors":
+        raise ValueError(f"--out is a folder for the traces of several texts, got {out}")
+    traces: dict[Path, Path] = {}
+    for text in texts:
+        files = sorted(path for path in text.iterdir() if path.is_file()) if text.is_dir() else [text]
+        if not files:
+            raise ValueError(f"the folder {text} holds no text file")
+        for path in files:
+            target = out / f"{path.stem}.safetensors"
+            if target in traces:
+                raise ValueError(f"{traces[target]} and {path} would both be {target}: rename one")
+            traces[target] = path
+    return traces

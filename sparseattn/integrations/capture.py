@@ -24,7 +24,7 @@ from sparseattn import __version__
 from sparseattn.integrations import rotary
 from sparseattn.integrations.models import ModelError
 from sparseattn.rope import Rope
-from sparseattn.traces import LayerShape, Trace, TraceWriter
+from sparseattn.traces import LayerShape, Trace, TraceError, TraceWriter
 
 COMPARED = 8  # last tokens whose attention is recomputed to see whether a trace holds all of it
 
@@ -35,10 +35,12 @@ def capture(
     path: str | os.PathLike[str],
     *,
     layers: Sequence[int] | None = None,
+    queries: int | None = None,
     chunk: int = 1024,
     dtype: torch.dtype | None = None,
     model_id: str | None = None,
     text: Mapping[str, Any] | None = None,
+    keep: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
     """Run a causal LM over a text with its own attention and write what its attention layers see.
@@ -52,10 +54,13 @@ def capture(
         input_ids: `[1,T]`.
         path: the trace file to make.
         layers: the layers to record; all by default (of a hybrid model, those with softmax attention).
+        queries: record the queries of the last tokens alone, as many as this; those of all by default. With four query
+            heads to a KV head they are two thirds of a trace.
         chunk: tokens per forward pass.
         dtype: what to store; by default what attention received.
         model_id: recorded; the name that the model was loaded under by default.
         text: recorded as given, for example `{"name": ..., "sha256": ...}`.
+        keep: where `path` is already what this call would write, by model, tokens, layers and dtype, leave it so.
         progress: called with (tokens done, T) after each chunk.
 
     Returns:
@@ -64,12 +69,15 @@ def capture(
     Raises:
         ModelError: the model's attention cannot be recorded, there is no such layer, the ids are not `[1,T]` of the
             model's vocabulary, the GPU is full, or the model is being captured already.
-        TraceError: the file cannot be written, or cannot hold what attention received (NaN, too large for `dtype`).
+        TraceError: the file cannot be written, or cannot hold what attention received (NaN, too large for `dtype`);
+            with `keep`, the file is there and another one.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise ModelError(f"capture takes one text as input_ids [1,T], got {list(input_ids.shape)}")
     if chunk < 1:
         raise ModelError(f"a chunk has at least 1 token, got {chunk}")
+    if queries is not None and queries < 1:
+        raise ModelError(f"a trace holds the queries of at least 1 token, got {queries}")
     if layers is not None and (not layers or len(set(layers)) != len(layers)):
         raise ModelError(f"layers are one or more different indices, got {list(layers)}")
     tokens = input_ids.shape[1]
@@ -85,11 +93,14 @@ def capture(
                 f"layer {absent[0]} of {_name(model)} has no softmax attention to record, layers "
                 f"{', '.join(map(str, sorted(seen)))} have"
             )
-        shapes = [_shape(seen[index]) for index in wanted]
+        shapes = [_shape(seen[index], min(queries or tokens, tokens)) for index in wanted]
         stored = dtype or seen[wanted[0]].key.dtype
         meta = _meta(model, input_ids, original, stored, model_id, text)
+        if keep and os.path.exists(path):
+            return _kept(path, shapes, stored, meta)
         with TraceWriter(path, shapes, positions, stored, meta) as writer:
-            recorder = _Recorder(model, original, writer, {i: seen[i].module for i in wanted}, positions)
+            modules = {i: seen[i].module for i in wanted}
+            recorder = _Recorder(model, original, writer, modules, positions, min(queries or tokens, tokens))
             _prefill(model, original, recorder, input_ids, chunk, progress)
             for index in wanted:
                 writer.rope(index, recorder.ropes.get(index))
@@ -150,7 +161,13 @@ class _Recorder:
     """Writes the rows of every attention call of the wanted layers, and finds and verifies their RoPE."""
 
     def __init__(
-        self, model: Any, original: str, writer: TraceWriter, modules: dict[int, nn.Module], positions: Tensor
+        self,
+        model: Any,
+        original: str,
+        writer: TraceWriter,
+        modules: dict[int, nn.Module],
+        positions: Tensor,
+        queries: int,
     ) -> None:
         self.ropes: dict[int, Rope] = {}
         self.absent: dict[int, str] = {}
@@ -159,6 +176,7 @@ class _Recorder:
         self._writer = writer
         self._modules = modules
         self._positions = positions
+        self._queries = queries
         self._start = 0
         self._last = max(modules)
         self._model = model
@@ -208,7 +226,7 @@ class _Recorder:
         # A cache may hand out more keys than the new ones; these come last, in sliding layers too.
         query, keys, values = call.query[0], call.key[0, :, -n:], call.value[0, :, -n:]
         self._verify(index, query, keys)
-        self._writer.write(index, "query", start, query.unflatten(0, (keys.shape[0], -1)))
+        self._write_queries(index, start, query.unflatten(0, (keys.shape[0], -1)))
         self._writer.write(index, "keys", start, keys)
         self._writer.write(index, "values", start, values)
         ends = start + n == len(self._positions)
@@ -220,6 +238,13 @@ class _Recorder:
             if index == self._last and self._stops:
                 raise _Enough
         return out, weights
+
+    def _write_queries(self, index: int, start: int, query: Tensor) -> None:
+        """Write those of the queries `[H,G,n,D]` of tokens `start` and up that the trace holds."""
+        first = len(self._positions) - self._queries
+        rows = query[:, :, max(0, first - start) :]
+        if rows.shape[2]:
+            self._writer.write(index, "query", max(0, start - first), rows)
 
     def _verify(self, index: int, query: Tensor, keys: Tensor) -> None:
         """Find the layer's rope in the first chunk; drop it when a later one is given another.
@@ -310,14 +335,31 @@ def _probe(model: Any, original: str, input_ids: Tensor) -> dict[int, _Call]:
     return calls
 
 
-def _shape(call: _Call) -> LayerShape:
+def _kept(
+    path: str | os.PathLike[str], shapes: Sequence[LayerShape], dtype: torch.dtype, meta: Mapping[str, Any]
+) -> Trace:
+    """The trace at `path`, which has to be what a capture would write."""
+    trace = Trace.open(path)
+    for name in ("config_hash", "tokens_sha256"):
+        if trace.meta.get(name) != meta[name]:
+            what = "model" if name == "config_hash" else "text"
+            raise TraceError(f"{os.fspath(path)} is a trace of another {what}: move it, or write elsewhere")
+    if (list(trace.shapes.values()), trace.dtype) != (list(shapes), dtype):
+        raise TraceError(
+            f"{os.fspath(path)} is a trace of other layers, queries or dtype (layers "
+            f"{', '.join(map(str, trace.layers))}, {trace.dtype}): move it, or write elsewhere"
+        )
+    return trace
+
+
+def _shape(call: _Call, queries: int) -> LayerShape:
     _, heads, _, size = call.key.shape
     if call.value.shape[-1] != size:
         raise ModelError(
             f"layer {call.layer} has keys of {size} dimensions and values of {call.value.shape[-1]}; a trace holds "
             "layers whose keys and values are of one size"
         )
-    return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window)
+    return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window, queries)
 
 
 def _delegate(call: _Call, original: str) -> tuple[Tensor, Any]:

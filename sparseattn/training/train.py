@@ -599,7 +599,7 @@ class Fit:
         if path.exists():
             self._restore(*folder.read(path))
         while self.step < self.recipe.steps and not all(self.stopped):
-            loss = self._advance()
+            loss = self.advance()
             if self.step % self.recipe.validate == 0 or self.step == self.recipe.steps:
                 self._validate()
             if self.step % save_every == 0 and self.step < self.recipe.steps:
@@ -611,7 +611,7 @@ class Fit:
         self.model.load_state_dict(self.best)
         return self.model.folded(), [stopped or self.step for stopped in self.stopped]
 
-    def _advance(self) -> Tensor:
+    def advance(self) -> Tensor:
         """One step; `[A]` losses."""
         recipe = self.recipe
         for group in self.optimizer.param_groups:
