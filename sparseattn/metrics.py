@@ -97,6 +97,8 @@ class Evaluation:
     def far(self, share: float) -> Evaluation:
         """The same of the heads with at least this share of their attention on indexed rows; the others become NaN.
 
+        `settings` then hold the share, `far`, and which heads these are, `far_heads`: [layer, query head] of each.
+
         Raises:
             ValueError: there is no such head.
         """
@@ -107,7 +109,8 @@ class Evaluation:
                 f"no head of {self.trace} has {share:g} of its attention on indexed rows, the most is {most:.3f}"
             )
         heads = {name: values.masked_fill(~chosen, math.nan) for name, values in self.heads.items()}
-        settings = {**self.settings, "far": share, "heads": int(chosen.sum())}
+        heads_chosen = [[self.layers[i], head] for i, head in chosen.nonzero().tolist()]
+        settings = {**self.settings, "far": share, "far_heads": heads_chosen}
         return replace(self, settings=settings, heads=heads)
 
     def record(self, per_head: bool = False) -> dict[str, Any]:

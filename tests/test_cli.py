@@ -20,7 +20,7 @@ from sparseattn.cli import app, bench, recall, report
 from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.traces import Trace, TraceLayer
 
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
 
@@ -81,6 +81,51 @@ def test_bench_json_is_what_the_library_measures(trace: Path, tmp_path: Path) ->
     assert records[0]["mean"]["mass"] == pytest.approx(same.mean("mass"), rel=1e-9)
     assert records[0]["heads"]["mass"][0] == pytest.approx(same.heads["mass"][0].tolist(), rel=1e-9)
     assert records[0]["layers"] == [1]
+
+
+def test_bench_far_is_of_the_heads_that_look_far(trace: Path, tmp_path: Path) -> None:
+    result = evaluate(Trace.open(trace), "quest", 16, sink=2, window=8, last=4)
+    share = float(result.heads["indexed_mass"].flatten().sort().values[5])
+    arguments = ["bench", trace, *SMALL, "--selector", "quest", "--far", share, "--out", tmp_path, "--no-figures"]
+    done = run(*arguments)
+    assert f"the 3 heads with {share:g} or more of their weight there" in " ".join(done.output.split())
+    records = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
+    assert [one["far"] for one in records] == [share] * 2
+    assert records[0]["far_heads"] == result.far(share).settings["far_heads"]
+    assert records[0]["mean"]["mass"] == pytest.approx(result.far(share).mean("mass"))
+    assert records[0]["mean"]["mass"] != pytest.approx(result.mean("mass"))
+    done = run(*arguments, "--per-head")
+    rows = [line for line in done.output.splitlines() if line.startswith(" Quest ")]
+    assert len(rows) == 2 * 3, "budgets, heads that look far"
+
+
+def test_bench_far_refuses_a_trace_without_such_a_head_before_any_work(trace: Path, tmp_path: Path) -> None:
+    layer = Trace.open(trace).layer(0)
+    keys = layer.keys.clone()
+    keys[:, 0] = 1e3 * layer.query[:, :, -4:].mean((1, 2))
+    query = layer.query[:, :, -4:].mean((1, 2))[:, None, None].expand_as(layer.query).contiguous()
+    sunk = tmp_path / "sunk.safetensors"
+    Trace.build([TraceLayer(0, query, keys, layer.values, layer.scale)], torch.arange(300)).save(sunk)
+    done = run("bench", trace, sunk, *SMALL, "--selector", "quest", "--far", "0.3", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "no head of sunk has 0.3 of its attention on indexed rows, the most is 0.000" in " ".join(
+        done.output.split()
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_lookups_are_a_column_where_there_are_some() -> None:
+    made = synthetic(300, heads=2, group=2, size=32, clusters=8)
+    layer = made.layer(0)
+    for factor, shown in ((8.0, True), (0.0, False)):
+        scaled = TraceLayer(0, layer.query * factor, layer.keys, layer.values, layer.scale)
+        result = evaluate(Trace.build([scaled], made.positions), "exact", 16, window=8, last=2)
+        for width in (80, report.WIDE):
+            screen = Console(width=width, file=io.StringIO())
+            screen.print(report.table([result], False, width == report.WIDE))
+            text = screen.file.getvalue()  # type: ignore[attr-defined]
+            assert ("lookups" in text) is shown
+            assert ("1.00" in text) or not shown, "the oracle finds them"
 
 
 def test_per_head_lists_every_head(trace: Path, tmp_path: Path) -> None:
@@ -260,6 +305,8 @@ def test_info_says_what_runs_here() -> None:
         (["--layers", "9"], "not [9]"),
         (["--layers", "x"], "--layers takes integers"),
         (["--last", "0"], "last is 1 to"),
+        (["--far", "1.5"], "--far is a share of the attention, 0 to 1, got 1.5"),
+        (["--far", "1"], "no head of small has 1 of its attention on indexed rows"),
         (["--seal", "4", "--selector", "quest"], "at least the span"),
         (["--sink", "-1"], "sink"),
     ],

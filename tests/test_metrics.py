@@ -125,7 +125,11 @@ def test_far_heads_alone(trace: Trace) -> None:
     least = float(share.flatten().sort().values[7])
     far = result.far(least)
     chosen = share >= least
-    assert far.settings["heads"] == int(chosen.sum()) == 5
+    assert far.settings["far_heads"] == chosen.nonzero().tolist(), "layers 0 and 1 are rows 0 and 1"
+    assert len(far.settings["far_heads"]) == 5
+    assert far.record(True)["far_heads"] == far.settings["far_heads"], "the heads apart do not overwrite them"
+    part = evaluate(trace, "quest", 32, sink=SINK, window=WINDOW, last=LAST, layers=[1]).far(least)
+    assert part.settings["far_heads"] == [pair for pair in far.settings["far_heads"] if pair[0] == 1]
     assert far.settings["far"] == least
     for name in ("mass", "relative_error", "scanned"):
         assert far.mean(name) == pytest.approx(float(result.heads[name][chosen].mean()))

@@ -19,7 +19,7 @@ from sparseattn.rope import Rope
 from sparseattn.selectors import make_selector
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace, TraceLayer
-from sparseattn.training import Filters, Recipe, train
+from sparseattn.training import Filters, Recipe, TrainingError, train
 
 H, G, D, T, C = 2, 2, 16, 600, 8
 
@@ -139,8 +139,41 @@ def test_records_are_kept_and_bars_read_them(folder: Path, monkeypatch: pytest.M
     one = records["p2", "SAAP", 0.05]["heads"]["recovered"][0]
     assert rows[1]["SAAP"][1] == pytest.approx((one[2] + one[3]) / 2)
     assert study.table(records, "p2", list(methods)).row_count == len(methods)
+    assert study.judgement(study.judged(rows, ["p2"])).row_count >= len(study.JUDGED)
+    other = Trace.build([held["p2"].layer(1)], held["p2"].positions, {"text": "another"}, "p2")
+    study.compare({"p2": other}, {"random": "random"}, path, study.BUDGETS, 2)
+    assert path.stat().st_mtime_ns > before, "another text by the same name is measured"
     study.figure(records, ["p2"], folder / "figure.png")
     assert (folder / "figure.png").stat().st_size > 5000
+
+
+def test_bars_are_judged_by_what_they_say() -> None:
+    def row(**other) -> dict:
+        some = {name: [0.5, 0.8] for name in study.COMPARED} | {f"{name}: lookups": None for name in study.COMPARED}
+        some |= {"exact, each query head": [0.7, 0.95], "k-means, roped": [0.3, 0.6], "k-means, no RoPE": [0.4, 0.7]}
+        return {"trace": "recall", "layer": 1, "head": 0, "far mass": 0.9, **some, **other}
+
+    def passes(one: dict, recurrences: tuple[str, ...] = ("recall",)) -> dict[str, bool]:
+        return {two["bar"]: two["passes"] for two in study.judged([one], recurrences) if two["method"] == "SAAP"}
+
+    order, exact, perfect = "no-rope k-means at 1 %, itself above roped", "Exact at 5 %", "a perfect classifier at 5%"
+    assert passes(row()) == {order: True, exact: False}, "0.8 is less than 0.9 of 0.95"
+    assert passes(row(SAAP=[0.5, 0.86]))[exact]
+    assert not passes(row(**{"k-means, roped": [0.45, 0.6]}))[order], "roped is above no rope"
+    assert not passes(row(SAAP=[0.4, 0.8]))[order]
+    assert passes(row(), ()) == {"a perfect classifier at 1%": True, perfect: True}
+    spread = row(**{"exact, each query head": [0.3, 0.89]}, SAAP=[0.5, 0.75])
+    assert passes(spread) == {order: True, "a perfect classifier at 1%": True, perfect: False}
+    assert passes(row(**{"SAAP: lookups": 0.95}))["lookups at 1 %"]
+    assert not passes(row(**{"SAAP: lookups": 0.94}))["lookups at 1 %"]
+
+
+def test_an_ablation_of_another_recipe_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ablations").mkdir()
+    for name in study.ABLATIONS:
+        (tmp_path / "ablations" / f"{name}.safetensors").write_bytes((folder / "roped.safetensors").read_bytes())
+    with pytest.raises(TrainingError, match=r"roped.safetensors was trained with clusters 8 instead of 1024, .*delete"):
+        study.ablations(tmp_path)
 
 
 def test_every_method_of_the_study_is_one(folder: Path) -> None:

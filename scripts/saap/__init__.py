@@ -8,4 +8,6 @@ Prompts are drawn from other texts and other seeds than the built-in traces that
   bytes and half or more of them recurring; one alphabet and one share of recurrences to a prompt;
 * "text": windows of the training text of the reference model (``scripts.reference.text``), with no licence in them;
 * "mixed": such text in pieces, some of which recur.
+
+``python -m scripts.saap.study`` then measures what it finds on prompts of other kinds, its ablations and its buckets.
 """

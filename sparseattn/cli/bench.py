@@ -20,7 +20,7 @@ from sparseattn.cli.common import errors, in_a_sentence, integers, open_trace, p
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.indexes import usable_folder
-from sparseattn.metrics import Evaluation, check_replay, evaluate_budgets, usable_layers
+from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, usable_layers
 from sparseattn.selectors import SELECTORS, Selector, make_selector
 from sparseattn.traces import Trace
 
@@ -86,6 +86,9 @@ def bench(
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
+    if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
+        for trace in opened:
+            evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices).far(far)
     results_folder(out)
 
     partial = out / "bench.partial.jsonl"

@@ -22,7 +22,7 @@ except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'sparseattn[plots]', or pass --no-figures") from error
 
 # Okabe-Ito: told apart by colour-blind readers; markers repeat the distinction for grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 MARKERS = "osD^vPX*"
 COUNT = FuncFormatter(lambda value, _: f"{value:g}")
 SHARE = FuncFormatter(lambda value, _: f"{100 * value:g}%")
@@ -144,7 +144,7 @@ def _milliseconds_at(curve: Curve, level: float) -> float:
 
 def _style(number: int, label: str) -> dict[str, Any]:
     return {
-        "marker": MARKERS[number % len(MARKERS)],
+        "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],  # 64 pairs of colour and marker
         "color": COLOURS[number % len(COLOURS)],
         "label": label,
         "markersize": 5,

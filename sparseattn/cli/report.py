@@ -24,7 +24,7 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
     settings = one.settings
     heads = "heads"
     if "far" in settings:
-        heads = f"the {settings['heads']} heads with {settings['far']:g} or more of their weight there"
+        heads = f"the {len(settings['far_heads'])} heads with {settings['far']:g} or more of their weight there"
     out = Table(
         title=(
             f"{one.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
@@ -35,7 +35,8 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    columns = COLUMNS if wide else [column for column in COLUMNS if column[0] in NARROW]
+    columns = [column for column in COLUMNS if wide or column[0] in NARROW]
+    columns = [c for c in columns if c[1] not in COUNTED or any(one.mean(COUNTED[c[1]]) > 0 for one in results)]
     out.add_column("selector")
     for name in ("budget", *(["layer", "head"] if per_head else []), *(column[0] for column in columns)):
         out.add_column(name, justify="right", no_wrap=True)
@@ -67,7 +68,7 @@ COLUMNS = (
     ("rows %", "attended_share", 1, 100, False),
     ("bytes %", "bytes_share", 1, 100, False),
 )
-NARROW = ("rows", "R@100", "error %", "bytes %")  # what a terminal of 80 columns can hold
+NARROW = ("rows", "R@100", "lookups", "error %", "bytes %")  # what a terminal of 80 columns can hold
 
 
 def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[int, int] | None) -> str:
