@@ -35,7 +35,7 @@ from sparseattn.files import write_atomic
 from sparseattn.synthetic import synthetic
 from sparseattn.training import Filters, Recipe, train
 from sparseattn.training.data import Held
-from sparseattn.training.train import Fit, Pool, Progress
+from sparseattn.training.run import Fit, Pool, Progress
 
 RESULTS = Path(__file__).parent / "results"
 THETA = 500_000.0  # Llama 3's

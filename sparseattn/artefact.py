@@ -231,7 +231,7 @@ class Artefact:
                 for name, tensor in partition.classifier.tensors().items():
                     tensors[f"layers.{index}.classifier.{name}"] = tensor
             rope = self.ropes.get(index)
-            known = next((k for k, other in enumerate(distinct) if rope is not None and _equal(rope, other)), None)
+            known = next((k for k, other in enumerate(distinct) if rope is not None and rope.equals(other)), None)
             if rope is not None and known is None:
                 known = len(distinct)
                 distinct.append(rope)
@@ -312,10 +312,6 @@ def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:
     names = [field.name for field in fields(Classifier) if f"{prefix}classifier.{field.name}" in tensors]
     parts = {name: tensors.pop(f"{prefix}classifier.{name}").float() for name in names}
     return Partition(centroids, Classifier(**parts) if parts else None)
-
-
-def _equal(a: Rope, b: Rope) -> bool:
-    return (a.scaling, a.interleaved) == (b.scaling, b.interleaved) and torch.equal(a.inv_freq, b.inv_freq)
 
 
 def _same(a: Rope, b: Rope) -> bool:

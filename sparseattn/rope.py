@@ -54,6 +54,11 @@ class Rope:
             raise ValueError(f"a rope's theta is positive and finite, got {theta}")
         return cls(1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
 
+    def equals(self, other: Rope) -> bool:
+        """Whether it is the same rotation, to the bit."""
+        alike = (self.scaling, self.interleaved) == (other.scaling, other.interleaved)
+        return alike and torch.equal(self.inv_freq, other.inv_freq)
+
     @property
     def rotated(self) -> int:
         """R, the dimensions that turn."""

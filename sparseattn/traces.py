@@ -508,7 +508,7 @@ class TraceWriter:
         listed = []
         for layer in self.layers:
             rope = self._ropes.get(layer.index)
-            known = next((k for k, other in enumerate(distinct) if rope is not None and _same(rope, other)), None)
+            known = next((k for k, other in enumerate(distinct) if rope is not None and rope.equals(other)), None)
             if rope is not None and known is None:
                 known = len(distinct)
                 distinct.append(rope)
@@ -570,7 +570,3 @@ def _not_finite(what: str, start: int, rows: Tensor, dtype: torch.dtype) -> str:
 def _bytes(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """A contiguous CPU tensor's memory as a buffer, without a copy (`Tensor.numpy` knows no bfloat16)."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-
-
-def _same(a: Rope, b: Rope) -> bool:
-    return (a.scaling, a.interleaved) == (b.scaling, b.interleaved) and torch.equal(a.inv_freq, b.inv_freq)

@@ -190,8 +190,11 @@ def test_perfect_buckets_are_ranked_by_the_attention_that_they_hold(file: str) -
 
 
 @pytest.mark.parametrize("context", [None, 0.8])
-def test_moments_are_those_of_the_keys_in_each_bucket(tmp_path: Path, context: float | None) -> None:
-    """Of the real rows sealed so far, through several seals; alone, or mixed with the classifier's logits."""
+def test_moments_are_those_of_the_keys_in_each_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: float | None
+) -> None:
+    """Of the real rows sealed so far, through seals and parts of them; alone, or mixed with the classifier's logits."""
+    monkeypatch.setattr(moments, "CHUNK", B * H * D * 7)
     path = saved(tmp_path / "a", part=partition(H, D, 40, F))  # more buckets, some of which stay empty
     part = Artefact.load(path).layers[LAYER]
     selector = Moments(path, probes=3) if context is None else SAAP(path, probes=3, context=context)
@@ -227,6 +230,21 @@ def test_moments_are_those_of_the_keys_in_each_bucket(tmp_path: Path, context: f
             [sorted(rows) for rows in b] for b in wanted
         ]
     assert empty
+
+
+def test_moments_of_keys_far_from_the_origin() -> None:
+    """As biases of a projection make them; float32 squares of theirs would leave nothing of the variance."""
+    kept, draw = moments.KeyMoments(), torch.Generator().manual_seed(0)
+    keys = 200 + 0.5 * torch.randn(1, 1, 160, D, generator=draw)
+    bucket = torch.randint(0, 4, (1, 1, 160), generator=draw)
+    for rows in (slice(0, 16), slice(16, 100), slice(100, 160)):
+        kept.add(keys[:, :, rows], bucket[:, :, rows], 3)  # of bucket 3, padding
+    mean, variance, number = kept.parts()
+    for c in range(3):
+        mine = keys[0, 0, bucket[0, 0] == c].double()
+        assert int(number[0, 0, c]) == len(mine)
+        torch.testing.assert_close(mean[0, 0, c].double(), mine.mean(0), atol=1e-4, rtol=0)
+        torch.testing.assert_close(variance[0, 0, c].double(), mine.var(0, correction=0), atol=1e-3, rtol=0)
 
 
 def test_context_is_a_share(file: str) -> None:

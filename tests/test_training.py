@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
 pytest.importorskip("faiss")
@@ -32,7 +34,7 @@ from sparseattn.training import data as samples
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.data import HeadView, Held, Prompt
 from sparseattn.training.kmeans import balance, repaired, spherical_kmeans
-from sparseattn.training.train import classifier_scores, mean_lengths, over_distances, recovered, symmetric_scores
+from sparseattn.training.run import classifier_scores, mean_lengths, over_distances, recovered, symmetric_scores
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
 FILTERS = Filters(gap=31, near=16)
@@ -562,8 +564,11 @@ def last_queries(trace: Trace) -> Trace:
         (lambda t: edited(t, meta={**t.meta, "config_hash": "c1"}), "are of different models: config_hash c0 and c1"),
         (lambda t: edited(t, meta={"model": "x"}), "are of different models: config_hash c0 and None"),
         (lambda t: prompt_trace(1, heads=3), r"has heads, group, size, .+ \(2, 2, 16, .+\) in .+, \(3, 2, 16, .+\) in"),
-        (lambda t: prompt_trace(1, tokens=40), "is too short: of its 40 tokens 7 have a key more than 31 before them"),
-        (last_queries, "is too short: of its 384 tokens 8 have a key more than 31"),
+        (
+            lambda t: prompt_trace(1, tokens=40),
+            "of its 40 tokens 7 have a key 32 or more before them, the first 1",
+        ),
+        (last_queries, "is too short: of its 384 tokens 8 have a key 32 or more"),
         (lambda t: edited(t, meta={**t.meta, "tokens_sha256": "prompt 0"}), "are of the same prompt"),
         (lambda t: edited(t, positions=t.positions.flip(0)), r"the positions of .+ do not ascend"),
         (lambda t: edited(t, rope=Rope.of(SIZE)), "layer 0 of .+ has another RoPE than"),
@@ -575,21 +580,42 @@ def test_traces_that_do_not_belong_together(change: Callable[[Trace], Trace], se
     change(prompt_trace(1)).save(source / "1.safetensors")
     with pytest.raises(TrainingError, match=sentence):
         train([source], tmp_path / "a.safetensors", Recipe(**SMALL), held_out=[])
-    assert not (tmp_path / "a.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["t"], "nothing was begun"
 
 
-def test_numbers_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["query", "keys"])
+def test_numbers_that_are_not_finite(name: str, tmp_path: Path) -> None:
     source = write(tmp_path / "t", 2)
-    real = Trace.layer
-
-    def layer(self: Trace, index: int) -> TraceLayer:
-        found = real(self, index)
-        found.keys[0, 5, 3] = torch.nan
-        return found
-
-    monkeypatch.setattr(Trace, "layer", layer)
-    with pytest.raises(TrainingError, match=r"layer 0 of .+ has keys that are not finite"):
+    for path in source.iterdir():
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        tensors[f"layers.0.{name}"].view(-1)[77] = torch.nan
+        save_file(tensors, path, metadata)
+    with pytest.raises(TrainingError, match=rf"layer 0 of .+ has {name} that are not finite"):
         train([source], tmp_path / "a.safetensors", Recipe(**SMALL))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_run_killed_while_its_files_go_is_done(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left of the folder, the same command makes the same artefact anew."""
+    out, recipe, real = tmp_path / "a.safetensors", Recipe(**{**SMALL, "steps": 2}), shutil.rmtree
+
+    def cut_short(path: Path, **options: Any) -> None:
+        if path.exists():
+            next(path.glob("run.json")).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            train([folder], out, recipe)
+    first = Artefact.load(out)
+    again = train([folder], out, recipe)
+    assert again is not None
+    same_weights(again, first)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    assert shutil.rmtree is real
 
 
 def test_a_rope_that_cannot_be_taken_back(tmp_path: Path) -> None:
@@ -612,7 +638,10 @@ def test_a_rope_that_cannot_be_taken_back(tmp_path: Path) -> None:
         ({"steps": 0}, "steps is at least 1, got 0"),
         ({"rate": 0.0}, "the learning rate is positive"),
         ({"shares": (0.5, 1.5)}, "shares of the context between 0 and 1"),
-        ({"clusters": 800}, "800 clusters are more than the 766 keys of a head that 2 prompts to train on give"),
+        ({"clusters": 800}, "800 clusters are more than the 766 keys of a head that 2 prompts to train on give$"),
+        ({"sample": 4}, "8 clusters are more than the 4 keys of .+ give with sample=4"),
+        ({"filters": Filters(31, 1000, 1)}, "is too short: of its 384 tokens 0 have a key 1000 or more before them"),
+        ({"symmetric": True, "reverse": True}, "symmetric k-means has no classifier, so residual, per_query_head and"),
     ],
 )
 def test_recipes_that_are_refused(options: dict[str, Any], sentence: str, folder: Path, tmp_path: Path) -> None:

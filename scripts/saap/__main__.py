@@ -56,13 +56,18 @@ def capture_all(work: Path, console: Console) -> None:
 
 
 def keep_capture(path: Path, name: str, text: bytes) -> None:
-    """The trace of a text in fp16, unless the file is there."""
-    if path.exists():
-        return
+    """The trace of a text in fp16, unless it is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"name": name, "sha256": hashlib.sha256(text).hexdigest()}
-    model = reference_model()
-    capture(model, encode(None, text), path, dtype=torch.float16, model_id="sparseattn-reference", text=about)
+    capture(
+        reference_model(),
+        encode(None, text),
+        path,
+        dtype=torch.float16,
+        model_id="sparseattn-reference",
+        text=about,
+        keep=True,
+    )
 
 
 def card(path: Path, artefact: Artefact) -> str:

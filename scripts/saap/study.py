@@ -276,7 +276,8 @@ def buckets_study(work: Path, paths: Mapping[str, Path], opened: Mapping[str, Tr
             factors = []
             for layer in LAYERS:
                 keys = inputs(reference, trace, layer)[0]
-                factors += [imbalance(head, RECIPE.clusters or 0) for head in reference.layers[layer].assign(keys)]
+                held_in = reference.layers[layer]
+                factors += [imbalance(head, held_in.centroids.shape[1]) for head in held_in.assign(keys)]
             out["imbalance"][name] = factors
             # Slots of one row, so that no row waits for others to be sealed and is counted as visited.
             one = evaluate_budgets(trace, "saap:span=1", [None], last=8, layers=LAYERS)[0]
@@ -355,7 +356,7 @@ def figure(records: Mapping[tuple[str, str, float], dict[str, Any]], names: Sequ
     from matplotlib import pyplot
 
     shown = [name for name in names if "far" in records[name, "SAAP", 0.01]]
-    methods = (*list(METHODS)[1:8], "quest")
+    methods = (*COMPARED[1:], "quest")
     drawn, axes = pyplot.subplots(1, len(shown), figsize=(3.2 * len(shown), 3.4), sharey=True, squeeze=False)
     for axis, name in zip(axes[0], shown, strict=True):
         for offset, budget, colour in ((0.2, 0.05, "#9ecae1"), (-0.2, 0.01, "#08519c")):

@@ -22,7 +22,7 @@ from sparseattn.cli.capture import DTYPES
 from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
 from sparseattn.training import Filters, Recipe
 from sparseattn.training import train as fit
-from sparseattn.training.train import Progress
+from sparseattn.training.run import Progress
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
 SHORT = {"classifier": "saap", "symmetric": "sym."}
@@ -48,8 +48,13 @@ def train(
     keys: Annotated[int | None, typer.Option(help="Keys of a prompt that targets are taken over; default all.")] = None,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
     decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01,
-    gap: Annotated[int, typer.Option(help="Keys count for queries more than GAP behind them.")] = 2047,
-    near: Annotated[int, typer.Option(help="Leave out queries whose best key is less than NEAR before them.")] = 1024,
+    gap: Annotated[
+        int | None, typer.Option(help="Keys count for queries more than GAP behind them; default 2047.")
+    ] = None,
+    near: Annotated[
+        int | None,
+        typer.Option(help="Leave out queries whose best key is less than NEAR before them; default 1024."),
+    ] = None,
     sink: Annotated[int, typer.Option(help="First rows of a prompt that do not count.")] = 1,
     shares: Annotated[str, typer.Option(help="Budgets of validation, as shares of the context.")] = "0.01,0.05",
     validate: Annotated[int, typer.Option(help="Steps between validations.")] = 100,
@@ -77,9 +82,11 @@ def train(
 
     Under `torchrun --nproc-per-node N -m sparseattn train ...` the KV heads are split over N processes.
     """
-    for name, number in (("--save-every", save_every),):
-        if number < 1:
-            raise ValueError(f"{name} is at least 1, got {number}")
+    if save_every < 1:
+        raise ValueError(f"--save-every is at least 1, got {save_every}")
+    if short_range and (gap is not None or near is not None):
+        raise ValueError("--short-range is --gap 0 --near 0, so give it or these")
+    standard = Filters(0, 0) if short_range else Filters()
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
     recipe = Recipe(
@@ -96,7 +103,7 @@ def train(
         validate=validate,
         patience=patience,
         shares=tuple(decimals(shares, "--shares")),
-        filters=Filters(0 if short_range else gap, 0 if short_range else near, sink, two_sided),
+        filters=Filters(standard.gap if gap is None else gap, standard.near if near is None else near, sink, two_sided),
         roped=roped,
         residual=residual,
         per_query_head=per_query_head,

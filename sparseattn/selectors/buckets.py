@@ -20,7 +20,7 @@ from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
 from sparseattn.storage import RowBuffer
 
-CHUNK = 1 << 24  # products of keys and centroids held at once while keys are assigned: 64 MiB
+CHUNK = 1 << 24  # numbers made at once of the keys of a seal, such as products with centroids: 64 MiB
 
 
 _SHARED: weakref.WeakValueDictionary[tuple[str, int, int], Artefact] = weakref.WeakValueDictionary()

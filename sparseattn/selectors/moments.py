@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.base import Rows
-from sparseattn.selectors.buckets import Parameters, Partitioned
+from sparseattn.selectors.buckets import CHUNK, Parameters, Partitioned
 from sparseattn.storage import RowBuffer
 
 SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see LOG.md)
@@ -26,20 +26,31 @@ class KeyMoments(RowBuffer):
 
     def add(self, keys: Tensor, bucket: Tensor, buckets: int) -> None:
         """Takes in keys `[B,H,n,D]` of buckets `bucket` `[B,H,n]` int64, C = `buckets` for padding."""
-        keys = keys.float()
-        batch, heads, _, size = keys.shape
-        terms = torch.cat([keys, keys.square(), torch.ones_like(keys[..., :1])], -1)
-        sums = terms.new_zeros(batch, heads, buckets + 1, 2 * size + 1)
-        sums.scatter_add_(2, bucket[..., None].expand_as(terms), terms)
-        sums = sums[:, :, :-1]
-        if self.rows:
-            mean, variance, number = self.parts()
-            sums += torch.cat([mean * number, (variance + mean.square()) * number, number], -1)
-        first, second, number = sums.split([size, size, 1], -1)
-        mean = first / number.clamp(min=1)
-        variance = (second / number.clamp(min=1) - mean.square()).clamp_(min=0)
-        self.resize(buckets, sums)
-        self.data.copy_(torch.cat([mean, variance, number], -1))
+        batch, heads, new, size = keys.shape
+        if not self.rows:
+            self.append(keys.new_zeros(batch, heads, buckets, 2 * size + 1, dtype=torch.float32))
+        step = max(CHUNK // (batch * heads * size), 1)
+        for first in range(0, new, step):
+            part = slice(first, first + step)
+            self._merge(keys[:, :, part].float(), bucket[:, :, part], buckets)
+
+    def _merge(self, keys: Tensor, bucket: Tensor, buckets: int) -> None:
+        """Means of sets are merged by their difference (Chan et al. 1979): squares of long keys would cancel."""
+        place = bucket[..., None].expand_as(keys)
+
+        def summed(terms: Tensor) -> Tensor:  # [B,H,C+1,..], the padding's last
+            zeros = terms.new_zeros(*terms.shape[:2], buckets + 1, terms.shape[-1])
+            return zeros.scatter_add_(2, place[..., : terms.shape[-1]], terms)
+
+        number = summed(torch.ones_like(keys[..., :1]))
+        mean = summed(keys) / number.clamp(min=1)
+        spread = summed((keys - mean.gather(2, place)).square())
+        number, mean, spread = number[:, :, :-1], mean[:, :, :-1], spread[:, :, :-1]
+        held_mean, held_variance, held = self.parts()
+        total = (held + number).clamp(min=1)
+        change = mean - held_mean
+        spread = spread + held_variance * held + change.square() * held * number / total
+        self.data.copy_(torch.cat([held_mean + change * number / total, spread / total, held + number], -1))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean and variance `[B,H,C,D]`, number `[B,H,C,1]`."""
@@ -51,7 +62,8 @@ class KeyMoments(RowBuffer):
         """`[B,H,G,C]`: about the logarithm of the mean weight of a bucket's row for `query` `[B,H,G,D]`, -inf if empty.
 
         The logarithm of the mean of `exp(q.k / sqrt(D))` over Gaussian keys of independent dimensions is its mean
-        exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows.
+        exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows. A model's other
+        factor than `1 / sqrt(D)` is not known here.
         """
         mean, variance, number = self.parts()
         asked = query.float() / query.shape[-1] ** 0.5
@@ -69,7 +81,7 @@ class Moments(Partitioned):
 
     Mean and diagonal variance are of the context's own keys, after RoPE, so that near and far and what is particular to
     this prompt count, which no classifier trained beforehand can know. It needs SAAP's centroids, not its classifier.
-    Arguments: see `Partitioned`; `group="softmax"` sums the query heads' shares.
+    Arguments: see `Partitioned`; `group="softmax"` sums what each query head's weights are after normalisation.
 
     `scan_bytes`: 8 bytes a bucket and dimension, and the table.
     """

@@ -72,7 +72,8 @@ class PerfectBuckets(Partitioned):
 
     Scores every sealed key, so that what SAAP loses to a classifier and what to the partition are told apart. A group
     sums the shares that its query heads' attention to the sealed rows has in a bucket. No bound of what can be found:
-    where a budget cuts, an order by share per row would be better still. Arguments: see `Partitioned`.
+    where a budget cuts, an order by share per row would be better still. Logits are taken as `q.k / sqrt(D)`.
+    Arguments: see `Partitioned`.
     """
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:

@@ -157,6 +157,8 @@ def open_prompts(
         _check_alike(given[0], prompt, shapes)
         _check_length(prompt, filters, shapes)
     ropes = _ropes(given[0], shapes, roped)
+    for prompt in (*given, *apart):
+        _check_ropes(given[0], prompt, shapes)
     if not apart:
         order = sorted(given, key=lambda prompt: hashlib.sha256(f"{seed} {prompt.sha256}".encode()).digest())
         apart = order[: max(1, len(given) // 5)]
@@ -224,11 +226,13 @@ def _check_length(prompt: Prompt, filters: Filters, shapes: dict[int, LayerShape
         positions = prompt.trace.positions
         queries = positions[-(prompt.trace.shapes[shape.index].queries or len(positions)) :]
         first = positions[filters.sink] if filters.sink < len(positions) else positions[-1]
-        usable = int((queries - first > filters.gap).sum())
+        reach = max(filters.gap + 1, filters.near)
+        usable = int((queries - first >= reach).sum())
         if usable < LEAST:
             raise TrainingError(
-                f"{prompt.path} is too short: of its {prompt.tokens} tokens {usable} have a key more than {filters.gap}"
-                f" before them, at least {LEAST} are needed; give longer prompts or a smaller gap"
+                f"{prompt.path} is too short: of its {prompt.tokens} tokens {usable} have a key {reach} or more before "
+                f"them, the first {filters.sink} aside, and at least {LEAST} are needed; give longer prompts or a "
+                f"smaller gap, near or sink"
             )
 
 
@@ -287,10 +291,10 @@ def load(
     """Loads one layer of one prompt, gives its heads one by one and lets go of it.
 
     Raises:
-        TrainingError: numbers that are not finite, or a RoPE other than the first prompt's.
+        TrainingError: numbers that are not finite.
     """
     layer = prompt.trace.layer(index)
-    _check_layer(prompts, prompt, layer)
+    _check_layer(prompt, layer)
     rope = None if roped else prompts.ropes[index]
     positions = prompt.trace.positions.to(device)
     for head in heads:
@@ -299,19 +303,21 @@ def load(
         yield head, HeadView(keys, inputs, layer.query[head], positions, layer.scale, rope)
 
 
-def _check_layer(prompts: Prompts, prompt: Prompt, layer: TraceLayer) -> None:
+def _check_ropes(first: Prompt, prompt: Prompt, shapes: dict[int, LayerShape]) -> None:
+    for index in shapes:
+        ours, theirs = first.trace.ropes[index], prompt.trace.ropes[index]
+        if ours is None or theirs is None:
+            same = ours is theirs
+        else:
+            same = ours.equals(theirs)
+        if not same:
+            raise TrainingError(f"layer {index} of {prompt.path} has another RoPE than {first.path}")
+
+
+def _check_layer(prompt: Prompt, layer: TraceLayer) -> None:
     for name, tensor in (("query", layer.query), ("keys", layer.keys)):
         if not all(head.isfinite().all() for head in tensor):  # one at a time: it takes 3 times a head's memory
             raise TrainingError(f"layer {layer.index} of {prompt.path} has {name} that are not finite")
-    ours, theirs = prompts.ropes.get(layer.index), layer.rope
-    if ours is None or theirs is None:
-        same = ours is theirs
-    else:
-        same = (ours.scaling, ours.interleaved) == (theirs.scaling, theirs.interleaved) and torch.equal(
-            ours.inv_freq, theirs.inv_freq
-        )
-    if not same:
-        raise TrainingError(f"layer {layer.index} of {prompt.path} has another RoPE than {prompts.train[0].path}")
 
 
 def sample_keys(view: HeadView, sink: int, limit: int, generator: torch.Generator) -> Tensor:

@@ -109,6 +109,10 @@ class Recipe:
             raise TrainingError(
                 f"the learning rate is positive and the decay not negative, got {self.rate} and {self.decay}"
             )
+        if self.symmetric and (self.residual or self.per_query_head or self.reverse):
+            raise TrainingError(
+                "symmetric k-means has no classifier, so residual, per_query_head and reverse do not go with it"
+            )
         if not self.shares or not all(0 < share <= 1 for share in self.shares):
             raise TrainingError(f"validation takes shares of the context between 0 and 1, got {list(self.shares)}")
 
@@ -184,10 +188,15 @@ def train(
     recipe = resolved(recipe, prompts)
     folder = Partial(Path(f"{out}.partial"), _identity(recipe, prompts))
     folder.open()
-    for index, shape in prompts.shapes.items():
-        mine = [h for h in range(shape.heads) if h % ranks == rank and not folder.finished(index, h).exists()]
-        if mine:
-            _train_layer(prompts, index, mine, recipe, place, folder, save_every, progress)
+    try:
+        for index, shape in prompts.shapes.items():
+            mine = [h for h in range(shape.heads) if h % ranks == rank and not folder.finished(index, h).exists()]
+            if mine:
+                _train_layer(prompts, index, mine, recipe, place, folder, save_every, progress)
+    except TrainingError:
+        if ranks == 1:
+            folder.remove_if_bare()
+        raise
     barrier()
     if rank:
         barrier()
@@ -208,9 +217,10 @@ def resolved(recipe: Recipe, prompts: Prompts) -> Recipe:
     share = data.quota(sample, len(prompts.train))
     there = sum(min(share, prompt.tokens - recipe.filters.sink) for prompt in prompts.train)
     if clusters > there:
+        asked = "" if recipe.sample is None else f" with sample={recipe.sample}"
         raise TrainingError(
             f"{clusters} clusters are more than the {there} keys of a head that {len(prompts.train)} prompts to train "
-            "on give"
+            f"on give{asked}"
         )
     return replace(recipe, clusters=clusters, sample=sample)
 
@@ -224,6 +234,7 @@ class Partial:
 
     def open(self) -> None:
         """Makes the folder, or accepts one of the same run; else TrainingError."""
+        shutil.rmtree(self._gone, ignore_errors=True)
         stamp = self.path / "run.json"
         if self.path.exists():
             try:
@@ -244,7 +255,18 @@ class Partial:
             raise TrainingError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """In one step: a run that is killed while its files go must not look like another one that is not done."""
+        os.replace(self.path, self._gone)
+        shutil.rmtree(self._gone, ignore_errors=True)
+
+    @property
+    def _gone(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.done")
+
+    def remove_if_bare(self) -> None:
+        """Removes it where nothing is done yet."""
+        if not any(self.path.glob("*.safetensors")):
+            self.remove()
 
     def finished(self, layer: int, head: int) -> Path:
         return self.path / f"layer-{layer}.head-{head}.safetensors"
@@ -278,6 +300,10 @@ def _identity(recipe: Recipe, prompts: Prompts) -> str:
         "train": [prompt.sha256 for prompt in prompts.train],
         "held_out": [prompt.sha256 for prompt in prompts.held_out],
         "layers": list(prompts.shapes),
+        "stored": [
+            [str(prompt.trace.dtype), [prompt.trace.shapes[index].queries for index in prompts.shapes]]
+            for prompt in (*prompts.train, *prompts.held_out)
+        ],
         "config": prompts.config_hash,
         "torch": torch.__version__,
     }
