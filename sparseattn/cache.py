@@ -85,6 +85,7 @@ class KVCache:
             selector.to(self.sealed_device)
         self._keys, self._values = RowBuffer(2, near), RowBuffer(2, near)  # [B,H,N,D]
         self._sealed_keys, self._sealed_values = (RowBuffer(2, capacity, pinned=True) for _ in range(2))  # if apart
+        self._sealed_real = RowBuffer(2, capacity)  # [B,H,N] bool, where the sealed rows lie: not padding
         self._positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
         self._queries = Queries(checks.share(selector))
         self._forget()
@@ -93,6 +94,7 @@ class KVCache:
         self._zones = Zones(0, self.sink, self.sealed_device is not None)
         self._decoded = False
         self._broken = False
+        self.latest: Selection | None = None  # the last answer of `search`
         # What steps on the device read, updated in place: [B] each.
         self._bounds: Bounds | None = None
         self._newest = torch.zeros(0, dtype=torch.int64)
@@ -149,6 +151,28 @@ class KVCache:
     def _sealed_part(self, near: RowBuffer, apart: RowBuffer) -> Tensor:
         zones = self._zones
         return apart.data if zones.apart else near.full[:, :, zones.sink : zones.start]
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Every stored row, for attention without a selection: in stored order, padding and spare places among them.
+
+        Returns:
+            keys, values `[B,H,N,D]` on the cache's device, views unless sealed rows lie apart; `[B,H,N]` bool, which
+            places hold a row. The others hold anything.
+        """
+        self._require_rows()
+        zones, heads = self._zones, self._keys.full.shape[1]
+        row, base, device = torch.arange(self._keys.rows), zones.start, self._keys.full.device
+        near = (row < zones.count.clamp(max=zones.sink)[:, None]) | ((row >= base) & (row < zones.end[:, None]))
+        near = near[:, None].expand(-1, heads, -1).to(device)  # [B,H,N]
+        sealed = self._sealed_real.data.to(device) if zones.zone else near[:, :, :0]
+        real = torch.cat([near[:, :, : zones.sink], sealed, near[:, :, base:]], 2)
+        if not (zones.apart and zones.zone):
+            return self._keys.data, self._values.data, real
+        keys, values = (
+            torch.cat([x.data[:, :, :base], y.data.to(device), x.data[:, :, base:]], 2)
+            for x, y in ((self._keys, self._sealed_keys), (self._values, self._sealed_values))
+        )
+        return keys, values, real
 
     @property
     def positions(self) -> Tensor:
@@ -209,6 +233,37 @@ class KVCache:
             for apart in (self._sealed_keys, self._sealed_values):
                 apart.resize(0, keys[:, :, :0].to(self.sealed_device))
         self._store(keys, values, queries, at)
+
+    def append_from(self, other: KVCache) -> None:
+        """Stores the rows of another cache, which has sealed none and has no sink, and the queries it holds of them.
+
+        So one prefill serves many selectors: `other` is not changed.
+
+        Raises:
+            ValueError: rows are sealed or a sink is kept apart in `other`, this selector learns from queries of which
+                `other` holds no full set, or what `append` refuses.
+        """
+        other._require_rows()
+        if other.sink or other._zones.zone:
+            raise ValueError(
+                f"rows are copied from a cache without sink and sealed rows, got a sink of {other.sink} and sealed "
+                f"rows {other.sealed.tolist()}"
+            )
+        if self._queries.share and other._queries.share < 1:
+            raise ValueError(
+                f"{self.selector!r} learns from queries, and the cache to copy from holds {other._queries.share:g} of "
+                f"them; it must hold all"
+            )
+        beyond = torch.arange(other._keys.rows) >= other._zones.end[:, None]  # [B,N] behind a shorter sequence
+        keys, values, queries = other._keys.data, other._values.data, None
+        if bool(beyond.any()):
+            hidden = beyond[:, None, :, None].to(keys.device)
+            keys, values = keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
+        if self._queries.share:
+            queries = other._queries.data
+            if bool(beyond.any()):
+                queries = queries.masked_fill(beyond[:, None, None, :, None].to(keys.device), 0.0)
+        self.append(keys, values, queries, other._positions.data.masked_fill(beyond, -1))
 
     def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor) -> None:
         batch, new = at.shape
@@ -288,6 +343,7 @@ class KVCache:
         queries, sampled = self._take_queries(positions)
         if queries is not None and self._keys.full.is_cuda:
             checks.finite(queries=queries)
+        self._sealed_real.append((~padding).to(keys.device)[:, None].expand(-1, keys.shape[1], -1))
         rows = Rows(keys, values, positions.to(keys.device), queries, sampled)
         if self.indexes is not None and zones.zone == most:  # the prompt's, not what decoding adds
             order = append_kept(self.selector, rows, self.indexes)
@@ -302,7 +358,7 @@ class KVCache:
         keys = self._sealed_part(self._keys, self._sealed_keys)
         values = self._sealed_part(self._values, self._sealed_values)
         checks.order(order, keys, new)
-        for rows in (keys, values):
+        for rows in (keys, values, self._sealed_real.data[..., None]):
             moved = rows[:, :, rows.shape[2] - order.shape[2] :]
             moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
 
@@ -382,7 +438,8 @@ class KVCache:
     def search(self, query: Tensor, rows: int) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows."""
         at = self.positions if self.sealed_device is None else self._zones.next - 1
-        return self.selector.select(query, at, rows)
+        self.latest = self.selector.select(query, at, rows)
+        return self.latest
 
     # -- editing -----------------------------------------------------------------------------------------------------
 
@@ -453,11 +510,12 @@ class KVCache:
             buffer.to(device)
         if self.sealed_device is None:
             self.selector.to(device)
+            self._sealed_real.to(device)
         if self._bounds is not None:
             self._publish()
         return self
 
-    _BUFFERS = ("_keys", "_values", "_sealed_keys", "_sealed_values", "_positions", "_queries")
+    _BUFFERS = ("_keys", "_values", "_sealed_keys", "_sealed_values", "_sealed_real", "_positions", "_queries")
 
     def _buffers(self) -> list[RowBuffer]:
         return [getattr(self, name) for name in self._BUFFERS]

@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "mistral": ("Mistral", {"sliding_window": 16}),
     "gemma3": (

@@ -34,16 +34,25 @@ ARROWS = {
     "traces": ("rope", "files"),
     "synthetic": ("hashes", "rope", "traces"),
     "builtin": ("traces", "integrations"),
-    "integrations": ("rope", "traces", "integrations", "files", "__version__"),
+    "integrations": (
+        *("attention", "budget", "cache", "rope", "selectors", "traces"),
+        *("integrations", "files", "__version__"),
+    ),
     "environment": ("kernels",),
     "curves": ("budget", "cache", "checks", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
+    "tasks": ("budget", "hashes", "integrations", "selectors"),
     "training": ("artefact", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
 }
 # Optional package -> the files that may import it.
 HOMES = {
     "triton": ("kernels/spans.py", "kernels/ahead.py"),
-    "transformers": ("integrations/models.py", "integrations/capture.py"),
+    "transformers": (
+        "integrations/models.py",
+        "integrations/capture.py",
+        "integrations/routing.py",
+        "integrations/upstream.py",
+    ),
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),

@@ -235,6 +235,29 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart:
 
 
 @BY_NAME
+@pytest.mark.parametrize("lengths", [(100, 100), (100, 3)])
+def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
+    queries, keys, values = attention(B, H, G, 140, D)
+    at = torch.stack([torch.arange(100) - (100 - n) for n in lengths]).clamp(min=-1)
+    cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
+    cache.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100], at)
+    for t in range(100, 140):
+        one = slice(t, t + 1)
+        cache.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
+        if t % 13:
+            continue
+        for _ in range(2):  # all of them recent, or some sealed since the last check; then sealed
+            stored = cache.everything()
+            for b, n in enumerate(lengths):
+                for h in range(H):
+                    mine, real = [x[b, h][stored[2][b, h]] for x in stored[:2]], slice(100 - n, t + 1)
+                    at_values, given = mine[1][:, 0].argsort(), values[b, h, real, 0].argsort()
+                    assert torch.equal(mine[0][at_values], keys[b, h, real][given])
+                    assert torch.equal(mine[1][at_values], values[b, h, real][given])
+            cache.select(queries[:, :, :, t], 40)
+
+
+@BY_NAME
 def test_selection_has_static_shape(case: Case, apart: str | None) -> None:
     """Shapes depend on the budget and on what is sealed, never on the query."""
     queries, keys, values = attention(B, H, G, 200, D)

@@ -1,4 +1,4 @@
-"""The pictures of `bench` and `recall`; the one file that needs matplotlib."""
+"""The pictures of `bench`, `recall` and `eval`; the one file that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparseattn.cli import eval_report
 from sparseattn.cli.report import Column
 from sparseattn.curves import Curve
 from sparseattn.files import write_atomic
 from sparseattn.metrics import Evaluation
+from sparseattn.tasks.run import FULL
 
 try:
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 except ImportError as error:
@@ -140,6 +144,85 @@ def scaling(
 
 def _milliseconds_at(curve: Curve, level: float) -> float:
     return 1000 * curve.seconds_at(level)
+
+
+def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Scores against the budget, a panel a task and protocol; what has no budget is a level."""
+    panels = [
+        (task, protocol, ours)
+        for protocol, mine in eval_report.by(records, "protocol").items()
+        for task, ours in eval_report.by(mine, "task").items()
+    ]
+    columns = min(3, len(eval_report.by(records, "task")))
+    figure = Figure(figsize=(max(6.0, 3.8 * columns), 0.9 + 2.9 * -(-len(panels) // columns)), layout="constrained")
+    axes: Any = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
+    methods = list(dict.fromkeys(one["method"] for one in records))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (task, protocol, mine) in zip(axes.flat, panels, strict=False):
+        budgets = list(dict.fromkeys(one["budget"] for one in mine if one["budget"] is not None))
+        for k, method in enumerate(methods):
+            levels = [
+                (budget, eval_report.value(eval_report.select(mine, (method, budget))))
+                for budget in (*budgets, None)
+                if eval_report.select(mine, (method, budget))
+            ]
+            style = _style(k, method)
+            if [budget for budget, _ in levels] == [None]:
+                dashes = "--" if method == FULL else ":"
+                axis.axhline(levels[0][1], color=style["color"], linestyle=dashes, linewidth=1.4, label=method)
+            else:
+                axis.plot([budgets.index(budget) for budget, _ in levels], [level for _, level in levels], **style)
+        axis.set_xticks(range(len(budgets)), budgets)
+        axis.set_xlim(-0.3, max(len(budgets), 1) - 0.7)
+        axis.set_xlabel("budget")
+        axis.set_title(f"{task}, {protocol}", fontsize=10)
+        axis.grid(alpha=0.3)
+        if "nll" in mine[0]:
+            axis.set_ylabel("perplexity")
+        else:
+            axis.set_ylabel("score")
+            axis.set_ylim(-0.03, 1.03)
+            axis.yaxis.set_major_formatter(SHARE)
+    figure.suptitle(f"{records[0]['settings']['model']}: mean over lengths, depths and samples", fontsize=10)
+    _legend(figure, methods, ncols=3 if columns == 1 else 5)
+    _save(figure, path)
+
+
+def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The score at each length and depth of one task and protocol: a panel a method and budget."""
+    lengths = sorted({one["length"] for one in records})
+    depths = sorted({one["depth"] for one in records})
+    rows = eval_report.rows_of(records)
+    columns = min(4, len(rows))
+    size = (
+        max(6.0, 0.8 + columns * (1.0 + 0.45 * len(lengths))),
+        1.0 + -(-len(rows) // columns) * (0.9 + 0.3 * len(depths)),
+    )
+    figure = Figure(figsize=size, layout="constrained")
+    axes: Any = figure.subplots(-(-len(rows) // columns), columns, sharey=True, squeeze=False)
+    for axis in axes.flat[len(rows) :]:
+        axis.set_axis_off()
+    scale = Normalize(0.0, 1.0)
+    for axis, row in zip(axes.flat, rows, strict=False):
+        mine = eval_report.select(records, row)
+        cells = [
+            [eval_report.value(one for one in mine if (one["length"], one["depth"]) == (n, depth)) for n in lengths]
+            for depth in depths
+        ]
+        axis.imshow(cells, norm=scale, cmap="cividis", aspect="auto")
+        axis.set_title(row[0] if row[1] is None else f"{row[0]}, {row[1]}", fontsize=8)
+        axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=45)
+        axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("depth", fontsize=8)
+    figure.colorbar(ScalarMappable(scale, "cividis"), ax=axes, label="score", format=SHARE)
+    one = records[0]
+    figure.suptitle(
+        f"{one['task']}, protocol {one['protocol']}, {one['settings']['model']}: tokens against the needle's depth",
+        fontsize=10,
+    )
+    _save(figure, path)
 
 
 def _style(number: int, label: str) -> dict[str, Any]:

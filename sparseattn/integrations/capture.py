@@ -9,11 +9,9 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from sparseattn import __version__
 from sparseattn.integrations import rotary
 from sparseattn.integrations.models import ModelError
+from sparseattn.integrations.routing import Call, Route, delegate, implementation, name_of, not_held
 from sparseattn.rope import Rope
 from sparseattn.traces import LayerShape, Trace, TraceError, TraceWriter
 
@@ -82,15 +81,15 @@ def capture(
         raise ModelError(f"layers are one or more different indices, got {list(layers)}")
     tokens = input_ids.shape[1]
     positions = torch.arange(tokens)
-    with _alone(model), _quiet(model):
-        original = _implementation(model)
+    with _alone(model), quiet(model):
+        original = implementation(model)
         _check_range(model, input_ids, layers or ())
-        seen = _probe(model, original, input_ids[:, :2])
+        seen = probe(model, original, input_ids[:, :2])
         wanted = sorted(seen if layers is None else layers)
         absent = [index for index in wanted if index not in seen]
         if absent:
             raise ModelError(
-                f"layer {absent[0]} of {_name(model)} has no softmax attention to record, layers "
+                f"layer {absent[0]} of {name_of(model)} has no softmax attention to record, layers "
                 f"{', '.join(map(str, sorted(seen)))} have"
             )
         shapes = [_shape(seen[index], min(queries or tokens, tokens)) for index in wanted]
@@ -110,51 +109,19 @@ def capture(
     return Trace.open(path)
 
 
-@dataclass
-class _Call:
-    """One call of an attention function."""
-
-    module: nn.Module
-    query: Tensor  # [1,HG,n,D]
-    key: Tensor  # [1,H,N,D]
-    value: Tensor  # [1,H,N,D]
-    mask: Any
-    options: dict[str, Any]
-
-    @property
-    def layer(self) -> int:
-        return int(self.module.layer_idx)  # type: ignore[arg-type]
-
-    @property
-    def scale(self) -> float:
-        return float(self.options.get("scaling") or self.query.shape[-1] ** -0.5)
-
-    @property
-    def window(self) -> int | None:
-        return self.options.get("sliding_window")
-
-
 class _Enough(Exception):
     """Ends a forward pass whose later layers nobody wants."""
 
 
 # What transformers' attention calls go to while a capture runs. One per thread, so that captures of several models do
 # not mix; that calls come here at all is said in the model's config, so a model takes one capture at a time (`_alone`).
-_LISTENER: ContextVar[Callable[[_Call], tuple[Tensor, Any]]] = ContextVar("sparseattn_capture")
+_LISTENER: ContextVar[Callable[[Call], tuple[Tensor, Any]]] = ContextVar("sparseattn_capture")
 
 
 def _intercept(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Any]:
-    return _LISTENER.get()(_Call(module, query, key, value, attention_mask, options))
-
-
-# What an attention function may be given that changes its output and that a trace does not hold.
-NOT_HELD = {
-    "softcap": "soft-caps its logits (softcap)",
-    "s_aux": "adds a learned sink to its softmax (s_aux)",
-    "position_bias": "adds a bias to its logits (position_bias)",
-}
+    return _LISTENER.get()(Call(module, query, key, value, attention_mask, options))
 
 
 class _Recorder:
@@ -180,48 +147,19 @@ class _Recorder:
         self._start = 0
         self._last = max(modules)
         self._model = model
-        self._embeddings: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self._outputs: dict[int, list[Tensor]] = {}
+        self.watch = rotary.Watch(modules)
         # Hooks of a device map bring weights in before a layer and out behind it: such a model runs to its end.
         self._stops = not hasattr(model, "hf_device_map")
 
     def chunk(self, start: int) -> None:
         """Say where the next forward pass begins."""
         self._start = start
+        self.watch.outputs_too = start == 0
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Watch what the wanted layers are given and, in the first chunk, what their submodules put out."""
-        handles = []
-        for index, module in self._modules.items():
-            handles.append(module.register_forward_pre_hook(self._given(index), with_kwargs=True))
-            handles += [child.register_forward_hook(self._put_out(index)) for child in module.children()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _given(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            pairs = [options.get("position_embeddings"), *args]
-            tensors = (x for x in pairs if isinstance(x, tuple) and [type(y) for y in x] == [Tensor, Tensor])
-            self._embeddings[index] = next(tensors, None)
-            self._outputs[index] = []
-
-        return hook
-
-    def _put_out(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self._start == 0 and isinstance(output, Tensor) and output.ndim in (3, 4):
-                self._outputs.setdefault(index, []).append(output)
-
-        return hook
-
-    def __call__(self, call: _Call) -> tuple[Tensor, Any]:
+    def __call__(self, call: Call) -> tuple[Tensor, Any]:
         index = call.layer
         if index not in self._modules or call.module is not self._modules[index]:
-            return _delegate(call, self._original)
+            return delegate(call, self._original)
         start, n = self._start, call.query.shape[2]
         # A cache may hand out more keys than the new ones; these come last, in sliding layers too.
         query, keys, values = call.query[0], call.key[0, :, -n:], call.value[0, :, -n:]
@@ -232,7 +170,7 @@ class _Recorder:
         ends = start + n == len(self._positions)
         if index == self._last and self._stops and not ends:
             raise _Enough
-        out, weights = _delegate(call, self._original)
+        out, weights = delegate(call, self._original)
         if ends:
             self._compare(call, out)
             if index == self._last and self._stops:
@@ -252,12 +190,12 @@ class _Recorder:
         Frequencies may follow the length (dynamic NTK, LongRoPE), so the model's are looked up while the chunk runs,
         and what was found first must hold until the end.
         """
-        given = self._embeddings.get(index)
+        given = self.watch.embeddings.get(index)
         positions = self._positions[self._start : self._start + keys.shape[1]].to(keys.device)
         if self._start == 0:
             try:
                 self.ropes[index] = rotary.find(
-                    rotary.ropes_of(self._model), given, positions, query, keys, self._outputs.pop(index, [])
+                    rotary.ropes_of(self._model), given, positions, query, keys, self.watch.outputs.pop(index, [])
                 )
             except rotary.NoRope as reason:
                 self.absent[index] = str(reason)
@@ -265,11 +203,10 @@ class _Recorder:
             del self.ropes[index]
             self.absent[index] = f"the frequencies change with the length, at the latest at token {self._start}"
 
-    def _compare(self, call: _Call, out: Tensor) -> None:
+    def _compare(self, call: Call, out: Tensor) -> None:
         """Say what the layer was given that a trace does not hold; else recompute the attention of the last tokens."""
-        reasons = [words for name, words in NOT_HELD.items() if call.options.get(name) is not None]
-        if reasons:
-            self.differs[call.layer] = f"the layer {' and '.join(reasons)}, which a trace does not hold"
+        if (beyond := not_held(call)) is not None:
+            self.differs[call.layer] = f"the layer {beyond}, which a trace does not hold"
             return
         keys, values = call.key[0].float(), call.value[0].float()
         query = call.query[0, :, -COMPARED:].float().unflatten(0, (keys.shape[0], -1))  # [H,G,n,D]
@@ -300,7 +237,7 @@ def _prefill(
 
     tokens = input_ids.shape[1]
     cache = DynamicCache(config=model.config)
-    with recorder.hooks(), _listening(model, original, recorder):
+    with recorder.watch, _listening(model, original, recorder):
         for start in range(0, tokens, chunk):
             recorder.chunk(start)
             ids = input_ids[:, start : start + chunk].to(model.device)
@@ -316,21 +253,21 @@ def _prefill(
                 progress(min(start + chunk, tokens), tokens)
 
 
-def _probe(model: Any, original: str, input_ids: Tensor) -> dict[int, _Call]:
-    """The first attention call of every layer, on the first two tokens."""
-    calls: dict[int, _Call] = {}
+def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[int, Call]:
+    """The first attention call of every layer in a forward pass over a few tokens `[1,n]`; no cache but in `inputs`."""
+    calls: dict[int, Call] = {}
 
-    def listener(call: _Call) -> tuple[Tensor, Any]:
+    def listener(call: Call) -> tuple[Tensor, Any]:
         if getattr(call.module, "layer_idx", None) is not None:
             calls.setdefault(call.layer, call)
-        return _delegate(call, original)
+        return delegate(call, original)
 
     with _listening(model, original, listener):
-        model.base_model(input_ids=input_ids.to(model.device), use_cache=False)
+        model.base_model(**{"input_ids": input_ids.to(model.device), "use_cache": False, **inputs})
     if not calls:
         raise ModelError(
-            f"{_name(model)} runs no softmax attention through transformers' AttentionInterface, so there is nothing "
-            "to record"
+            f"{name_of(model)} runs no softmax attention through transformers' AttentionInterface, so there is none to "
+            f"follow"
         )
     return calls
 
@@ -352,7 +289,7 @@ def _kept(
     return trace
 
 
-def _shape(call: _Call, queries: int) -> LayerShape:
+def _shape(call: Call, queries: int) -> LayerShape:
     _, heads, _, size = call.key.shape
     if call.value.shape[-1] != size:
         raise ModelError(
@@ -362,51 +299,20 @@ def _shape(call: _Call, queries: int) -> LayerShape:
     return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window, queries)
 
 
-def _delegate(call: _Call, original: str) -> tuple[Tensor, Any]:
-    """The attention that the model would have run, which sees its own name in the config (flash attention reads it)."""
-    home: Any = sys.modules[type(call.module).__module__]
-    function = home.ALL_ATTENTION_FUNCTIONS.get_interface(original, getattr(home, "eager_attention_forward", None))
-    if function is None:
-        raise ModelError(f"{home.__name__} has no eager_attention_forward to run")
-    config: Any = call.module.config
-    ours = config._attn_implementation_internal
-    config._attn_implementation_internal = original
-    try:
-        out, weights = function(call.module, call.query, call.key, call.value, call.mask, **call.options)
-    finally:
-        config._attn_implementation_internal = ours
-    return out, weights
-
-
 @contextlib.contextmanager
-def _listening(model: Any, original: str, listener: Callable[[_Call], tuple[Tensor, Any]]) -> Iterator[None]:
-    """Route the model's attention through `listener`, with the masks of its own implementation."""
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    # Names cannot be unregistered: one for each implementation, all the same function. It contains the original's,
-    # which models look for "flash" in. Without a mask function of the same name there would be no mask at all.
-    name = f"sparseattn_capture_{original.replace('/', '_')}"
-    AttentionInterface.register(name, _intercept)
-    if original in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
-    # Not through set_attn_implementation, which would look on the hub for a kernel of a name with "flash" in it, and
-    # not through the configs' property, which would change the sub-configs of a config with it.
-    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+def _listening(model: Any, original: str, listener: Callable[[Call], tuple[Tensor, Any]]) -> Iterator[None]:
+    """Route the model's attention through `listener`."""
+    route = Route(model, original, "capture", _intercept)
     token = _LISTENER.set(listener)
     try:
-        for config in configs.values():
-            config._attn_implementation_internal = name
         yield
     finally:
         _LISTENER.reset(token)
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+        route.undo()
 
 
 @contextlib.contextmanager
-def _quiet(model: Any) -> Iterator[None]:
+def quiet(model: Any) -> Iterator[None]:
     """No gradients, no dropout; every module's mode is given back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -442,20 +348,13 @@ def _check_range(model: Any, input_ids: Tensor, layers: Sequence[int]) -> None:
     low, high = input_ids.min().item(), input_ids.max().item()
     if low < 0 or high >= config.vocab_size:
         raise ModelError(
-            f"ids of {_name(model)} are 0 to {config.vocab_size - 1}, the text has {low if low < 0 else high}"
+            f"ids of {name_of(model)} are 0 to {config.vocab_size - 1}, the text has {low if low < 0 else high}"
         )
     for index in layers:
         if not 0 <= index < config.num_hidden_layers:
-            raise ModelError(f"{_name(model)} has no layer {index}, it has layers 0 to {config.num_hidden_layers - 1}")
-
-
-def _implementation(model: Any) -> str:
-    """The name of the attention implementation of the model's text part."""
-    if model.config.is_encoder_decoder:
-        raise ModelError(f"{_name(model)} is an encoder-decoder, capture takes decoder-only models")
-    if not model._can_set_attn_implementation():
-        raise ModelError(f"{_name(model)} has attention code of its own, outside transformers' AttentionInterface")
-    return model.config.get_text_config(decoder=True)._attn_implementation or "eager"
+            raise ModelError(
+                f"{name_of(model)} has no layer {index}, it has layers 0 to {config.num_hidden_layers - 1}"
+            )
 
 
 def _meta(
@@ -473,7 +372,7 @@ def _meta(
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
     ids = input_ids.cpu().to(torch.int64).flatten().tolist()
     return {
-        "model": model_id or _name(model),
+        "model": model_id or name_of(model),
         "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
         "text": dict(text or {}),
         "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
@@ -483,7 +382,3 @@ def _meta(
         "versions": {"sparseattn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _name(model: Any) -> str:
-    return model.config._name_or_path or type(model).__name__

@@ -8,16 +8,64 @@ projections put out; and the layer is given the same frequencies until the end. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparseattn.rope import Rope
 
 
 class NoRope(Exception):
     """Why a layer's RoPE is not known."""
+
+
+class Watch:
+    """While it is open, what attention layers are given and what their submodules put out.
+
+    Args:
+        modules: the attention module of each layer to watch.
+
+    Attributes:
+        embeddings: of each layer, the `cos, sin` that it was given last, or None.
+        outputs: of each layer, the outputs of its submodules in the last pass.
+        outputs_too: whether outputs are kept, which holds on to their memory.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self.embeddings: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self.outputs: dict[int, list[Tensor]] = {}
+        self.outputs_too = True
+        self._modules = dict(modules)
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Watch:
+        for index, module in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._given(index), with_kwargs=True))
+            self._handles += [child.register_forward_hook(self._put_out(index)) for child in module.children()]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _given(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            pairs = [options.get("position_embeddings"), *args]
+            tensors = (x for x in pairs if isinstance(x, tuple) and [type(y) for y in x] == [Tensor, Tensor])
+            self.embeddings[index] = next(tensors, None)
+            self.outputs[index] = []
+
+        return hook
+
+    def _put_out(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self.outputs_too and isinstance(output, Tensor) and output.ndim in (3, 4):
+                self.outputs.setdefault(index, []).append(output)
+
+        return hook
 
 
 def ropes_of(model: nn.Module) -> list[Rope]:

@@ -1,0 +1,70 @@
+"""Add your own selector: one class in one file, used beside the built-in ones.
+
+python examples/own_selector.py                                 # generates with it
+sparseattn bench --selector examples.own_selector:TopChannels:channels=8 --selector quest
+
+The method here scores keys by few of their channels, those in which the query is largest, as the first step of SparQ
+does (https://arxiv.org/abs/2312.04985).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from sparseattn import Rows, Selection, Selector
+from sparseattn.builtin import text_bytes
+from sparseattn.integrations.models import encode, reference_model
+from sparseattn.integrations.transformers import SparseCache
+from sparseattn.selectors.base import best, vote
+from sparseattn.storage import RowBuffer
+
+
+class TopChannels(Selector):
+    """Reads the rows with the largest partial logits, over the channels where the query group is largest.
+
+    Args:
+        channels: of each key that are read to score it.
+    """
+
+    def __init__(self, channels: int = 16) -> None:
+        self.channels = channels
+        self.real = RowBuffer(1)  # [B,N] bool, not padding: what depends on the rows lives in row buffers
+
+    def append(self, rows: Rows) -> None:
+        self.real.append(rows.positions >= 0)  # the keys themselves are the cache's: `stored_keys`
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.real.rows:
+            return Selection.none(*query.shape[:2], query.device)
+        keys, real = self.stored_keys(), self.real.data  # [B,H,N,D], [B,N]
+        channels = min(self.channels, query.shape[3])
+        largest = query.abs().sum(2).topk(channels).indices[:, :, None]  # [B,H,1,r]
+        some = keys.gather(3, largest.expand(-1, -1, keys.shape[2], -1))  # [B,H,N,r]
+        asked = query.gather(3, largest.expand(-1, -1, query.shape[2], -1))  # [B,H,G,r]
+        scores = (asked @ some.mT).float() / query.shape[3] ** 0.5  # [B,H,G,N]
+        ids = best(vote(scores.masked_fill(~real[:, None, None], -torch.inf), "softmax"), budget)
+        scanned = real.sum(-1)[:, None].expand(*query.shape[:2])
+        return Selection.tokens(ids, scanned, scanned * channels * keys.element_size())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    given = parser.parse_args()
+    model = reference_model()
+    ids = encode(None, text_bytes())[:, : given.tokens]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": given.new, "do_sample": False}
+    expected = model.generate(input_ids=ids, **options)[0, given.tokens :]
+    for selector in (TopChannels(32), TopChannels(8), "quest"):
+        with SparseCache(model, selector, budget=256) as cache:
+            new = model.generate(input_ids=ids, past_key_values=cache, **options)[0, given.tokens :]
+        agree = int((new == expected).cumprod(0).sum())
+        print(f"{selector}: the first {agree} of {given.new} tokens are the dense model's. {cache.stats()}")
+
+
+if __name__ == "__main__":
+    main()

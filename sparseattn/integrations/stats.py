@@ -1,0 +1,66 @@
+"""Counts of what ran in a model with a `SparseCache`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What ran in one layer.
+
+    Args:
+        layer: its number.
+        selector: label of the selector, None for a layer that stays as it is.
+        sparse_calls: tokens decoded sparsely (of all sequences of a batch at once).
+        dense_calls: attention calls over all rows: one for each forward pass with tokens to prefill.
+        rows: rows attended by a query head in a sparse call, sink and window included; mean over calls and heads.
+        context: rows stored at a sparse call, mean over calls.
+    """
+
+    layer: int
+    selector: str | None
+    sparse_calls: int
+    dense_calls: int
+    rows: float
+    context: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What ran in a model, by layer and in all; `print` shows it in a line.
+
+    Args:
+        protocol: how prompts were fed, see `SparseCache.protocol`.
+        layers: one entry a layer, those that stay as they are included.
+    """
+
+    protocol: str
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def sparse_calls(self) -> int:
+        """Attention calls that were sparse, summed over layers."""
+        return sum(layer.sparse_calls for layer in self.layers)
+
+    @property
+    def dense_calls(self) -> int:
+        """Attention calls that were dense, summed over layers."""
+        return sum(layer.dense_calls for layer in self.layers)
+
+    @property
+    def rows(self) -> float:
+        """Rows attended by a query head in a sparse call, mean over all sparse calls; 0 without any."""
+        return sum(layer.rows * layer.sparse_calls for layer in self.layers) / max(self.sparse_calls, 1)
+
+    @property
+    def context(self) -> float:
+        """Rows stored at a sparse call, mean over all sparse calls; 0 without any."""
+        return sum(layer.context * layer.sparse_calls for layer in self.layers) / max(self.sparse_calls, 1)
+
+    def __str__(self) -> str:
+        share = self.rows / self.context if self.context else 0.0
+        return (
+            f"{self.sparse_calls} sparse attention calls, {self.rows:.1f} of {self.context:.1f} rows read "
+            f"({100 * share:.1f} %); {self.dense_calls} dense ones; prompt {self.protocol}"
+        )

@@ -1,0 +1,316 @@
+"""Generate with a transformers model whose decoding attends sparsely: one object prepares the model and is its cache.
+
+    cache = SparseCache(model, selector="quest", budget=1024, sink=4, window=64, dense_layers=2)
+    model.generate(**inputs, past_key_values=cache)
+
+Nothing is patched on import, and no code of the model is replaced: its attention is routed through transformers'
+`AttentionInterface`, and two hooks tell which cache a forward pass was given.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparseattn.budget import Budget
+from sparseattn.cache import KVCache
+from sparseattn.integrations import plan
+from sparseattn.integrations.models import ModelError
+from sparseattn.integrations.prepared import PREPARED, prepare, restore
+from sparseattn.integrations.routing import name_of
+from sparseattn.integrations.sparse_layer import Run, SparseLayer
+from sparseattn.integrations.stats import LayerStats, Stats
+from sparseattn.integrations.upstream import Cache, DynamicCache
+from sparseattn.selectors import Selector, make_selector
+
+__all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
+
+Method: TypeAlias = "Selector | str"
+PerLayer: TypeAlias = "Mapping[int | str, Any]"
+
+
+class SparseCache(Cache):
+    """The cache of a model whose decoding reads, in each sparse layer, the rows that a selector chooses.
+
+    Making one prepares the model: from then on it runs with a `SparseCache` or says that it cannot. As a context
+    manager it gives the model back as it found it; `restore(model)` does so at any time.
+
+    Prompts are prefilled densely, by the model's own attention. A token that comes alone is decoded sparsely, and so
+    are drafts of prompt-lookup and assisted decoding (tokens behind the first whose logits are asked for), one by one.
+    `sparse_from` decides otherwise: tokens before that position attend densely, later ones sparsely, one by one, even
+    when they come in one forward pass, as the papers feed a question behind a long context.
+
+    Args:
+        model: a decoder-only model of transformers, in eval mode, with "sdpa", "eager" or flash attention.
+        selector: a name (`make_selector`), a `Selector` whose configuration is used, or a mapping from layers to these,
+            in which "default" stands for the others.
+        budget: rows beyond sink and window, per head: an int, a share of the context (float), None for all, or a
+            mapping as for `selector`.
+        sink, window, seal, rollback, capacity, sealed_device, indexes: as in `KVCache`. In speculative decoding
+            `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
+        dense_layers: how many of the first layers stay dense, or which. Layers with a sliding window always stay as
+            they are.
+        sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
+            questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
+        impl: as in `attend`.
+
+    Raises:
+        ModelError: a model whose attention cannot be routed or that does what sparse attention does not compute
+            (soft-capped logits, learned sinks), or in which no layer is left to be sparse.
+        ValueError: an unknown selector, a budget or artefact that does not fit a layer, a layer that is not there.
+            Every layer's selector is tried on a few rows, so that this comes before any work is lost.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        selector: Method | PerLayer = "quest",
+        budget: Budget | PerLayer = 1024,
+        *,
+        sink: int = 4,
+        window: int = 64,
+        seal: int = 1024,
+        rollback: int = 0,
+        dense_layers: int | Sequence[int] = 0,
+        sparse_from: int | None = None,
+        capacity: int = 0,
+        sealed_device: torch.device | str | None = None,
+        indexes: str | os.PathLike[str] | None = None,
+        impl: str | None = None,
+    ) -> None:
+        if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
+            raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
+        self._prepared_before = model in PREPARED
+        self.model = model
+        self.selector, self.budget, self.sparse_from = selector, budget, sparse_from
+        self._settings: dict[str, Any] = {
+            "sink": sink,
+            "window": window,
+            "seal": seal,
+            "rollback": rollback,
+            "capacity": capacity,
+            "sealed_device": sealed_device,
+            "indexes": indexes,
+        }
+        self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
+        self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
+        self.prepared = prepare(model)
+        try:
+            layers = DynamicCache(config=model.config).layers
+            self.dense_layers = plan.dense_layers(dense_layers, len(layers))
+            sparse = plan.sparse_layers(model, layers, self.prepared.layers, self.dense_layers)
+            for name, given in (("selector", selector), ("budget", budget)):
+                plan.check_mapping(name, given, sparse)
+            for index in sparse:
+                layers[index] = self._layer(index, impl)
+        except BaseException:
+            if not self._prepared_before:
+                restore(model)
+            raise
+        super().__init__(layers=layers)
+
+    def _layer(self, index: int, impl: str | None) -> SparseLayer:
+        what, budget = self.prepared.layers[index], plan.of_layer(self.budget, index)
+        method = plan.of_layer(self.selector, index)
+        method = make_selector(method) if isinstance(method, str) else method
+        if not isinstance(method, Selector):
+            raise ValueError(f"selector is a name or an instance of a Selector, such as Quest(), got {method!r}")
+        rows = KVCache(method.for_layer(index, what.rope), **self._settings)
+        try:
+            plan.try_out(method.for_layer(index, what.rope), what, budget, self._settings["sealed_device"], impl)
+        except (ValueError, RuntimeError, ImportError) as error:
+            kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
+            raise kind(f"layer {index}: {error}") from error
+        return SparseLayer(rows, budget, impl)
+
+    # -- what ran --------------------------------------------------------------------------------------------------
+
+    @property
+    def sparse_layers(self) -> dict[int, SparseLayer]:
+        """The layers that attend sparsely, by number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, SparseLayer)}
+
+    @property
+    def protocol(self) -> str:
+        """How prompts are fed, for results: "prefilled", or "fed from N"."""
+        return "prefilled" if self.sparse_from is None else f"fed from {self.sparse_from}"
+
+    def stats(self) -> Stats:
+        """What ran since the cache was made or cloned, by layer and in all."""
+        layers = []
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                counts = layer.sparse_calls, layer.dense_calls, layer.mean_rows, layer.mean_context
+                layers.append(LayerStats(i, layer.rows.selector.label(), *counts))
+            else:
+                layers.append(LayerStats(i, None, 0, self._dense_calls[i], 0.0, 0.0))
+        return Stats(self.protocol, tuple(layers))
+
+    def count_dense(self, layer: int) -> None:
+        """Counts an attention call of a layer that is not sparse."""
+        self._dense_calls[layer] += 1
+
+    # -- making others ---------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Builds what the selectors build from a prompt now, instead of at the first decoded token."""
+        for layer in self.sparse_layers.values():
+            layer.rows.seal()
+
+    def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
+        """An independent copy that counts anew, of another `budget` if given: one index serves several questions.
+
+        Raises:
+            ValueError: a budget that does not fit a layer.
+        """
+        twin = copy.copy(self)
+        # Layers of transformers make new tensors when they grow, so a shallow copy of these is independent.
+        twin.layers = [x.clone() if isinstance(x, SparseLayer) else copy.copy(x) for x in self.layers]
+        twin._dense_calls = Counter()
+        twin._prepared_before = True  # the model is given back by the first one
+        if budget is not ...:
+            twin.budget = budget
+            plan.check_mapping("budget", budget, list(twin.sparse_layers))
+            for index, layer in twin.sparse_layers.items():
+                layer.budget = plan.of_layer(budget, index)
+                plan.check_budget(index, layer.budget, layer.rows.selector)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
+        return self.clone()
+
+    # -- what transformers asks of a cache ---------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens: how many, negative or 0, or (before transformers 5.10 or so) how many to keep.
+
+        Raises:
+            ValueError: they are sealed; see `rollback`.
+        """
+        held = self._held()
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
+        gone = torch.tensor(drop) if self._real is None else self._real[:, held - drop : held].sum(1)
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.crop_rows(drop, gone)
+            elif drop or getattr(layer, "record_past", False):  # 0: let go of the past that was kept for this
+                layer.crop(-drop)
+        if self._real is not None:
+            self._real = self._real[:, : held - drop]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes what sequence `beam_idx[b]` was."""
+        super().reorder_cache(beam_idx)
+        self._real = self._real if self._real is None else self._real[beam_idx.cpu()]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._real = self._real if self._real is None else self._real.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices`."""
+        super().batch_select_indices(indices)
+        self._real = self._real if self._real is None else self._real[indices.cpu()]
+
+    def reset(self) -> None:
+        """Forgets every token; the configuration and the counts stay."""
+        fresh = DynamicCache(config=self.model.config).layers
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.reset()
+            else:
+                self.layers[index] = fresh[index]
+        self._real = None
+
+    def _held(self) -> int:
+        """Tokens taken in, padding included."""
+        sparse = self.sparse_layers
+        return next(iter(sparse.values())).columns if sparse else self.get_seq_length()
+
+    # -- a forward pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, inputs: Mapping[str, Any], logits: int) -> Run:
+        """What a forward pass with these keyword arguments means for the layers.
+
+        Args:
+            inputs: of the model's inner part: ids or embeddings, mask, positions.
+            logits: of how many of the last tokens the logits are wanted; 0: of all.
+        """
+        ids = inputs.get("input_ids")
+        ids = inputs.get("inputs_embeds") if ids is None else ids
+        if ids is None:
+            raise ModelError(
+                "call the model with input_ids= or inputs_embeds= by name, which tell how many tokens come"
+            )
+        if inputs.get("output_attentions"):
+            raise ModelError("sparse attention has no weights to put out: output_attentions is for the model restored")
+        batch, new = ids.shape[:2]
+        held = self._held()
+        real = self._padding(inputs.get("attention_mask"), held, batch, new)
+        counted = torch.arange(held, held + new)[None]
+        at = inputs.get("position_ids")
+        if at is not None and at.ndim != 2:
+            raise ModelError(f"position_ids are [B,n], one position for a token, got {list(at.shape)}")
+        at = (counted if at is None else at.to("cpu", torch.int64)).expand(batch, -1)
+        positions = None
+        if real is not None:
+            positions = at.masked_fill(~real, -1)
+        elif not torch.equal(at, counted.expand_as(at)):
+            positions = at
+        for layer in self.sparse_layers.values():
+            layer.keep_unsealed(min(logits, new) - 1)  # drafts, which may be rejected
+        return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)
+
+    def _padding(self, mask: Any, held: int, batch: int, new: int) -> Tensor | None:
+        """`[B,n]` bool, which new tokens are real; None while no token ever was padding."""
+        real = torch.ones(batch, new, dtype=torch.bool)
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new:
+                shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+                raise ModelError(
+                    f"sparse attention takes an attention_mask [B,T] over all {held + new} tokens, got {shape}"
+                )
+            real = mask[:, held : held + new].to("cpu", torch.bool)
+        if self._real is None and bool(real.all()):
+            return None
+        before = torch.ones(batch, held, dtype=torch.bool) if self._real is None else self._real[:, :held]
+        self._real = torch.cat([before, real], 1)
+        return real
+
+    def _sparse_tokens(self, held: int, new: int, logits: int) -> int:
+        """How many of the last of `new` tokens behind `held` are decoded sparsely."""
+        if self.sparse_from is not None:
+            return min(max(held + new - self.sparse_from, 0), new)
+        if held and new == max(logits, 1):  # one token, or the last one and its drafts
+            return new
+        return max(logits - 1, 0) if logits < new else 0
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Gives the model its own attention back; see `restore`."""
+        restore(self.model)
+
+    def __enter__(self) -> SparseCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._prepared_before:
+            self.restore()
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in self._settings.items() if value}
+        shown |= {"dense_layers": list(self.dense_layers), "sparse_from": self.sparse_from}
+        settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return (
+            f"SparseCache({name_of(self.model)}, {self.selector!r}, budget={self.budget!r}, {settings}): "
+            f"{self._held()} tokens, {len(self.sparse_layers)} of {len(self.layers)} layers sparse"
+        )

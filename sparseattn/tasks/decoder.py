@@ -1,0 +1,136 @@
+"""A transformers model as what `run` measures with: one dense prefill, from which every method decodes on its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.budget import Budget
+from sparseattn.hashes import tensors_hash
+from sparseattn.integrations.models import ModelError, load_model, reference_folder
+from sparseattn.selectors import Selector
+
+REFERENCE = "reference"
+TRACE = 64  # entries of each parameter that tell a model from another
+
+
+def open_model(
+    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: str | None = None
+) -> tuple[Any, Any]:
+    """The model of a folder or of the hub and its tokenizer; for `REFERENCE` the one that ships with the package.
+
+    Raises:
+        ModelError: see `load_model`.
+    """
+    if name == REFERENCE:
+        return load_model(reference_folder(), dtype or torch.float32, device)
+    return load_model(name, dtype, device)
+
+
+class ModelDecoder:
+    """Decodes with a causal LM of transformers, one sequence at a time.
+
+    Args:
+        model: as `open_model` gives it.
+        sink, window: rows that every query of a sparse layer reads.
+        dense_layers: how many of the first layers stay dense.
+        seal: as in `KVCache`; None: the selector's span, so that less than a span of further dense rows flatters it.
+        chunk: tokens per forward call of a prefill.
+        queries: whether any selector to come learns from the prefill's queries.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        sink: int = 4,
+        window: int = 64,
+        dense_layers: int = 0,
+        seal: int | None = None,
+        chunk: int = 2048,
+        queries: bool = True,
+    ) -> None:
+        self.model, self.chunk, self.queries, self.seal = model, chunk, queries, seal
+        self.settings = {"sink": sink, "window": window, "dense_layers": dense_layers}
+        self.config = model.config.get_text_config(decoder=True)
+        if not 0 <= dense_layers < self.config.num_hidden_layers:
+            raise ModelError(
+                f"the model has {self.config.num_hidden_layers} layers: of them 0 to "
+                f"{self.config.num_hidden_layers - 1} may be dense, got {dense_layers}"
+            )
+        ends = model.generation_config.eos_token_id
+        self.ends: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    def check(self, tokens: int, what: str) -> None:
+        """ModelError where the model has no positions for so many tokens."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        if most is not None and tokens > most:
+            raise ModelError(f"the model has {most} positions, {what} takes {tokens}")
+
+    def fingerprint(self) -> str:
+        """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
+        parts = {name: value.detach().flatten()[:TRACE].float() for name, value in self.model.named_parameters()}
+        return tensors_hash(parts)[:16]
+
+    def read(self, tokens: Sequence[int]) -> Any:
+        """A dense prefill."""
+        from sparseattn.integrations.prefill import Prefill
+
+        return Prefill(self.model, self._ids(tokens), chunk=self.chunk, queries=self.queries)
+
+    def index(self, prefill: Any, tail: Sequence[int], selector: Selector | None) -> Any:
+        """The cache of one method behind a prefill and a `tail`, read densely too; its index is built."""
+        if selector is None:
+            cache = prefill.cache("window", None, dense_layers=self.config.num_hidden_layers)
+        else:
+            cache = prefill.cache(selector, None, seal=self.seal or selector.span, **self.settings)
+        cache.sparse_from = prefill.tokens + len(tail)
+        if tail:
+            self.forward(cache, tail, 1)
+        cache.seal()
+        return cache
+
+    def start(self, indexed: Any, budget: Budget) -> ModelSession:
+        """Decoding from a copy of `indexed`, which stays as it is."""
+        return ModelSession(self, indexed.clone(budget))
+
+    def forward(self, cache: Any, tokens: Sequence[int], logits: int) -> Tensor:
+        """The logits `[n,V]` behind the last `logits` tokens, behind all of them for 0."""
+        with torch.no_grad():
+            out = self.model(input_ids=self._ids(tokens), past_key_values=cache, use_cache=True, logits_to_keep=logits)
+        made: Tensor = out.logits[0]
+        return made
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.model.device)
+
+
+class ModelSession:
+    """One method decoding, token by token."""
+
+    def __init__(self, decoder: ModelDecoder, cache: Any) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._fed, self._held = 0, 0  # tokens fed; rows stored when each was, summed
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Feeds tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
+        logits = self._decoder.forward(self._cache, tokens, 0)
+        n = len(tokens)
+        self._fed += n
+        self._held += n * self._cache.get_seq_length() - n * (n - 1) // 2
+        return logits
+
+    def facts(self) -> dict[str, Any]:
+        """`rows` attended by a query head of a sparse layer, of `context` rows stored; means over the tokens."""
+        stats = self._cache.stats()
+        context = self._held / max(self._fed, 1)
+        return {
+            "rows": stats.rows if stats.sparse_calls else context,
+            "context": context,
+            "sparse_calls": stats.sparse_calls,
+            "dense_calls": stats.dense_calls,
+        }

@@ -1,0 +1,239 @@
+"""One prefill of a prompt, and from it the responses of every method, by one of two protocols.
+
+- "question", the papers': the context is read densely; the question's tokens and then the answer's go through the
+  sparse path, one by one.
+- "prefill": the question is read densely too, all but its last token; that one is the first to go through the sparse
+  path, so that every token of the answer comes from it.
+
+Perplexity has one protocol, "forced": the last tokens of a text go through the sparse path whatever the model expected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparseattn.budget import Budget
+from sparseattn.selectors import Selector
+from sparseattn.tasks.base import Example
+from sparseattn.tasks.records import KEY, Key
+from sparseattn.tasks.scoring import score
+from sparseattn.tasks.tokens import Tokens
+
+PROTOCOLS = ("question", "prefill")
+FORCED = "forced"
+FULL = "full"  # the label of full attention
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A selector and its budget; without a selector, full attention.
+
+    Args:
+        selector: of every layer that is not dense.
+        budget: rows beyond sink and window.
+        written: the budget as text, for records; None where the selector does not look at it.
+    """
+
+    selector: Selector | None = None
+    budget: Budget = None
+    written: str | None = None
+
+    @property
+    def label(self) -> str:
+        return FULL if self.selector is None else self.selector.label()
+
+
+class Session(Protocol):
+    """One method behind a prefill, decoding. It does not change what other sessions of the prefill read."""
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Feeds tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the tokens so far cost, for the record: `rows` attended among them."""
+
+
+class Decoder(Protocol):
+    """A model that reads prompts densely and goes on by any method, such as `decoder.ModelDecoder`."""
+
+    def read(self, tokens: Sequence[int]) -> Any:
+        """A dense prefill of a fresh prompt, 1 token or more."""
+
+    def index(self, prefill: Any, tail: Sequence[int], selector: Selector | None) -> Any:
+        """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too."""
+
+    def start(self, indexed: Any, budget: Budget) -> Session:
+        """A session behind what `index` gave, which stays as it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Tokens to measure on.
+
+    Args:
+        facts: of every record: task, length, depth, seed and the like.
+        context: tokens that are read densely.
+        question: tokens of the question; of a text for perplexity, those fed one by one.
+        example: what to score a response by; None for perplexity.
+        expected: for perplexity, the token to expect behind each of `question`.
+        limit: tokens of an answer at most.
+    """
+
+    facts: dict[str, Any]
+    context: list[int]
+    question: list[int]
+    example: Example | None = None
+    expected: list[int] = field(default_factory=list)
+    limit: int = 0
+
+    @classmethod
+    def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
+        """The prompt of an example; `limit` None: twice the tokens of the answers and 8."""
+        question = [*tokens.ids(example.question), *tokens.after]
+        limit = limit or 2 * tokens.count(example.target) + 8
+        context = [*tokens.before, *tokens.ids(example.context)]
+        return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
+
+    def shortened(self, longest: int) -> Prompt:
+        """With so much cut out of the middle of the context that prompt and answer have `longest` tokens at most.
+
+        Raises:
+            ValueError: question and answer alone have as many.
+        """
+        room = longest - len(self.question) - self.limit
+        if len(self.context) <= room:
+            return self
+        if room < 2:
+            raise ValueError(f"{self.name} has {len(self.question)} tokens of a question and {self.limit} of an answer")
+        cut = self.context[: room // 2] + self.context[-(room - room // 2) :]
+        return replace(self, context=cut, facts={**self.facts, "cut": len(self.context) - room})
+
+    @classmethod
+    def passage(cls, facts: dict[str, Any], ids: Sequence[int], last: int) -> Prompt:
+        """Tokens of a text, the last of which are predicted one after the other."""
+        ids = list(ids)
+        return cls(facts, ids[: -last - 1], ids[-last - 1 : -1], expected=ids[-last:])
+
+    @property
+    def name(self) -> str:
+        """What the sentences of errors call it."""
+        where = [
+            f"{name} {self.facts[name]}" for name in ("file", "line", "length", "depth", "seed") if name in self.facts
+        ]
+        return f"a prompt of {self.facts['task']} ({', '.join(where)})"
+
+    @property
+    def tokens(self) -> int:
+        """Of context and question."""
+        return len(self.context) + len(self.question)
+
+    @property
+    def hash(self) -> str:
+        """Of all tokens and what they are for."""
+        place = (self.context, self.question, self.expected, self.example and self.example.answers)
+        return hashlib.sha256(repr(place).encode()).hexdigest()[:16]
+
+    def protocols(self, asked: Sequence[str]) -> Sequence[str]:
+        """Those of `asked` that fit this prompt."""
+        return asked if self.example is not None else (FORCED,)
+
+    def keys(self, asked: Sequence[str], methods: Sequence[Method]) -> list[Key]:
+        """The keys of its records, in the order in which `measure` makes them."""
+        name = (self.facts["task"], self.hash)
+        return [
+            (*name, protocol, method.label, method.written) for protocol in self.protocols(asked) for method in methods
+        ]
+
+
+def measure(
+    prompt: Prompt,
+    methods: Sequence[Method],
+    protocols: Sequence[str],
+    decoder: Decoder,
+    tokens: Tokens,
+    known: Collection[Key] = (),
+    ends: Collection[int] = (),
+) -> Iterator[dict[str, Any]]:
+    """A record for every protocol and method, but for those in `known`; the prompt is read once, if at all.
+
+    Args:
+        prompt: what to read and ask.
+        methods: what to compare.
+        protocols: of `PROTOCOLS`.
+        decoder: the model.
+        tokens: its tokenizer.
+        known: keys of records that are there already.
+        ends: tokens that end a response.
+    """
+    prefill, times = None, {}
+    for protocol in prompt.protocols(protocols):
+        keys = dict(zip(prompt.keys([protocol], methods), methods, strict=True))
+        wanted = [(key, method) for key, method in keys.items() if key not in known]
+        at = len(prompt.question) - 1 if protocol == "prefill" else 0
+        for _, group in itertools.groupby(wanted, lambda one: one[1].label):
+            if prefill is None:
+                began = time.perf_counter()
+                prefill = decoder.read(prompt.context)
+                times["prefill_seconds"] = time.perf_counter() - began
+            began, members = time.perf_counter(), list(group)
+            indexed = decoder.index(prefill, prompt.question[:at], members[0][1].selector)
+            times["index_seconds"] = time.perf_counter() - began
+            for key, method in members:
+                began = time.perf_counter()
+                session = decoder.start(indexed, method.budget)
+                if protocol == FORCED:
+                    result = _forced(session, prompt)
+                else:
+                    result = _answer(session, prompt.question[at:], prompt, tokens, ends)
+                times["decode_seconds"] = time.perf_counter() - began
+                yield {
+                    **prompt.facts,
+                    **dict(zip(KEY, key, strict=True)),
+                    "selector": method.selector and repr(method.selector),
+                    "prompt_tokens": prompt.tokens,
+                    **result,
+                    **session.facts(),
+                    **{name: round(seconds, 4) for name, seconds in times.items()},
+                }
+
+
+def _answer(
+    session: Session, fed: Sequence[int], prompt: Prompt, tokens: Tokens, ends: Collection[int]
+) -> dict[str, Any]:
+    """Greedy decoding until an end, a line's end behind some text, or the limit."""
+    logits = session.feed(fed)[-1]
+    made: list[int] = []
+    while True:
+        token = int(logits.argmax())
+        if token in ends:
+            break
+        made.append(token)
+        response = tokens.text(made)
+        if len(made) == prompt.limit or "\n" in response.lstrip():
+            break
+        logits = session.feed([token])[-1]
+    example = prompt.example
+    assert example is not None
+    response = tokens.text(made)
+    return {
+        "response": response,
+        "answers": list(example.answers),
+        "scoring": example.scoring,
+        "score": score(example.scoring, response, example.answers),
+    }
+
+
+def _forced(session: Session, prompt: Prompt) -> dict[str, Any]:
+    """The mean negative log-likelihood of the expected tokens, in nats."""
+    expected = torch.tensor(prompt.expected)
+    logits = session.feed(prompt.question).double().cpu()
+    return {"nll": float(F.cross_entropy(logits, expected)), "scored_tokens": len(expected)}

@@ -1,0 +1,573 @@
+"""`sparseattn eval`: protocols, one prefill for all methods, resumption, tables and figures; and real small models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from sparseattn import Quest, Selector, Window
+from sparseattn.budget import Budget
+from sparseattn.cli import app
+from sparseattn.cli import eval_report as report
+from sparseattn.integrations.models import load_model
+from sparseattn.tasks import TASKS, Example, example
+from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.tasks.run import FORCED, FULL, Method, Prompt, measure
+from sparseattn.tasks.tokens import Tokens
+
+BYTES = Tokens(None)
+METHODS = [Method(), Method(Quest(), 64, "64"), Method(Quest(), 256, "256"), Method(Window())]
+
+
+class Scripted:
+    """A decoder that answers from a script by method, and writes down what it is asked to do."""
+
+    def __init__(self, answers: dict[str, str]) -> None:
+        self.answers = answers
+        self.reads: list[str] = []
+        self.indexed: list[tuple[str, str]] = []
+        self.fed: dict[tuple[str, Budget, str], str] = {}
+
+    def read(self, tokens: Sequence[int]) -> str:
+        self.reads.append(BYTES.text(tokens))
+        return BYTES.text(tokens)
+
+    def index(self, prefill: Any, tail: Sequence[int], selector: Selector | None) -> tuple[str, str]:
+        label = FULL if selector is None else selector.label()
+        self.indexed.append((label, prefill + BYTES.text(tail)))
+        return self.indexed[-1]
+
+    def start(self, indexed: Any, budget: Budget) -> Any:
+        (label, prefill), decoder, said = indexed, self, 0
+        place = (label, budget, prefill)
+        self.fed[place] = ""
+
+        class Session:
+            def feed(self, tokens: Sequence[int]) -> Tensor:
+                return torch.stack([self.step(token) for token in tokens])
+
+            def step(self, token: int) -> Tensor:
+                nonlocal said
+                decoder.fed[place] += chr(token)
+                answer = decoder.answers[label].encode() + b"\0"
+                told = (prefill + decoder.fed[place]).encode()
+                said = said + 1 if told[: len(QUESTION)] == QUESTION and len(told) > len(QUESTION) else 0
+                return torch.nn.functional.one_hot(torch.tensor(answer[min(said, len(answer) - 1)]), 256).float()
+
+            def facts(self) -> dict[str, Any]:
+                return {"rows": len(decoder.fed[place])}
+
+        return Session()
+
+
+CONTEXT, ASKED = "key:71432\n", "key:"
+QUESTION = (CONTEXT + ASKED).encode()
+EXAMPLE = Example("kv", CONTEXT, ASKED, ("71432",), "all", {"length": 14, "depth": 0.5, "seed": 0})
+
+
+def ask(answers: dict[str, str], protocols: Sequence[str], **options: Any) -> tuple[list[dict[str, Any]], Scripted]:
+    decoder = Scripted(answers)
+    prompt = Prompt.of(EXAMPLE, BYTES)
+    return list(measure(prompt, METHODS, protocols, decoder, BYTES, ends=[0], **options)), decoder
+
+
+ANSWERS = {"full": "71432", "Quest": "71432.\nkey:", "Window": "99999999999999999999999999999999999"}
+
+
+def test_both_protocols_feed_the_same_tokens_and_read_the_context_once() -> None:
+    records, decoder = ask(ANSWERS, ["question", "prefill"])
+    assert decoder.reads == [CONTEXT]
+    whole = CONTEXT + ASKED[:-1]
+    assert decoder.indexed == [(label, text) for text in (CONTEXT, whole) for label in (FULL, "Quest", "Window")]
+    assert [one["protocol"] for one in records] == ["question"] * 4 + ["prefill"] * 4
+    # the last token of the question is fed in both: every token of the answer comes from the sparse path
+    assert decoder.fed["Quest", 64, CONTEXT] == ASKED + "71432."
+    assert decoder.fed["Quest", 64, whole] == ASKED[-1] + "71432."
+
+
+def test_responses_end_at_an_end_a_line_or_the_limit() -> None:
+    records, _ = ask(ANSWERS, ["question"])
+    responses = {(one["method"], one["budget"]): one["response"] for one in records}
+    limit = 2 * len("71432\n") + 8
+    assert responses == {
+        (FULL, None): "71432",
+        ("Quest", "64"): "71432.\n",
+        ("Quest", "256"): "71432.\n",
+        ("Window", None): "9" * limit,
+    }
+    assert [one["score"] for one in records] == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_record_says_what_was_measured() -> None:
+    records, _ = ask(ANSWERS, ["question"])
+    one = records[1]
+    assert {name: one[name] for name in ("task", "length", "depth", "seed", "method", "budget", "scoring")} == {
+        "task": "kv",
+        "length": 14,
+        "depth": 0.5,
+        "seed": 0,
+        "method": "Quest",
+        "budget": "64",
+        "scoring": "all",
+    }
+    assert one["selector"] == repr(Quest())
+    assert one["answers"] == ["71432"]
+    assert one["prompt_tokens"] == len(QUESTION)
+    assert one["rows"] == len(ASKED + "71432.")
+    json.dumps(one)
+
+
+def test_what_is_known_is_not_measured_again() -> None:
+    prompt = Prompt.of(EXAMPLE, BYTES)
+    keys = prompt.keys(["question", "prefill"], METHODS)
+    records, decoder = ask(ANSWERS, ["question", "prefill"], known=keys[:3] + keys[4:])
+    assert [(one["method"], one["protocol"]) for one in records] == [("Window", "question")]
+    assert decoder.reads == [CONTEXT]
+    records, decoder = ask(ANSWERS, ["question", "prefill"], known=keys)
+    assert records == []
+    assert decoder.reads == []
+
+
+def test_prompts_that_differ_have_different_keys() -> None:
+    other = Example("kv", CONTEXT, ASKED, ("71433",), "all")
+    assert Prompt.of(EXAMPLE, BYTES).keys(["question"], METHODS) != Prompt.of(other, BYTES).keys(["question"], METHODS)
+    assert len(set(Prompt.of(EXAMPLE, BYTES).keys(["question", "prefill"], METHODS))) == 8
+
+
+def test_perplexity_is_of_the_last_tokens_each_behind_the_one_before() -> None:
+    seen: list[int] = []
+
+    class Fixed(Scripted):
+        def start(self, indexed: Any, budget: Budget) -> Any:
+            class Session:
+                def feed(self, tokens: Sequence[int]) -> Tensor:
+                    seen.extend(tokens)
+                    logits = torch.zeros(len(tokens), 256)
+                    for row, token in zip(logits, tokens, strict=True):
+                        row[token + 1] = math.log(255 * 3)  # 3/4 to the next in the alphabet
+                    return logits
+
+                def facts(self) -> dict[str, Any]:
+                    return {"rows": 1}
+
+            return Session()
+
+    decoder = Fixed({})
+    prompt = Prompt.passage({"task": "ppl", "length": 6}, list(b"abcdef"), 2)
+    (record,) = measure(prompt, [Method()], ["question", "prefill"], decoder, BYTES)
+    assert decoder.reads == ["abc"]
+    assert bytes(seen) == b"de"
+    assert record["protocol"] == FORCED
+    assert record["scored_tokens"] == 2
+    assert record["nll"] == pytest.approx(-math.log(0.75))
+    assert report.value([record]) == pytest.approx(1 / 0.75)
+
+
+def test_a_long_prompt_loses_the_middle_of_its_context() -> None:
+    example = Example("mine", "abcdefghij", "Q?", ("a",), "all", {"line": 3})
+    prompt = Prompt.of(example, BYTES, limit=4)
+    assert prompt.shortened(16) is prompt
+    assert BYTES.text(prompt.shortened(13).context) == "abcghij"
+    assert prompt.shortened(13).facts["cut"] == 3
+    assert BYTES.text(prompt.shortened(13).question) == "Q?"
+    with pytest.raises(ValueError, match=r"a prompt of mine .line 3. has 2 tokens of a question and 4 of an answer"):
+        prompt.shortened(7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["eval", *(str(argument) for argument in arguments)])
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+
+
+SMALL = ["--lengths", "560", "--depths", "0.5", "--samples", "1", "--sink", "2", "--window", "8"]
+UNTIMED = ("prefill_seconds", "index_seconds", "decode_seconds")
+
+
+def test_full_attention_answers_as_the_model_generates(folder: Path) -> None:
+    model, _ = load_model(folder)
+    prompts = [Prompt.of(example("kv", 300, seed=seed), BYTES) for seed in range(3)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.context + prompt.question])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=prompt.limit, do_sample=False)
+        expected.append(BYTES.text(out[0, ids.shape[1] :].tolist()))
+    decoder = ModelDecoder(model, chunk=128)
+    for prompt, text in zip(prompts, expected, strict=True):
+        for record in measure(prompt, [Method()], ["question", "prefill"], decoder, BYTES):
+            assert text.startswith(record["response"])
+            assert record["dense_calls"] > 0
+            assert record["sparse_calls"] == 0
+
+
+@pytest.mark.parametrize("protocol", ["question", "prefill"])
+def test_exhaustive_selectors_leave_the_logits_as_they_are(folder: Path, protocol: str) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8, chunk=100)
+    example_ = example("kv", 300, seed=1)
+    text = (example_.context + example_.question).encode()
+    prefill = decoder.read(list(text[:250]))
+    tail = list(text[250:280]) if protocol == "prefill" else []
+    logits = []
+    for selector in (None, Quest(), Quest(group="each")):
+        session = decoder.start(decoder.index(prefill, tail, selector), None)
+        logits.append(session.feed(list(text[250 + len(tail) :])))
+        facts = session.facts()
+        assert facts["rows"] == pytest.approx(facts["context"])  # everything was read
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
+    assert (logits[0] - logits[2]).abs().max() < 1e-4
+    session = decoder.start(decoder.index(prefill, tail, Window()), None)
+    windowed = session.feed(list(text[250 + len(tail) :]))
+    assert (logits[0] - windowed).abs().max() > 1e-3  # a method that reads less differs
+    assert session.facts()["rows"] == 2 + 8
+
+
+def test_sessions_do_not_disturb_each_other(folder: Path) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8)
+    prefill = decoder.read(list(b"Every line is a key and its value.\nabcdef:123456\n" * 4))
+    indexed = decoder.index(prefill, [], Quest())
+    first = decoder.start(indexed, 16)
+    alone = [first.feed([token]) for token in b"abcdef"]
+    second, third = decoder.start(indexed, 16), decoder.start(indexed, 64)
+    for token, logits in zip(b"abcdef", alone, strict=True):
+        assert torch.equal(second.feed([token]), logits)
+        third.feed([token])
+
+
+@pytest.mark.parametrize("selector", [None, Quest(), Window()])
+def test_tokens_fed_together_are_decoded_one_by_one(folder: Path, selector: Selector | None) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8)
+    text = list(example("kv", 300).context.encode())
+    indexed = decoder.index(decoder.read(text[:200]), text[200:210], selector)
+    together, apart = decoder.start(indexed, 16), decoder.start(indexed, 16)
+    logits = together.feed(text[210:250])
+    assert logits.shape == (40, 256)
+    one_by_one = torch.cat([apart.feed([token]) for token in text[210:250]])
+    assert (logits - one_by_one).abs().max() < 1e-5
+    facts, same = together.facts(), apart.facts()
+    assert facts["context"] == same["context"] == sum(range(211, 251)) / 40
+    assert facts["rows"] == pytest.approx(same["rows"])
+    assert facts["sparse_calls"] == same["sparse_calls"] == (0 if selector is None else 2 * 40)
+
+
+def test_dense_layers_stay_dense(folder: Path) -> None:
+    model, _ = load_model(folder)
+    decoder = ModelDecoder(model, sink=2, window=8, dense_layers=1)
+    session = decoder.start(decoder.index(decoder.read(list(b"x" * 100)), [], Window()), None)
+    session.feed([1])
+    assert session.facts()["sparse_calls"] == 1
+    assert session.facts()["dense_calls"] == 1
+    with pytest.raises(ValueError, match="the model has 2 layers: of them 0 to 1 may be dense, got 2"):
+        ModelDecoder(model, dense_layers=2)
+
+
+def test_all_tasks_and_protocols_in_one_run(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("".join(example("passkey", 600, seed=seed).context for seed in range(4)))
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        json.dumps({"context": "The sky is blue. " * 20, "input": "What colour?", "answers": ["blue"]}) + "\n"
+    )
+    out = tmp_path / "deep" / "out"
+    done = run(
+        *["--model", folder, *SMALL, "--task", ",".join([*TASKS, "ppl"]), "--text", text, "--last", "8"],
+        *["--filler", text, "--prompts", own, "--scoring", "f1", "--answer-tokens", "3"],
+        *["--protocol", "question,prefill", "--selector", "quest", "--selector", "window"],
+        *["--budget", "10%,32", "--out", out],
+    )
+    assert done.exit_code == 0, done.output
+    records = lines(out)
+    methods = [("full", None), ("Quest", "32"), ("Quest", "10%"), ("Window", None)]
+    for task in (*TASKS, "own", "ppl"):
+        for protocol in [FORCED] if task == "ppl" else ["question", "prefill"]:
+            mine = [one for one in records if one["task"] == task and one["protocol"] == protocol]
+            assert [(one["method"], one["budget"]) for one in mine] == methods
+            assert len({one["prompt"] for one in mine}) == 1
+    assert len(records) == (2 * 6 + 1) * 4
+    for one in records:
+        assert one["settings"]["sink"] == 2
+        assert one["versions"]["torch"]
+        assert one["prompt_tokens"] <= 560
+        if one["method"] == "Window":
+            assert one["rows"] == 10
+        elif one["method"] == "Quest" and one["budget"] == "32":
+            assert 10 < one["rows"] <= 2 + 8 + 15 + 32  # a page less one row waits to be sealed
+    assert [one["scoring"] for one in records if one["task"] == "own"] == ["f1"] * 8
+    for protocol in ("question", "prefill", FORCED):
+        assert f"protocol {protocol}" in done.output
+        assert f"{protocol}: full attention has " in done.output
+    assert sorted(path.name for path in out.iterdir()) == ["accuracy.png", "eval.jsonl"]
+
+
+def test_a_killed_run_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--model", folder, *SMALL, "--lengths", "300,560", "--task", "kv", "--answer-tokens", "2"]
+    options += ["--selector", "quest", "--budget", "32,64", "--no-figures"]
+    assert run(*options, "--out", tmp_path / "whole").exit_code == 0
+    whole = (tmp_path / "whole" / "eval.jsonl").read_bytes()
+    rows = whole.splitlines(keepends=True)
+    assert len(rows) == 6
+    reads: list[int] = []
+    read = ModelDecoder.read
+
+    def counted(self: ModelDecoder, tokens: Sequence[int]) -> Any:
+        reads.append(len(tokens))
+        return read(self, tokens)
+
+    monkeypatch.setattr(ModelDecoder, "read", counted)
+    (tmp_path / "cut").mkdir()
+    for kept, prefills in ((6, 0), (4, 1), (1, 2)):
+        (tmp_path / "cut" / "eval.jsonl").write_bytes(b"".join(rows[:kept]) + (b'{"task": "k' if kept < 6 else b""))
+        reads.clear()
+        done = run(*options, "--out", tmp_path / "cut", "--json")
+        assert done.exit_code == 0, done.output
+        assert len(reads) == prefills
+        again = lines(tmp_path / "cut")
+        assert [json.loads(line) for line in done.stdout.splitlines()] == again
+        for one, other in zip(again, map(json.loads, rows), strict=True):
+            for name in UNTIMED:
+                del one[name], other[name]
+            assert one == other
+
+
+def test_more_methods_come_on_top_and_other_settings_do_not(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", folder, *SMALL, "--task", "kv", "--answer-tokens", "2", "--no-figures", "--out", tmp_path]
+    assert run(*options, "--selector", "window").exit_code == 0
+    done = run(*options, "--selector", "quest", "--budget", "32")
+    assert done.exit_code == 0, done.output
+    assert [one["method"] for one in lines(tmp_path)] == ["full", "Window", "Quest"]
+    assert "Window" not in done.stdout
+    before = (tmp_path / "eval.jsonl").read_bytes()
+    for option in (["--sink", "0"], ["--dense-layers", "1"], ["--answer-tokens", "3"], ["--seal", "64"]):
+        done = run(*options, "--selector", "window", *option)
+        assert done.exit_code == 2
+        assert "holds results with another" in done.output
+    assert (tmp_path / "eval.jsonl").read_bytes() == before
+
+
+def test_a_retrained_model_is_another(folder: Path) -> None:
+    model, same = load_model(folder)[0], load_model(folder)[0]
+    assert ModelDecoder(model).fingerprint() == ModelDecoder(same).fingerprint()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight += 1e-3
+    assert ModelDecoder(model).fingerprint() != ModelDecoder(same).fingerprint()
+
+
+def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", folder, "--lengths", "300,560", "--depths", "0,1", "--samples", "1", "--task", "kv,words"]
+    done = run(*options, "--selector", "quest", "--budget", "32", "--answer-tokens", "2", "--out", tmp_path)
+    assert done.exit_code == 2  # 300 bytes do not hold the words
+    assert "a words prompt with seed 0 has at least" in done.output
+    done = run(
+        *options,
+        "--lengths",
+        "560,600",
+        "--selector",
+        "quest",
+        "--budget",
+        "32",
+        "--answer-tokens",
+        "2",
+        "--out",
+        tmp_path,
+    )
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["accuracy.png", "heat-kv-question.png"]
+    for path in tmp_path.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--task", "passkeys"], "--task takes names from passkey, multikey, kv, variables, words, ppl"),
+        (["--protocol", "both"], "--protocol takes names from question, prefill, separated by commas, got 'both'"),
+        (["--task", "ppl"], "--task ppl and --text FILE go together"),
+        (["--text", "x.txt"], "--task ppl and --text FILE go together"),
+        (["--scoring", "rouge"], "--scoring is one of all, part, exact, f1, got 'rouge'"),
+        (["--dtype", "int8"], "--dtype is one of float32, float16, bfloat16, got 'int8'"),
+        (["--samples", "0"], "--samples is 1 or more, got 0"),
+        (["--lengths", "0"], "--lengths is 1 or more, got 0"),
+        (["--lengths", "many"], "--lengths takes integers separated by commas, got 'many'"),
+        (["--lengths", "100"], "a passkey prompt with seed 0 has at least"),
+        (["--lengths", "560,1010"], "has 1024 positions, --lengths 1010 with an answer of 22 tokens takes 1032"),
+        (["--seal", "0"], "--seal is 1 or more, got 0"),
+        (["--depths", "2"], "a depth lies between 0 (first) and 1 (last), got 2"),
+        (["--dense-layers", "2"], "the model has 2 layers: of them 0 to 1 may be dense, got 2"),
+        (["--selector", "quests"], "no selector is called 'quests'"),
+        (["--budget", "8"], "a budget of 8 rows is less than one span"),
+        (["--prompts", "none.jsonl"], "cannot use none.jsonl: No such file or directory"),
+        (["--filler", "none.txt"], "cannot use none.txt: No such file or directory"),
+        (["--model", "./none"], "no such model folder: ./none"),
+        (["--model", "reference", "--device", "nowhere"], "nowhere is not a torch device"),
+    ],
+)
+def test_what_cannot_be_run_is_a_sentence(
+    folder: Path, tmp_path: Path, options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("--model", folder, "--lengths", "560", "--out", tmp_path / "out", *options)
+    assert done.exit_code == 2, done.output
+    assert sentence in " ".join(done.output.split())
+    assert not (tmp_path / "out" / "eval.jsonl").exists()
+
+
+def test_prompts_too_long_for_the_model_are_refused_or_cut(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    record = {"context": "The sky is blue. " * 100, "question": "What colour?", "answers": ["blue"]}
+    own.write_text(json.dumps(record) + "\n")
+    options = ["--model", folder, "--prompts", own, "--selector", "window", "--no-figures", "--out", tmp_path / "out"]
+    done = run(*options)
+    assert done.exit_code == 2
+    sentence = "the model has 1024 positions, a prompt of own (file own.jsonl, line 1) with its answer takes 1778"
+    assert sentence in " ".join(done.output.split())
+    assert not (tmp_path / "out" / "eval.jsonl").exists(), "refused before anything is measured"
+    done = run(*options, "--max-length", "1000")
+    assert done.exit_code == 0, done.output
+    for one in lines(tmp_path / "out"):
+        assert one["prompt_tokens"] == 1000 - 64
+        assert one["cut"] == 1778 - 1000
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """Byte pairs, with a token for the beginning of a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer, bare.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bare.train_from_iterator([example("passkey", 5000).context], trainer)
+    bare.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<s>")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_lengths_are_in_tokens_with_the_one_for_the_beginning(tokenizer: Any, task: str) -> None:
+    tokens = Tokens(tokenizer)
+    one = example(task, 500, count=tokens.count, spare=tokens.spare)
+    prompt = Prompt.of(one, tokens)
+    assert 500 - 40 < prompt.tokens <= 500
+    assert prompt.context[0] == tokenizer.bos_token_id not in prompt.context[1:] + prompt.question
+    assert tokens.text([*prompt.context, *prompt.question]) == one.context + one.question
+
+
+def test_a_beginning_that_the_tokenizer_does_not_mark_is_not_marked(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.post_processor = None
+    assert Tokens(tokenizer).start == []
+
+
+def test_prompts_in_a_chat_template(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokens(tokenizer, chat=True)
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokens(None, chat=True)
+    tokenizer.chat_template = "<s>User: {{ messages[0]['content'] }}\nModel:"
+    tokens = Tokens(tokenizer, chat=True)
+    one = example("kv", 500, count=tokens.count, spare=tokens.spare)
+    prompt = Prompt.of(one, tokens)
+    assert 500 - 40 < prompt.tokens <= 500
+    assert tokenizer.decode(prompt.context) == "<s>User: " + one.context
+    assert tokenizer.decode(prompt.question) == one.question + "\nModel:"
+
+
+def made(method: str, budget: str | None, rows: float, score: float, **facts: Any) -> dict[str, Any]:
+    """A record by hand."""
+    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+    one = {"task": "kv", "prompt": "p", "protocol": "question", "length": 10, "depth": 0.0, "settings": settings}
+    return {**one, "method": method, "budget": budget, "rows": rows, "score": score, **facts}
+
+
+def test_the_closing_line_names_the_fewest_rows_near_full_attention_on_every_task() -> None:
+    records = [
+        *(made(FULL, None, 1000, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 1.0))),
+        *(made("Quest", "64", 100, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 0.9))),
+        *(made("Quest", "256", 300, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 0.99))),
+        *(made("Exact", "256", 320, 1.0, task=task) for task in ("kv", "kv", "passkey")),
+        *(made("Window", None, 68, 0.0, task=task) for task in ("kv", "kv", "passkey")),
+    ]
+    assert report.verdicts(records) == [
+        "question: full attention has kv 75%, passkey 100%. Fewest rows within 2 points of that on every task: "
+        "Quest at budget 256: 300 rows, 1.0 points lost on the task that loses most."
+    ]
+    few = [
+        one for one in records if (one["method"], one["budget"]) in ((FULL, None), ("Quest", "64"), ("Window", None))
+    ]
+    assert report.verdicts(few) == [
+        "question: full attention has kv 75%, passkey 100%. Nothing measured stays within 2 points of that on every "
+        "task; nearest: Quest at budget 64: 100 rows, 10.0 points lost on the task that loses most."
+    ]
+
+
+def test_perplexities_are_compared_in_nats() -> None:
+    def forced(method: str, budget: str | None, *nll: float) -> list[dict[str, Any]]:
+        facts = {"task": "ppl", "protocol": FORCED, "depth": None}
+        return [
+            made(method, budget, 9, 0.0, **facts, nll=one, scored_tokens=n) for one, n in zip(nll, (1, 3), strict=True)
+        ]
+
+    records = [*forced(FULL, None, 1.0, 2.0), *forced("Quest", "64", 1.0, 2.02), *forced("Window", None, 3.0, 2.0)]
+    assert report.value(records[:2]) == pytest.approx(math.exp((1 + 3 * 2) / 4))
+    (line,) = report.verdicts(records)
+    assert line.startswith(f"forced: full attention has ppl {math.exp(1.75):.3f}. Fewest rows within 0.02 nats")
+    assert "Quest at budget 64: 9 rows, 0.015 nats lost" in line
+    assert report.grids(records) == {}
+
+
+def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -> None:
+    from sparseattn.cli import plots
+
+    plain = [made(FULL, None, 9, 1.0), made("Window", None, 9, 0.0)]
+    plots.accuracy(plain, tmp_path / "plain.png")
+    many = [
+        made(method, budget, 9, 0.5, length=length, depth=depth, task=task, protocol=protocol)
+        for method, budget in ((FULL, None), *(("Quest", str(n)) for n in range(5)))
+        for length in (10, 20)
+        for depth in (0.0, 1.0)
+        for task in ("kv", "passkey", "multikey", "words")
+        for protocol in ("question", "prefill")
+    ]
+    plots.accuracy(many, tmp_path / "many.png")
+    grids = report.grids(many)
+    assert list(grids)[:2] == ["kv-question", "passkey-question"]
+    assert len(grids) == 8
+    plots.heat(grids["kv-question"], tmp_path / "heat.png")
+    for name in ("plain", "many", "heat"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,61 @@
+"""The examples run on the reference model, and what they print is what they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from test_docs import _obeys_the_main_laws
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"compare.py", "generate.py", "own_selector.py"}
+
+
+def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The licence says so, and so does the licence. " * 12)
+    run(
+        *("generate.py", "--text", str(text), "--new", "8", "--selector", "quest:page=8", "--budget", "10%"),
+        monkeypatch=monkeypatch,
+    )
+    new, counts = capsys.readouterr().out.splitlines()[-2:]
+    assert len(new) == 8
+    assert new in "The licence says so, and so does the licence. " * 2
+    assert counts.startswith("28 sparse attention calls")
+
+
+def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("compare.py", "--tokens", "700", "--last", "24", "--budget", "all", monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("676 tokens prefilled, 24 decoded; loss of the dense model")
+    differences = {line.split()[0]: float(re.findall(r"\(([+-][\d.]+)\)", line)[0]) for line in lines[1:]}
+    assert list(differences) == ["quest", "exact:group=softmax", "window"]
+    assert differences["quest"] == differences["exact:group=softmax"] == 0, "a budget of all rows is the dense model"
+    assert differences["window"] != 0
+
+
+def test_own_selector(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("own_selector.py", "--tokens", "600", "--new", "8", monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "TopChannels(channels=32)",
+        "TopChannels(channels=8)",
+        "quest",
+    ]
+    assert int(re.findall(r"first (\d+) of 8", lines[0])[0]) >= 6
+    _obeys_the_main_laws(names["TopChannels"])
