@@ -19,7 +19,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.measure import Clock, median, peak_memory
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.synthetic import synthetic
@@ -96,29 +96,6 @@ def make_traces(folder: Path, shape: Shape, prompts: int) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Seconds on the wall and of all the process's threads."""
-
-    wall: float
-    processor: float
-
-    @classmethod
-    def now(cls, device: str) -> Clock:
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-        return cls(time.perf_counter(), time.process_time())
-
-    def __sub__(self, other: Clock) -> Clock:
-        return Clock(self.wall - other.wall, self.processor - other.processor)
-
-    def times(self, factor: float) -> Clock:
-        return Clock(self.wall * factor, self.processor * factor)
-
-    def as_dict(self) -> dict[str, float]:
-        return {"wall": round(self.wall, 6), "processor": round(self.processor, 6)}
-
-
-@dataclass(frozen=True)
 class Run:
     """One training run of all heads of one layer.
 
@@ -179,14 +156,6 @@ def memory_of(run: Run) -> dict[str, float | None]:
     """Its peaks in MiB."""
     device = None if run.device_memory is None else round(run.device_memory / 2**20, 1)
     return {"memory_mib": round(run.memory / 2**20, 1), "device_memory_mib": device}
-
-
-def peak_memory() -> int:
-    """Bytes; `getrusage` would count what the parent had when it started this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM")
 
 
 def fresh(threads: int, traces: Sequence[Path], out: Path, recipe: Recipe, device: str) -> Run:
@@ -317,10 +286,6 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
     """The paper's sizes, where it gives them; no head stops early, so that all of them do equal work."""
     recipe = Recipe(clusters=options.clusters, hidden=options.hidden, queries=options.queries, batch=options.batch)
     return replace(recipe, patience=recipe.steps, filters=Filters(options.gap, options.near))
-
-
-def median(clocks: Sequence[Clock]) -> Clock:
-    return Clock(statistics.median(c.wall for c in clocks), statistics.median(c.processor for c in clocks))
 
 
 def lines(question: str, result: dict[str, Any]) -> list[str]:

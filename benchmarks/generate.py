@@ -1,0 +1,532 @@
+"""Tokens a second: decoding with each selector against dense attention, by turns, behind one prefill.
+
+``python -m benchmarks.generate --tokens 16384,32768`` from the repository root writes
+``benchmarks/results/generate-DEVICE.json``. Needs Linux, whose /proc tells the peak memory of a process.
+
+Every way of decoding gets a copy of the same prefill and is fed the same tokens, whatever it predicts, in blocks that
+take turns, so that a busy machine slows all of them. A ratio is taken within a round of blocks, and its median over the
+rounds counts. Dense is the fastest of transformers' own ways here: `sdpa` and `eager` over a cache that is concatenated
+at every step, and `static`, sdpa over one that is written in place.
+
+Steps that seal are rare (one in `KVCache`'s `seal`), so a median would never see one: a seal of that many rows is timed
+by itself, and tokens a second and ratios count its share of every token. Building the index of the prompt is apart.
+Speed needs no positions that the model was trained for; what its answers are worth there is another matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.measure import Clock, median, peak_memory
+from sparseattn import attention
+from sparseattn.budget import parse_budget
+from sparseattn.cache import KVCache
+from sparseattn.cli.common import integers, progress_bar
+from sparseattn.environment import machine, versions
+from sparseattn.files import write_atomic
+from sparseattn.integrations.prefill import Prefill
+from sparseattn.integrations.sparse_layer import SparseLayer
+from sparseattn.integrations.transformers import SparseCache, restore
+from sparseattn.integrations.upstream import DynamicCache, DynamicLayer
+from sparseattn.selectors import SELECTORS, make_selector
+from sparseattn.selectors.buckets import Partitioned
+from sparseattn.tasks.decoder import REFERENCE, open_model
+from sparseattn.tasks.filler import made_up
+from sparseattn.tasks.tokens import Tokens
+
+RESULTS = Path(__file__).parent / "results"
+SELECTED = ("exact", "quest", "saap", "moments", "retrieval:share=0.25", "window")
+DENSE = ("sdpa", "eager", "static")
+SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights
+    "8b": {  # Llama 3.1 8B
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 131_072,
+    },
+    "tiny": {  # for a look at whether it runs
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131_072,
+    },
+}
+WARM = 4  # steps of every way that do not count: caches fill, compilers run
+LOOKED_INTO = 16  # steps of every sparse way whose parts are timed
+WIDE = 120  # columns of the tables, where standard output is no terminal
+PARTS: dict[str, tuple[Any, str]] = {
+    "store": (KVCache, "append"),
+    "select": (KVCache, "search"),
+    "attend": (attention, "attend"),
+    "layer": (SparseLayer, "attend"),  # the three above, checks, counters
+}
+
+
+@dataclass
+class Way:
+    """One way to decode: a model, a cache that holds the prompt, and what its steps took.
+
+    Attributes:
+        build: seconds to build the index of the prompt; None: there is none.
+        rounds: the steps of every round.
+        tokens: likeliest next token after every step of the rounds.
+    """
+
+    name: str
+    model: Any
+    cache: Any
+    build: Clock | None = None
+    rounds: list[list[Clock]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def feed(self, ids: Tensor) -> Tensor:
+        """Feeds tokens `[1,n]`; the logits `[V]` behind the last."""
+        with torch.no_grad():
+            out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+    def step(self, ids: Tensor) -> tuple[Clock, int]:
+        """What feeding one token `[1,1]` takes, and the likeliest one behind it."""
+        started = Clock.now(ids.device)
+        logits = self.feed(ids)
+        return Clock.now(ids.device) - started, int(logits.argmax())
+
+
+def with_attention(model: Any, implementation: str) -> Any:
+    """A second model of the same weights, which are not copied, with another of transformers' attentions."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    twin.set_attn_implementation(implementation)
+    return twin
+
+
+def dense_ways(prefill: Prefill, models: Mapping[str, Any], room: int) -> list[Way]:
+    """transformers' own caches, filled with the prefill; a static one only where every layer sees the whole context.
+
+    Args:
+        models: by attention implementation.
+        room: tokens that the static cache is made for.
+    """
+    from transformers import StaticCache
+
+    config = models["sdpa"].config
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    ways = []
+    for name in DENSE:
+        layers = prefill.cache("window", None, dense_layers=count).layers
+        cache = DynamicCache(config=config)
+        if name == "static":
+            if any(type(layer) is not DynamicLayer for layer in layers):
+                continue
+            cache = StaticCache(config=config, max_cache_len=room)
+            for mine, held in zip(cache.layers, layers, strict=True):
+                mine.update(held.keys, held.values)
+        else:
+            cache.layers = layers
+        ways.append(Way(name, models["eager" if name == "eager" else "sdpa"], cache))
+    return ways
+
+
+def sparse_way(prefill: Prefill, model: Any, spec: str, options: argparse.Namespace, room: int) -> Way:
+    """A selector's cache behind the prefill, with the index of the prompt built."""
+    cache = prefill.cache(spec, options.budget, capacity=room, **cache_settings(options))
+    started = Clock.now(model.device)
+    cache.seal()
+    return Way(spec, model, cache, Clock.now(model.device) - started)
+
+
+def cache_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What all sparse caches have in common."""
+    names = ("sink", "window", "seal", "dense_layers", "sealed_device")
+    return {name: getattr(options, name) for name in names}
+
+
+def take_turns(ways: Sequence[Way], ids: Tensor, block: int, done: Callable[[], None]) -> None:
+    """Feeds all ways the tokens `[1,n]`, a block each by turns; the one that begins changes from round to round."""
+    for number, start in enumerate(range(0, ids.shape[1], block)):
+        first = number % len(ways)
+        for way in (*ways[first:], *ways[:first]):
+            steps = [way.step(ids[:, t : t + 1]) for t in range(start, start + block)]
+            way.rounds.append([clock for clock, _ in steps])
+            way.tokens += [token for _, token in steps]
+            done()
+
+
+def sealing(way: Way, ids: Tensor) -> Clock:
+    """Seconds per row of one seal, of about as many rows as tokens `[1,n]` are read before it."""
+    layer = next(iter(way.cache.sparse_layers.values()))
+    before = int(layer.rows.sealed)
+    way.feed(ids)
+    started = Clock.now(ids.device)
+    way.cache.seal()
+    taken = Clock.now(ids.device) - started
+    return taken.times(1 / (int(layer.rows.sealed) - before))
+
+
+def parts(way: Way, ids: Tensor) -> dict[str, float]:
+    """Seconds of a step in its parts, medians: `store`, `select`, `attend`, `other` of the sparse layers, and `model`,
+    all that is not sparse attention. The clocks wait for a GPU at every part, so that there a step takes longer."""
+    device, steps = ids.device, []
+    for t in range(ids.shape[1]):
+        with stopwatch(device) as spent:
+            whole = way.step(ids[:, t : t + 1])[0].wall
+        inner = sum(spent[name] for name in ("store", "select", "attend"))
+        layer = spent.pop("layer")
+        steps.append(spent | {"other": layer - inner, "model": whole - layer})
+    return {name: round(statistics.median(step[name] for step in steps), 7) for name in steps[0]}
+
+
+@contextlib.contextmanager
+def stopwatch(device: torch.device) -> Iterator[dict[str, float]]:
+    """Seconds spent in each of `PARTS` while it is open."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = Clock.now(device)
+            out = function(*args, **kwargs)
+            spent[name] += (Clock.now(device) - started).wall
+            return out
+
+        return run
+
+    with contextlib.ExitStack() as patches:
+        for name, (owner, attribute) in PARTS.items():
+            patches.enter_context(mock.patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        yield spent
+
+
+def measure(
+    model: Any,
+    models: Mapping[str, Any],
+    ids: Tensor,
+    tokens: int,
+    options: argparse.Namespace,
+    say: Callable[[str, int], None],
+) -> dict[str, Any]:
+    """All ways at one length.
+
+    Args:
+        model: with sdpa attention; is prepared for sparse attention while it runs.
+        models: others of the same weights, by attention implementation.
+        ids: `[1,n]`, n at least `tokens` and `beyond(options)`.
+        tokens: of the prompt.
+        say: told what comes and how many units of work that is, then, with "", when one of them is done.
+    """
+    selectors = [make_selector(spec) for spec in options.selector]
+    room = tokens + beyond(options) + max(selector.span for selector in selectors)
+    say(f"{tokens} tokens: prefill", 1)
+    started = Clock.now(ids.device)
+    queries = any(selector.queries_share for selector in selectors)
+    prefill = Prefill(model, ids[:, :tokens], chunk=options.chunk, queries=queries)
+    read = Clock.now(ids.device) - started
+    say("", 1)
+    try:
+        ways = dense_ways(prefill, models, room)
+        say(f"{tokens} tokens: indexes", len(options.selector))
+        for spec in options.selector:
+            ways.append(sparse_way(prefill, model, spec, options, room))
+            say("", 1)
+        del prefill
+        at = tokens + WARM
+        for way in ways:
+            for t in range(tokens, at):
+                way.step(ids[:, t : t + 1])
+        say(f"{tokens} tokens: steps", len(ways) * options.steps // options.block)
+        take_turns(ways, ids[:, at : at + options.steps], options.block, lambda: say("", 1))
+        at += options.steps
+        sparse = [way for way in ways if isinstance(way.cache, SparseCache)]
+        rows = {way.name: way.cache.stats().rows for way in sparse}
+        say(f"{tokens} tokens: parts and seals", len(sparse))
+        inside, seals = {}, {}
+        for way in sparse:
+            inside[way.name] = parts(way, ids[:, at : at + LOOKED_INTO])
+            seals[way.name] = sealing(way, ids[:, at + LOOKED_INTO : at + LOOKED_INTO + options.seal + options.window])
+            say("", 1)
+    finally:
+        restore(model)
+    dense = min((way for way in ways if way not in sparse), key=lambda way: time_of(way).wall)
+    return {
+        "tokens": tokens,
+        "prefill_seconds": read.as_dict(),
+        "dense": dense.name,
+        "ways": [figures(way, dense, seals.get(way.name), inside.get(way.name), rows.get(way.name)) for way in ways],
+    }
+
+
+def figures(
+    way: Way, dense: Way, seal: Clock | None, inside: dict[str, float] | None, rows: float | None
+) -> dict[str, Any]:
+    """What is recorded of one way. `speed_up`: dense over this one, both with their share of sealing; median, smallest
+    and largest of the rounds; of the wall and of processor time, which other work on the machine hardly changes."""
+    extra = seal or Clock(0.0, 0.0)
+    pairs = [(median(a), median(b)) for a, b in zip(dense.rounds, way.rounds, strict=True)]
+    ratios = [a.wall / (b.wall + extra.wall) for a, b in pairs]
+    processor = [a.processor / (b.processor + extra.processor) for a, b in pairs]
+    step = time_of(way)
+    return {
+        "name": way.name,
+        "seconds_per_step": step.as_dict(),
+        "sealing_seconds_per_token": None if seal is None else seal.as_dict(),
+        "tokens_per_second": round(1 / (step.wall + extra.wall), 2),
+        "speed_up": round(statistics.median(ratios), 3),
+        "speed_up_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "speed_up_processor": round(statistics.median(processor), 3),
+        "index_seconds": None if way.build is None else way.build.as_dict(),
+        "rows": rows,
+        "same_token_as_dense": round(
+            sum(a == b for a, b in zip(way.tokens, dense.tokens, strict=True)) / len(way.tokens), 4
+        ),
+        "parts_seconds": inside,
+    }
+
+
+def time_of(way: Way) -> Clock:
+    """Median of all its steps."""
+    return median([clock for steps in way.rounds for clock in steps])
+
+
+def beyond(options: argparse.Namespace) -> int:
+    """Tokens fed behind a prompt."""
+    return int(WARM + options.steps + LOOKED_INTO + options.seal + options.window)
+
+
+def random_model(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> Any:
+    """A Llama of random weights, made where it is to run."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**settings, dtype=dtype, bos_token_id=None, eos_token_id=None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def prompt(tokenizer: Any, vocabulary: int | None, count: int) -> Tensor:
+    """`[1,count]`: made-up sentences, or for a model of random weights random tokens of its `vocabulary`."""
+    if vocabulary is not None:
+        return torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
+    tokens, sentence = Tokens(tokenizer), made_up(random.Random(0))
+    ids = list(tokens.start)
+    while len(ids) < count:
+        ids += tokens.ids("".join(f"{sentence()} " for _ in range(1000)))
+    return torch.tensor([ids[:count]])
+
+
+def default_selectors(options: argparse.Namespace) -> list[str]:
+    """Those of `SELECTED` that there are and that can serve the model: the shipped buckets are the reference model's,
+    and what searches in host memory needs the rows there."""
+    known = [spec for spec in SELECTED if spec.partition(":")[0] in SELECTORS]
+    kinds = {spec: SELECTORS[spec.partition(":")[0]] for spec in known}
+    if options.random or options.model != REFERENCE:
+        known = [spec for spec in known if not issubclass(kinds[spec], Partitioned)]
+    if torch.device(options.device).type != "cpu" and options.sealed_device != "cpu":
+        known = [spec for spec in known if not kinds[spec].host]
+    return known
+
+
+def check(model: Any, options: argparse.Namespace) -> None:
+    """ValueError where a selector or budget does not fit the model or the machine has no room for all copies."""
+    for spec in options.selector:
+        with SparseCache(model, spec, options.budget, **cache_settings(options)) as tried:
+            layers = tried.prepared.layers.values()
+            if not tried.sparse_layers:
+                raise ValueError(f"--dense-layers {options.dense_layers} leaves no layer of the model to be sparse")
+    row = sum(2 * layer.heads * layer.size * layer.dtype.itemsize for layer in layers)
+    copies = 1 + len(DENSE) + len(options.selector)
+    needed = row * (max(options.tokens) + beyond(options)) * copies
+    on_gpu = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else machine()["memory_gib"] * 2**30
+    if needed > free:
+        raise ValueError(
+            f"{copies} copies of the keys and values of {max(options.tokens)} tokens take {needed / 2**30:.1f} GiB, "
+            f"{model.device} has {free / 2**30:.1f}: name fewer --selector, --tokens or (--random) --layers"
+        )
+
+
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
+    """A record in words: speed, and where the time of a sparse step goes."""
+    for one in record["lengths"]:
+        speed = Table(
+            title=f"{one['tokens']} tokens, budget {record['budget']}; dense is transformers' {one['dense']}",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+        )
+        speed.add_column("way")
+        for title in ("ms a step", "sealing", "tokens/s", "to dense", "rounds", "processor", "rows", "index s", "same"):
+            speed.add_column(title, justify="right", no_wrap=True)
+        inside = Table(title="ms of a step in its parts", title_justify="left", box=SIMPLE_HEAD)
+        inside.add_column("way")
+        for way in one["ways"]:
+            seal, build, low_high = way["sealing_seconds_per_token"], way["index_seconds"], way["speed_up_range"]
+            speed.add_row(
+                way["name"],
+                f"{way['seconds_per_step']['wall'] * 1e3:.2f}",
+                "" if seal is None else f"{seal['wall'] * 1e3:.2f}",
+                f"{way['tokens_per_second']:.1f}",
+                f"{way['speed_up']:.2f}",
+                "{:.2f}-{:.2f}".format(*low_high),
+                f"{way['speed_up_processor']:.2f}",
+                "" if way["rows"] is None else f"{way['rows']:.0f}",
+                "" if build is None else f"{build['wall']:.2f}",
+                f"{way['same_token_as_dense']:.0%}",
+            )
+            if way["parts_seconds"] is not None:
+                if len(inside.columns) == 1:
+                    for name in way["parts_seconds"]:
+                        inside.add_column(name, justify="right")
+                inside.add_row(way["name"], *(f"{seconds * 1e3:.2f}" for seconds in way["parts_seconds"].values()))
+        yield speed
+        yield inside
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="python -m benchmarks.generate", description="Tokens a second with each selector and with dense attention."
+    )
+    out.add_argument("--tokens", default="16384,32768", help="of a prompt; several with commas")
+    out.add_argument(
+        "--selector", action="append", help=f"repeat for more; default, as far as they fit: {' '.join(SELECTED)}"
+    )
+    out.add_argument("--budget", default="256", help="rows, a share of the context (1%%) or all")
+    out.add_argument("--steps", type=int, default=64, help="that count, of every way")
+    out.add_argument("--block", type=int, default=8, help="steps of a way before the next one's turn")
+    out.add_argument("--model", default=REFERENCE, help=f"folder or hub name; {REFERENCE!r} ships with the package")
+    out.add_argument("--random", choices=SHAPES, help="instead of --model: a Llama of random weights")
+    out.add_argument("--layers", type=int, help="of a --random model; default all of its shape")
+    out.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: the model's; random: bfloat16"
+    )
+    out.add_argument("--sink", type=int, default=4)
+    out.add_argument("--window", type=int, default=64)
+    out.add_argument("--seal", type=int, default=1024, help="rows that wait before they are sealed")
+    out.add_argument("--dense-layers", type=int, default=0, help="first layers that stay dense")
+    out.add_argument("--sealed-device", choices=("cpu",), help="keep sealed rows in host memory")
+    out.add_argument("--chunk", type=int, default=2048, help="tokens a forward pass of the prefill")
+    out.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    out.add_argument("--threads", type=int, default=torch.get_num_threads())
+    out.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
+    out.add_argument("--json", action="store_true", help="print the record, on one line")
+    return out
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Turns texts into values; ValueError for what cannot be."""
+    options.tokens = sorted(set(integers(options.tokens, "--tokens") or []))
+    options.budget = parse_budget(options.budget)
+    least = {"tokens": options.tokens[0], "steps": options.steps, "block": options.block, "chunk": options.chunk}
+    least |= {"threads": options.threads, "seal": options.seal}
+    for name, number in least.items():
+        if number < 1:
+            raise ValueError(f"--{name} is 1 or more, got {number}")
+    if options.steps % options.block:
+        raise ValueError(f"--steps is a multiple of --block {options.block}, got {options.steps}")
+    if options.random and options.model != REFERENCE:
+        raise ValueError(f"--model {options.model} and --random {options.random} exclude each other")
+    if options.layers is not None and (not options.random or options.layers < 1):
+        raise ValueError(f"--layers is 1 or more, of a --random model, got {options.layers}")
+    options.selector = list(dict.fromkeys(options.selector or default_selectors(options)))
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any, int | None]:
+    """The model, its tokenizer, and the size of a random model's vocabulary."""
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    if options.random:
+        model = random_model(options.random, options.layers, dtype or torch.bfloat16, options.device)
+        return model, None, model.config.vocab_size
+    return *open_model(options.model, dtype, options.device), None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    command = parser()
+    options = command.parse_args(arguments)
+    try:
+        settle(options)
+        torch.set_num_threads(options.threads)
+        model, tokenizer, vocabulary = load(options)
+        model.set_attn_implementation("sdpa")
+        check(model, options)
+    except (ValueError, ImportError, RuntimeError) as error:
+        command.error(str(error))
+    options.results.mkdir(parents=True, exist_ok=True)
+    models = {name: with_attention(model, name) for name in ("sdpa", "eager")}
+    ids = prompt(tokenizer, vocabulary, options.tokens[-1] + beyond(options)).to(model.device)
+    load_before, begun = os.getloadavg(), time.perf_counter()
+    with progress_bar() as bar:
+        task = bar.add_task("")
+
+        def say(words: str, amount: int) -> None:
+            if words:
+                bar.reset(task, description=words, total=amount)
+            else:
+                bar.advance(task, amount)
+
+        lengths = [measure(model, models, ids, tokens, options, say) for tokens in options.tokens]
+    on_gpu = model.device.type == "cuda"
+    config = model.config.get_text_config(decoder=True)
+    record = {
+        "question": "tokens per second of decoding",
+        "model": f"random {options.random}" if options.random else options.model,
+        "shape": {name: getattr(config, name) for name in SHAPES["tiny"]}
+        | {"parameters": sum(tensor.numel() for tensor in model.parameters())},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": options.device,
+        "threads": options.threads,
+        "budget": options.budget,
+        **cache_settings(options),
+        "steps": options.steps,
+        "block": options.block,
+        "lengths": lengths,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "memory_mib": round(peak_memory() / 2**20, 1),
+        "device_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1) if on_gpu else None,
+        "load": {"before": load_before, "after": os.getloadavg()},
+        "versions": versions(),
+        "machine": machine(),
+    }
+    path = options.results / f"generate-{model.device.type}.json"
+    write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+    if options.json:
+        print(json.dumps(record))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    for table in tables(record):
+        console.print(table)
+    console.print(f"peak memory {record['memory_mib']:.0f} MiB; record: {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
