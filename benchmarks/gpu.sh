@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: writes benchmarks/results/gpu-<date>.txt and .json. Needs torch with CUDA
-# and triton; uses .venv if it is there, else the python on the PATH. The speed benchmarks will join it.
+# and triton; uses .venv if it is there, else the python on the PATH.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=python3; [ -x .venv/bin/python ] && python=.venv/bin/python
