@@ -83,7 +83,7 @@ class Moments(Partitioned):
     this prompt count, which no classifier trained beforehand can know. It needs SAAP's centroids, not its classifier.
     Arguments: see `Partitioned`; `group="softmax"` sums what each query head's weights are after normalisation.
 
-    `scan_bytes`: 8 bytes a bucket and dimension, and the table.
+    `scan_bytes`: 8 bytes for each bucket and dimension, 4 for each bucket, and the table's (see `Partitioned`).
     """
 
     def __init__(self, artefact: str = "reference", probes: int = 32, group: str = "softmax", span: int = 16) -> None:
