@@ -1,17 +1,96 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: writes benchmarks/results/gpu-<date>.txt and .json. Needs torch with CUDA
-# and triton; uses .venv if it is there, else the python on the PATH.
+# Everything that needs a GPU, in one command and under 8 minutes: the tests, then the benchmarks, as JSON in
+# benchmarks/results (RESULTS=FOLDER: there). Needs torch with CUDA and triton; uses .venv if it is there, else the
+# python on the PATH (PYTHON=COMMAND: that one). A part that fails or runs out of time does not stop the others;
+# gpu-DATE.json says how each ended.
+#   gpu.sh --list      the parts: seconds each may take, name, command
+#   gpu.sh --rehearse  the same commands at small sizes on the CPU, to see that they run
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=python3; [ -x .venv/bin/python ] && python=.venv/bin/python
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-if ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
-  echo "gpu.sh: torch sees no CUDA device here" >&2
-  exit 2
+python=${PYTHON:-$python}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+results=${RESULTS:-benchmarks/results}
+name=$results/gpu-$(date +%F)
+mode=${1:-run}
+case $mode in
+  run|--list) device=cuda ;;
+  --rehearse) device=cpu; name=$results/rehearsal-$(date +%F) ;;
+  *) echo "gpu.sh: takes nothing, --list or --rehearse, got $mode" >&2; exit 2 ;;
+esac
+
+part() {  # SECONDS NAME COMMAND...: runs the command for so long at most, and notes how it ended
+  local limit=$1 part=$2 begun=$SECONDS; shift 2
+  if [ "$mode" = --list ]; then echo "$limit $part $*"; return; fi
+  echo "== $part: $*" | tee -a "$name.txt"
+  [ $device = cpu ] && limit=$((10 * limit))  # it is the commands that are rehearsed, not the time
+  timeout -s INT -k 5 "$limit" "$@" 2>&1 | tee -a "$name.txt"
+  printf '%s\t%s\t%s\n' "$part" "${PIPESTATUS[0]}" "$((SECONDS - begun))" >>"$name.parts"
+}
+
+if [ $device = cuda ]; then
+  fast=(--device cuda --quick --results "$results")
+  speed=(--rows 32768,131072,171008 --batch 1 --selector quest --selector saap --selector window)
+  batch=(--rows 32768,131072 --batch 8,32 --selector quest --selector saap)
+  head=(--rows 171008 --batch 1 --selector saap --selector quest)
+  scaling=() nearest=(--device cuda) training=(--device cuda --repeats 5)
+  generate=(--random 8b --layers 8 --tokens 32768 --budget 2048 --steps 16 --seal 256 --device cuda)
+else
+  tiny=(--heads 2 --group 2 --size 32 --seal 64 --evict 1 --copy 1 --buckets 16 --hidden 16)
+  fast=(--device cpu --quick --results "$results" "${tiny[@]}")
+  speed=(--rows 512,1024 --batch 1 --selector quest --selector saap --selector window --budget 64)
+  batch=(--rows 512 --batch 2,3 --selector quest --selector saap --budget 64)
+  head=(--rows 1024 --batch 1 --selector saap --budget 64)
+  scaling=(--rows-sizes 512,1024 --batch-sizes 1,2 --budget-sizes 32,64 --rows 512 --batch-rows 512 --budget 64)
+  nearest=(--device cpu --rows 1000 --queries 100 --size 32 --count 10)
+  training=(--device cpu --repeats 1 --clusters 16 --hidden 16 --batch 16 --size 32)
+  generate=(--random tiny --tokens 256 --budget 64 --steps 8 --seal 64 --device cpu)
 fi
-mkdir -p benchmarks/results
-name=benchmarks/results/gpu-$(date +%F)
-unset TRITON_INTERPRET
-"$python" -c 'import json; from sparseattn.environment import *; print(json.dumps({"versions": versions(), "machine": machine(), "kernels": kernels()}, indent=1))' >"$name.json" || exit 1
-timeout 420 "$python" -m pytest -m gpu -q --durations=10 2>&1 | tee "$name.txt"
-timeout 50 "$python" -m benchmarks.training heads --device cuda --repeats 5 2>&1 | tee -a "$name.txt"
+
+parts() {
+  part 170 tests "$python" -m pytest -m gpu -q --durations=10 "--junitxml=$name.xml" $(grep -lE 'mark\.gpu' tests/*.py)
+  part 20 nearest "$python" -m benchmarks.nearest "${nearest[@]}" --results "$results"
+  part 80 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
+  part 60 batch "$python" -m benchmarks.speed "${batch[@]}" "${fast[@]}" --name speed-batch
+  part 30 head "$python" -m benchmarks.speed "${head[@]}" "${fast[@]}" --heads 1 --name speed-head
+  part 45 scaling "$python" -m benchmarks.scaling ${scaling[@]+"${scaling[@]}"} "${fast[@]}" \
+    --out "$results/scaling-$device.png"
+  part 25 training "$python" -m benchmarks.training heads "${training[@]}" --results "$results"
+  part 45 generate "$python" -m benchmarks.generate "${generate[@]}" --results "$results"
+}
+
+if [ "$mode" = --list ]; then parts; exit; fi
+if [ $device = cuda ]; then
+  unset TRITON_INTERPRET
+  if ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu.sh: torch sees no CUDA device here" >&2
+    exit 2
+  fi
+fi
+mkdir -p "$results"
+rm -f "$name.txt" "$name.xml" "$name.parts"
+parts
+"$python" - "$name" <<'PYTHON'
+import json, pathlib, sys
+import xml.etree.ElementTree as tree
+from sparseattn.environment import kernels, machine, versions
+
+name = sys.argv[1]
+ended = [line.split("\t") for line in pathlib.Path(f"{name}.parts").read_text().splitlines()]
+record = {"parts": {part: {"exit": int(code), "seconds": int(took)} for part, code, took in ended}, "tests": None}
+report = pathlib.Path(f"{name}.xml")
+if report.exists():
+    suite = tree.parse(report).getroot().find("testsuite")
+    bad = [case for case in suite if case.find("failure") is not None or case.find("error") is not None]
+    record["tests"] = {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")}
+    record["tests"]["failed"] = [f"{case.get('classname')}.{case.get('name')}" for case in bad]
+record |= {"versions": versions(), "machine": machine(), "kernels": kernels()}
+pathlib.Path(f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+for part, end in record["parts"].items():
+    print(f"{part}: exit {end['exit']} after {end['seconds']} s" + (" (out of time)" if end["exit"] in (124, 137) else ""))
+print(f"tests: {record['tests']}")
+sys.exit(any(end["exit"] for end in record["parts"].values()))
+PYTHON
+ended=$?
+rm -f "$name.parts" "$name.xml"
+exit $ended

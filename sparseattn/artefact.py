@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparseattn.kernels.scoring import linear
 from sparseattn.rope import Rope
 from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 
@@ -53,6 +54,8 @@ class ArtefactError(ValueError):
 @dataclass(frozen=True, eq=False)
 class Classifier:
     """Linear (BatchNorm folded in), ReLU, Linear, for A heads at once: from a query to logits over the buckets.
+
+    Weights may be of 16 bits; biases and sums are float32.
 
     Args:
         w1: `[A,F,D]`.
@@ -95,9 +98,12 @@ class Classifier:
 
     def logits(self, queries: Tensor) -> Tensor:
         """`[..,A,n,C]` for queries `[..,A,n,D]`, de-roped unless the artefact is roped."""
-        hidden = F.relu(queries @ self.w1.mT + self.b1[:, None])
-        logits = hidden @ self.w2.mT + self.b2[:, None]
-        return logits if self.skip is None else logits + queries @ self.skip.mT
+        together = queries.movedim(-3, 0)  # [A,..,n,D]: the weights are read once for all sequences
+        x = together.flatten(1, -2)
+        logits = linear(linear(x, self.w1, self.b1, relu=True), self.w2, self.b2)
+        if self.skip is not None:
+            logits = logits + linear(x, self.skip)
+        return logits.unflatten(1, together.shape[1:-1]).movedim(0, -3)
 
 
 @dataclass(frozen=True, eq=False)

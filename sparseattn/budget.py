@@ -8,7 +8,7 @@ from typing import TypeAlias
 Budget: TypeAlias = "int | float | None"
 
 
-def budget_rows(budget: Budget, context: int, span: int = 1, reader: str = "the selector") -> int:
+def budget_rows(budget: Budget, context: int, span: int = 1, reader: object = "the selector") -> int:
     """Rows that `budget` allows in a context of `context` rows: an int is rows, a float in (0, 1] a share of the
     context (rounded down, at least one span), None the whole context.
 

@@ -98,23 +98,25 @@ class KVCache:
         # What steps on the device read, updated in place: [B] each.
         self._bounds: Bounds | None = None
         self._newest = torch.zeros(0, dtype=torch.int64)
+        self._told: tuple[list[int], ...] = ()  # what these hold
+        self._shown: Tensor | None = None  # the storage of which the selector has a view
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first append."""
-        return self._zones.count.shape[0]
+        return len(self._zones.count)
 
     @property
     def lengths(self) -> Tensor:
         """`[B]` int64 on the CPU: real rows of each sequence."""
-        return self._zones.count.clone()
+        return torch.tensor(self._zones.count)
 
     @property
     def sealed(self) -> Tensor:
         """`[B]` int64 on the CPU: real rows that the selector has been shown."""
-        return self._zones.sealed.clone()
+        return torch.tensor(self._zones.sealed)
 
     @property
     def keys(self) -> Tensor:
@@ -162,7 +164,8 @@ class KVCache:
         self._require_rows()
         zones, heads = self._zones, self._keys.full.shape[1]
         row, base, device = torch.arange(self._keys.rows), zones.start, self._keys.full.device
-        near = (row < zones.count.clamp(max=zones.sink)[:, None]) | ((row >= base) & (row < zones.end[:, None]))
+        count, end = torch.tensor(zones.count)[:, None], torch.tensor(zones.end)[:, None]
+        near = (row < count.clamp(max=zones.sink)) | ((row >= base) & (row < end))
         near = near[:, None].expand(-1, heads, -1).to(device)  # [B,H,N]
         sealed = self._sealed_real.data.to(device) if zones.zone else near[:, :, :0]
         real = torch.cat([near[:, :, : zones.sink], sealed, near[:, :, base:]], 2)
@@ -224,10 +227,7 @@ class KVCache:
         if self._queries.share:
             checks.queries(queries, keys, self.selector, None if first else self._queries.full)
         zones = Zones(batch, self.sink, self._zones.apart) if first else self._zones
-        if positions is None:
-            at = zones.next[:, None] + torch.arange(new)
-        else:
-            at = checks.positions(positions, batch, new, zones.next)
+        at = None if positions is None else checks.positions(positions, batch, new, zones.next)
         self._zones = zones
         if first and zones.apart:
             for apart in (self._sealed_keys, self._sealed_values):
@@ -247,14 +247,15 @@ class KVCache:
         if other.sink or other._zones.zone:
             raise ValueError(
                 f"rows are copied from a cache without sink and sealed rows, got a sink of {other.sink} and sealed "
-                f"rows {other.sealed.tolist()}"
+                f"rows {other._zones.sealed}"
             )
         if self._queries.share and other._queries.share < 1:
             raise ValueError(
                 f"{self.selector!r} learns from queries, and the cache to copy from holds {other._queries.share:g} of "
                 f"them; it must hold all"
             )
-        beyond = torch.arange(other._keys.rows) >= other._zones.end[:, None]  # [B,N] behind a shorter sequence
+        ends = torch.tensor(other._zones.end)[:, None]
+        beyond = torch.arange(other._keys.rows) >= ends  # [B,N] behind a shorter sequence
         keys, values, queries = other._keys.data, other._values.data, None
         if bool(beyond.any()):
             hidden = beyond[:, None, :, None].to(keys.device)
@@ -265,23 +266,30 @@ class KVCache:
                 queries = queries.masked_fill(beyond[:, None, None, :, None].to(keys.device), 0.0)
         self.append(keys, values, queries, other._positions.data.masked_fill(beyond, -1))
 
-    def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor) -> None:
-        batch, new = at.shape
-        zones, device = self._zones, keys.device
-        counts = (at >= 0).sum(1)
-        number = zones.count[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] of each real row in its sequence
-        place = zones.place(number)
-        zones.count = zones.count + counts
-        if new:
-            zones.next = torch.maximum(zones.next, at.amax(1) + 1)
+    def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None) -> None:
+        """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on."""
+        zones, (batch, _, new, _), device = self._zones, keys.shape, keys.device
+        counts, first, count = [new] * batch, zones.behind(new), torch.tensor(zones.count)[:, None]
+        if at is None:
+            at, following = torch.tensor(zones.next)[:, None] + torch.arange(new), [next + new for next in zones.next]
+        else:
+            counts = (at >= 0).sum(1).tolist()
+            newest = at.amax(1).tolist() if new else [-1] * batch
+            following = [max(held, last + 1) for held, last in zip(zones.next, newest, strict=True)]
+            first = first if min(counts) == new else None
+        number = None
+        if first is None or queries is not None:
+            number = count + torch.cumsum(at >= 0, 1) - 1  # [B,n] of each real row in its sequence
+        place = zones.place(number) if number is not None and first is None else None
+        zones.add(counts, following)
         stored = ((self._keys, keys, 2), (self._values, values, 2), (self._positions, at, 1))
+        end = max(zones.end)
         for buffer, rows, _ in stored:
-            buffer.resize(int(zones.end.max()), rows)
-        first = int(place[0, 0]) if new else 0
-        if bool((counts == new).all()) and bool((place == torch.arange(first, first + new)).all()):
+            buffer.resize(end, rows)
+        if first is not None:
             for buffer, rows, dim in stored:
                 buffer.full.narrow(dim, first, new).copy_(rows)
-        else:
+        elif place is not None:
             for b in range(batch):
                 real = (at[b] >= 0).nonzero()[:, 0]
                 target = place[b][real]
@@ -289,24 +297,33 @@ class KVCache:
                 target, real = target.to(device), real.to(device)
                 for buffer, rows in ((self._keys, keys), (self._values, values)):
                     buffer.full[b].index_copy_(1, target, rows[b].index_select(1, real))
-        if queries is not None and self._queries.share:
+        if queries is not None and number is not None and self._queries.share:
             self._queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
         self._publish()
 
     def _publish(self) -> None:
         """Brings what the device reads, and the selector's view of the stored keys, up to date."""
         zones, device = self._zones, self._keys.full.device
-        sink, end, newest = zones.count.clamp(max=self.sink).int(), zones.end.int(), zones.next - 1
-        sealed = torch.full_like(end, zones.start)
-        if self._bounds is None or self._bounds.rows.shape != end.shape or self._bounds.rows.device != device:
-            self._bounds = Bounds(sink.to(device), self.sink, sealed.to(device), end.to(device))
-            self._newest = newest.to(device)
-        else:
-            self._bounds.sink.copy_(sink, non_blocking=True)
-            self._bounds.sealed.copy_(sealed, non_blocking=True)
-            self._bounds.rows.copy_(end, non_blocking=True)
-            self._newest.copy_(newest, non_blocking=True)
-        self.selector.stored = self._sealed_part(self._keys, self._sealed_keys)
+        told = (
+            [min(count, self.sink) for count in zones.count],
+            [zones.start] * len(zones.count),
+            zones.end,
+            [next - 1 for next in zones.next],
+        )
+        held = None if self._bounds is None else self._bounds.rows
+        if held is None or len(held) != len(zones.count) or held.device != device:
+            sink, sealed, end = (torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in told[:3])
+            self._bounds = Bounds(sink, self.sink, sealed, end)
+            self._newest = torch.tensor(told[3]).to(device)
+        elif self._bounds is not None:
+            parts = (self._bounds.sink, self._bounds.sealed, self._bounds.rows, self._newest)
+            for part, numbers, before in zip(parts, told, self._told, strict=True):
+                if numbers != before:
+                    part.copy_(torch.tensor(numbers, dtype=part.dtype), non_blocking=True)
+        self._told = told
+        storage = self._sealed_keys.full if zones.apart else self._keys.full
+        if self.selector.stored is None or self._shown is not storage or self.selector.stored.shape[2] != zones.zone:
+            self.selector.stored, self._shown = self._sealed_part(self._keys, self._sealed_keys), storage
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -320,15 +337,15 @@ class KVCache:
         span = self.selector.span
         each = self._zones.due(self.window + self.rollback, self.seal_rows if self._decoded else 1, span)
         self._decoded = True
-        if int(each.max()) == 0:
+        if max(each) == 0:
             return
         self._broken = True
         self._seal(each)
         self._broken = False
 
-    def _seal(self, each: Tensor) -> None:
-        zones, most = self._zones, int(each.max())
-        padding = torch.arange(most) >= each[:, None]
+    def _seal(self, each: list[int]) -> None:
+        zones, most = self._zones, max(each)
+        padding = torch.arange(most) >= torch.tensor(each)[:, None]
         positions = self._positions.full[:, zones.start : zones.start + most].masked_fill(padding, -1)  # [B,n]
         if zones.apart:
             self._move_apart(each)
@@ -362,28 +379,32 @@ class KVCache:
             moved = rows[:, :, rows.shape[2] - order.shape[2] :]
             moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
 
-    def _make_room(self, each: Tensor) -> None:
+    def _make_room(self, each: list[int]) -> None:
         """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
-        low, recent, most = self._zones.start, self._zones.recent, int(each.max())
-        end = int((low + most + recent - each).max())
+        low, most = self._zones.start, max(each)
+        later_rows = [recent - sealed for recent, sealed in zip(self._zones.recent, each, strict=True)]
+        end = low + most + max(later_rows)
         buffers = (self._keys, self._values, self._positions)
         for buffer in buffers:
             buffer.resize(end, buffer.full)
-        for b in (each < most).nonzero()[:, 0].tolist():
-            sealed, left = int(each[b]), int(recent[b] - each[b])
+        for b, (sealed, left) in enumerate(zip(each, later_rows, strict=True)):
+            if sealed == most:
+                continue
             for buffer in buffers:
                 rows = buffer.full[b].movedim(buffer.dim - 1, 0)  # [N,...]
                 later = rows[low + sealed : low + sealed + left].clone()
                 rows[low + sealed : low + most] = 0
                 rows[low + most : low + most + left] = later
 
-    def _move_apart(self, each: Tensor) -> None:
+    def _move_apart(self, each: list[int]) -> None:
         """Copies the rows that seal behind the sealed ones, zeros their padding, and keeps the rest in new storage."""
-        zones, recent, most = self._zones, self._zones.recent, int(each.max())
-        low, zone, end = zones.start, zones.zone, int((zones.start + recent - each).max())
+        zones, most = self._zones, max(each)
+        low, zone = zones.start, zones.zone
+        later_rows = [recent - sealed for recent, sealed in zip(zones.recent, each, strict=True)]
+        end = low + max(later_rows)
         for near, apart in ((self._keys, self._sealed_keys), (self._values, self._sealed_values)):
             apart.resize(zone + most, apart.full)
-            for b, rows in enumerate(each.tolist()):
+            for b, rows in enumerate(each):
                 for h in range(near.full.shape[1]):  # a head is contiguous, so that no other copy is made on the device
                     apart.full[b, h, zone : zone + rows].copy_(near.full[b, h, low : low + rows])
                 apart.full[b, :, zone + rows : zone + most] = 0
@@ -391,9 +412,8 @@ class KVCache:
             held = buffer.full
             buffer.reset()
             buffer.resize(end, held)
-            for b, rows in enumerate(each.tolist()):
+            for b, (rows, left) in enumerate(zip(each, later_rows, strict=True)):
                 source, target = (x[b].movedim(buffer.dim - 1, 0) for x in (held, buffer.full))  # [N,...]
-                left = int(recent[b]) - rows
                 target[:low] = source[:low]
                 target[low : low + left] = source[low + rows : low + rows + left]
 
@@ -429,15 +449,15 @@ class KVCache:
             checks.finite(query=query)
         if self._queries.share:
             checks.group(query, self._queries.full)
-        context = int(self._zones.count.max())
-        rows = budget_rows(budget, context, self.selector.span, repr(self.selector))
+        context = max(self._zones.count)
+        rows = budget_rows(budget, context, self.selector.span, self.selector)
         self.seal()
         # More rows than there are change nothing but the number of slots.
         return min(rows, max(context, self.selector.span))
 
     def search(self, query: Tensor, rows: int) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows."""
-        at = self.positions if self.sealed_device is None else self._zones.next - 1
+        at = self.positions if self.sealed_device is None else torch.tensor(self._zones.next) - 1
         self.latest = self.selector.select(query, at, rows)
         return self.latest
 
@@ -455,18 +475,19 @@ class KVCache:
         """
         self._require_rows()
         zones = self._zones
-        gone = torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch)
+        gone: list[int] = torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch).tolist()
         before = zones.end
         first = zones.crop(gone)
-        if bool((gone > 0).any()):  # the next token takes the position of the first one dropped
-            places = first.clamp(max=self._positions.rows - 1)[:, None]
-            zones.next = torch.where(gone > 0, self._positions.full.gather(1, places)[:, 0], zones.next)
+        zones.next = [  # the next token takes the position of the first one dropped
+            int(self._positions.full[b, place]) if rows else held
+            for b, (rows, place, held) in enumerate(zip(gone, first, zones.next, strict=True))
+        ]
         if self._queries.share:
-            row = torch.arange(int(zones.end.min()), int(before.max()))
-            kept = (row < zones.end[:, None]) | (row >= before[:, None])
+            row = torch.arange(min(zones.end), max(before))
+            kept = (row < torch.tensor(zones.end)[:, None]) | (row >= torch.tensor(before)[:, None])
             self._queries.drop(self._positions.full[:, row].masked_fill(kept, -1))
         for buffer in (self._keys, self._values, self._positions):
-            buffer.resize(int(zones.end.max()), buffer.full)
+            buffer.resize(max(zones.end), buffer.full)
         self._publish()
 
     def reorder(self, index: Tensor) -> None:
@@ -476,7 +497,7 @@ class KVCache:
             raise ValueError(f"reorder takes int64 [B'] indices below the batch of {self.batch}, got {index}")
         for buffer in self._buffers():
             buffer.take(index)
-        self._zones.take(index.cpu())
+        self._zones.take(index.tolist())
         self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
         self._publish()
 
@@ -524,5 +545,5 @@ class KVCache:
         apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
         return (
             f"KVCache({self.selector!r}, sink={self.sink}, window={self.window}, seal={self.seal_rows}, "
-            f"rollback={self.rollback}{apart}): {self.batch} sequences of {self._zones.count.tolist()} rows"
+            f"rollback={self.rollback}{apart}): {self.batch} sequences of {self._zones.count} rows"
         )

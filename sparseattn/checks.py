@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -70,8 +73,8 @@ def queries(given: Tensor | None, keys: Tensor, selector: Selector, held: Tensor
         finite(queries=given)
 
 
-def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
-    """Positions `[B,n]` on the CPU as int64, if they rise and are at least `after` `[B]`; else ValueError."""
+def positions(at: Tensor, batch: int, new: int, after: Sequence[int]) -> Tensor:
+    """Positions `[B,n]` on the CPU as int64, if they rise and are at least `after` of B; else ValueError."""
     if tuple(at.shape) != (batch, new) or at.is_floating_point():
         raise ValueError(
             f"positions of {new} rows of {batch} sequences are integers [B,n] = {[batch, new]}, got "
@@ -80,10 +83,10 @@ def positions(at: Tensor, batch: int, new: int, after: Tensor) -> Tensor:
     at = at.to("cpu", torch.int64)
     for b in range(batch):
         real = at[b][at[b] >= 0]
-        if real.numel() and (int(real[0]) < int(after[b]) or bool((real.diff() <= 0).any())):
+        if real.numel() and (int(real[0]) < after[b] or bool((real.diff() <= 0).any())):
             raise ValueError(
                 f"the positions of a sequence rise from row to row (padding, negative, apart) and continue after "
-                f"{int(after[b]) - 1}; sequence {b} got {real[:8].tolist()}..."
+                f"{after[b] - 1}; sequence {b} got {real[:8].tolist()}..."
             )
     return at
 
@@ -129,7 +132,8 @@ def group(asked: Tensor, learned: Tensor) -> None:
 def finite(**parts: Tensor) -> None:
     """No NaN and no infinity in any of the tensors `[B,H,...,D]`; else ValueError with the name and the place."""
     for name, part in parts.items():
-        if part.numel() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(part)):  # NaN passes through
+        # NaN and infinity stay in a sum. A sum may also overflow: then each is looked at.
+        if not math.isfinite(part.sum()) and not bool(torch.isfinite(part).all()):
             bad = (~torch.isfinite(part)).nonzero()[0].tolist()
             raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,d] = {bad}")
 

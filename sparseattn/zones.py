@@ -2,27 +2,29 @@
 
 Each sequence is stored without its padding. The sealed zone is common to the batch; a sequence that sealed fewer rows
 than another has whole spans of padding in it. Where sealed rows are stored apart, recent rows follow the sink. Counting
-on the host means that no step waits for the device.
+on the host means that no step waits for the device; counting in plain numbers, that a step of one token costs little.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
 class Zones:
-    """Counts `[B]` int64 on the CPU, and the physical rows that follow from them.
+    """Counts for each of B sequences, and the physical rows that follow from them. Lists are replaced, never changed.
 
     Attributes:
         sink: rows reserved for the sink, the physical rows `[0, sink)`.
         zone: rows of the sealed zone, padding included: `[sink, start)`, or `[0, zone)` of a storage of its own.
-        count: `[B]` real rows. sealed: `[B]` of them sealed. next: `[B]` the position after the newest row's.
+        count: real rows. sealed: of them sealed. next: the position after the newest row's.
     """
 
     def __init__(self, batch: int, sink: int, apart: bool = False) -> None:
         self.sink, self.zone, self.apart = sink, 0, apart
-        self.count, self.sealed, self.next = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
+        self.count, self.sealed, self.next = ([0] * batch for _ in range(3))
 
     @property
     def start(self) -> int:
@@ -30,54 +32,72 @@ class Zones:
         return self.sink if self.apart else self.sink + self.zone
 
     @property
-    def recent(self) -> Tensor:
-        """`[B]` rows neither of the sink nor sealed."""
-        return self.count - self.count.clamp(max=self.sink) - self.sealed
+    def recent(self) -> list[int]:
+        """Rows neither of the sink nor sealed."""
+        return [count - min(count, self.sink) - sealed for count, sealed in zip(self.count, self.sealed, strict=True)]
 
     @property
-    def end(self) -> Tensor:
-        """`[B]` one past the last recent row; where there is none, `start`."""
-        return self.start + self.recent
+    def end(self) -> list[int]:
+        """One past the last recent row; where there is none, `start`."""
+        start = self.start
+        return [start + recent for recent in self.recent]
 
     def place(self, number: Tensor) -> Tensor:
         """Physical rows of the unsealed real rows `number` `[B,...]` of each sequence."""
-        sealed = self.sealed.view(-1, *[1] * (number.ndim - 1))
+        sealed = torch.tensor(self.sealed).view(-1, *[1] * (number.ndim - 1))
         return torch.where(number < self.sink, number, number - self.sink - sealed + self.start)
 
-    def due(self, keep: int, seal: int, span: int) -> Tensor:
-        """`[B]` rows to seal now, whole spans: all but the newest `keep`, once `seal` rows wait in some sequence.
+    def behind(self, new: int) -> int | None:
+        """The physical row where `new` more rows of every sequence begin; None where they lie in several runs."""
+        sink, start = self.sink, self.start
+        first = {n if n < sink else start + n - sink - held for n, held in zip(self.count, self.sealed, strict=True)}
+        split = start > sink and any(n < sink < n + new for n in self.count)
+        return first.pop() if len(first) == 1 and not split else None
+
+    def due(self, keep: int, seal: int, span: int) -> list[int]:
+        """Rows to seal now, whole spans: all but the newest `keep`, once `seal` rows wait in some sequence.
 
         The sequences of a batch seal together. Where they are out of phase (their waiting rows differ modulo the span),
         sealing waits for up to a span more, so that all have the same number of spans ready: sealed apart, every
         phase would add padding to all others at every seal.
         """
-        waiting = (self.recent - keep).clamp(min=0)
-        if int(waiting.max()) < seal + (span - 1 if int((waiting % span).unique().numel()) > 1 else 0):
-            return torch.zeros_like(waiting)
-        return waiting // span * span
+        waiting = [max(recent - keep, 0) for recent in self.recent]
+        out_of_phase = len({rows % span for rows in waiting}) > 1
+        if max(waiting) < seal + (span - 1 if out_of_phase else 0):
+            return [0] * len(waiting)
+        return [rows // span * span for rows in waiting]
 
-    def seal(self, each: Tensor) -> None:
-        """Counts `each` `[B]` rows as sealed; the zone grows by the most of them."""
-        self.sealed = self.sealed + each
-        self.zone += int(each.max())
+    def add(self, rows: Sequence[int], following: Sequence[int]) -> None:
+        """Counts `rows` more real rows, after which the next position is `following`."""
+        self.count = [count + new for count, new in zip(self.count, rows, strict=True)]
+        self.next = list(following)
 
-    def crop(self, gone: Tensor) -> Tensor:
-        """Forgets the newest `gone` `[B]` rows of each sequence and returns the physical place of the first of them.
+    def seal(self, each: Sequence[int]) -> None:
+        """Counts `each` rows as sealed; the zone grows by the most of them."""
+        self.sealed = [sealed + rows for sealed, rows in zip(self.sealed, each, strict=True)]
+        self.zone += max(each)
+
+    def crop(self, gone: Sequence[int]) -> list[int]:
+        """Forgets the newest `gone` rows of each sequence and returns the physical place of the first of them.
 
         Raises:
             ValueError: a negative number, or rows that are sealed already.
         """
-        free = torch.where(self.sealed > 0, self.recent, self.count)
-        if bool((gone < 0).any()):
-            raise ValueError(f"crop drops 0 or more rows, got {gone.tolist()}")
-        if bool((gone > free).any()):
+        free = [
+            recent if sealed else count
+            for recent, sealed, count in zip(self.recent, self.sealed, self.count, strict=True)
+        ]
+        if min(gone) < 0:
+            raise ValueError(f"crop drops 0 or more rows, got {list(gone)}")
+        if any(rows > most for rows, most in zip(gone, free, strict=True)):
             raise ValueError(
-                f"cannot drop {gone.tolist()} rows: only the newest {free.tolist()} are not sealed yet; build the "
-                f"cache with rollback={int(gone.max())} or more to keep that many unsealed"
+                f"cannot drop {list(gone)} rows: only the newest {free} are not sealed yet; build the cache with "
+                f"rollback={max(gone)} or more to keep that many unsealed"
             )
-        self.count = self.count - gone
-        return self.place(self.count)
+        self.count = [count - rows for count, rows in zip(self.count, gone, strict=True)]
+        places: list[int] = self.place(torch.tensor(self.count)).tolist()
+        return places
 
-    def take(self, index: Tensor) -> None:
+    def take(self, index: Sequence[int]) -> None:
         """Sequence b becomes what sequence `index[b]` was."""
-        self.count, self.sealed, self.next = self.count[index], self.sealed[index], self.next[index]
+        self.count, self.sealed, self.next = ([held[b] for b in index] for held in (self.count, self.sealed, self.next))

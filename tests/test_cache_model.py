@@ -122,7 +122,7 @@ def check_step(model: list[Sequence], cache: KVCache, query: Tensor, budget: flo
     assert cache.lengths.tolist() == [len(one.tokens) for one in model]
     assert cache.sealed.tolist() == [one.sealed for one in model]
     assert cache.positions.tolist() == [one.next - 1 for one in model]
-    for impl in ("gather", "reference"):
+    for impl in ("gather", "reference", None):
         out, lse = attend(query, keys, values, selection, bounds, impl=impl)
         torch.testing.assert_close(decoded, out)
         for b, one in enumerate(model):

@@ -2,14 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import CASES, Case, full, heads
+from torch import Tensor
 
-from sparseattn import KVCache, Quest, attend, decode
+from sparseattn import KVCache, Quest, Selection, attend, decode
+from sparseattn.storage import RowBuffer
 
 pytestmark = pytest.mark.gpu
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Chosen on the device. "exact-static" counts queries on the host, the last two are a test double and for measuring.
+ON_DEVICE = [case for case in CASES if not case.make().host and case.name != "exact-static"]
+ON_DEVICE = [case for case in ON_DEVICE if not case.name.startswith(("flat", "ivf", "hnsw", "buckets", "perfect"))]
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of `step` and where its output appears. Run once before, which compiles and takes workspaces."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, out
+
+
+@pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
+def test_one_graph_of_select_and_attend_follows_appended_rows(case: Case) -> None:
+    """Captured once and replayed until the next seal; nothing in it waits for the host, or the capture would fail."""
+    queries, keys, values = (x.cuda() for x in heads(2, 2, 4, 300, 64))
+    cache = KVCache(case.make(), sink=4, window=16, seal=128, capacity=512)
+    cache.append(keys[:, :, :200], values[:, :, :200], queries[:, :, :, :200])
+    query = queries[:, :, :, 199].clone()
+    cache.seal()
+    graph, out = captured(lambda: decode(query, cache, 48))
+    sealed = cache.sealed
+    for t in range(200, 300, 20):
+        part = slice(t, t + 20)
+        cache.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])
+        query.copy_(queries[:, :, :, t + 19])
+        graph.replay()
+        torch.testing.assert_close(out, decode(query, cache, 48), rtol=1e-4, atol=1e-4)
+        assert torch.equal(cache.sealed, sealed)
+
+
+@pytest.mark.parametrize("group", ["sum", "max", "softmax", "each"])
+def test_one_graph_of_a_quest_step_follows_seals_within_a_capacity(group: str) -> None:
+    """Bounds of pages in storage of a fixed size; appends and seals happen between the replays."""
+    from sparseattn.kernels import pages
+
+    queries, keys, values = (x.cuda() for x in heads(2, 2, 4, 600, 64))
+    selector = Quest(16, group)
+    selector.low, selector.high, selector.real = RowBuffer(2, 64), RowBuffer(2, 64), RowBuffer(1, 64)
+    cache = KVCache(selector, sink=4, window=16, seal=32, capacity=1024)
+    cache.append(keys[:, :, :200], values[:, :, :200])
+    cache.seal()
+    selector.real.full[:, selector.real.rows :] = False
+    query = queries[:, :, :, 199].clone()
+
+    def step() -> Tensor:
+        scores = pages.scores(query, selector.low.full, selector.high.full, selector.real.full, group)
+        selection = Selection(*pages.best(scores, 5, 16), 16)
+        return attend(query, cache.keys, cache.values, selection, cache.bounds, impl="triton")[0]
+
+    graph, out = captured(step)
+    for t in range(200, 600, 40):
+        part = slice(t, t + 40)
+        cache.append(keys[:, :, part], values[:, :, part])
+        query.copy_(queries[:, :, :, t + 39])
+        expected = decode(query, cache, 80)
+        graph.replay()
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert int(cache.sealed[0]) > 500
 
 
 @BY_NAME

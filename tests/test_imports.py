@@ -23,10 +23,10 @@ ARROWS = {
     "hashes": (),
     "rope": (),
     "tensorfiles": ("files", "hashes"),
-    "artefact": ("rope", "tensorfiles"),
+    "artefact": ("kernels.scoring", "rope", "tensorfiles"),
     "kernels": ("selection", "kernels"),
-    "selectors.base": ("selection", "storage", "rope"),
-    "selectors": ("selection", "storage", "rope", "artefact", "hashes", "selectors"),
+    "selectors.base": ("kernels.scoring", "selection", "storage", "rope"),
+    "selectors": ("kernels", "selection", "storage", "rope", "artefact", "hashes", "selectors"),
     "checks": ("selectors.base",),
     "indexes": ("files", "hashes", "selectors.base", "storage", "tensorfiles"),
     "cache": ("budget", "checks", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
@@ -46,7 +46,7 @@ ARROWS = {
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": ("kernels/spans.py", "kernels/ahead.py"),
+    "triton": tuple(f"kernels/{name}.py" for name in ("spans", "pages", "probes", "lists", "ahead")),
     "transformers": (
         "integrations/models.py",
         "integrations/capture.py",
@@ -56,7 +56,7 @@ HOMES = {
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
-    "numba": ("selectors/graph.py",),
+    "numba": ("kernels/compiled.py", "selectors/graph.py"),
 }
 
 

@@ -23,40 +23,68 @@ pytestmark = pytest.mark.slow
 ARCHES = (80, 90, 100)
 # Shared memory that one program may have: CUDA C++ Programming Guide, technical specifications per compute capability.
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
-# dtype, D, span, G, one choice per query head: each value at least once, and every line of the kernel's tile table.
+# dtype, D, span, G, one choice per query head, rows of a block of a paged store: each value at least once, and every
+# line of the kernel's tile table.
 VARIANTS = [
-    ("float16", 16, 16, 4, False),
-    ("bfloat16", 32, 1, 1, False),
-    ("float16", 64, 16, 4, False),
-    ("bfloat16", 80, 16, 5, False),
-    ("float16", 96, 64, 3, True),
-    ("float16", 128, 1, 4, False),
-    ("bfloat16", 128, 64, 16, True),
-    ("float16", 256, 16, 4, False),
-    ("float32", 16, 16, 4, False),
-    ("float32", 32, 16, 4, False),
-    ("float32", 64, 1, 4, False),
-    ("float32", 128, 16, 4, False),
-    ("float32", 256, 64, 16, False),
+    ("float16", 16, 16, 4, False, 0),
+    ("bfloat16", 32, 1, 1, False, 0),
+    ("float16", 64, 16, 4, False, 0),
+    ("bfloat16", 80, 16, 5, False, 0),
+    ("float16", 96, 64, 3, True, 0),
+    ("float16", 128, 1, 4, False, 0),
+    ("bfloat16", 128, 16, 4, False, 0),
+    ("bfloat16", 128, 16, 4, False, 16),
+    ("float16", 128, 1, 4, False, 64),
+    ("bfloat16", 128, 64, 16, True, 0),
+    ("float16", 256, 16, 4, False, 0),
+    ("float32", 16, 16, 4, False, 0),
+    ("float32", 32, 16, 4, False, 0),
+    ("float32", 64, 1, 4, False, 0),
+    ("float32", 128, 16, 4, False, 0),
+    ("float32", 128, 16, 4, False, 16),
+    ("float32", 256, 64, 16, False, 0),
 ]
 MERGES = [("bfloat16", 128), ("float32", 256)]
+# dtype, D, G, vote: every vote, and the lines of the pages' tile table where a tile is largest.
+PAGES = [
+    ("float16", 64, 1, "each"),
+    ("bfloat16", 128, 4, "sum"),
+    ("bfloat16", 128, 4, "softmax"),
+    ("float16", 256, 16, "max"),
+    ("float32", 64, 4, "sum"),
+    ("float32", 128, 4, "sum"),
+    ("float32", 256, 17, "each"),
+]
+PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
+LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
 Rows = list[dict[str, Any]]
 
 
 def compile_all(part: int, parts: int) -> Rows:
     from sparseattn.kernels import ahead
 
-    rows = []
+    rows: Rows = []
     for arch in ARCHES:
-        for dtype, size, span, group, per_query_head in VARIANTS[part::parts]:
-            found = ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch)
-            rows.append(
-                {"arch": arch, "dtype": dtype, "D": size, "span": span, "G": group, "per_query_head": per_query_head}
-                | vars(found)
-            )
+
+        def keep(kernel: str, found: Any, **what: Any) -> None:
+            rows.append({"arch": arch, "kernel": kernel, **what, **vars(found)})  # noqa: B023
+
+        for dtype, size, span, group, per_query_head, page in VARIANTS[part::parts]:
+            found = ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch, page)
+            per = "query" if per_query_head else "kv"
+            keep("attend_split", found, dtype=dtype, D=size, span=span, G=group, per=per, page=page)
         for dtype, size in MERGES[part::parts]:
-            found = ahead.compile_merge_ahead(getattr(torch, dtype), size, arch)
-            rows.append({"arch": arch, "dtype": dtype, "D": size, "merge": True} | vars(found))
+            keep("merge_splits", ahead.compile_merge_ahead(getattr(torch, dtype), size, arch), dtype=dtype, D=size)
+        for dtype, size, group, vote in PAGES[part::parts]:
+            built = ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch)
+            names = ["score_pages", *["vote_softmax"] * (vote == "softmax"), "name_pages"]
+            for name, found in zip(names, built, strict=True):
+                keep(name, found, dtype=dtype, D=size, G=group, vote=vote)
+        for span, each in PROBES[part::parts]:
+            keep("cut_runs", ahead.compile_probes_ahead(span, each, arch=arch), dtype="int32", span=span, each=each)
+        for dtype, size, group in LISTS[part::parts]:
+            found = ahead.compile_lists_ahead(getattr(torch, dtype), size, group, arch)
+            keep("score_listed", found, dtype=dtype, D=size, G=group)
     return rows
 
 
@@ -65,7 +93,7 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import ahead, spans
+    from sparseattn.kernels import ahead, lists, pages, probes, spans
     from sparseattn.selection import Bounds, Selection
 
     h100 = SimpleNamespace(
@@ -84,14 +112,35 @@ def compile_a_launch() -> Rows:
             return lambda *args, **options: built.append(self.kernel.warmup(*args, grid=grid, **options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "attend_split", Warm(spans.attend_split))
-        patch.setattr(spans, "merge_splits", Warm(spans.merge_splits))
+        for module, names in (
+            (spans, ["attend_split", "merge_splits"]),
+            (pages, ["score_pages", "vote_softmax", "name_pages"]),
+            (probes, ["cut_runs"]),
+            (lists, ["score_listed"]),
+        ):
+            for name in names:
+                patch.setattr(module, name, Warm(getattr(module, name)))
         query, cache = torch.zeros(2, 2, 4, 128).bfloat16(), torch.zeros(2, 2, 512, 128).bfloat16()
         selection = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16)  # S = 1 must not become a constant
         spans.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
-    facts = [ahead.compile_ahead(torch.bfloat16, 128, 16, 4), ahead.compile_merge_ahead(torch.bfloat16, 128)]
+        table = torch.zeros(2, 1, dtype=torch.int32)
+        spans.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
+        for vote in ("sum", "softmax"):
+            pages.best(pages.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16)
+        ids = torch.zeros(2, 2, 1, dtype=torch.int64)
+        probes.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
+        lists.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
+    facts = [
+        ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
+        ahead.compile_merge_ahead(torch.bfloat16, 128),
+        ahead.compile_ahead(torch.bfloat16, 128, 16, 4, page=512),
+        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
+        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
+        ahead.compile_probes_ahead(16),
+        ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
+    ]
     return [
-        {"launched": vars(ahead.report(kernel, known.vector_loads)), "ahead": vars(known)}
+        {"launched": vars(ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
         for kernel, known in zip(built, facts, strict=True)
     ]
 
@@ -118,19 +167,28 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    lines = [f"{'kernel':<42} registers local shared    mma loads (bytes: instructions)"]
-    for row in sorted(rows, key=lambda row: (row["arch"], row.get("merge", False), row["dtype"], row["D"])):
-        of = "merge" if "merge" in row else f"span={row['span']} G={row['G']}{' per query' * row['per_query_head']}"
-        name = f"sm_{row['arch']} {row['dtype']} D={row['D']} {of}"
+    """What stands in docs/kernels.md."""
+    lines = [
+        "| kernel | of | sm | registers | local | shared | tensor cores | loads, bytes: instructions | bytes per row |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+    ]
+    for row in sorted(rows, key=lambda row: (row["kernel"], row["dtype"], row.get("D", 0), str(row), row["arch"])):
+        of = [row["dtype"]] + [f"{name}={row[name]}" for name in ("D", "G", "span", "each", "vote") if name in row]
+        if row.get("per") == "query":
+            of.append("per query head")
+        if row.get("page"):
+            of.append(f"blocks of {row['page']}")
         loads = " ".join(f"{size}:{number}" for size, number in sorted(row["loads"].items(), key=lambda x: int(x[0])))
-        mma = sum(row["mma"].values())
-        numbers = f"{row['registers']:>9} {row['local_bytes']:>5} {row['shared_bytes']:>6} {mma:>6}"
-        lines.append(f"{name:<42} {numbers} {loads}")
+        numbers = [row[name] for name in ("arch", "registers", "local_bytes", "shared_bytes")]
+        cells = [row["kernel"], " ".join(of), *numbers, sum(row["mma"].values()), loads, f"{row['row_bytes']:g}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
 def test_every_variant_compiles_for_every_architecture(compiled: Rows) -> None:
-    assert len(compiled) == len(ARCHES) * (len(VARIANTS) + len(MERGES))
+    softmax = sum(vote == "softmax" for *_, vote in PAGES)
+    each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS)
+    assert len(compiled) == len(ARCHES) * each
 
 
 def test_nothing_spills(compiled: Rows) -> None:
@@ -140,7 +198,7 @@ def test_nothing_spills(compiled: Rows) -> None:
 
 
 def test_shared_memory_lets_two_programs_run_on_a_multiprocessor(compiled: Rows) -> None:
-    """`spans.PROGRAMS_PER_SM` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
+    """`spans.Tile.resident` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
     for row in compiled:
         assert 2 * (row["shared_bytes"] + 1024) <= (SHARED_KIB[row["arch"]] + 1) * 1024, row
         assert 2 * row["registers"] * 128 <= 65536, row  # registers of a multiprocessor; programs have 4 warps
@@ -149,7 +207,7 @@ def test_shared_memory_lets_two_programs_run_on_a_multiprocessor(compiled: Rows)
 def test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(compiled: Rows) -> None:
     """float32 on tensor cores would be tf32, which keeps 11 bits."""
     for row in compiled:
-        wants = row["dtype"] != "float32" and "merge" not in row
+        wants = row["dtype"] != "float32" and row["kernel"] in ("attend_split", "score_pages")
         assert bool(row["mma"]) == wants, row
         assert all("f32.f16.f16.f32" in name or "f32.bf16.bf16.f32" in name for name in row["mma"]), row
 
@@ -157,13 +215,16 @@ def test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(compiled: Ro
 def test_rows_are_loaded_sixteen_bytes_at_once(compiled: Rows) -> None:
     """Whatever the span: a selection of single rows reads its rows as wide as one of pages.
 
-    4-byte loads fetch spans and zones, 8-byte ones a query too small to give each thread 16 bytes.
+    4-byte loads fetch spans, zones and tables, 8-byte ones a query too small to give each thread 16 bytes, 1-byte ones
+    which pages are real, one 2-byte load the single query of listed keys.
     """
+    others = {"attend_split": set(), "score_pages": {"1"}, "score_listed": {"2"}}
     for row in compiled:
-        if "merge" not in row:
+        if row["kernel"] in others:
             assert row["loads"]["16"] >= row["vector_loads"] > 0, row
-            assert set(row["loads"]) <= {"16", "4", "8"}, row
+            assert set(row["loads"]) <= {"16", "8", "4"} | others[row["kernel"]], row
             assert row["loads"].get("8", 0) <= 1, row
+            assert row["loads"].get("2", 0) <= 1, row
 
 
 def test_compiling_ahead_gives_what_a_launch_compiles(tmp_path: Path) -> None:

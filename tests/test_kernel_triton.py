@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -273,11 +274,66 @@ def test_weights_far_apart_and_large_logits() -> None:
 def test_splits_fill_the_multiprocessors_in_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     gpu = torch.device("cuda", 0)
-    assert spans._splits(8, 100_000, 64, gpu) == 33  # 8 * 33 = 2 * 132
-    assert spans._splits(100, 100_000, 64, gpu) == 2  # rounded down
-    assert spans._splits(1000, 100_000, 64, gpu) == 1
-    assert spans._splits(8, 1000, 64, gpu) == 16  # no more than tiles
-    assert spans._splits(1, 100_000, 64, gpu) == spans.MOST_SPLITS
+    tile = spans.Tile(64, 4, 5, resident=2, waves=1)
+    assert spans._splits(8, 100_000, 0, tile, gpu) == 33  # 8 * 33 = 2 * 132
+    assert spans._splits(100, 100_000, 0, tile, gpu) == 2  # rounded down
+    assert spans._splits(1000, 100_000, 0, tile, gpu) == 1
+    assert spans._splits(8, 1000, 0, tile, gpu) == 16  # no more than tiles
+    assert spans._splits(1, 100_000, 0, tile, gpu) == spans.MOST_SPLITS
+
+
+def test_more_programs_than_run_at_once_where_lists_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    gpu, tile = torch.device("cuda", 0), spans.Tile(64, 4, 5, resident=2, waves=4)
+    assert spans._splits(256, 100_000, 2048, tile, gpu) == 4  # 4 * 264 / 256
+    assert spans._splits(64, 100_000, 2048, tile, gpu) == 8  # of 4 tiles each, though 16 would make four waves
+    assert spans._splits(256, 100_000, 128, tile, gpu) == 1  # 2 tiles are too few to divide
+    assert spans._splits(8, 100_000, 2048, tile, gpu) == 33  # the device is filled first
+
+
+@pytest.mark.parametrize("used", [0, 1, 5, 255, 256, 257, 600])
+def test_work_is_divided_by_the_slots_used(used: int) -> None:
+    """A list with room for 600 slots: however few it uses, the rows of any two of its splits differ by at most a tile.
+
+    Rows read are told by the partial sums of weights: with equal keys, exp(lse - logit) counts them.
+    """
+    slots, splits, rows = 600, 4, spans.tile_of(4, 16).rows
+    length = torch.zeros(1, 1, slots, dtype=torch.int32, device=DEVICE)
+    seen: list[Tensor] = []
+    length[..., :used] = 1
+    start = torch.arange(slots, dtype=torch.int32, device=DEVICE).view(1, 1, -1)
+    query, keys = torch.zeros(1, 1, 1, 16, device=DEVICE), torch.zeros(1, 1, slots + 9, 16, device=DEVICE)
+    bounds = Bounds(ints([3]), 4, ints([604]), ints([609]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "merge_splits", Watched(spans.merge_splits, seen))
+        spans.attend(query, keys, keys, Selection(start, length, 1), bounds, 1.0, splits=splits)
+    read = seen[0].exp().flatten().round().long().tolist()
+    assert sum(read) == used + 3 + 5
+    tiles = [math.ceil(number / rows) for number in read]
+    assert max(tiles) - min(tiles) <= 1
+
+
+@dataclass
+class Watched:
+    """The merge kernel, of which each launch keeps the partial lse that it is given."""
+
+    kernel: Any
+    seen: list[Tensor]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(parts: Tensor, part_lse: Tensor, *args: Any, **options: Any) -> None:
+            self.seen.append(part_lse.clone())
+            self.kernel[grid](parts, part_lse, *args, **options)
+
+        return launch
+
+
+def test_tuned_cuts_otherwise_and_computes_the_same() -> None:
+    x, held = make(Case(64, 4, 16, fp32, slots=20)), dict(spans.TILES)
+    with spans.tuned(spans.Tile(16, 1, 2)):
+        assert spans.tile_of(4, 64) == spans.Tile(16, 1, 2)
+        check_kernel(x, (1, 3))
+    assert held == spans.TILES
 
 
 def test_public_attend_runs_the_kernel() -> None:

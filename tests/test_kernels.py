@@ -1,4 +1,5 @@
-"""gather equals reference equals float64; merge of any partition equals the whole. Triton has its own file."""
+"""gather and numba's code equal reference equals float64; merge of any partition equals the whole. Triton has its own
+file."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn import Bounds, Selection, attend, merge
+from sparseattn.kernels import why_not_numba
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 
@@ -50,7 +52,7 @@ def random_selection(batch: int, chosen: int, zone: int, span: int, slots: int, 
     sink=st.integers(0, 5),
     strided=st.booleans(),
 )
-def test_gather_and_reference_equal_float64(
+def test_every_implementation_equals_float64(
     seed, batch, kv, group, size, dtype, rows, span, slots, per_query_head, sink, strided
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -78,7 +80,7 @@ def test_gather_and_reference_equal_float64(
         keys, values = wide[0, :, :, :rows], wide[1, :, :, :rows]
     peak = [float(x.nan_to_num().abs().double().max()) if x.numel() else 0.0 for x in (query, keys, values)]
     bound = tolerance(dtype, size, rows, peak[0] * peak[1] * size**0.5, peak[2])
-    for impl in ("gather", "reference"):
+    for impl in ("gather", "reference", *(("numba",) if why_not_numba(query.device, dtype) is None else ())):
         out, lse = attend(query, keys, values, selection, bounds, impl=impl)
         assert out.dtype == dtype
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -132,7 +134,7 @@ def test_one_selection_for_a_group_equals_the_same_for_each_of_its_heads() -> No
         ({"values": torch.zeros(1, 2, 9, 64)}, r"\[B,H,N,D\]"),
         ({"query": torch.zeros(1, 2, 2, 64, dtype=torch.float16)}, "share one dtype"),
         ({"selection": Selection.tokens(torch.zeros(1, 3, 1, dtype=torch.int64))}, "Hs = 2"),
-        ({"impl": "fast"}, "impl is one of reference, gather, triton"),
+        ({"impl": "fast"}, "impl is one of reference, gather, numba, triton"),
         ({"bounds": Bounds.of(1, 10, sink=11)}, "bounds.sink lies within the 10 rows"),
         ({"bounds": Bounds.of(1, 20)}, "bounds.sealed lies within the 10 rows"),
         ({"bounds": Bounds.of(2, 10)}, r"int32 \[B\] = \[1\]"),
@@ -174,7 +176,7 @@ def test_large_logits_keep_their_precision() -> None:
     query, keys = torch.full((1, 1, 1, 64), 60000.0).half(), torch.full((1, 1, 16, 64), 60000.0).half()
     values = torch.full((1, 1, 16, 64), 6e4).half()
     everything = Selection.tokens(torch.arange(16).expand(1, 1, -1))
-    for impl in ("gather", "reference"):
+    for impl in ("gather", "reference", None):
         out, _ = attend(query, keys, values, everything, impl=impl)
         torch.testing.assert_close(out, values[:, :, :1])
 

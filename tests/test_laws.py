@@ -83,7 +83,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
 
     logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
     expected = torch.softmax(logits.masked_fill(~named, -torch.inf), -1) @ values[:, :, : t + 1].double()
-    for impl in ("gather", "reference"):
+    for impl in ("gather", "reference", None):
         out, _ = attend(query, stored_keys, stored_values, selection, bounds, impl=impl)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 

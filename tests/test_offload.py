@@ -167,7 +167,7 @@ def test_an_impl_and_a_scale_are_those_of_the_joint_cache() -> None:
     caches = pair(CASES[0], sink=4, window=8, seal=32)
     for cache in caches:
         cache.append(keys, values)
-    for impl in ("reference", "gather"):
+    for impl in ("reference", "gather", None):
         joint, apart = (decode(queries[:, :, :, -1], cache, 40, scale=0.5, impl=impl) for cache in caches)
         torch.testing.assert_close(apart, joint)
     with pytest.raises(ValueError, match="impl is one of"):

@@ -1,11 +1,13 @@
-"""One operation, `attend`, in three implementations with one signature.
+"""One operation, `attend`, in four implementations with one signature.
 
-`reference` is the specification, `gather` runs anywhere at a cost proportional to the budget, `spans` is the fused
-Triton kernel. `merge` combines attention over disjoint rows.
+`reference` is the specification, `gather` runs anywhere at a cost proportional to the budget, `compiled` is numba's
+code for the CPU, `spans` the fused Triton kernel. `merge` combines attention over disjoint rows; `scoring` is what
+selectors compute to choose.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -13,13 +15,13 @@ import os
 import torch
 from torch import Tensor
 
-from sparseattn.kernels import gather, reference
+from sparseattn.kernels import gather, paged, reference
 from sparseattn.kernels.merge import merge
 from sparseattn.selection import Bounds, Selection
 
-__all__ = ["IMPLEMENTATIONS", "attend", "merge", "why_not_triton"]
+__all__ = ["IMPLEMENTATIONS", "attend", "merge", "why_not_numba", "why_not_triton"]
 
-IMPLEMENTATIONS = ("reference", "gather", "triton")
+IMPLEMENTATIONS = ("reference", "gather", "numba", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -40,6 +42,22 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def why_not_numba(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why `impl="numba"` cannot run on this device and dtype, or None if it can."""
+    if device.type != "cpu":
+        return f"numba's code runs on the CPU, not on {device.type}"
+    if dtype not in DTYPES or dtype == torch.float64:
+        return f"numba's code takes float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    return _missing_numba()
+
+
+@functools.cache
+def _missing_numba() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (pip install 'sparseattn[numba]')"
+    return None
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -49,6 +67,7 @@ def attend(
     *,
     scale: float | None = None,
     impl: str | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention of one query per head over the rows that `selection` and `bounds` name, and no others.
 
@@ -59,8 +78,15 @@ def attend(
         bounds: the zones; None means no sink and no window, and a selection counted from row 0. They lie within N,
             which is checked on the CPU only: on a GPU the check would make the host wait.
         scale: factor of the logits, default `1/sqrt(D)`.
-        impl: "reference", "gather" or "triton". None takes Triton on a CUDA device that has it and gather elsewhere;
-            a named implementation runs or raises, it is never replaced by another.
+        impl: "reference", "gather", "numba" or "triton". None takes Triton on a CUDA device that has it; on the CPU
+            numba's code where it is installed, for float32, float16 and bfloat16 rows whose elements are adjacent; and
+            gather elsewhere. A named implementation runs or raises, it is never replaced by another.
+        block_table: `[B,M]` int32: keys and values are a paged store `[blocks,H,block_size,D]`, and row r of sequence b
+            lies in block `block_table[b, r // block_size]` at `r % block_size`, so that N is `M * block_size`. Entries
+            behind a sequence's rows, and blocks that no entry names, may hold anything. Stores of another order are
+            given as views: vLLM's and FlashAttention's `[blocks,block_size,H,D]` by `.transpose(1, 2)`, FlashInfer's
+            `[blocks,2,...]` by `[:, 0]` and `[:, 1]`. Triton and numba read the rows where they lie; "gather"
+            copies the rows named, "reference" all of them. Entries are checked on the CPU only.
 
     Returns:
         out `[B,H,G,D]` in the query's dtype; lse `[B,H,G]` float32 (float64 for float64 inputs), the natural
@@ -68,38 +94,60 @@ def attend(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or an unknown `impl`.
-        RuntimeError: `impl="triton"` where Triton cannot run.
+        RuntimeError: `impl="triton"` or "numba" where it cannot run.
     """
-    _check(query, keys, values, selection, bounds)
-    batch, rows = keys.shape[0], keys.shape[2]
+    _check(query, keys, values, selection, bounds, block_table)
+    batch = query.shape[0]
+    rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
     if bounds is None:
         bounds = Bounds.of(batch, rows, device=keys.device)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
     if impl is None:
-        impl = "triton" if query.is_cuda and why_not_triton(query.device, query.dtype) is None else "gather"
+        impl = _default(query, keys, values)
+    if block_table is not None and impl == "reference":
+        keys, values = (paged.flatten(store, block_table) for store in (keys, values))
+    if block_table is not None and impl == "gather":
+        keys, values, selection, bounds = paged.compact(keys, values, selection, bounds, block_table)
     if impl == "reference":
         return reference.attend(query, keys, values, selection, bounds, scale)
     if impl == "gather":
         return gather.attend(query, keys, values, selection, bounds, scale)
+    if impl == "numba":
+        reason = why_not_numba(query.device, query.dtype)
+        if reason is not None:
+            raise RuntimeError(f'impl="numba" cannot run: {reason}')
+        from sparseattn.kernels import compiled
+
+        return compiled.attend(query, keys, values, selection, bounds, scale, block_table)
     if impl == "triton":
         reason = why_not_triton(query.device, query.dtype)
         if reason is not None:
             raise RuntimeError(f'impl="triton" cannot run: {reason}')
         from sparseattn.kernels import spans  # the one file that needs triton
 
-        return spans.attend(query, keys, values, selection, bounds, scale)
+        return spans.attend(query, keys, values, selection, bounds, scale, block_table)
     raise ValueError(f"impl is one of {', '.join(IMPLEMENTATIONS)} or None, got {impl!r}")
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds | None) -> None:
+def _default(query: Tensor, keys: Tensor, values: Tensor) -> str:
+    if query.is_cuda:
+        return "triton" if why_not_triton(query.device, query.dtype) is None else "gather"
+    adjacent = keys.stride(-1) == values.stride(-1) == 1
+    learns = query.requires_grad or keys.requires_grad or values.requires_grad
+    return "numba" if adjacent and not learns and why_not_numba(query.device, query.dtype) is None else "gather"
+
+
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds | None, table: Tensor | None
+) -> None:
     if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
         raise ValueError(
             f"attend takes query [B,H,G,D] and keys and values [B,H,N,D], got {list(query.shape)}, "
             f"{list(keys.shape)} and {list(values.shape)}"
         )
     batch, heads, group, size = query.shape
-    if (keys.shape[0], keys.shape[1], keys.shape[3]) != (batch, heads, size):
+    if (batch if table is not None else keys.shape[0], keys.shape[1], keys.shape[3]) != (batch, heads, size):
         raise ValueError(
             f"query {list(query.shape)} and keys {list(keys.shape)} must agree in B, H and D: query is [B,H,G,D] with "
             f"H KV heads of G query heads each, keys are [B,H,N,D]"
@@ -116,8 +164,10 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bo
             f"query, keys, values and selection are on one device, got {query.device}, {keys.device}, "
             f"{values.device} and {selection.start.device}"
         )
+    if table is not None:
+        paged.check(keys, batch, bounds, table)
     if bounds is not None:
-        _check_bounds(bounds, keys)
+        _check_bounds(bounds, batch, keys.shape[2] * (1 if table is None else table.shape[1]), keys.device)
     chosen = tuple(selection.start.shape[:2])
     if chosen not in ((batch, heads), (batch, heads * group)):
         raise ValueError(
@@ -126,16 +176,15 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bo
         )
 
 
-def _check_bounds(bounds: Bounds, keys: Tensor) -> None:
-    batch, rows = keys.shape[0], keys.shape[2]
+def _check_bounds(bounds: Bounds, batch: int, rows: int, device: torch.device) -> None:
     for name in ("sink", "sealed", "rows"):
         held = getattr(bounds, name)
-        if held.shape != (batch,) or held.dtype != torch.int32 or held.device != keys.device:
+        if held.shape != (batch,) or held.dtype != torch.int32 or held.device != device:
             raise ValueError(
-                f"bounds.{name} is int32 [B] = [{batch}] on {keys.device}, got {held.dtype} {list(held.shape)} on "
+                f"bounds.{name} is int32 [B] = [{batch}] on {device}, got {held.dtype} {list(held.shape)} on "
                 f"{held.device}"
             )
-        if held.device.type == "cpu" and batch and not 0 <= int(held.min()) <= int(held.max()) <= rows:
+        if held.device.type == "cpu" and batch and not 0 <= min(held.tolist()) <= max(held.tolist()) <= rows:
             raise ValueError(f"bounds.{name} lies within the {rows} rows of the keys, got {held.tolist()}")
     if not 0 <= bounds.base <= rows:
         raise ValueError(f"bounds.base is a row of the keys, 0 to {rows}, got {bounds.base}")

@@ -18,7 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseattn.kernels import spans
+from sparseattn.kernels import lists, pages, probes, spans
+
+ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+Arguments = list[str | int | None]
 
 
 @dataclass(frozen=True)
@@ -30,64 +33,110 @@ class Compiled:
     shared_bytes: int  # per program
     mma: Counter[str]  # tensor-core instructions by name
     loads: Counter[int]  # instructions that read global memory, by the bytes that one thread reads
-    vector_loads: int  # 16-byte instructions that load one tile of keys and one of values; 0 for the merge
+    vector_loads: int  # 16-byte instructions that load one tile of the rows; 0 where the kernel reads no rows
+    row_bytes: float  # read for one row (one page's bounds, one run) with its share of what names it; 0 for the merge
 
 
 def compile_ahead(
-    dtype: torch.dtype, size: int, span: int, group: int, per_query_head: bool = False, arch: int = 90
+    dtype: torch.dtype,
+    size: int,
+    span: int,
+    group: int,
+    per_query_head: bool = False,
+    arch: int = 90,
+    page: int = 0,
 ) -> Compiled:
     """Compiles the attention kernel without a GPU, as a launch on a contiguous `[B,H,N,size]` cache would.
 
-    `arch` is the compute capability times ten: 80 (A100), 90 (H100), 100 (B200).
+    `arch` is the compute capability times ten: 80 (A100), 90 (H100), 100 (B200). `page`: rows of a block of a paged
+    store `[blocks,H,page,size]`, 0 if there is none.
 
     Raises:
         RuntimeError: in a process with TRITON_INTERPRET=1, where Triton does not compile.
     """
-    constants, options = spans.launch(dtype.itemsize, size, span, group, 1 if per_query_head else group)
-    element = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
+    constants, options = spans.launch(dtype.itemsize, size, span, group, 1 if per_query_head else group, page)
+    element, table = ELEMENT[dtype], "*i32" if page else None
     steps = [1 << 20, 1 << 16, size]  # of b, h and n: what counts is which are multiples of 16
-    arguments: list[str | int] = [*[element] * 3, *["*i32"] * 5, "*fp32", "*fp32", "i32", "i32", "fp32", *steps, *steps]
-    tile_bytes = constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
-    vector_loads = 2 * tile_bytes // (16 * 32 * options["num_warps"])
-    return _compile(spans.attend_split, arguments, constants, options, arch, vector_loads)
+    arguments: Arguments = [*[element] * 3, *["*i32"] * 5, table, "*fp32", "*fp32"]
+    arguments += ["i32", "i32", "i32", "fp32", *steps, *steps]
+    tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
+    row_bytes = 2 * size * dtype.itemsize + 8 / span + (4 if page else 0)
+    return _compile(spans.attend_split, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
 def compile_merge_ahead(dtype: torch.dtype, size: int, arch: int = 90) -> Compiled:
     """As `compile_ahead`, for the kernel that merges the splits."""
-    element = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
-    return _compile(spans.merge_splits, ["*fp32", "*fp32", element, "*fp32", "i32"], *spans.launch_merge(size), arch, 0)
+    arguments: Arguments = ["*fp32", "*fp32", ELEMENT[dtype], "*fp32", "i32"]
+    return _compile(spans.merge_splits, arguments, *spans.launch_merge(size), arch)
+
+
+def compile_pages_ahead(dtype: torch.dtype, size: int, group: int, vote: str = "sum", arch: int = 90) -> list[Compiled]:
+    """As `compile_ahead`, for Quest: the scores of pages (two kernels for "softmax"), then the naming of the best."""
+    constants, options = pages.launch(dtype.itemsize, size, group, vote)
+    element, softmax = ELEMENT[dtype], vote == "softmax"
+    steps = [1 << 20, 1 << 16, size]
+    arguments: Arguments = [*[element] * 3, "*i1", "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32"]
+    tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
+    row_bytes = 2 * size * dtype.itemsize + 1
+    arguments += [*steps, *steps]
+    found = [_compile(pages.score_pages, arguments, constants, options, arch, tile_bytes, row_bytes)]
+    if softmax:
+        arguments = ["*fp32", "*fp32", "*fp32", "i32", "i32"]
+        found.append(_compile(pages.vote_softmax, arguments, *pages.launch_vote(group), arch, row_bytes=4 * group))
+    arguments = ["*fp32", "*i64", "*i32", "*i32", "i32", "i32"]
+    named = _compile(pages.name_pages, arguments, {"BLOCK": pages.NAME_BLOCK}, pages.NAME_OPTIONS, arch, row_bytes=12)
+    return [*found, named]
+
+
+def compile_probes_ahead(span: int, each: int = 1, buckets: int = 1024, arch: int = 90) -> Compiled:
+    """As `compile_ahead`, for SAAP's probing with a table of 8 segments of `buckets`."""
+    constants = {"EACH": each, "SPAN": span, "CHUNK": probes.CHUNK, "TILE": probes.TILE}
+    steps = [64 * (buckets + 2), 8 * (buckets + 2), buckets + 2]
+    arguments: Arguments = ["*i64", "*i32", "*i32", "*i32", "i32", "i32", "i32", "i32", *steps]
+    return _compile(probes.cut_runs, arguments, constants, probes.OPTIONS, arch, row_bytes=16)
+
+
+def compile_lists_ahead(dtype: torch.dtype, size: int, group: int, arch: int = 90) -> Compiled:
+    """As `compile_ahead`, for QueryBridge's scores of listed keys."""
+    constants = {"G": group, "D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK": lists.BLOCK}
+    arguments: Arguments = [ELEMENT[dtype], ELEMENT[dtype], "*i32", "*fp32", "i32", 1 << 20, 1 << 16, size]
+    tile_bytes = constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
+    row_bytes = size * dtype.itemsize + 4
+    return _compile(lists.score_listed, arguments, constants, lists.OPTIONS, arch, tile_bytes, row_bytes)
 
 
 def _compile(
     kernel: triton.JITFunction,
-    arguments: list[str | int],
-    constants: dict[str, int],
+    arguments: Arguments,
+    constants: dict[str, Any],
     options: dict[str, Any],
     arch: int,
-    vector_loads: int,
+    tile_bytes: int = 0,
+    row_bytes: float = 0,
 ) -> Compiled:
-    """`arguments` in order: a pointer or unspecialised scalar by its type, a specialised integer by its value."""
+    """`arguments` in order: a pointer or unspecialised scalar by its type, a specialised integer by its value, None."""
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("Triton does not compile in a process with TRITON_INTERPRET=1; start one without it")
     # A launch specialises on its arguments: aligned pointers (torch allocates at multiples of 256 bytes), integers
     # that are multiples of 16, and 1, which becomes a constant. Without these facts loads would not be vectorised.
     signature: dict[str, str] = {}
-    constexprs: dict[str, int] = dict(constants)
+    constexprs: dict[str, Any] = dict(constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
-        if argument == 1:
-            constexprs[name] = 1
+        if argument is None or argument == 1:
+            constexprs[name] = argument
             continue
         signature[name] = argument if isinstance(argument, str) else "i32"
         if argument[0] == "*" if isinstance(argument, str) else argument % 16 == 0:
             attributes[index,] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constexprs, "constexpr")
     source = ASTSource(kernel, signature, constexprs, attributes)
-    return report(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options), vector_loads)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return report(built, tile_bytes // (16 * 32 * built.metadata.num_warps), row_bytes)
 
 
-def report(built: triton.compiler.CompiledKernel, vector_loads: int) -> Compiled:
-    """Reads what a compiled kernel says of itself."""
+def report(built: triton.compiler.CompiledKernel, vector_loads: int, row_bytes: float) -> Compiled:
+    """Reads what a compiled kernel says of itself; the last two are given."""
     usage = _resource_usage(built.asm["cubin"])
     ptx = built.asm["ptx"]
     loads = Counter(int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], (\w+)", ptx))
@@ -100,6 +149,7 @@ def report(built: triton.compiler.CompiledKernel, vector_loads: int) -> Compiled
         mma=Counter(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", ptx)),
         loads=loads,
         vector_loads=vector_loads,
+        row_bytes=row_bytes,
     )
 
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from sparseattn.kernels.scoring import GROUPS as GROUPS
+from sparseattn.kernels.scoring import best as best
+from sparseattn.kernels.scoring import vote as vote
 from sparseattn.selection import Selection
 from sparseattn.storage import State
 
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
     from sparseattn.rope import Rope
 
 Self = TypeVar("Self", bound="Selector")
-
-GROUPS = ("max", "sum", "softmax", "each")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,30 +198,3 @@ def check_group(group: str) -> str:
     if group not in GROUPS:
         raise ValueError(f"group is one of {', '.join(GROUPS)}, got {group!r}")
     return group
-
-
-def vote(scores: Tensor, group: str) -> Tensor:
-    """Turns the scores of G query heads into those of their selection heads.
-
-    Args:
-        scores: `[B,H,G,N]`, -inf where a candidate must not be chosen.
-        group: "max" or "sum" of the raw scores, "softmax" (logarithm of the sum of the query heads' probabilities): one
-            choice per KV head; "each": every query head chooses for itself.
-
-    Returns:
-        `[B,Hs,N]`; Hs is H*G for "each" and H otherwise.
-    """
-    if group == "each":
-        return scores.flatten(1, 2)
-    if group == "max":
-        return scores.amax(2)
-    if group == "sum":
-        return scores.sum(2)
-    total = scores.logsumexp(-1, keepdim=True)  # log of the summed probabilities, so that small ones still rank
-    return (scores - torch.where(total.isinf(), 0.0, total)).logsumexp(2)
-
-
-def best(scores: Tensor, count: int) -> Tensor:
-    """`[B,Hs,S]` int64: the `count` highest of `[B,Hs,N]`, best first; -1 in place of a score of -inf. S <= N."""
-    top = scores.topk(min(count, scores.shape[-1]), dim=-1)
-    return torch.where(top.values.isneginf(), -1, top.indices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.kernels.scoring import listed_scores
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.nearest import evenly, load_faiss, nearest, root_of_moment
@@ -149,18 +150,13 @@ class QueryBridge(Selector):
         likeness = likeness.masked_fill(~self._made()[:, :, None], -torch.inf)
         probes = likeness.topk(min(self.probes, likeness.shape[-1]), dim=-1).indices  # [B,A,each,P]
         ids = lists.gather(2, probes.flatten(2)[..., None].expand(-1, -1, -1, self.neighbours))  # [B,A,each*P,K]
-        ids = ids.view(batch, chosen, -1).long().sort(-1).values  # [B,Hs,P*K]
+        ids = ids.view(batch, chosen, -1).sort(-1).values  # [B,Hs,P*K]
         listed = (ids >= 0).sum(-1)
-        again = torch.nn.functional.pad(ids[..., 1:] == ids[..., :-1], (1, 0))
-        ids = ids.masked_fill(again, -1)
-        b = torch.arange(batch, device=ids.device)[:, None, None]
-        h = (torch.arange(chosen, device=ids.device) // group)[None, :, None]
-        keys = self.stored_keys()[b, h, ids.clamp(min=0)].float()  # [B,Hs,P*K,D]
-        scores = (keys @ asked.reshape(batch, chosen, size, 1))[..., 0].masked_fill(ids < 0, -torch.inf)
+        scores = listed_scores(query, self.stored_keys(), ids)
         top = scores.topk(min(budget, scores.shape[-1]), dim=-1)
         rows = torch.where(top.values.isneginf(), -1, ids.gather(-1, top.indices))
         guides = self._made().sum(-1).repeat_interleave(each, 1)  # [B,Hs]
-        scored = (ids >= 0).sum(-1)
+        scored = (~scores.isneginf()).sum(-1)
         read = guides * size * 4 + listed * 4 + scored * size * query.element_size()
         read = read.view(batch, heads, group).sum(-1)
         read = read + (read > 0) * size * size * 4  # the root, once per KV head

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparseattn.artefact import Artefact, Partition, locate
 from sparseattn.hashes import tensors_hash
+from sparseattn.kernels.scoring import bucket_spans
 from sparseattn.rope import Rope
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
@@ -115,8 +116,8 @@ class Partitioned(Selector):
         super().reset()
         self._here, self._slots = None, []
 
-    def _used(self, partition: Partition) -> Partition:
-        """What of the layer's partition the method needs: here the centroids."""
+    def _used(self, partition: Partition, like: Tensor) -> Partition:
+        """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
         return Partition(partition.centroids)
 
     def _parameters(self, like: Tensor, group: int | None = None) -> Parameters:
@@ -138,7 +139,7 @@ class Partitioned(Selector):
             partition = trained.check(self.layer, like.shape[1], asked, like.shape[3], rope)
             if rope is not None:
                 rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
-            partition = self._used(partition).to(like.device)
+            partition = self._used(partition, like).to(like.device)
             self._here = own = Parameters(partition, None if trained.roped else rope, group)
         return own
 
@@ -204,22 +205,17 @@ class Partitioned(Selector):
         scores = vote(scores, self.group)  # [B,Hs,C]
         table = self.edges.data
         segments, chosen, buckets = table.shape[2], *scores.shape[1:]
-        probes, each = min(self.probes, buckets), chosen // heads
-        ids = scores.topk(probes, dim=-1).indices.view(batch, heads, 1, each * probes).expand(-1, -1, segments, -1)
-        start = table.gather(3, ids)  # [B,H,R,each*P]
-        length = table.gather(3, ids + 1) - start
-        start, length = (  # [B,Hs,P*R], best bucket first, its oldest rows first
-            x.unflatten(3, (each, probes)).permute(0, 1, 3, 4, 2).reshape(batch, chosen, -1) for x in (start, length)
-        )
-        most = self._most()[probes - 1]  # slots are filled from the first on, so none of them is cut off
-        found = Selection.runs(start, length, self.span, min(budget, most * self.span))
+        probes = min(self.probes, buckets)
+        ids = scores.topk(probes, dim=-1).indices  # [B,Hs,P]
+        slots = min(self._most()[probes - 1], budget // self.span + probes * segments)  # enough for whatever is chosen
+        start, length = bucket_spans(ids, table, self.span, budget, slots)
         real = (table[:, :1, :, buckets] > table[:, :1, :, 0]).any(2)  # [B,1] a sequence has any row
         return Selection(
-            found.start[..., :most],
-            found.length[..., :most],
+            start,
+            length,
             self.span,
             (real * scored).expand(-1, chosen),
-            (real * (read + 8 * each * probes * segments)).expand(-1, heads),
+            (real * (read + 8 * chosen // heads * probes * segments)).expand(-1, heads),
         )
 
 

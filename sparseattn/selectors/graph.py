@@ -11,42 +11,15 @@ parent is itself; -1: not attached yet): its edges are never pruned, so every ke
 
 from __future__ import annotations
 
-import threading
-
-import numba
 import numpy as np
-import torch
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
 
-ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on some machines, abort where two callers meet
+from sparseattn.kernels.compiled import BITS as BITS
+from sparseattn.kernels.compiled import ONE_AT_A_TIME as ONE_AT_A_TIME
+from sparseattn.kernels.compiled import fetch, widen
+from sparseattn.kernels.compiled import parts as parts
+
 CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (LOG.md, 2026-11-20)
-
-
-def parts() -> int:
-    """Parts that parallel loops are cut into, a few for each thread, as keys differ in work; torch's threads."""
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    numba.set_num_threads(threads)
-    return 4 * threads
-
-
-@intrinsic
-def widen(typing, number):  # type: ignore[no-untyped-def]
-    """A stored number as float32: float32 as it is, uint16 holds the bits of a bfloat16, int16 those of a float16."""
-
-    def code(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        (value,) = arguments
-        if number == types.uint16:
-            bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-            return builder.bitcast(bits, ir.FloatType())
-        if number == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-        if number == types.float64:
-            return builder.fptrunc(value, ir.FloatType())
-        return value
-
-    return types.float32(number), code
 
 
 @njit(fastmath=True, inline="always")
@@ -87,6 +60,12 @@ def _search(points, base, bias, adjacency, query, entry, beam, seen, ids, scores
         done[at] = True
         expanded += 1
         node, lowest = ids[at], size
+        for j in range(adjacency.shape[1]):  # far apart in memory: asked for together, they come together
+            v = adjacency[node, j]
+            if v < 0:
+                break
+            if not seen[v >> 6] & (np.uint64(1) << np.uint64(v & 63)):
+                fetch(points, (base + v) * points.shape[1], points.shape[1])
         for j in range(adjacency.shape[1]):
             v = adjacency[node, j]
             if v < 0:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sparseattn.kernels.scoring import best_pages, page_scores
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
+from sparseattn.selectors.base import Rows, Selector, check_group
 from sparseattn.storage import RowBuffer
 
 
@@ -57,17 +57,9 @@ class Quest(Selector):
             raise ValueError(f"Quest reads whole pages: its budget is at least {self.page} rows, got {budget}")
         if self.real.rows == 0:
             return Selection.none(batch, heads, query.device)
-        scores = self.bound(query) / size**0.5
         real = self.real.data
-        scores = scores.masked_fill(~real[:, None, None], -torch.inf)
-        ids = best(vote(scores, self.group), budget // self.page)  # [B,Hs,S]
-        scanned = real.sum(-1)[:, None]
-        read = scanned * 2 * size * self.low.full.element_size()
-        return Selection.pages(ids, self.page, scanned.expand(-1, chosen), read.expand(-1, heads))
-
-    def bound(self, query: Tensor) -> Tensor:
-        """`[B,H,G,P]`: an upper bound of `q . k` over the keys of each page, for a query `[B,H,G,D]`."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        q = query.to(wide)
-        # max(q M, q m) is q M where q >= 0 and q m elsewhere, because m <= M: two matrix products.
-        return q.clamp(min=0) @ self.high.data.to(wide).mT + q.clamp(max=0) @ self.low.data.to(wide).mT
+        scores = page_scores(query, self.low.data, self.high.data, real, self.group)
+        start, length = best_pages(scores, budget // self.page, self.page)
+        scanned = real.sum(-1, keepdim=True)
+        read = scanned * (2 * size * self.low.full.element_size())
+        return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads))

@@ -13,7 +13,6 @@ from sparseattn.selectors.nearest import load_faiss, root_of_moment
 from sparseattn.storage import RowBuffer
 
 METRICS = ("l2", "query")
-BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # how compiled code is told of 16-bit floats
 
 
 class RetrievalAttention(Selector):
@@ -205,7 +204,7 @@ class RetrievalAttention(Selector):
         last = (batch - 1) * step_b // size + (heads - 1) * step_h // size + rows
         flat = stored.as_strided((last, size), (size, 1))
         base = torch.arange(batch)[:, None] * (step_b // size) + torch.arange(heads) * (step_h // size)
-        bits = BITS.get(flat.dtype)
+        bits = _compiled()[1].BITS.get(flat.dtype)
         return (flat if bits is None else flat.view(bits)).numpy(), base.repeat_interleave(group, 1).flatten()
 
 

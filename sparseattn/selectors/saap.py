@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from sparseattn.artefact import Partition
+from sparseattn.kernels.scoring import chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
 from sparseattn.selectors.moments import KeyMoments
@@ -15,8 +18,9 @@ class SAAP(Partitioned):
     """Ranks the buckets by the probabilities that a classifier gives them, summed over the query group (Eq. 2).
 
     The classifier learns which share of a query's attention falls in each bucket. It is computed in float32 with batch
-    normalisation folded in. The paper's setting is sink 1, window 2047, layer 0 dense: the first two are the cache's,
-    the last is the caller's choice. `group="each"` is the paper's ablation of independent queries.
+    normalisation folded in; its weights are rounded to a 16-bit model's dtype where numba's code reads them. The
+    paper's setting is sink 1, window 2047, layer 0 dense: the first two are the cache's, the last is the caller's
+    choice. `group="each"` is the paper's ablation of independent queries.
 
     Args:
         artefact, probes, group, span: see `Partitioned`.
@@ -58,13 +62,18 @@ class SAAP(Partitioned):
             read += self.moments.read
         return logits, own.buckets, read
 
-    def _used(self, partition: Partition) -> Partition:
-        if partition.classifier is None:
+    def _used(self, partition: Partition, like: Tensor) -> Partition:
+        classifier = partition.classifier
+        if classifier is None:
             raise ValueError(
                 f"{self.artefact} holds no query classifier for layer {self.layer}, which SAAP needs: train one, or "
                 f"use KMeans"
             )
-        return partition
+        if like.element_size() == 2 and chosen(None, like.device, like.dtype) == "numba":
+            # Weights are most of what a step reads. In the model's own 16 bits they are half of it.
+            weights = {name: part.to(like.dtype) for name, part in classifier.tensors().items() if part.ndim == 3}
+            classifier = replace(classifier, **weights)
+        return Partition(partition.centroids, classifier)
 
 
 class PerfectBuckets(Partitioned):

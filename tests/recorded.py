@@ -1,0 +1,117 @@
+"""A CUDA graph's rules on the CPU: a recording of the operations of a step, which can be run again on the same tensors.
+
+What the host would have to wait for is refused while recording. Whatever the host computed from data, and every address
+and shape, stays as it was when recorded, as in a graph: a replay shows if that was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+WAITS = {  # the host reads a number, or the size of the result is one
+    aten._local_scalar_dense,
+    aten.is_nonzero,
+    aten.equal,
+    aten.nonzero,
+    aten.nonzero_static,
+    aten.masked_select,
+    aten.bincount,
+    aten.histc,
+    aten.repeat_interleave,
+    aten._unique,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.unique_dim_consecutive,
+}
+SIZED = {aten.repeat_interleave.self_int}  # by a number of the host's: the result's size is known
+
+
+class HostWaits(RuntimeError):
+    """An operation for which the host waits for the device, or whose result's size is data."""
+
+
+class Recording(TorchDispatchMode):
+    """Records the operations inside `with recording:`.
+
+    Attributes:
+        steps: function, arguments and results of each, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if func.overloadpacket in WAITS and func not in SIZED:
+            raise HostWaits(f"{func} makes the host wait for the device")
+        by_places = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+        if by_places and any(place is not None and place.dtype in (torch.bool, torch.uint8) for place in args[1]):
+            raise HostWaits(f"{func} by a mask has a result whose size is data")
+        out = func(*args, **kwargs)
+        self.steps.append((func, args, kwargs, out))
+        return out
+
+    def __enter__(self) -> Recording:
+        # These read a CPU tensor's memory without an operation that could be seen.
+        self._hidden = [mock.patch.object(Tensor, name, self._refuse(name)) for name in ("tolist", "numpy")]
+        for patch in self._hidden:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for patch in self._hidden:
+            patch.stop()
+
+    def _refuse(self, name: str) -> Callable[..., Any]:
+        real = getattr(Tensor, name)
+
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                raise HostWaits(f"Tensor.{name} makes the host wait for the device")
+            return real(tensor, *args, **kwargs)
+
+        return read
+
+    def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` recorded as one step, whatever it does inside: a kernel, whose interpreter works on the host."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._inside = True
+            try:
+                out = function(*args, **kwargs)
+            finally:
+                self._inside = False
+            self.steps.append((function, args, kwargs, out))
+            return out
+
+        return run
+
+    def replay(self) -> None:
+        """Runs all of it again on what the same tensors hold now; results land where they did."""
+        for function, args, kwargs, held in self.steps:
+            schema = getattr(function, "_schema", None)
+            alias = [part.alias_info for part in schema.returns] if schema is not None else None
+            if alias and all(info is not None and not info.is_write for info in alias):
+                continue  # a view shows what it shows
+            out = function(*args, **kwargs)
+            if alias and alias[0] is not None:
+                continue  # written in place
+            for new, old in zip(_tensors(out), _tensors(held), strict=True):
+                old.copy_(new)
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [part for part in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(part, Tensor)]

@@ -1,0 +1,137 @@
+"""The Triton kernels of selection against the selectors' torch, on a GPU or else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import GROUPS, vote
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+from sparseattn.kernels import lists, pages, probes  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+fp16, fp32 = torch.float16, torch.float32
+
+
+def bounds_of_pages(
+    batch: int, heads: int, number: int, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds in storage with spare places, all of them NaN, as those of pages that are not real."""
+    spare = torch.full((2, batch, heads, number + 5, size), torch.nan, dtype=dtype, device=DEVICE)
+    rows = torch.randn(batch, heads, number, 4, size, device=DEVICE).to(dtype)
+    spare[0, :, :, :number], spare[1, :, :, :number] = rows.amin(3), rows.amax(3)
+    real = torch.rand(batch, number, device=DEVICE) < 0.8
+    real[-1] = False  # a sequence that has sealed nothing
+    spare[:, :, :, :number].masked_fill_(~real[None, :, None, :, None], torch.nan)
+    return spare[0, :, :, :number], spare[1, :, :, :number], real
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("dtype", "size", "heads", "number"),
+    [
+        (fp32, 64, 4, 300),
+        (fp16, 128, 3, 70),
+        (fp32, 128, 17, 20),
+        (fp16, 80, 1, 1),
+        (fp32, 1, 2, 5),
+        (fp16, 256, 5, 40),
+    ],
+)
+def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, size: int, heads: int, number: int) -> None:
+    """Within the roundings of a sum of 2D products in float32, and of G such sums (`number` pages, `heads` is G)."""
+    low, high, real = bounds_of_pages(3, 2, number, size, dtype)
+    query = torch.randn(3, 2, heads, size, device=DEVICE).to(dtype)
+    q, least, most = query.double(), low.double().nan_to_num(0), high.double().nan_to_num(0)
+    bound = torch.maximum(q[:, :, :, None] * most[:, :, None], q[:, :, :, None] * least[:, :, None]).sum(-1) / size**0.5
+    expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
+    got = pages.scores(query, low, high, real, group)
+    assert got.dtype == fp32
+    assert torch.equal(got.isneginf(), expected.isneginf())
+    size_of_sums = (q.abs() @ torch.maximum(most.abs(), least.abs()).mT / size**0.5).amax() if number else 0.0
+    far = (2 * size + 16) * 2.0**-24 * size_of_sums * (heads if group == "sum" else 4) + 1e-5 * (group == "softmax")
+    off = (got.double() - expected).masked_fill(expected.isinf(), 0).abs()
+    assert off.max() <= far
+
+
+def test_page_bounds_of_another_dtype_are_refused() -> None:
+    low, high, real = bounds_of_pages(1, 1, 4, 16, fp32)
+    with pytest.raises(ValueError, match=r"of the query's torch.float16 .* got torch.float32"):
+        pages.scores(torch.zeros(1, 1, 1, 16, dtype=fp16, device=DEVICE), low, high, real, "sum")
+
+
+@pytest.mark.parametrize("count", [0, 3, 9, 50])
+def test_best_pages_become_spans(count: int) -> None:
+    scores = torch.randn(2, 3, 9, device=DEVICE)
+    scores[0, :, 2:] = -torch.inf
+    start, length = pages.best(scores, count, 16)
+    assert start.shape == length.shape == (2, 3, min(count, 9))
+    found = Selection(start, length, 16)
+    expected = scores.topk(min(count, 9)).values
+    named = found.mask(9 * 16)[..., ::16]
+    got = scores.masked_fill(~named, -torch.inf).sort(-1, descending=True).values[..., : min(count, 9)]
+    assert torch.equal(got, expected)
+    assert torch.equal(found.attended, 16 * (~expected.isneginf()).sum(-1))
+
+
+@pytest.mark.parametrize("span", [1, 4, 16])
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize(("visited", "segments", "budget"), [(5, 3, 1000), (5, 3, 37), (12, 1, 1), (40, 5, 300)])
+def test_probing_is_what_selection_runs_gives(span: int, each: int, visited: int, segments: int, budget: int) -> None:
+    batch, heads, buckets = 2, 2, 60
+    sizes = torch.randint(0, 9, (batch, heads, segments, buckets + 1), device=DEVICE)
+    sizes[:, :, :, ::7] = 0
+    ends = sizes.flatten(2).cumsum(-1).view_as(sizes)
+    begin = torch.nn.functional.pad(ends[..., -1], (1, 0))[..., :-1]
+    edges = torch.cat([begin[..., None], ends], -1).int()  # [B,H,R,C+2]
+    spare = torch.full((batch, heads, segments + 2, buckets + 2), -(1 << 20), dtype=torch.int32, device=DEVICE)
+    spare[:, :, :segments] = edges
+    ids = torch.stack([torch.randperm(buckets)[:visited] for _ in range(batch * heads * each)])
+    ids = ids.view(batch, heads * each, visited).to(DEVICE)
+    at = ids.view(batch, heads, 1, -1).expand(-1, -1, segments, -1)
+    start = edges.gather(3, at)
+    length = edges.gather(3, at + 1) - start
+    start, length = (
+        x.unflatten(3, (each, visited)).permute(0, 1, 3, 4, 2).reshape(batch, heads * each, -1) for x in (start, length)
+    )
+    expected = Selection.runs(start, length, span, budget)
+    slots = expected.start.shape[2]
+    for held in (slots, slots - slots // 3):
+        got = probes.spans(ids, spare[:, :, :segments], span, budget, held)
+        used = expected.length[..., :held] > 0
+        assert torch.equal(got[1], expected.length[..., :held])
+        assert torch.equal(got[0][used], expected.start[..., :held][used])
+        assert bool((got[0][~used] == 0).all())
+
+
+@pytest.mark.parametrize(("dtype", "group", "listed"), [(fp32, 3, 70), (fp16, 3, 18), (fp32, 1, 1), (fp32, 2, 0)])
+def test_every_listed_key_is_scored_once(dtype: torch.dtype, group: int, listed: int) -> None:
+    """Keys that nobody lists are NaN; among the ids are repetitions and places without one."""
+    batch, heads, stored, size = 2, 2, 40, 40
+    chosen = heads * group
+    ids = torch.randint(-1, stored, (batch, chosen, listed), dtype=torch.int32).sort(-1).values
+    ids[1, 0] = -1
+    query = torch.randn(batch, heads, group, size).to(dtype)
+    keys = torch.randn(batch, heads, stored + 3, size).to(dtype)
+    named = torch.zeros(batch, heads, stored + 3, dtype=torch.bool)
+    for b in range(batch):
+        for s in range(chosen):
+            named[b, s // group, ids[b, s][ids[b, s] >= 0].long()] = True
+    keys[~named] = torch.nan
+    scores = lists.scores(*(x.to(DEVICE) for x in (query, keys[:, :, :stored], ids))).cpu()
+    assert scores.shape == ids.shape
+    for b in range(batch):
+        for s in range(chosen):
+            rows = sorted(set(ids[b, s].tolist()) - {-1})
+            held = ~scores[b, s].isneginf()
+            assert ids[b, s][held].tolist() == rows
+            expected = keys[b, s // group, rows].double() @ query[b, s // group, s % group].double()
+            torch.testing.assert_close(scores[b, s][held].double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,218 @@
+"""docs/memory.md predicts what a cache holds to the byte, for every selector, and what a step takes besides at most."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import drawn, heads
+
+pytest.importorskip("faiss")
+pytest.importorskip("numba")
+
+from benchmarks.measure import Temporaries, held
+from sparseattn import (
+    HNSW,
+    IVF,
+    SAAP,
+    SELECTORS,
+    KMeans,
+    KVCache,
+    Moments,
+    Quest,
+    RetrievalAttention,
+    Selector,
+    decode,
+    make_selector,
+)
+from sparseattn.selectors.buckets import Partitioned
+
+PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
+HEADER = 512  # bytes that faiss writes before an index
+STATES = {"its part of the artefact": ("model",), "table": ("table",)}
+MAKE = {
+    "saap": lambda: drawn(SAAP, probes=3),
+    "saap-context": lambda: drawn(SAAP, probes=3, context=0.5),
+    "kmeans": lambda: drawn(KMeans, probes=3),
+    "moments": lambda: drawn(Moments, probes=3),
+    "retrieval": lambda: RetrievalAttention(32, 10, 4, guides=50),
+    "retrieval-query": lambda: RetrievalAttention(32, 10, 4, metric="query", share=0.1),
+    "bridge": lambda: make_selector("bridge:probes=2,neighbours=16,guides=50"),
+    "ivf": lambda: IVF(lists=8, probes=2),
+    "hnsw": lambda: HNSW(degree=8, build_beam=20, beam=20),
+    "hnsw-l2": lambda: HNSW(degree=8, build_beam=20, beam=20, metric="l2"),
+}
+NAMES = sorted({*SELECTORS, *MAKE})
+BY_NAME = pytest.mark.parametrize("name", NAMES)
+
+
+def rows_of(title: str) -> list[list[str]]:
+    """The cells of the table below a heading of the page."""
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def formulas(name: str) -> dict[tuple[str, ...], str]:
+    """State attributes of a selector -> formula of their bytes, of the table of what is held."""
+    found = {}
+    for selector, state, _, formula in rows_of("Held"):
+        if selector == name.partition("-")[0]:
+            words = re.sub(r" \(.*\)", "", state)
+            found[STATES.get(words, tuple(words.split(", ")))] = formula.strip("`")
+    return found
+
+
+def value(formula: str, letters: dict[str, int]) -> int:
+    """A formula of the page in numbers."""
+    return eval(formula, {"__builtins__": {}}, letters)
+
+
+def made(name: str) -> Selector:
+    return MAKE[name]() if name in MAKE else SELECTORS[name]()
+
+
+def filled(name: str, dtype: torch.dtype, batch: int = 2, apart: str | None = None) -> tuple[KVCache, torch.Tensor]:
+    """A cache through a prefill, in two sequences of different length, and decoding with several seals."""
+    first, last = 1100, 1200
+    queries, keys, values = heads(batch, 2, 2, last, 16, dtype)
+    cache = KVCache(made(name), sink=4, window=16, seal=32, sealed_device=apart)
+    positions = torch.arange(first).expand(batch, -1).clone()
+    positions[-1, :500] = -1
+    positions[-1, 500:] -= 500
+    cache.append(keys[:, :, :first], values[:, :, :first], queries[:, :, :, :first], positions)
+    cache.seal()
+    for t in range(first, last):
+        cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1], queries[:, :, :, t : t + 1])
+        cache.seal()
+    query = queries[:, :, :, -1].contiguous()
+    decode(query, cache, 64)
+    return cache, query
+
+
+def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
+    """What the page's letters stand for in a cache."""
+    selector = cache.selector
+    batch, kv, group, size = query.shape
+    near, zone = cache.keys.shape[2], cache.sealed_keys.shape[2]
+    letters = {"B": batch, "H": kv, "G": group, "D": size, "e": query.element_size(), "U": near, "Z": zone}
+    letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
+    letters["Q"] = cache._queries.rows
+    if isinstance(selector, Quest):
+        letters["P"] = zone // selector.page
+    if isinstance(selector, Partitioned):
+        assert selector._here is not None
+        classifier = selector._here.partition.classifier
+        letters |= {"C": selector._here.buckets, "R": selector.edges.rows, "V": selector.probes}
+        letters |= {"F": 0 if classifier is None else classifier.w1.shape[1], "c": query.element_size()}
+    if hasattr(selector, "guide"):
+        letters |= {"A": selector.guide.data.shape[1], "S": selector.guide.rows, "K": selector.neighbours}
+    if hasattr(selector, "degree"):
+        letters["W"] = selector.degree
+    if hasattr(selector, "kept"):
+        letters["T"] = selector.kept.data.shape[-1]
+    if hasattr(selector, "probes"):
+        letters["V"] = selector.probes
+    return letters
+
+
+@BY_NAME
+@pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "cpu")])
+def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart: str | None) -> None:
+    cache, query = filled(name, dtype, apart=apart)
+    letters, bytes_held = letters_of(cache, query), held(cache)
+    assert bytes_held.pop("kv") == value(formulas("all")[("keys", "values")], letters)
+    books = value(formulas("all")[("positions", "which sealed rows are real")], letters)
+    queries = next(row[3].strip("`") for row in rows_of("Held") if row[1] == "queries that wait")
+    assert bytes_held.pop("books") == books + value(queries, letters) * bool(cache.selector.queries_share)
+    predicted = formulas(name)
+    selector = cache.selector
+    if isinstance(selector, Partitioned):
+        assert selector._here is not None
+        part = selector._here.partition
+        tensors = [part.centroids, *(part.classifier.tensors().values() if part.classifier else ())]
+        assert sum(tensor.nbytes for tensor in tensors) == value(predicted.pop(("model",)), letters)
+    if isinstance(selector, (IVF, HNSW)):
+        expected = tables_of(selector, predicted.pop(("table",)), letters)
+        indexes = letters["B"] * letters["H"]
+        assert 0 < bytes_held.pop("table") - expected < HEADER * indexes
+    for states, formula in predicted.items():
+        counted = sum(bytes_held.pop(state) for state in states)
+        optional = (states == ("moments",) and name == "saap") or (states == ("root",) and name == "retrieval")
+        assert counted == (0 if optional else value(formula, letters)), states
+    assert not any(bytes_held.values()), "every state of a selector is on the page"
+
+
+def tables_of(selector: IVF | HNSW, formula: str, letters: dict[str, int]) -> int:
+    """The bytes predicted for faiss's indexes, sequence by sequence, as these hold real rows only."""
+    import faiss
+
+    total = 0
+    for indexes in selector.table.indexes:
+        for index in indexes:
+            one = letters | {"B": 1, "H": 1, "Z": index.ntotal}
+            if isinstance(selector, HNSW):
+                levels = faiss.vector_to_array(index.hnsw.levels)
+                above = int((levels - 1).sum())
+                assert above == pytest.approx(index.ntotal / (selector.degree - 1), rel=0.3)
+                one |= {"X": above * selector.degree, "D": index.d}
+            else:
+                one["Y"] = index.nlist
+            total += value(formula, one)
+    return total
+
+
+@BY_NAME
+@pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [32, 512])
+def test_temporaries_are_at_most_what_the_page_says(name: str, dtype: torch.dtype, budget: int) -> None:
+    cache, query = filled(name, dtype)
+    bounds = {row[0]: row[1].strip("`") for row in rows_of("Temporaries of a step")}
+    with Temporaries() as selecting:
+        selection = cache.select(query, budget)
+    with Temporaries() as step:
+        decode(query, cache, budget)
+    letters = letters_of(cache, query)
+    dense = int((cache.bounds.rows - cache.bounds.sealed + cache.bounds.sink).max())
+    letters |= {"M": selection.start.shape[2] * selection.span, "E": dense}
+    chosen = value(bounds[f"{name.partition('-')[0]}: select"], letters)
+    attended = value(bounds["attend"], letters | {"A": selection.start.shape[1]})
+    assert selecting.peak <= chosen
+    assert step.peak <= chosen + attended
+
+
+def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
+    letters: dict[str, Any] = {"B": 1, "H": 8, "G": 4, "D": 128, "e": 2, "N": 131_072, "U": 131_072, "Q": 0}
+    letters |= {"Z": 131_072 - 68 - (131_072 - 68) % 16, "C": 1024, "R": 1, "F": 1024, "c": 4, "A": 32, "T": 2048}
+    own = {
+        "bridge": {"S": 2048, "K": 256},
+        "retrieval": {"S": 2048, "K": 100, "W": 32},
+        "hnsw": {"W": 32},
+    }
+    kinds = ("KV", "books", "metadata", "index")
+    named = {row[0]: [float(cell.removesuffix(" %")) for cell in row[1:]] for row in rows_of("For 1,000 tokens")}
+    assert set(named) == set(SELECTORS)
+    for name, cells in named.items():
+        here = letters | own.get(name, {})
+        if name in ("exact", "random", "window", "flat", "ivf", "hnsw", "bridge", "retrieval"):
+            here["Z"] = 131_072 - 68
+        here |= {"P": here["Z"] // 16, "Y": 1 << int(4 * here["Z"] ** 0.5).bit_length() - 1}
+        here["X"] = 8 * here["Z"] / 31 * 32
+        total = dict.fromkeys((*kinds, "model"), 0.0)
+        for selector, state, kind, formula in rows_of("Held"):
+            optional = "(" in state and not (name == "moments" or selector == "all")
+            if (selector == name and not optional) or (selector == "all"):
+                total[kind] += value(formula.strip("`"), here)
+        expected = [total[kind] / 131.072 / 1024 for kind in kinds]
+        expected.append(100 * (total["metadata"] + total["index"]) / total["KV"])
+        assert cells == [round(one, 1) for one in expected], name
+    classifier = next(row[3].strip("`") for row in rows_of("Held") if row[0] == "saap" and row[2] == "model")
+    centroids = next(row[3].strip("`") for row in rows_of("Held") if row[0] == "kmeans" and row[2] == "model")
+    assert f"{value(classifier, letters) / 2**20:.1f} MiB of SAAP's classifiers" in PAGE
+    assert f"{value(classifier, letters | {'c': 2}) / 2**20:.1f} MiB where their\nweights are of 16 bits" in PAGE
+    assert f"{value(centroids, letters) / 2**20:.1f} MiB of centroids" in PAGE
