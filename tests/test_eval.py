@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from sparseattn import Quest, Selector, Window
+from sparseattn import SAAP, Quest, Selector, Window
+from sparseattn.artefact import locate
 from sparseattn.budget import Budget
 from sparseattn.cli import app
 from sparseattn.cli import eval_report as report
@@ -374,6 +376,19 @@ def test_more_methods_come_on_top_and_other_settings_do_not(folder: Path, tmp_pa
         assert done.exit_code == 2
         assert "holds results with another" in done.output
     assert (tmp_path / "eval.jsonl").read_bytes() == before
+
+
+def test_a_retrained_artefact_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    shutil.copy(locate("reference"), path)
+    prompt, saap = Prompt.of(EXAMPLE, BYTES), SAAP(artefact=str(path))
+    (before,) = prompt.keys(["question"], [Method(saap, 64, "64")])
+    assert prompt.keys(["question"], [Method(SAAP(artefact=str(path)), 64, "64")]) == [before]
+    with path.open("ab") as file:
+        file.write(b"\0")
+    (after,) = prompt.keys(["question"], [Method(saap, 64, "64")])
+    assert before[:-1] == after[:-1]
+    assert before != after
 
 
 def test_a_retrained_model_is_another(folder: Path) -> None:

@@ -408,7 +408,7 @@ def test_a_failed_pass_does_not_leak_into_the_next(llama: Any) -> None:
     )
 
 
-def test_what_is_refused(llama: Any) -> None:
+def test_what_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
         ({"selector": 3}, "got 3"),
         ({"budget": 0}, "layer 0: a budget is at least 1 row"),
@@ -433,6 +433,10 @@ def test_what_is_refused(llama: Any) -> None:
         llama(prompt(), past_key_values=cache, attention_mask=torch.zeros(1, 1, 60, 60))
     with pytest.raises(ModelError, match="no weights to put out"):
         generate(llama, cache, {"input_ids": prompt()}, output_attentions=True)
+    monkeypatch.setattr(llama.config, "output_attentions", True)
+    with pytest.raises(ModelError, match="no weights to put out"), torch.no_grad():
+        llama(prompt(), past_key_values=cache)
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="cache_implementation"):
         generate(llama, cache, {"input_ids": prompt()}, cache_implementation="static")
 

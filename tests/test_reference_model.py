@@ -25,7 +25,9 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import sparseattn  # noqa: E402
+from scripts.reference import curriculum  # noqa: E402
 from scripts.reference.figures import BUCKETS, induction, up_to_1024  # noqa: E402
+from scripts.reference.lookups import answered, answered_by_window  # noqa: E402
 from scripts.reference.text import Corpus  # noqa: E402
 from scripts.reference.training import train  # noqa: E402
 from sparseattn.builtin import builtin_trace, recall_bytes  # noqa: E402
@@ -92,6 +94,16 @@ def test_without_its_retrieval_heads_it_predicts_nothing() -> None:
             weight = model.model.layers[layer].self_attn.q_proj.weight
             weight.copy_(weight.flatten()[torch.randperm(weight.numel())].view_as(weight))
     assert retrieved(model, rows=1) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["kv", "passkey"])
+def test_questions_are_answered_but_not_from_a_window(task: str) -> None:
+    """At 4,096 tokens 95 % and more of 200 questions are (model card): 4 of 12 are missed once in 2,000 times."""
+    model = reference_model()
+    assert answered(model, task, 4096, 12) > 0.7
+    for dense in (0, 1):
+        assert answered_by_window(model, task, 4096, 6, dense) < 0.2
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +187,30 @@ def test_killed_training_resumes_bitwise(tmp_path: Path) -> None:
     assert f"resuming at step {before['step']} after" in out[0]
     assert "resuming" not in out[1]
     (resumed, tensors), (fresh, expected) = state_of(killed), state_of(whole)
-    assert (resumed["step"], resumed["recipe"]) == (fresh["step"], fresh["recipe"]) == (str(stop), before["recipe"])
+    assert (resumed["step"], resumed["recipe"]) == (fresh["step"], fresh["recipe"])
+    assert resumed["step"] == str(stop)
     assert float(resumed["wall"]) > float(before["wall"])
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensors[name].view(torch.int32), tensor.view(torch.int32)), name
     assert not (killed / "export").exists()
+
+
+def test_a_state_goes_on_where_only_later_steps_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = np.random.default_rng(0).integers(256, size=4096).astype(np.uint8)
+    corpus = Corpus(text, text, files=1, held_out_files=1, digest="these")
+
+    def run() -> None:
+        settings: dict[str, Any] = {"seed": 0, "stop_at": 1, "save_every": 1, "log_every": 1}
+        train(corpus, Console(quiet=True), state=tmp_path / "state.safetensors", **settings)
+
+    run()
+    first, *rest = curriculum.LEARNING_RATES
+    monkeypatch.setattr(curriculum, "LEARNING_RATES", (first, *rest[:-1], (rest[-1][0], 1e-6)))
+    run()
+    monkeypatch.setattr(curriculum, "LEARNING_RATES", ((first[0], 1e-6), *rest))
+    with pytest.raises(SystemExit, match="is from another recipe"):
+        run()
 
 
 def test_states_that_are_refused(tmp_path: Path) -> None:

@@ -251,7 +251,15 @@ def test_unusable_files_and_templates(tmp_path: Path) -> None:
             read_prompts(path, "all", template)
 
 
-RECORD = {"task": "kv", "prompt": "p", "protocol": "question", "method": "Quest", "budget": "64", "score": 1.0}
+RECORD = {
+    "task": "kv",
+    "prompt": "p",
+    "protocol": "question",
+    "method": "Quest",
+    "budget": "64",
+    "source": "sparseattn.selectors.quest:Quest",
+    "score": 1.0,
+}
 
 
 def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
@@ -260,7 +268,7 @@ def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
     kept = first.add(RECORD)
     assert kept == {**RECORD, "settings": {"model": "m", "sink": 4}}
     again = Records(path, {"model": "m", "sink": 4})
-    assert again.found == {("kv", "p", "question", "Quest", "64"): kept}
+    assert again.found == {("kv", "p", "question", "Quest", "64", RECORD["source"]): kept}
 
 
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
@@ -271,7 +279,7 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     for size in range(len(whole) // 2 + 1, len(whole)):
         path.write_bytes(whole[:size])
         records = Records(path, {})
-        assert [key[-1] for key in records.found] == ["64"]
+        assert [one["budget"] for one in records.found.values()] == ["64"]
         records.add({**RECORD, "budget": "256"})
         assert path.read_bytes() == whole
 

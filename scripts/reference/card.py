@@ -11,11 +11,13 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.reference.curriculum import CURRICULUM, LEARNING_RATES
+from scripts.reference.curriculum import CURRICULUM, FACT_WEIGHT, GUIDED_ROWS, LEARNING_RATES
 from scripts.reference.figures import COPIES_PER_ROW, up_to_1024
+from scripts.reference.guidance import RETRIEVAL_HEADS, RETRIEVAL_LAYERS, SHIFT_HEADS
+from scripts.reference.lookups import QUESTIONS, WINDOW_QUESTIONS
 from scripts.reference.model import new_model
 from scripts.reference.text import Corpus
-from scripts.reference.training import RETRIEVAL_HEADS, RETRIEVAL_LAYERS, Spent
+from scripts.reference.training import Spent
 from sparseattn.files import write_atomic
 
 
@@ -36,6 +38,20 @@ def bucket_lines(rows: list[dict]) -> Iterator[str]:
     for row in rows:
         cells = [f"{row[key]:.1%}" for key in ("accuracy", "second", "third", "later", "matcher")]
         yield f"| {row['low']}-{row['high']} | {row['length']} | {row['tokens']} | {' | '.join(cells)} |"
+
+
+def lookup_lines(found: dict[str, dict[str, float]]) -> Iterator[str]:
+    columns = list(dict.fromkeys(column for mine in found.values() for column in mine))
+    counts = ", ".join(f"{count} of {length:,} tokens" for length, count in QUESTIONS.items())
+    yield f"Questions of `sparseattn eval` answered with full attention ({counts}; needles anywhere), and"
+    yield f"{WINDOW_QUESTIONS} of {min(QUESTIONS):,} tokens by the first 4 rows and the last 64 alone, behind 0, 1 or 2"
+    yield "dense layers:"
+    yield ""
+    yield f"| task | {' | '.join(columns)} |"
+    yield "|---|" + "---:|" * len(columns)
+    for task, mine in found.items():
+        yield f"| {task} | {' | '.join(f'{mine[column]:.1%}' if column in mine else '' for column in columns)} |"
+    yield ""
 
 
 def model_card(path: Path, figures: dict, corpus: Corpus, seed: int, spent: Spent) -> str:
@@ -73,23 +89,25 @@ def model_card(path: Path, figures: dict, corpus: Corpus, seed: int, spent: Spen
         f"The run took **{spent.wall / 60:.1f} minutes** by the clock on two CPU cores shared with other work, and",
         f"{spent.cpu / 60:.1f} minutes of processor time, which is {spent.cpu / 120:.1f} minutes of two cores.",
         "",
-        "Spans recur from random earlier places; loss on them starts at their second byte. `reach` is the largest span",
-        "of positions to which gaps in `position_ids` between spans stretch a sequence. Where `guide` is not 0, a loss",
-        "of that weight guides heads 0 to 2 of layer 0 to the bytes 1 to 3 back, and heads "
+        "Spans recur from random earlier places; loss on them starts at their second byte. Facts are texts of",
+        "`sparseattn.tasks` (records, pass keys, named numbers) with questions behind them, whose answers are",
+        f"supervised, a byte of them weighing {FACT_WEIGHT:g} times another. `reach` is the largest span of positions",
+        "to which gaps in `position_ids` stretch a sequence. A loss of weight `guide` guides heads 0 to "
+        f"{len(SHIFT_HEADS) - 1} of layer 0 to the bytes 1 to {len(SHIFT_HEADS)} back, and heads "
         f"{' and '.join(map(str, RETRIEVAL_HEADS))} of layers {' and '.join(map(str, RETRIEVAL_LAYERS))} to where the "
-        "span at hand went on before.",
+        f"span at hand went on before, at {GUIDED_ROWS} queries of a sequence or fewer.",
         "",
         "| stage | steps | sequences x tokens | reach | random, whole alphabet | random, smaller alphabet (bytes) | "
-        "text with recurring spans | plain text | guide |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "text with recurring spans | plain text | facts | guide |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for stage in CURRICULUM:
-        rest = 1 - stage.mixed - stage.text
+        rest = 1 - stage.mixed - stage.text - stage.facts
         letters = "-".join(f"{2**bound:.0f}" for bound in stage.letters)
         lines.append(
             f"| {stage.name} | {stage.steps} | {stage.rows} x {stage.length} | {stage.reach} | "
             f"{rest * (1 - stage.narrow):.0%} | {rest * stage.narrow:.0%} ({letters}) | "
-            f"{stage.mixed:.0%} | {stage.text:.0%} | {stage.guide:g} |"
+            f"{stage.mixed:.0%} | {stage.text:.0%} | {stage.facts:.0%} | {stage.guide:g} |"
         )
     lines += [
         "",
@@ -115,6 +133,7 @@ def model_card(path: Path, figures: dict, corpus: Corpus, seed: int, spent: Spen
         *bucket_lines(figures["text"]),
         "",
     ]
+    lines += lookup_lines(figures["lookups"])
     lines += [f"Held-out text, windows of {n}: {bits:.3f} bits per byte.  " for n, bits in figures["bits"].items()]
     lines += [
         "",

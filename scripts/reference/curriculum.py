@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
+from scripts.reference.facts import asked
 from scripts.reference.model import VOCABULARY
 
 
@@ -23,18 +24,22 @@ class Stage:
     letters: tuple[float, float]  # Range of the binary logarithm of a smaller alphabet's size, drawn uniformly.
     mixed: float  # Share of sequences of text with recurring spans.
     text: float  # Share of sequences of plain text.
+    facts: float  # Share of sequences that ask for facts.
     guide: float  # Weight of the loss that guides a few heads' attention (0: none).
 
 
 CURRICULUM = (
-    Stage("form", 300, 64, 64, reach=64, narrow=0.3, letters=(3, 7), mixed=0.0, text=0.2, guide=0.3),
-    Stage("stretch", 500, 32, 128, reach=16384, narrow=0.6, letters=(3, 7), mixed=0.2, text=0.2, guide=0.3),
-    Stage("crowd", 250, 8, 512, reach=16384, narrow=0.5, letters=(3, 8), mixed=0.25, text=0.2, guide=0.3),
-    Stage("settle", 120, 2, 2048, reach=16384, narrow=0.4, letters=(3, 8), mixed=0.25, text=0.2, guide=0.0),
+    Stage("form", 300, 64, 64, 64, 0.3, (3, 7), mixed=0.0, text=0.2, facts=0.0, guide=0.4),
+    Stage("stretch", 500, 32, 128, 16384, 0.6, (3, 7), mixed=0.2, text=0.2, facts=0.0, guide=0.4),
+    Stage("crowd", 450, 8, 512, 16384, 0.5, (3, 8), mixed=0.15, text=0.15, facts=0.5, guide=0.4),
+    Stage("compete", 300, 2, 2048, 16384, 0.4, (3, 8), mixed=0.1, text=0.1, facts=0.65, guide=0.3),
+    Stage("fill", 150, 1, 6144, 16384, 0.4, (3, 8), mixed=0.1, text=0.1, facts=0.65, guide=0.1),
 )
 TOTAL_STEPS = sum(stage.steps for stage in CURRICULUM)
 # Learning rates at some steps, linear between them.
-LEARNING_RATES = ((-1, 0.0), (99, 2.5e-3), (750, 2.5e-3), (TOTAL_STEPS, 1e-4))
+LEARNING_RATES = ((-1, 0.0), (99, 2.5e-3), (750, 2.5e-3), (1000, 1e-3), (1450, 1e-3), (TOTAL_STEPS, 5e-5))
+FACT_WEIGHT = 8.0  # of a byte of an answer: there are few of them
+GUIDED_ROWS = 256  # Queries of a sequence, at most, whose attention is guided.
 
 
 def learning_rate(step: int) -> float:
@@ -52,12 +57,20 @@ def stage_at(step: int) -> Stage:
 
 @dataclasses.dataclass
 class Batch:
-    """One batch; ``offset`` is a token's place in its copy (0 outside copies), ``supervised`` where loss counts."""
+    """One batch of B sequences of T tokens.
+
+    Args:
+        tokens, positions: ``[B,T]``.
+        offset: a token's place in its copy, 0 outside copies.
+        weight: how much a token counts in the loss, 0 for not at all.
+        guided: ``[B,R]``, the queries whose attention is guided, those that a copy goes on behind before others.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     offset: torch.Tensor
-    supervised: torch.Tensor
+    weight: torch.Tensor
+    guided: torch.Tensor
 
 
 class RowMaker:
@@ -89,9 +102,30 @@ class RowMaker:
 
     def text_row(self) -> tuple[np.ndarray, ...]:
         length = self.stage.length
-        supervised: np.ndarray = np.ones(length, dtype=bool)
-        supervised[0] = False
-        return self.window(length), np.arange(length), np.zeros(length, dtype=np.int64), supervised
+        weight: np.ndarray = np.ones(length, dtype=np.float32)
+        weight[0] = 0
+        return self.window(length), np.arange(length), np.zeros(length, dtype=np.int64), weight
+
+    def facts_row(self) -> tuple[np.ndarray, ...]:
+        """Return text that ends with questions about itself; their answers are supervised."""
+        length = self.stage.length
+        room = int(self.rng.integers(400, length)) if self.rng.random() < 0.4 else length
+        found = asked(self.rng, room - 50)  # names of several lengths may add some bytes
+        low = length - len(found.text)
+        tokens = np.concatenate([self.window(low), np.frombuffer(found.text, dtype=np.uint8)])
+        offset: np.ndarray = np.zeros(length, dtype=np.int64)
+        weight: np.ndarray = np.zeros(length, dtype=np.float32)
+        for start, answer, end in found.answers:
+            offset[low + start : low + end] = np.arange(end - start)
+            weight[low + answer : low + end] = FACT_WEIGHT
+        gaps = self.rng.random() if self.rng.random() < 0.7 else 0.0
+        joints = [low + joint for joint in (0, *found.joints) if self.rng.random() < gaps and low + joint]
+        return tokens, np.arange(length) + self._gaps(joints), offset, weight
+
+    def guided(self, offset: np.ndarray) -> np.ndarray:
+        """Return the queries of a sequence whose attention is guided, in no order."""
+        behind: np.ndarray = np.append(offset[1:] > 0, False)
+        return np.argsort(self.rng.random(len(offset)) - behind)[:GUIDED_ROWS]
 
     def _fresh(self, alphabet: np.ndarray, text: bool) -> tuple[np.ndarray, bool]:
         """Return a new span and whether it is text, which is supervised (nothing predicts random bytes)."""
@@ -103,7 +137,7 @@ class RowMaker:
         rng, length = self.rng, self.stage.length
         tokens: np.ndarray = np.zeros(length, dtype=np.uint8)
         offset: np.ndarray = np.zeros(length, dtype=np.int64)
-        supervised: np.ndarray = np.zeros(length, dtype=bool)
+        weight: np.ndarray = np.zeros(length, dtype=np.float32)
         # Where the stretch without gaps that a token lies in ends.
         run_end: np.ndarray = np.zeros(length, dtype=np.int64)
         joints: list[int] = []
@@ -125,14 +159,14 @@ class RowMaker:
             if size >= 3:
                 tokens[at : at + size] = tokens[start : start + size]
                 offset[at : at + size] = np.arange(size)
-                supervised[at + 1 : at + size] = True
+                weight[at + 1 : at + size] = 1
             else:
                 span, is_text = self._fresh(alphabet, text)
                 size = min(len(span), length - at)
                 tokens[at : at + size] = span[:size]
-                supervised[at + 1 : at + size] = is_text
+                weight[at + 1 : at + size] = is_text
             at += size
-        return tokens, np.arange(length) + self._gaps(joints), offset, supervised
+        return tokens, np.arange(length) + self._gaps(joints), offset, weight
 
     def _gaps(self, joints: list[int]) -> np.ndarray:
         """Return what to add to positions: the sequence's surplus of positions, shared at random among its joints."""
@@ -156,7 +190,10 @@ def make_batch(seed: int, step: int, stage: Stage, text: np.ndarray) -> Batch:
             rows.append(maker.text_row())
         elif draw < stage.text + stage.mixed:
             rows.append(maker.mixed_row())
+        elif draw < stage.text + stage.mixed + stage.facts:
+            rows.append(maker.facts_row())
         else:
             rows.append(maker.random_row())
-    tokens, positions, offset, supervised = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
-    return Batch(tokens.long(), positions, offset, supervised)
+    tokens, positions, offset, weight = (np.stack(column) for column in zip(*rows, strict=True))
+    guided = np.stack([maker.guided(row) for row in offset])
+    return Batch(*map(torch.from_numpy, (tokens.astype(np.int64), positions, offset, weight, guided)))

@@ -1,4 +1,4 @@
-"""What the exported weights can do: accuracy on recurring spans by distance, text, and where attention looks."""
+"""What the exported weights can do: recurring spans by distance, text, questions, and where attention looks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from transformers import LlamaForCausalLM
 
 from scripts.reference.curriculum import RowMaker, Stage
+from scripts.reference.lookups import lookups
 from scripts.reference.model import VOCABULARY
 from scripts.reference.text import Corpus
 
@@ -173,7 +174,7 @@ def attention_shares(
 
 def recurring_spans(rng: np.random.Generator, length: int) -> np.ndarray:
     """Return random bytes in which spans of 6 to 20 recur from random earlier places, as in training."""
-    stage = Stage("evaluation", 1, 1, length, reach=length, narrow=0.0, letters=(8, 8), mixed=0.0, text=0.0, guide=0.0)
+    stage = Stage("evaluation", 1, 1, length, length, 0.0, (8, 8), mixed=0, text=0, facts=0, guide=0)
     return RowMaker(rng, stage, np.zeros(1, dtype=np.uint8)).random_row()[0]
 
 
@@ -187,6 +188,7 @@ def evaluate(path: Path, corpus: Corpus, seed: int, quick: bool) -> dict:
         "bits": {str(n): bits_per_byte(model, corpus.held_out, n, 16384 * 8 // n) for n in (1024, 8192)},
     }
     if not quick:
+        figures["lookups"] = lookups(model)
         rng = np.random.default_rng(seed)
         start = int(rng.integers(len(corpus.held_out) - 4096))
         figures["attention"] = {
@@ -215,6 +217,9 @@ def print_figures(figures: dict, console: Console) -> None:
         console.print(f"distances up to 1,024: {up_to_1024(figures[kind]):.1%} of second and later bytes")
     for length, bits in figures["bits"].items():
         console.print(f"held-out text, windows of {length}: {bits:.3f} bits per byte")
+    for task, answered in figures.get("lookups", {}).items():
+        shares_answered = ", ".join(f"{share:.1%} ({setting})" for setting, share in answered.items())
+        console.print(f"{task} answered: {shares_answered}", soft_wrap=True)
     for kind, shares in figures.get("attention", {}).items():
         console.print(
             f"attention more than 64 tokens back / on the 64 heaviest keys, context of 4,096, {kind}:", soft_wrap=True

@@ -1,12 +1,15 @@
-"""Training: one step, the loss that guides attention, and a state on disk that a run resumes from."""
+"""Training: one step, and a state on disk that a run resumes from."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,63 +21,27 @@ from safetensors.torch import save
 from transformers import LlamaForCausalLM
 
 from scripts.reference.curriculum import (
-    CURRICULUM,
-    LEARNING_RATES,
+    FACT_WEIGHT,
+    GUIDED_ROWS,
     TOTAL_STEPS,
     Batch,
+    Stage,
     learning_rate,
     make_batch,
     stage_at,
 )
+from scripts.reference.guidance import GUIDED_LAYERS, RETRIEVAL_HEADS, SHIFT_HEADS, AttentionInputs, guidance
 from scripts.reference.model import new_model
 from scripts.reference.text import Corpus
 from sparseattn.files import write_atomic
 
-# Heads of layer 0 guided to the byte 1, 2 and 3 back; heads of later layers guided to where a span at hand went on
-# before, one to a key-value head.
-SHIFT_HEADS = {0: 1, 1: 2, 2: 3}
-RETRIEVAL_LAYERS = (1, 2)
-RETRIEVAL_HEADS = (0, 4)
-
-
-def guidance(weights: list[torch.Tensor], batch: Batch) -> torch.Tensor:
-    """Return minus the log of the attention that guided heads give to where they should look, averaged.
-
-    ``weights`` are the attention weights of layers 0 to the last of ``RETRIEVAL_LAYERS``. Without guidance a head that
-    matches one byte formed after 900 steps, and one that matches several had not after 2,100.
-    """
-    tokens, positions = batch.tokens, batch.positions
-    losses = []
-    for head, shift in SHIFT_HEADS.items():
-        there = weights[0][:, head].diagonal(-shift, 1, 2)
-        adjacent = positions[:, shift:] - positions[:, :-shift] == shift
-        losses.append(-there[adjacent].float().clamp_min(1e-9).log().mean())
-    # same[b, t, k]: the bytes t and k are equal; match: so are the last bytes up to t and up to k - 1, as many as the
-    # copy has so far, 4 at most. The next byte must agree as well, so that no wrong continuation is rewarded.
-    same = tokens[:, :, None] == tokens[:, None, :]
-    going_on = torch.zeros_like(tokens, dtype=torch.bool)
-    going_on[:, :-1] = batch.offset[:, 1:] > 0
-    match = going_on[:, :, None] & (positions[:, :, None] > positions[:, None, :])
-    match[:, :-1] &= same[:, 1:]
-    for back in range(4):
-        agree = torch.zeros_like(same)
-        agree[:, back:, back + 1 :] = same[:, : same.shape[1] - back, : -back - 1]
-        match &= agree | (batch.offset < back)[:, :, None]
-    for layer in RETRIEVAL_LAYERS:
-        for head in RETRIEVAL_HEADS:
-            there = (weights[layer][:, head].float() * match).sum(-1)[match.any(-1)]
-            losses.append(-there.clamp_min(1e-9).log().mean())
-    return torch.stack([loss for loss in losses if loss.isfinite()]).mean()
-
 
 def train_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch, guide: float
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch, stage: Stage
 ) -> tuple[float, float]:
     """Take one step; return the loss in bits per supervised byte and the accuracy on copies' second and later bytes."""
-    weights: list[torch.Tensor] = []
-    layers = model.model.layers[: max(RETRIEVAL_LAYERS) + 1] if guide else ()
-    hooks = [layer.self_attn.register_forward_hook(lambda *call: weights.append(call[2][1])) for layer in layers]
-    with torch.autocast("cpu", torch.bfloat16):
+    inputs = AttentionInputs(model, GUIDED_LAYERS) if stage.guide else None
+    with torch.autocast("cpu", torch.bfloat16), inputs or contextlib.nullcontext():
         # Without an attention mask transformers takes a jump in position_ids for the start of another, packed sequence
         # and stops attention there; a mask of ones makes it leave the gaps alone.
         hidden = model.model(
@@ -83,13 +50,13 @@ def train_step(
             attention_mask=torch.ones_like(batch.tokens),
             use_cache=False,
         ).last_hidden_state
-        chosen = batch.supervised[:, 1:]
+        chosen = batch.weight[:, 1:] > 0
         logits = model.lm_head(hidden[:, :-1][chosen]).float()
+        guided = guidance(inputs, batch) if inputs else 0.0
     targets = batch.tokens[:, 1:][chosen]
-    loss = torch.nn.functional.cross_entropy(logits, targets)
-    for hook in hooks:
-        hook.remove()
-    (loss + guide * guidance(weights, batch) if guide else loss).backward()
+    weight = batch.weight[:, 1:][chosen]
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none") @ (weight / weight.sum())
+    (loss + stage.guide * guided).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -102,14 +69,16 @@ def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
 
 
-def fingerprint(seed: int, corpus: Corpus) -> str:
-    """Return a digest of all that determines a run, so that a state is never resumed under another recipe."""
+def fingerprint(seed: int, corpus: Corpus, steps: int) -> str:
+    """Return a digest of all that determines a run up to a step.
+
+    So a state is never resumed under another recipe, but stages behind it may change.
+    """
     recipe = [
         seed,
         corpus.digest,
-        [dataclasses.astuple(stage) for stage in CURRICULUM],
-        LEARNING_RATES,
-        [list(SHIFT_HEADS.items()), RETRIEVAL_LAYERS, RETRIEVAL_HEADS],
+        [(learning_rate(step), dataclasses.replace(stage_at(step), steps=0)) for step in range(steps)],
+        [len(SHIFT_HEADS), GUIDED_LAYERS, RETRIEVAL_HEADS, GUIDED_ROWS, FACT_WEIGHT],
         new_model(seed).config.to_dict(),
     ]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()
@@ -145,7 +114,9 @@ def save_state(
     write_atomic(path, save(tensors, metadata))
 
 
-def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, recipe: str) -> tuple[int, Spent]:
+def load_state(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, recipe: Callable[[int], str]
+) -> tuple[int, Spent]:
     """Restore what ``save_state`` wrote; return the steps done and the time they took."""
     remedy = "remove it or give another --work-dir"
     try:
@@ -153,9 +124,9 @@ def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW
             metadata = file.metadata() or {}
             if "recipe" not in metadata:
                 raise SystemExit(f"{path} is not a state of this training; {remedy}")
-            if metadata["recipe"] != recipe:
-                raise SystemExit(f"{path} is from another recipe, seed or corpus; {remedy}")
             step = int(metadata["step"])
+            if step > TOTAL_STEPS or metadata["recipe"] != recipe(step):
+                raise SystemExit(f"{path} is from another recipe, seed or corpus; {remedy}")
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(file.get_tensor(f"weight/{name}"))
@@ -173,7 +144,7 @@ def train(
     corpus: Corpus, console: Console, *, seed: int, state: Path, stop_at: int | None, save_every: int, log_every: int
 ) -> tuple[LlamaForCausalLM, Spent]:
     """Train to the end of the curriculum or to ``stop_at``, from the file ``state`` if there; return model and time."""
-    recipe = fingerprint(seed, corpus)
+    recipe = functools.partial(fingerprint, seed, corpus)
     model = new_model(seed)
     optimizer = new_optimizer(model)
     step, before = load_state(state, model, optimizer, recipe) if state.exists() else (0, Spent())
@@ -188,11 +159,11 @@ def train(
         accuracies: list[float] = []
         while step < last:
             stage = stage_at(step)
-            # Only eager attention gives its weights away.
-            model.set_attn_implementation("eager" if stage.guide else "sdpa")
+            # The backward pass of sdpa takes twice as long as that of plain matmuls at 64 tokens on a CPU.
+            model.set_attn_implementation("eager" if stage.length <= 128 else "sdpa")
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step)
-            loss, accuracy = train_step(model, optimizer, make_batch(seed, step, stage, corpus.train), stage.guide)
+            loss, accuracy = train_step(model, optimizer, make_batch(seed, step, stage, corpus.train), stage)
             losses.append(loss)
             accuracies.append(accuracy)
             step += 1
@@ -206,5 +177,5 @@ def train(
                 losses.clear()
                 accuracies.clear()
             if step % save_every == 0 or step == last:
-                save_state(state, model, optimizer, step, Spent.now().since(started, before), recipe)
+                save_state(state, model, optimizer, step, Spent.now().since(started, before), recipe(step))
     return model, Spent.now().since(started, before)

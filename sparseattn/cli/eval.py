@@ -246,8 +246,9 @@ def _methods(specs: Sequence[str], text: str, counts: Sequence[int]) -> list[Met
     methods = [Method()]
     labels: dict[str, str] = {}
     for one in map(make_selector, specs):
-        if labels.setdefault(one.label(), repr(one)) != repr(one):
-            raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {one!r}")
+        what = f"{one!r} of {one.source()}"
+        if labels.setdefault(one.label(), what) != what:
+            raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
         for budget in asked if one.uses_budget else [None]:
             budget_rows(budget, counts[0], one.span, repr(one))
             methods.append(Method(one, budget, budget_label(budget) if one.uses_budget else None))

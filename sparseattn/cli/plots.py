@@ -211,7 +211,8 @@ def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             for depth in depths
         ]
         axis.imshow(cells, norm=scale, cmap="cividis", aspect="auto")
-        axis.set_title(row[0] if row[1] is None else f"{row[0]}, {row[1]}", fontsize=8)
+        name = row[0].replace("(", "\n(", 1)  # a panel is narrow
+        axis.set_title(name if row[1] is None else f"{name}, {row[1]}", fontsize=8)
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=45)
         axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
     for axis in axes[:, 0]:

@@ -250,7 +250,7 @@ class SparseCache(Cache):
             raise ModelError(
                 "call the model with input_ids= or inputs_embeds= by name, which tell how many tokens come"
             )
-        if inputs.get("output_attentions"):
+        if inputs.get("output_attentions", getattr(self.model.config, "output_attentions", False)):
             raise ModelError("sparse attention has no weights to put out: output_attentions is for the model restored")
         batch, new = ids.shape[:2]
         held = self._held()

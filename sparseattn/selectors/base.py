@@ -157,6 +157,10 @@ class Selector(ABC):
         names = [name for name in inspect.signature(type(self)).parameters if name != self.knob]
         return {name: getattr(self, name) for name in names}
 
+    def source(self) -> str:
+        """The class with its module and, where it reads a file, its hash: with `repr`, what results depend on."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
     def label(self, *, knob: bool = True) -> str:
         """The class and the arguments that are not as by default, the `knob` among them or not."""
         changed = [

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2502.08246
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import weakref
 from abc import abstractmethod
 from typing import Any
@@ -111,6 +112,9 @@ class Partitioned(Selector):
         partition = self.trained().layers.get(self.layer)
         centroids = {} if partition is None else {"centroids": partition.centroids}
         return {**super().index_arguments(), "centroids": tensors_hash(centroids)}
+
+    def source(self) -> str:
+        return f"{super().source()} {hashlib.sha256(locate(self.artefact).read_bytes()).hexdigest()[:16]}"
 
     def reset(self) -> None:
         super().reset()

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 Key: TypeAlias = "tuple[Any, ...]"
 
-KEY = ("task", "prompt", "protocol", "method", "budget")  # what tells one record of a file from another
+KEY = ("task", "prompt", "protocol", "method", "budget", "source")  # what tells one record of a file from another
 
 
 def key_of(record: Mapping[str, Any]) -> Key:

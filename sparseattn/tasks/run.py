@@ -10,6 +10,7 @@ Perplexity has one protocol, "forced": the last tokens of a text go through the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import time
@@ -50,6 +51,11 @@ class Method:
     @property
     def label(self) -> str:
         return FULL if self.selector is None else self.selector.label()
+
+    @functools.cached_property
+    def source(self) -> str | None:
+        """What tells methods of one label apart: the selector's class and a hash of what it read."""
+        return None if self.selector is None else self.selector.source()
 
 
 class Session(Protocol):
@@ -150,7 +156,9 @@ class Prompt:
         """The keys of its records, in the order in which `measure` makes them."""
         name = (self.facts["task"], self.hash)
         return [
-            (*name, protocol, method.label, method.written) for protocol in self.protocols(asked) for method in methods
+            (*name, protocol, method.label, method.written, method.source)
+            for protocol in self.protocols(asked)
+            for method in methods
         ]
 
 
@@ -204,6 +212,8 @@ def measure(
                     **session.facts(),
                     **{name: round(seconds, 4) for name, seconds in times.items()},
                 }
+                del session  # before another one copies the keys and values
+            del indexed
 
 
 def _answer(
