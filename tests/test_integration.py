@@ -408,7 +408,7 @@ def test_a_failed_pass_does_not_leak_into_the_next(llama: Any) -> None:
     )
 
 
-def test_what_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(llama: Any) -> None:
     for arguments, words in (
         ({"selector": 3}, "got 3"),
         ({"budget": 0}, "layer 0: a budget is at least 1 row"),
@@ -433,10 +433,9 @@ def test_what_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         llama(prompt(), past_key_values=cache, attention_mask=torch.zeros(1, 1, 60, 60))
     with pytest.raises(ModelError, match="no weights to put out"):
         generate(llama, cache, {"input_ids": prompt()}, output_attentions=True)
-    monkeypatch.setattr(llama.config, "output_attentions", True)
+    weighing = other("Llama", attn_implementation="eager", output_attentions=True)
     with pytest.raises(ModelError, match="no weights to put out"), torch.no_grad():
-        llama(prompt(), past_key_values=cache)
-    monkeypatch.undo()
+        weighing(prompt(), past_key_values=SparseCache(weighing, "exact"))
     with pytest.raises(ValueError, match="cache_implementation"):
         generate(llama, cache, {"input_ids": prompt()}, cache_implementation="static")
 
