@@ -463,7 +463,7 @@ def _page_scores(up, down, low, low_steps, high, high_steps, real, real_step, ea
 def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str) -> Tensor:
     """As `sparseattn.kernels.scoring.page_scores`, for `group` "sum", "max" and "each"."""
     batch, heads, served, size = query.shape
-    asked = query.float() / size**0.5
+    asked = query.float().contiguous() / size**0.5  # compiled code takes one layout
     up, down = asked.clamp(min=0), asked.clamp(max=0)
     if group == "sum":  # the bound is linear in both parts
         up, down = up.sum(2, keepdim=True), down.sum(2, keepdim=True)
