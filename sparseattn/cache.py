@@ -269,18 +269,18 @@ class KVCache:
     def _store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None) -> None:
         """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on."""
         zones, (batch, _, new, _), device = self._zones, keys.shape, keys.device
-        counts, first, count = [new] * batch, zones.behind(new), torch.tensor(zones.count)[:, None]
+        counts, first, place, number = [new] * batch, zones.behind(new), None, None
         if at is None:
-            at, following = torch.tensor(zones.next)[:, None] + torch.arange(new), [next + new for next in zones.next]
+            at = torch.tensor(zones.next)[:, None]
+            at, following = at + torch.arange(new) if new != 1 else at, [next + new for next in zones.next]
         else:
             counts = (at >= 0).sum(1).tolist()
             newest = at.amax(1).tolist() if new else [-1] * batch
             following = [max(held, last + 1) for held, last in zip(zones.next, newest, strict=True)]
             first = first if min(counts) == new else None
-        number = None
-        if first is None or queries is not None:
-            number = count + torch.cumsum(at >= 0, 1) - 1  # [B,n] of each real row in its sequence
-        place = zones.place(number) if number is not None and first is None else None
+        if first is None or (queries is not None and self._queries.share):
+            number = torch.tensor(zones.count)[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] in its sequence
+            place = zones.place(number) if first is None else None
         zones.add(counts, following)
         stored = ((self._keys, keys, 2), (self._values, values, 2), (self._positions, at, 1))
         end = max(zones.end)
@@ -318,7 +318,11 @@ class KVCache:
         elif self._bounds is not None:
             parts = (self._bounds.sink, self._bounds.sealed, self._bounds.rows, self._newest)
             for part, numbers, before in zip(parts, told, self._told, strict=True):
-                if numbers != before:
+                if numbers == before:
+                    continue
+                if len(set(numbers)) == 1:
+                    part.fill_(numbers[0])
+                else:
                     part.copy_(torch.tensor(numbers, dtype=part.dtype), non_blocking=True)
         self._told = told
         storage = self._sealed_keys.full if zones.apart else self._keys.full

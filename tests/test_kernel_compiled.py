@@ -139,6 +139,16 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, serve
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=bound)
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_page_scores_take_queries_in_the_order_of_a_model(group: str) -> None:
+    """`[B,n,H,D]` seen as `[B,H,G,D]`, which torch's arithmetic leaves as it lies."""
+    query = torch.randn(2, 4, 3, 16).transpose(1, 2)
+    low, high = torch.randn(2, 2, 3, 9, 16).sort(0).values
+    real = torch.ones(2, 9, dtype=torch.bool)
+    got, expected = (scoring.page_scores(query, low, high, real, group, impl=impl) for impl in ("numba", "torch"))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("impl", ["torch", "numba"])
 @pytest.mark.parametrize("kind", ["random", "ties", "few", "none", "signs"])
 @pytest.mark.parametrize("count", [0, 1, 37, 4000])
