@@ -131,13 +131,15 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     shape, device = inputs.shape, inputs.shape.device
     selector = method.selector(inputs, artefact)
     room = shape.rows + (options.cycles + 1) * options.seal + selector.span
+    on_gpu = torch.device(device).type != "cpu"
     cache = KVCache(
         selector,
         sink=method.sink,
         window=method.window,
         seal=options.seal,
         capacity=room,
-        sealed_device="cpu" if selector.host and torch.device(device).type != "cpu" else None,
+        fixed=on_gpu and type(selector).fix is not Selector.fix,  # one graph while the context grows
+        sealed_device="cpu" if selector.host and on_gpu else None,
     )
     store = Clock(0.0, 0.0)
     for start, stop in inputs.chunks():
@@ -463,6 +465,7 @@ class Bench:
             "window": method.window,
             "budget": method.budget,
             "span": cache.selector.span,
+            "fixed": cache.fixed,
             "sealed_device": None if cache.sealed_device is None else str(cache.sealed_device),
             **result,
             "prefill_seconds": {"store": made.store.as_dict(), "index": made.index.as_dict()},

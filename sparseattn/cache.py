@@ -41,6 +41,10 @@ class KVCache:
         rollback: newest rows beyond the window kept unsealed so that `crop` can drop them (speculative decoding).
         capacity: rows to allocate at once, with `sealed_device` there; 0 grows by half when full, which copies what is
             stored: at the first seal after a prefill, where there is no capacity for more.
+        fixed: `capacity` rows are all there will be, and what a step reads keeps its address and shape, the selector's
+            index too: a CUDA graph of `decode`, captured once rows are sealed, stays right while tokens are appended
+            and sealed (`seal`) between its replays, and after `reset` with a batch of the same shape. A share as
+            budget is then of the context at the capture.
         sealed_device: "cpu" keeps sealed rows in host memory (pinned where there is CUDA), where the selector then
             lives and searches: device memory holds sink and recent rows and does not grow with the context
             (RetrievalAttention, https://arxiv.org/abs/2409.10516). Call `seal` after each layer's prefill, so that one
@@ -50,7 +54,8 @@ class KVCache:
 
     Raises:
         ValueError: a negative size, `seal` below the selector's span, a `queries_share` that is no share, a
-            `sealed_device` other than host memory, or `indexes` that cannot be a folder.
+            `sealed_device` other than host memory, `indexes` that cannot be a folder, or `fixed` without a capacity
+            for more than the sink, with a `sealed_device`, or with a selector whose step the host takes part in.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -64,6 +69,7 @@ class KVCache:
         seal: int = 1024,
         rollback: int = 0,
         capacity: int = 0,
+        fixed: bool = False,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -77,7 +83,7 @@ class KVCache:
             raise ValueError(f"seal is at least the span of {selector!r}, {selector.span} rows, got {seal}")
         self.selector = selector
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
-        self.sealed_device = checks.sealed_device(sealed_device)
+        self.sealed_device, self.fixed = checks.sealed_device(sealed_device), fixed
         self.indexes = None if indexes is None else usable_folder(indexes)
         near = capacity
         if self.sealed_device is not None:
@@ -88,18 +94,35 @@ class KVCache:
         self._sealed_real = RowBuffer(2, capacity)  # [B,H,N] bool, where the sealed rows lie: not padding
         self._positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
         self._queries = Queries(checks.share(selector))
+        # What steps on the device read, updated in place: [B] each.
+        self._bounds: Bounds | None = None
+        self._newest = torch.zeros(0, dtype=torch.int64)
+        self._told: tuple[list[int], ...] = ()  # what these hold
+        if fixed:
+            self._fix(capacity)
         self._forget()
+
+    def _fix(self, capacity: int) -> None:
+        span = self.selector.span
+        if self.sealed_device is not None or capacity < self.sink + span:
+            apart = "" if self.sealed_device is None else f' and sealed_device="{self.sealed_device}"'
+            raise ValueError(
+                f"fixed=True takes a capacity for the sink and a span, {self.sink + span} rows or more, all on one "
+                f"device; got capacity={capacity}{apart}"
+            )
+        self.selector.fix((capacity - self.sink) // span * span, self.seal_rows // span * span)
+        for buffer in (self._keys, self._values, self._positions):
+            buffer.fix(capacity)
+        self._capacity = capacity
 
     def _forget(self) -> None:
         self._zones = Zones(0, self.sink, self.sealed_device is not None)
         self._decoded = False
         self._broken = False
         self.latest: Selection | None = None  # the last answer of `search`
-        # What steps on the device read, updated in place: [B] each.
-        self._bounds: Bounds | None = None
-        self._newest = torch.zeros(0, dtype=torch.int64)
-        self._told: tuple[list[int], ...] = ()  # what these hold
         self._shown: Tensor | None = None  # the storage of which the selector has a view
+        if not self.fixed:
+            self._bounds = None
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
@@ -135,7 +158,7 @@ class KVCache:
 
     @property
     def sealed_keys(self) -> Tensor:
-        """`[B,H,N,D]`, a view: the sealed rows in stored order, where they lie; `Selector.stored` is the same."""
+        """`[B,H,N,D]`, a view: the sealed rows in stored order, where they lie."""
         self._require_rows()
         return self._sealed_part(self._keys, self._sealed_keys)
 
@@ -214,7 +237,7 @@ class KVCache:
         Raises:
             ValueError: shapes, dtypes or devices that do not fit what is stored; NaN or infinite keys, values or
                 queries (on a GPU, single rows are checked when they are sealed, not at every step); missing queries; a
-                selector that serves another cache. Nothing is stored then.
+                selector that serves another cache; more rows than a `fixed` cache has. Nothing is stored then.
         """
         first = self.batch == 0
         if first:
@@ -222,12 +245,15 @@ class KVCache:
             checks.reachable(self.selector, keys.device, self.sealed_device)
         else:
             self._require_rows()
-        checks.rows(keys, values, None if first else self._keys.full)
+        checks.rows(keys, values, self._keys.full if self._keys.allocated else None)
         batch, _, new, _ = keys.shape
         if self._queries.share:
             checks.queries(queries, keys, self.selector, None if first else self._queries.full)
         zones = Zones(batch, self.sink, self._zones.apart) if first else self._zones
         at = None if positions is None else checks.positions(positions, batch, new, zones.next)
+        if self.fixed:
+            counts = [new] * batch if at is None else (at >= 0).sum(1).tolist()
+            checks.room(zones, counts, self._capacity)
         self._zones = zones
         if first and zones.apart:
             for apart in (self._sealed_keys, self._sealed_values):
@@ -326,8 +352,10 @@ class KVCache:
                     part.copy_(torch.tensor(numbers, dtype=part.dtype), non_blocking=True)
         self._told = told
         storage = self._sealed_keys.full if zones.apart else self._keys.full
-        if self.selector.stored is None or self._shown is not storage or self.selector.stored.shape[2] != zones.zone:
-            self.selector.stored, self._shown = self._sealed_part(self._keys, self._sealed_keys), storage
+        stored, places = self.selector.stored, storage.shape[2] - self.sink if self.fixed else zones.zone
+        if stored is None or self._shown is not storage or stored.shape[2] != places:
+            part = storage[:, :, self.sink :] if self.fixed else self._sealed_part(self._keys, self._sealed_keys)
+            self.selector.stored, self._shown = part, storage
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -338,8 +366,7 @@ class KVCache:
         selector raises, the cache is void until `reset`.
         """
         self._require_rows()
-        span = self.selector.span
-        each = self._zones.due(self.window + self.rollback, self.seal_rows if self._decoded else 1, span)
+        each = self._due()
         self._decoded = True
         if max(each) == 0:
             return
@@ -451,13 +478,27 @@ class KVCache:
         checks.query(query, self._keys.full)
         if not query.is_cuda:
             checks.finite(query=query)
+        elif torch.cuda.is_current_stream_capturing():
+            self._require_sealed()
         if self._queries.share:
             checks.group(query, self._queries.full)
-        context = max(self._zones.count)
+        context = self._capacity if self.fixed and budget is None else max(self._zones.count)
         rows = budget_rows(budget, context, self.selector.span, self.selector)
         self.seal()
-        # More rows than there are change nothing but the number of slots.
-        return min(rows, max(context, self.selector.span))
+        # More rows than there are, or can be, change nothing but the number of slots.
+        return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
+
+    def _require_sealed(self) -> None:
+        """RuntimeError where a CUDA graph of a step, captured now, would be of no use."""
+        if max(self._due()):
+            raise RuntimeError("rows are to be sealed, which no CUDA graph can hold: seal() before the capture")
+        if self.fixed and not self._zones.zone:
+            raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
+
+    def _due(self) -> list[int]:
+        """Rows of each sequence that `seal` would seal now."""
+        least = self.seal_rows if self._decoded else 1
+        return self._zones.due(self.window + self.rollback, least, self.selector.span)
 
     def search(self, query: Tensor, rows: int) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows."""
@@ -513,12 +554,12 @@ class KVCache:
         for name in self._BUFFERS:
             setattr(twin, name, getattr(self, name).clone())
         twin._bounds = None
-        if self._bounds is not None:
+        if self.batch:
             twin._publish()
         return twin
 
     def reset(self) -> None:
-        """Forgets every row, the selector's too, and frees the storage; the configuration stays."""
+        """Forgets every row, the selector's too, and frees the storage unless it is fixed; the configuration stays."""
         for buffer in self._buffers():
             buffer.reset()
         self.selector.reset()
@@ -536,7 +577,7 @@ class KVCache:
         if self.sealed_device is None:
             self.selector.to(device)
             self._sealed_real.to(device)
-        if self._bounds is not None:
+        if self.batch:
             self._publish()
         return self
 

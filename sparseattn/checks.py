@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.base import Selector
+from sparseattn.zones import Zones
 
 
 def unused(selector: Selector) -> None:
@@ -53,6 +55,17 @@ def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
             )
     if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
         finite(keys=keys, values=values)
+
+
+def room(zones: Zones, more: Sequence[int], capacity: int) -> None:
+    """`more` rows of each sequence fit in fixed storage; else ValueError."""
+    after = copy.copy(zones)
+    after.add(more, zones.next)
+    if max(after.end) > capacity:
+        raise ValueError(
+            f"this cache is fixed at {capacity} rows a sequence: {list(more)} more behind {zones.end} do not fit; give "
+            f"KVCache a larger capacity"
+        )
 
 
 def queries(given: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:

@@ -49,19 +49,37 @@ class State(ABC):
 class RowBuffer(State):
     """A tensor whose dimension `dim` grows; dimension 0 is the batch.
 
-    `rows` counts the filled part; storage beyond it is unspecified.
+    `rows` counts the filled part; storage beyond it is unspecified, or `spare` once the buffer is fixed (`fix`).
 
     Args:
         dim: the growing dimension, 1 or more, counted from the front.
         capacity: rows to allocate at the first append; 0 lets the size follow the data.
         pinned: page-lock storage in host memory where there is a CUDA device, whose copies are then direct.
+        spare: what rows of a fixed buffer hold that are not filled; None: unspecified.
     """
 
-    def __init__(self, dim: int, capacity: int = 0, pinned: bool = False) -> None:
+    def __init__(self, dim: int, capacity: int = 0, pinned: bool = False, spare: float | None = None) -> None:
         if dim < 1:
             raise ValueError(f"a row buffer grows along dimension 1 or later (0 is the batch), got {dim}")
-        self.dim, self.capacity, self.pinned, self.rows = dim, capacity, pinned, 0
+        self.dim, self.capacity, self.pinned, self.spare, self.rows = dim, capacity, pinned, spare, 0
+        self.room: int | None = None  # rows of a fixed buffer
         self._data: Tensor | None = None
+
+    def fix(self, capacity: int = 0) -> None:
+        """Allocates `capacity` rows at the first append (0: as many as that brings) and never again, so that addresses
+        stay as a CUDA graph has recorded them: through `take` and `reset` too.
+
+        Raises:
+            RuntimeError: rows are stored already.
+        """
+        if self._data is not None:
+            raise RuntimeError("storage is fixed before the first row is appended")
+        self.room = capacity
+
+    @property
+    def allocated(self) -> bool:
+        """Whether there is storage: with the first row, and in a fixed buffer after a `reset`."""
+        return self._data is not None
 
     @property
     def full(self) -> Tensor:
@@ -75,13 +93,23 @@ class RowBuffer(State):
         """The filled rows, a view."""
         return self.full.narrow(self.dim, 0, self.rows)
 
+    @property
+    def visible(self) -> Tensor:
+        """What a decode step reads, a view: the filled rows, or all of a fixed buffer's, whose shape stays."""
+        return self.data if self.room is None else self.full
+
     def resize(self, rows: int, like: Tensor) -> None:
         """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
 
         `like` gives the other sizes, dtype and device where there is no storage.
+
+        Raises:
+            ValueError: more rows than a fixed buffer has.
         """
         held = 0 if self._data is None else self._data.shape[self.dim]
-        if self._data is None or rows > held:
+        if self.room is not None:
+            self._fill_to(rows, self.room or rows, like)
+        elif self._data is None or rows > held:
             # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
             shape = list(like.shape)
             shape[self.dim] = max(self.capacity, held + held // 2, rows + 64)
@@ -90,6 +118,22 @@ class RowBuffer(State):
                 grown.narrow(self.dim, 0, self.rows).copy_(self.data)
             self._data = grown
         self.rows = rows
+
+    def _fill_to(self, rows: int, room: int, like: Tensor) -> None:
+        if self._data is None:
+            shape = list(like.shape)
+            shape[self.dim] = room
+            self._data = self._empty(shape, like)
+            self._clear(0)
+        elif rows < self.rows:
+            self._clear(rows)
+        if rows > self._data.shape[self.dim]:
+            raise ValueError(f"storage is fixed at {self._data.shape[self.dim]} rows, and {rows} are to be stored")
+
+    def _clear(self, first: int) -> None:
+        """Makes the rows from `first` on spare ones."""
+        if self._data is not None and self.spare is not None:
+            self._data.narrow(self.dim, first, self._data.shape[self.dim] - first).fill_(self.spare)
 
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         lock = self.pinned and like.device.type == "cpu" and torch.cuda.is_available()
@@ -102,26 +146,36 @@ class RowBuffer(State):
         self.full.narrow(self.dim, first, count).copy_(rows)
 
     def take(self, index: Tensor) -> None:
-        """Replaces sequence b by the stored sequence `index[b]`."""
-        if self._data is not None:
+        """Replaces sequence b by the stored sequence `index[b]`; ValueError where a fixed batch would change."""
+        if self._data is None:
+            return
+        if self.room is not None:
+            if len(index) != len(self._data):
+                raise ValueError(f"storage is fixed at {len(self._data)} sequences, got an index of {len(index)}")
+            self._data.copy_(self._data.index_select(0, index.to(self._data.device)))
+        else:
             taken = self._empty([len(index), *self._data.shape[1:]], self._data)
             self._data = torch.index_select(self._data, 0, index.to(self._data.device), out=taken)
 
     def fresh(self) -> RowBuffer:
-        """An empty buffer of the same kind."""
-        return RowBuffer(self.dim, self.capacity, self.pinned)
+        """An empty buffer of the same kind, not fixed."""
+        return RowBuffer(self.dim, self.capacity, self.pinned, self.spare)
 
     def clone(self) -> RowBuffer:
         """An independent copy."""
         copy = self.fresh()
-        copy.rows = self.rows
+        copy.rows, copy.room = self.rows, self.room
         if self._data is not None:
             copy._data = self._empty(self._data.shape, self._data).copy_(self._data)
         return copy
 
     def reset(self) -> None:
-        """Forgets every row and frees the storage, which the next batch may need in another shape."""
-        self.rows, self._data = 0, None
+        """Forgets every row and frees the storage, which the next batch may need in another shape; not a fixed one."""
+        self.rows = 0
+        if self.room is None:
+            self._data = None
+        else:
+            self._clear(0)
 
     def to(self, device: torch.device | str) -> None:
         """Moves the storage."""

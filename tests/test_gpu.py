@@ -9,8 +9,7 @@ import torch
 from cases import CASES, Case, full, heads
 from torch import Tensor
 
-from sparseattn import KVCache, Quest, Selection, attend, decode
-from sparseattn.storage import RowBuffer
+from sparseattn import KVCache, Quest, attend, decode
 
 pytestmark = pytest.mark.gpu
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -33,52 +32,39 @@ def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 @pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
-def test_one_graph_of_select_and_attend_follows_appended_rows(case: Case) -> None:
-    """Captured once and replayed until the next seal; nothing in it waits for the host, or the capture would fail."""
-    queries, keys, values = (x.cuda() for x in heads(2, 2, 4, 300, 64))
-    cache = KVCache(case.make(), sink=4, window=16, seal=128, capacity=512)
-    cache.append(keys[:, :, :200], values[:, :, :200], queries[:, :, :, :200])
-    query = queries[:, :, :, 199].clone()
-    cache.seal()
-    graph, out = captured(lambda: decode(query, cache, 48))
-    sealed = cache.sealed
-    for t in range(200, 300, 20):
-        part = slice(t, t + 20)
-        cache.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])
-        query.copy_(queries[:, :, :, t + 19])
-        graph.replay()
-        torch.testing.assert_close(out, decode(query, cache, 48), rtol=1e-4, atol=1e-4)
-        assert torch.equal(cache.sealed, sealed)
-
-
-@pytest.mark.parametrize("group", ["sum", "max", "softmax", "each"])
-def test_one_graph_of_a_quest_step_follows_seals_within_a_capacity(group: str) -> None:
-    """Bounds of pages in storage of a fixed size; appends and seals happen between the replays."""
-    from sparseattn.kernels import pages
-
+def test_one_graph_of_a_step_follows_appends_seals_and_another_batch(case: Case) -> None:
+    """Captured once, in fixed storage; nothing in it waits for the host, or the capture would fail."""
     queries, keys, values = (x.cuda() for x in heads(2, 2, 4, 600, 64))
-    selector = Quest(16, group)
-    selector.low, selector.high, selector.real = RowBuffer(2, 64), RowBuffer(2, 64), RowBuffer(1, 64)
-    cache = KVCache(selector, sink=4, window=16, seal=32, capacity=1024)
-    cache.append(keys[:, :, :200], values[:, :, :200])
-    cache.seal()
-    selector.real.full[:, selector.real.rows :] = False
+    cache = KVCache(case.make(), sink=4, window=16, seal=32, capacity=1024, fixed=True)
     query = queries[:, :, :, 199].clone()
+    graph, out, seals = None, query, set()
+    for factor in (1.0, 1.25):
+        plain = KVCache(case.make(), sink=4, window=16, seal=32)
+        cache.reset()
+        for start, stop in ((0, 200), *((t, t + 40) for t in range(200, 600, 40))):
+            part = slice(start, stop)
+            for one in (cache, plain):
+                one.append(keys[:, :, part] * factor, values[:, :, part], queries[:, :, :, part])
+                one.seal()
+            query.copy_(queries[:, :, :, stop - 1])
+            if graph is None:
+                graph, out = captured(lambda: decode(query, cache, 48))
+            graph.replay()
+            torch.testing.assert_close(out, decode(query, plain, 48), rtol=1e-4, atol=1e-4)
+            seals.add(int(cache.sealed[0]))
+    assert len(seals) > 8
 
-    def step() -> Tensor:
-        scores = pages.scores(query, selector.low.full, selector.high.full, selector.real.full, group)
-        selection = Selection(*pages.best(scores, 5, 16), 16)
-        return attend(query, cache.keys, cache.values, selection, cache.bounds, impl="triton")[0]
 
-    graph, out = captured(step)
-    for t in range(200, 600, 40):
-        part = slice(t, t + 40)
-        cache.append(keys[:, :, part], values[:, :, part])
-        query.copy_(queries[:, :, :, t + 39])
-        expected = decode(query, cache, 80)
-        graph.replay()
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    assert int(cache.sealed[0]) > 500
+def test_a_graph_that_could_not_stay_right_is_refused() -> None:
+    queries, keys, values = (x.cuda() for x in heads(1, 2, 4, 200, 64))
+    cache = KVCache(Quest(), sink=4, window=100, seal=32, capacity=512, fixed=True)
+    cache.append(keys[:, :, :90], values[:, :, :90])
+    query = queries[:, :, :, 89].clone()
+    with pytest.raises(RuntimeError, match="nothing is sealed yet"):
+        captured(lambda: decode(query, cache, 48))
+    cache.append(keys[:, :, 90:], values[:, :, 90:])
+    with pytest.raises(RuntimeError, match="seal\\(\\) before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        decode(query, cache, 48)
 
 
 @BY_NAME

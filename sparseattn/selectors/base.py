@@ -68,7 +68,8 @@ class Selector(ABC):
         layer: the model layer this instance serves, set by `for_layer`.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
-            score keys themselves. None outside a cache.
+            score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
+            are taken. None outside a cache.
     """
 
     span: int = 1
@@ -102,6 +103,21 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def fix(self, rows: int, seal: int) -> None:
+        """Gives the state storage that is allocated once (`RowBuffer.fix`), before the first row is sealed.
+
+        From then on `select` reads `RowBuffer.visible`, so that nothing of a step but the queries and what tensors hold
+        changes from seal to seal, and a CUDA graph of it stays right. `stored` is all of the cache's storage then.
+
+        Args:
+            rows: most that will be sealed, padding included.
+            seal: fewest rows of a seal, the first one's aside.
+
+        Raises:
+            ValueError: a method that cannot: it works on the host, or nobody has said how much room its state needs.
+        """
+        raise ValueError(f"{self!r} has no step of fixed shapes and addresses: build the KVCache without fixed=True")
 
     def stored_keys(self) -> Tensor:
         """`stored`; RuntimeError outside a cache."""

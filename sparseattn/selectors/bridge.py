@@ -47,12 +47,17 @@ class QueryBridge(Selector):
         load_faiss()
         self.probes, self.neighbours, self.guides, self.centroids = probes, neighbours, guides, centroids
         self.share = self.queries_share = share
-        self.real = RowBuffer(1)  # [B,N] bool, not padding
+        self.real = RowBuffer(1)  # [B,N] bool, not padding; no step reads it
         self.guide = RowBuffer(2)  # [B,Hs,S,D] float32
         self.direction = RowBuffer(2)  # [B,Hs,S,D] float32, unit length, in the space of comparison
-        self.lists = RowBuffer(2)  # [B,Hs,S,K] int32, best first, then -1
+        self.lists = RowBuffer(2, spare=-1)  # [B,Hs,S,K] int32, best first, then -1
         self.scores = RowBuffer(2)  # [B,Hs,S,K] float32, then -inf
         self.root = RowBuffer(2)  # [B,H,D,D] float32, the root of the second moment of the first keys sealed
+
+    def fix(self, rows: int, seal: int) -> None:
+        for buffer in (self.guide, self.direction, self.lists, self.scores):
+            buffer.fix(self.guides)
+        self.root.fix()
 
     def append(self, rows: Rows) -> None:
         batch, heads, new, size = rows.keys.shape
@@ -64,7 +69,9 @@ class QueryBridge(Selector):
             self._join(keys, real, first)
         else:
             self.root.append(torch.zeros(batch, heads, size, size, device=keys.device))
-        held = self._made()[:, 0].sum(-1).cpu() if self.guide.rows else torch.zeros(batch, dtype=torch.int64)  # [B]
+        held = (
+            _made(self.lists.data)[:, 0].sum(-1).cpu() if self.guide.rows else torch.zeros(batch, dtype=torch.int64)
+        )  # [B]
         more = asked or (0 if first else new)
         most = int((held + more).clamp(max=self.guides).max())
         self._extend(batch, heads * group, max(most - self.guide.rows, 0), size, keys.device)
@@ -117,10 +124,6 @@ class QueryBridge(Selector):
         self.lists.data[b, s, filled, : ids.shape[1]] = place[ids.long()].int()
         self.scores.data[b, s, filled, : ids.shape[1]] = scores
 
-    def _made(self) -> Tensor:
-        """`[B,A,S]` bool: which guides there are; the rest is room."""
-        return self.lists.data[..., 0] >= 0
-
     def _join(self, keys: Tensor, real: Tensor, first: int) -> None:
         """Lets new keys `[B,H,n,D]`, stored from row `first` on, into the lists where they beat the worst key."""
         new = torch.arange(first, first + keys.shape[2], dtype=torch.int32, device=keys.device)
@@ -128,7 +131,7 @@ class QueryBridge(Selector):
         for b in range(keys.shape[0]):
             for s in range(self.guide.data.shape[1]):
                 guides, lists, scores = self.guide.data[b, s], self.lists.data[b, s], self.scores.data[b, s]
-                made = self._made()[b, s]  # [S]
+                made = _made(lists)  # [S]
                 products = guides @ keys[b, s // group].T  # [S,n]
                 products = products.masked_fill(~(made[:, None] & real[b]), -torch.inf)
                 top = torch.cat([scores, products], 1).topk(self.neighbours, dim=1)
@@ -142,12 +145,13 @@ class QueryBridge(Selector):
             return Selection.none(batch, heads, query.device)
         chosen = heads * group
         asked = query.float()
-        lists = self.lists.data.expand(batch, -1, -1, -1)
-        direction = self.direction.data  # [B,A,S,D], A = Hs, or H where keys served as queries
+        lists, direction = self.lists.visible, self.direction.visible
+        made = _made(lists)
+        # direction: [B,A,S,D], A = Hs, or H where keys served as queries
         each = chosen // direction.shape[1]
         turned = (asked @ self.root.data).reshape(batch, -1, each, size)  # [B,A,each,D]
         likeness = turned @ direction.mT  # [B,A,each,S]
-        likeness = likeness.masked_fill(~self._made()[:, :, None], -torch.inf)
+        likeness = likeness.masked_fill(~made[:, :, None], -torch.inf)
         probes = likeness.topk(min(self.probes, likeness.shape[-1]), dim=-1).indices  # [B,A,each,P]
         ids = lists.gather(2, probes.flatten(2)[..., None].expand(-1, -1, -1, self.neighbours))  # [B,A,each*P,K]
         ids = ids.view(batch, chosen, -1).sort(-1).values  # [B,Hs,P*K]
@@ -155,12 +159,17 @@ class QueryBridge(Selector):
         scores = listed_scores(query, self.stored_keys(), ids)
         top = scores.topk(min(budget, scores.shape[-1]), dim=-1)
         rows = torch.where(top.values.isneginf(), -1, ids.gather(-1, top.indices))
-        guides = self._made().sum(-1).repeat_interleave(each, 1)  # [B,Hs]
+        guides = made.sum(-1).repeat_interleave(each, 1)  # [B,Hs]
         scored = (~scores.isneginf()).sum(-1)
         read = guides * size * 4 + listed * 4 + scored * size * query.element_size()
         read = read.view(batch, heads, group).sum(-1)
         read = read + (read > 0) * size * size * 4  # the root, once per KV head
         return Selection.tokens(rows, guides + scored, read)
+
+
+def _made(lists: Tensor) -> Tensor:
+    """`[...,S]` bool: which guides of lists `[...,S,K]` there are; the rest is room."""
+    return lists[..., 0] >= 0
 
 
 def _centroids(queries: Tensor, turned: Tensor, count: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import weakref
 from abc import abstractmethod
 from typing import Any
@@ -58,11 +59,12 @@ class Partitioned(Selector):
 
     A key joins the bucket of the centroid with which its inner product is largest, before RoPE unless the artefact is
     roped. Every sealed batch is stored bucket by bucket, a segment. When a segment is no longer than those behind it
-    together, they become one (a permutation of the zone's last rows): after N rows in seals of n there are at most
-    `log2(N/n) + 2` segments, and a row has moved at most `log2(N/n) + 1` times.
+    together, they become one (a permutation of the zone's last rows): after N rows in seals of n or more there are at
+    most `log2(N/n) + 1` segments, and a row has moved at most `log2(N/n) + 1` times.
 
     Slots are as many as the `probes` largest buckets could fill, so they depend on what is stored and on the budget,
-    not on the query. A budget cuts the last bucket that it reaches, behind its oldest rows. Buckets may be empty.
+    not on the query; in fixed storage, as many as `probes` buckets in the most segments could. A budget cuts the last
+    bucket that it reaches, behind its oldest rows. Buckets may be empty.
 
     Args:
         artefact: file of a trained partition, or "reference", the one for the package's reference model.
@@ -88,7 +90,7 @@ class Partitioned(Selector):
         locate(artefact)
         self.artefact, self.probes, self.group, self.span = artefact, probes, check_group(group), span
         # [B,H,R,C+2] int32: rows of bucket c in segment r are edges[c] to edges[c+1]; bucket C is padding
-        self.edges = RowBuffer(2)
+        self.edges = RowBuffer(2, spare=0)
         self._held: Artefact | None = None
         self._here: Parameters | None = None
         self._slots: list[int] = []  # `_most` of what is stored, or of more after `reorder`; empty: not known yet
@@ -106,7 +108,12 @@ class Partitioned(Selector):
 
     def for_layer(self, layer: int, rope: Rope | None = None) -> Partitioned:
         self.trained()  # now, so that all layers share it
-        return super().for_layer(layer, rope)
+        fresh = super().for_layer(layer, rope)
+        fresh._here = None
+        return fresh
+
+    def fix(self, rows: int, seal: int) -> None:
+        self.edges.fix(max(rows // seal, 1).bit_length())  # log2(N/n) + 1
 
     def index_arguments(self) -> dict[str, Any]:
         partition = self.trained().layers.get(self.layer)
@@ -118,7 +125,7 @@ class Partitioned(Selector):
 
     def reset(self) -> None:
         super().reset()
-        self._here, self._slots = None, []
+        self._slots = []
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
@@ -207,19 +214,22 @@ class Partitioned(Selector):
         own = self._parameters(query, group)
         scores, scored, read = self.rank(query, positions, own)
         scores = vote(scores, self.group)  # [B,Hs,C]
-        table = self.edges.data
+        table, fixed = self.edges.visible, self.edges.room is not None
         segments, chosen, buckets = table.shape[2], *scores.shape[1:]
         probes = min(self.probes, buckets)
         ids = scores.topk(probes, dim=-1).indices  # [B,Hs,P]
-        slots = min(self._most()[probes - 1], budget // self.span + probes * segments)  # enough for whatever is chosen
+        slots = budget // self.span + probes * segments  # enough for whatever is chosen
+        if not fixed:
+            slots = min(slots, self._most()[probes - 1])
         start, length = bucket_spans(ids, table, self.span, budget, slots)
         real = (table[:, :1, :, buckets] > table[:, :1, :, 0]).any(2)  # [B,1] a sequence has any row
+        looked_at = (table[:, :1, :, -1] > table[:, :1, :, 0]).sum(2) if fixed else segments  # without spare ones
         return Selection(
             start,
             length,
             self.span,
             (real * scored).expand(-1, chosen),
-            (real * (read + 8 * chosen // heads * probes * segments)).expand(-1, heads),
+            (real * (read + 8 * chosen // heads * probes * looked_at)).expand(-1, heads),
         )
 
 
@@ -230,9 +240,8 @@ def _kept(starts: list[int], new: int) -> tuple[int, int]:
         starts: of each segment, and the end of the last.
     """
     end = starts[-1] + new
-    kept = len(starts) - 1
-    while kept and starts[kept] - starts[kept - 1] <= end - starts[kept]:  # no longer than what is behind it
-        kept -= 1
+    longer = [high - low > end - high for low, high in itertools.pairwise(starts)]  # than all that is behind it
+    kept = longer.index(False) if False in longer else len(longer)
     return kept, starts[kept]
 
 

@@ -24,9 +24,14 @@ class Exact(Selector):
         if refresh < 1:
             raise ValueError(f"refresh is 1 or more queries, got {refresh}")
         self.group, self.refresh = check_group(group), refresh
-        self.real = RowBuffer(1)  # [B,N] bool, not padding
+        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.kept = RowBuffer(2)  # [B,Hs,S] the choice in force, best first
         self.asked = 0
+
+    def fix(self, rows: int, seal: int) -> None:
+        if self.refresh > 1:
+            raise ValueError(f"{self!r} counts queries on the host: with fixed=True refresh is 1")
+        self.real.fix(rows)
 
     def append(self, rows: Rows) -> None:
         self.real.append(rows.positions >= 0)
@@ -46,7 +51,7 @@ class Exact(Selector):
                 self.kept.append(best(vote(self._scores(query), self.group), budget))
         if not self.kept.rows:
             return Selection.none(batch, heads, query.device)
-        scanned = self.real.data.sum(-1)[:, None] * int(fresh)  # [B,1]
+        scanned = self.real.visible.sum(-1)[:, None] * int(fresh)  # [B,1]
         read = scanned * size * query.element_size()
         ids = self.kept.data[..., :budget]
         return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
@@ -55,4 +60,4 @@ class Exact(Selector):
         """`[B,H,G,N]`: the logits of the sealed rows, -inf for padding."""
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = query.to(wide) @ self.stored_keys().to(wide).mT / query.shape[-1] ** 0.5
-        return scores.masked_fill(~self.real.data[:, None, None], -torch.inf)
+        return scores.masked_fill(~self.real.visible[:, None, None], -torch.inf)

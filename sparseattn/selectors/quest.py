@@ -34,7 +34,7 @@ class Quest(Selector):
         self.span = page
         self.low = RowBuffer(2)  # [B,H,P,D] minima m
         self.high = RowBuffer(2)  # [B,H,P,D] maxima M
-        self.real = RowBuffer(1)  # [B,P] bool, not padding
+        self.real = RowBuffer(1, spare=False)  # [B,P] bool, not padding
 
     @classmethod
     def paper(cls, page: int = 16) -> dict[str, Any]:
@@ -43,6 +43,10 @@ class Quest(Selector):
         Its budget counts the current page: `decode(query, cache, budget=2048 - 16)` is the paper's budget of 2048.
         """
         return {"selector": cls(page, group="each"), "sink": 0, "window": 1, "seal": page}
+
+    def fix(self, rows: int, seal: int) -> None:
+        for buffer in (self.low, self.high, self.real):
+            buffer.fix(rows // self.page)
 
     def append(self, rows: Rows) -> None:
         pages = rows.keys.unflatten(2, (-1, self.page))  # [B,H,P,page,D]
@@ -57,8 +61,8 @@ class Quest(Selector):
             raise ValueError(f"Quest reads whole pages: its budget is at least {self.page} rows, got {budget}")
         if self.real.rows == 0:
             return Selection.none(batch, heads, query.device)
-        real = self.real.data
-        scores = page_scores(query, self.low.data, self.high.data, real, self.group)
+        real = self.real.visible
+        scores = page_scores(query, self.low.visible, self.high.visible, real, self.group)
         start, length = best_pages(scores, budget // self.page, self.page)
         scanned = real.sum(-1, keepdim=True)
         read = scanned * (2 * size * self.low.full.element_size())

@@ -25,7 +25,10 @@ class Random(Selector):
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.at = RowBuffer(1)  # [B,N] int64 positions of the rows
+        self.at = RowBuffer(1, spare=-1)  # [B,N] int64 positions of the rows
+
+    def fix(self, rows: int, seal: int) -> None:
+        self.at.fix(rows)
 
     def append(self, rows: Rows) -> None:
         self.at.append(rows.positions)
@@ -34,7 +37,7 @@ class Random(Selector):
         batch, heads = query.shape[:2]
         if self.at.rows == 0:
             return Selection.none(batch, heads, query.device)
-        at = self.at.data
+        at = self.at.visible
         head = torch.arange(heads, device=at.device)
         stream = _mix(_mix(_mix(torch.full_like(head, _signed(self.seed % (1 << 64)))) + self.layer) + head)  # [H]
         draw = _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])  # [B,H,N]

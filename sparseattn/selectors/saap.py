@@ -45,6 +45,10 @@ class SAAP(Partitioned):
         self.context = context
         self.moments = KeyMoments()
 
+    def fix(self, rows: int, seal: int) -> None:
+        super().fix(rows, seal)
+        self.moments.fix()
+
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
         if self.context:
             self.moments.add(rows.keys, bucket, own.buckets)
@@ -84,6 +88,9 @@ class PerfectBuckets(Partitioned):
     where a budget cuts, an order by share per row would be better still. Logits are taken as `q.k / sqrt(D)`.
     Arguments: see `Partitioned`.
     """
+
+    def fix(self, rows: int, seal: int) -> None:
+        raise ValueError(f"{self!r} looks up every row's bucket on the host: build the KVCache without fixed=True")
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets

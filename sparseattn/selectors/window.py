@@ -17,6 +17,9 @@ class Window(Selector):
 
     uses_budget = False
 
+    def fix(self, rows: int, seal: int) -> None:
+        return None
+
     def append(self, rows: Rows) -> None:
         return None
 
