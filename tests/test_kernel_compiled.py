@@ -82,9 +82,13 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="numba is not installed"):
         attend(query, keys, values, selection, impl="numba")
     with pytest.raises(RuntimeError, match="numba is not installed"):
-        scoring.best_pages(torch.zeros(1, 1, 4), 2, 16, impl="numba")
+        scoring.linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="numba")
     with pytest.raises(ValueError, match="impl is one of torch, numba, triton or None, got 'gather'"):
-        scoring.best_pages(torch.zeros(1, 1, 4), 2, 16, impl="gather")
+        scoring.listed_scores(query, keys, torch.zeros(1, 4, 3, dtype=torch.int32), impl="gather")
+    with pytest.raises(ValueError, match="impl is one of torch, triton or None, got 'numba'"):
+        scoring.best_pages(torch.zeros(1, 1, 4), 2, 16, impl="numba")
+    with pytest.raises(ValueError, match="impl is one of torch, numba or None, got 'triton'"):
+        scoring.linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="triton")
 
 
 def test_the_default_takes_numba_where_it_fits_and_gather_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +153,9 @@ def test_page_scores_take_queries_in_the_order_of_a_model(group: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", ["torch", "numba"])
 @pytest.mark.parametrize("kind", ["random", "ties", "few", "none", "signs"])
 @pytest.mark.parametrize("count", [0, 1, 37, 4000])
-def test_best_pages_have_the_highest_scores(impl: str, kind: str, count: int) -> None:
+def test_best_pages_have_the_highest_scores(kind: str, count: int) -> None:
     scores = torch.randn(2, 3, 2500)
     if kind == "ties":
         scores = scores.round()
@@ -162,7 +165,7 @@ def test_best_pages_have_the_highest_scores(impl: str, kind: str, count: int) ->
         scores = torch.full_like(scores, -torch.inf)
     if kind == "signs":
         scores = (scores * 40).exp() * scores.sign()
-    start, length = scoring.best_pages(scores, count, 16, impl=impl)
+    start, length = scoring.best_pages(scores, count, 16)
     assert start.shape == (2, 3, min(count, 2500))
     assert start.dtype == length.dtype == torch.int32
     for b in range(2):

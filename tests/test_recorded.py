@@ -42,7 +42,7 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
     recording = Recording()
     kernel = recording.opaque(spans.attend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "chosen", lambda impl, device, dtype: impl or "triton")
+        patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
         for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         with recording:

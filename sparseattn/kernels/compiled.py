@@ -479,62 +479,6 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
     return scores.flatten(1, 2)
 
 
-@njit
-def _top(scores, first, pages, count, page, start, length):
-    """Start and length of the `count` highest of `scores[first:first + pages]`, bits of float32, as they lie.
-
-    The threshold is found digit by digit in the numbers' order-preserving bits, from the highest 11 on.
-    """
-    seen = np.empty(2048, np.int64)
-    known, wanted = np.int64(0), count  # the threshold's digits so far, and how many of those that have them are taken
-    for shift, digits in ((21, 0), (10, 21), (0, 10)):
-        seen[:] = 0
-        for p in range(pages):
-            key = _ordered(scores[first + p])
-            if digits == 0 or key >> digits == known:
-                seen[(key >> shift) & (1023 if shift == 0 else 2047)] += 1
-        digit = np.int64(2047)
-        while seen[digit] < wanted:
-            wanted -= seen[digit]
-            digit -= 1
-        known = (known << (digits - shift if digits else 11)) | digit
-    nothing = _ordered(np.int32(-8388608))  # of -inf
-    slot = 0
-    for p in range(pages):
-        key = _ordered(scores[first + p])
-        if key < known or (key == known and wanted == 0):
-            continue
-        wanted -= key == known
-        start[slot], length[slot] = p * page, page if key > nothing else 0
-        slot += 1
-
-
-@njit
-def _ordered(bits):
-    """The bits of a float32 as a number of 0 to 2^32 - 1 in the same order."""
-    return np.int64(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))) + np.int64(2147483648)
-
-
-@njit(parallel=True, cache=True, nogil=True)
-def _best_pages(scores, pages, count, page, start, length):
-    for which in prange(start.shape[0]):
-        _top(scores, which * pages, pages, count, page, start[which], length[which])
-
-
-def best_pages(scores: Tensor, count: int, page: int) -> tuple[Tensor, Tensor]:
-    """As `sparseattn.kernels.scoring.best_pages`; of pages with the same score the first."""
-    batch, chosen, pages = scores.shape
-    start, length = torch.empty(2, batch, chosen, min(count, pages), dtype=torch.int32)
-    if start.numel():
-        with ONE_AT_A_TIME:
-            parts()
-            _best_pages(
-                _line(scores.contiguous().view(torch.int32)), pages, start.shape[2], page,
-                start.flatten(0, 1).numpy(), length.flatten(0, 1).numpy(),
-            )  # fmt: skip
-    return start, length
-
-
 # -- SAAP's classifier and buckets -----------------------------------------------------------------------------------
 
 

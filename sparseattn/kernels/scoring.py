@@ -1,7 +1,7 @@
 """What selectors compute to choose, each in torch, which is the specification, and compiled for CPU and GPU.
 
 `impl=None` takes Triton on a CUDA device that has it, numba's code on the CPU where it is installed, and torch
-elsewhere; a named one of "torch", "numba" and "triton" runs or raises.
+elsewhere and where torch is as fast; a named one of "torch", "numba" and "triton" runs or raises.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ IMPLEMENTATIONS = ("torch", "numba", "triton")
 GROUPS = ("max", "sum", "softmax", "each")
 
 
-def chosen(impl: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    """The implementation that `impl` means for tensors of a device and dtype.
+def chosen(impl: str | None, device: torch.device, dtype: torch.dtype, there: tuple[str, ...] = IMPLEMENTATIONS) -> str:
+    """The implementation that `impl` means for tensors of a device and dtype, of those that are `there`.
 
     Raises:
-        ValueError: an unknown `impl`.
+        ValueError: an `impl` that is not there.
         RuntimeError: a named one that cannot run here.
     """
     if impl is None:
         if device.type == "cuda":
-            return "triton" if why_not_triton(device, dtype) is None else "torch"
-        return "numba" if why_not_numba(device, dtype) is None else "torch"
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is one of {', '.join(IMPLEMENTATIONS)} or None, got {impl!r}")
+            return "triton" if "triton" in there and why_not_triton(device, dtype) is None else "torch"
+        return "numba" if "numba" in there and why_not_numba(device, dtype) is None else "torch"
+    if impl not in there:
+        raise ValueError(f"impl is one of {', '.join(there)} or None, got {impl!r}")
     reason = {"torch": None, "numba": why_not_numba, "triton": why_not_triton}[impl]
     why = None if reason is None else reason(device, dtype)
     if why is not None:
@@ -110,20 +110,16 @@ def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -
     Args:
         scores: `[B,Hs,P]`, -inf for a page that must not be chosen.
         page: rows of a page.
+        impl: see the module; "torch" or "triton".
 
     Returns:
         start, length `[B,Hs,S]` int32 of their rows, S = min(count, P); length 0 where there are fewer pages. Of pages
         with the same score any may be chosen.
     """
-    impl = chosen(impl, scores.device, scores.dtype)
-    if impl == "triton":
+    if chosen(impl, scores.device, scores.dtype, ("torch", "triton")) == "triton":
         from sparseattn.kernels import pages
 
         return pages.best(scores, count, page)
-    if impl == "numba":
-        from sparseattn.kernels import compiled
-
-        return compiled.best_pages(scores, count, page)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
     return (top.indices * page).int(), (~top.values.isneginf()).int() * page
 
@@ -143,7 +139,7 @@ def linear(
         weight: `[A,C,D]`, float32 or of 16 bits.
         bias: `[A,C]` float32, or None.
         relu: whether negative outputs become 0.
-        impl: see the module; Triton has no code for this.
+        impl: see the module; "torch" or "numba".
 
     Returns:
         `[A,n,C]` float32.
@@ -152,7 +148,7 @@ def linear(
         impl = "torch"
     if bias is None:
         bias = weight.new_zeros(weight.shape[:2], dtype=torch.float32)
-    if chosen(impl, x.device, weight.dtype) == "numba":
+    if chosen(impl, x.device, weight.dtype, ("torch", "numba")) == "numba":
         from sparseattn.kernels import compiled
 
         return compiled.linear(x, weight, bias, relu)
