@@ -32,14 +32,18 @@ PART_ROWS = 128  # rows for which a part of its own pays
 PAGES = 512  # scored by one part
 LINE = 64  # bytes of a cache line
 OUTPUTS = 128  # of a linear layer, computed by one part
+ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (LOG.md, 2026-11-22)
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 # Sums may be reordered, which vector instructions need, and rounded once; NaN and infinity keep their meaning.
 FAST = ("reassoc", "contract", "nsz")
 
 
-def parts() -> int:
-    """Parts that parallel loops are cut into, a few for each thread, as keys differ in work; torch's threads."""
+def parts(work: float = math.inf) -> int:
+    """Parts that parallel loops are cut into, a few for each thread, as keys differ in work; torch's threads, or as
+    many as pay for `work` multiplications."""
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if work < threads * ALONE:
+        threads = min(threads, 1 + int(work // ALONE))
     numba.set_num_threads(threads)
     return 4 * threads
 
@@ -364,8 +368,10 @@ def attend(
     share = heads * group // chosen
     acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
     out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
+    sealed, end = bounds.sealed.contiguous().numpy(), bounds.rows.contiguous().numpy()
+    rows = slots * selection.span + bounds.base + (max(int((end - sealed).max()), 0) if batch else 0)
     with ONE_AT_A_TIME:
-        parts()
+        parts(2 * rows * lists * share * size)
         _attend(
             _bits(query.reshape(lists, share, size)),
             np.float32(scale) * LOG2E,
@@ -381,8 +387,8 @@ def attend(
             selection.span,
             bounds.sink.contiguous().numpy(),
             bounds.base,
-            bounds.sealed.contiguous().numpy(),
-            bounds.rows.contiguous().numpy(),
+            sealed,
+            end,
             acc.numpy(),
             *total.numpy(),
             out.view(lists, share, size).numpy(),
@@ -471,7 +477,7 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
     top, top_steps = _flat(high)
     scores = torch.empty(batch, heads, served if group == "each" else 1, real.shape[1])
     with ONE_AT_A_TIME:
-        parts()
+        parts(2 * up.numel() * real.shape[1])
         _page_scores(
             up.numpy(), down.numpy(), held, steps, top, top_steps, _line(real), real.stride(0), group == "each",
             scores.numpy(),
@@ -514,7 +520,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
     """As `sparseattn.kernels.scoring.linear`."""
     out = torch.empty(*x.shape[:2], weight.shape[1])
     with ONE_AT_A_TIME:
-        parts()
+        parts(x.numel() * weight.shape[1])
         _linear(x.contiguous().numpy(), _line(weight.contiguous()), bias.contiguous().numpy(), relu, out.numpy())
     return out
 
@@ -583,6 +589,6 @@ def listed_scores(query: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(ids.shape)
     flat, steps = _flat(keys)
     with ONE_AT_A_TIME:
-        parts()
+        parts(ids.numel() * query.shape[3])
         _listed_scores(query.float().contiguous().numpy(), flat, steps, ids.contiguous().numpy(), out.numpy())
     return out
