@@ -138,6 +138,7 @@ CASES = [
     Case("exact-static", lambda: Exact(refresh=4), lambda: Exact(refresh=1)),
     Case("quest", Quest, Quest),
     Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),
+    Case("quest-int8", lambda: Quest(8, int8=True), lambda: Quest(8, int8=True)),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("flat", Flat, Flat),
     Case("ivf", IVF, lambda: IVF(probes=1 << 20)),

@@ -45,8 +45,8 @@ def test_bench_prints_a_table_a_verdict_and_writes_records_and_a_figure(trace: P
     assert "within 1% mean output error" in done.output
     records = [json.loads(line) for line in (out / "bench.jsonl").read_text().splitlines()]
     assert [(one["selector"], one["budget"]) for one in records] == [
-        ("Quest(page=16, group='sum')", 16),
-        ("Quest(page=16, group='sum')", 0.1),
+        ("Quest(page=16, group='sum', int8=False)", 16),
+        ("Quest(page=16, group='sum', int8=False)", 0.1),
         ("Window()", 16),
     ]
     for one in records:

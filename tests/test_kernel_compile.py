@@ -45,15 +45,17 @@ VARIANTS = [
     ("float32", 256, 64, 16, False, 0),
 ]
 MERGES = [("bfloat16", 128), ("float32", 256)]
-# dtype, D, G, vote: every vote, and the lines of the pages' tile table where a tile is largest.
+# dtype, D, G, vote, 8-bit bounds: every vote, and the lines of the pages' tile table where a tile is largest.
 PAGES = [
-    ("float16", 64, 1, "each"),
-    ("bfloat16", 128, 4, "sum"),
-    ("bfloat16", 128, 4, "softmax"),
-    ("float16", 256, 16, "max"),
-    ("float32", 64, 4, "sum"),
-    ("float32", 128, 4, "sum"),
-    ("float32", 256, 17, "each"),
+    ("float16", 64, 1, "each", False),
+    ("bfloat16", 128, 4, "sum", False),
+    ("bfloat16", 128, 4, "sum", True),
+    ("bfloat16", 128, 4, "softmax", False),
+    ("float16", 256, 16, "max", False),
+    ("float32", 64, 4, "sum", False),
+    ("float32", 128, 4, "sum", False),
+    ("float32", 128, 4, "sum", True),
+    ("float32", 256, 17, "each", False),
 ]
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
@@ -75,11 +77,11 @@ def compile_all(part: int, parts: int) -> Rows:
             keep("attend_split", found, dtype=dtype, D=size, span=span, G=group, per=per, page=page)
         for dtype, size in MERGES[part::parts]:
             keep("merge_splits", ahead.compile_merge_ahead(getattr(torch, dtype), size, arch), dtype=dtype, D=size)
-        for dtype, size, group, vote in PAGES[part::parts]:
-            built = ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch)
+        for dtype, size, group, vote, int8 in PAGES[part::parts]:
+            built = ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch, int8=int8)
             names = ["score_pages", *["vote_softmax"] * (vote == "softmax"), "name_pages"]
             for name, found in zip(names, built, strict=True):
-                keep(name, found, dtype=dtype, D=size, G=group, vote=vote)
+                keep(name, found, dtype=dtype, D=size, G=group, vote=vote, int8=int8)
         for span, each in PROBES[part::parts]:
             keep("cut_runs", ahead.compile_probes_ahead(span, each, arch=arch), dtype="int32", span=span, each=each)
         for dtype, size, group in LISTS[part::parts]:
@@ -127,6 +129,8 @@ def compile_a_launch() -> Rows:
         spans.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
         for vote in ("sum", "softmax"):
             pages.best(pages.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16)
+        real, step, bounds = torch.ones(2, 512, dtype=torch.bool), torch.ones(2, 2, 128), cache.to(torch.int8)
+        pages.best(pages.scores(query, bounds, bounds, real, "sum", step), 3, 16)
         ids = torch.zeros(2, 2, 1, dtype=torch.int64)
         probes.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
         lists.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
@@ -136,6 +140,7 @@ def compile_a_launch() -> Rows:
         ahead.compile_ahead(torch.bfloat16, 128, 16, 4, page=512),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
+        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),
         ahead.compile_probes_ahead(16),
         ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
     ]
@@ -176,6 +181,8 @@ def table(rows: Rows) -> str:
         of = [row["dtype"]] + [f"{name}={row[name]}" for name in ("D", "G", "span", "each", "vote") if name in row]
         if row.get("per") == "query":
             of.append("per query head")
+        if row.get("int8"):
+            of.append("8-bit bounds")
         if row.get("page"):
             of.append(f"blocks of {row['page']}")
         loads = " ".join(f"{size}:{number}" for size, number in sorted(row["loads"].items(), key=lambda x: int(x[0])))
@@ -186,7 +193,7 @@ def table(rows: Rows) -> str:
 
 
 def test_every_variant_compiles_for_every_architecture(compiled: Rows) -> None:
-    softmax = sum(vote == "softmax" for *_, vote in PAGES)
+    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES)
     each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS)
     assert len(compiled) == len(ARCHES) * each
 

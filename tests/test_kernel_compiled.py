@@ -144,6 +144,26 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, serve
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_page_scores_of_int8_bounds_are_those_of_what_they_stand_for(group: str, dtype: torch.dtype) -> None:
+    low, high = torch.randint(-127, 128, (2, 3, 2, 300, 64), dtype=torch.int8).sort(0).values
+    step, real = torch.rand(3, 2, 64), torch.rand(3, 300) < 0.8
+    query = torch.randn(3, 2, 4, 64).to(dtype)
+    wide = [(x * step[:, :, None]).double() for x in (low, high)]
+    expected = scoring.page_scores(query.double(), *wide, real, group, impl="torch")
+    for impl in ("torch", "numba"):
+        got = scoring.page_scores(
+            query,
+            *(torch.nn.functional.pad(x, (0, 0, 0, 5), value=99)[:, :, :300] for x in (low, high)),
+            real,
+            group,
+            step,
+            impl=impl,
+        )
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("group", GROUPS)
 def test_page_scores_take_queries_in_the_order_of_a_model(group: str) -> None:
     """`[B,n,H,D]` seen as `[B,H,G,D]`, which torch's arithmetic leaves as it lies."""
     query = torch.randn(2, 4, 3, 16).transpose(1, 2)

@@ -62,6 +62,21 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, size:
     assert off.max() <= far
 
 
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", [fp16, fp32])
+def test_int8_bounds_are_scored_as_what_they_stand_for(group: str, dtype: torch.dtype) -> None:
+    """In 16 bits the query times the channels' steps is rounded once more."""
+    low, high = torch.randint(-127, 128, (2, 2, 2, 70, 80), dtype=torch.int8, device=DEVICE).sort(0).values
+    step, real = torch.rand(2, 2, 80, device=DEVICE), torch.rand(2, 70, device=DEVICE) < 0.8
+    query = torch.randn(2, 2, 3, 80, device=DEVICE).to(dtype)
+    asked = (query.float() * step[:, :, None]).to(dtype).double()
+    q, least, most = asked[:, :, :, None], low.double()[:, :, None], high.double()[:, :, None]
+    bound = torch.maximum(q * most, q * least).sum(-1) / 80**0.5
+    expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
+    got = pages.scores(query, low, high, real, group, step)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_page_bounds_of_another_dtype_are_refused() -> None:
     low, high, real = bounds_of_pages(1, 1, 4, 16, fp32)
     with pytest.raises(ValueError, match=r"of the query's torch.float16 .* got torch.float32"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 
@@ -43,6 +44,33 @@ def test_quests_score_bounds_every_logit_of_its_page(dtype: torch.dtype) -> None
             logits = (query @ keys.double().mT).unflatten(-1, (-1, 16)).amax(-1)
             assert bound.dtype == torch.float64
             assert bool((bound >= logits * (1 - 1e-12 * logits.sign())).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quests_8_bit_bounds_stay_bounds_as_keys_grow(dtype: torch.dtype) -> None:
+    _, keys, _ = heads(2, 2, 1, 1024, 32, dtype)
+    keys[:, :, 512:, :8] *= 5
+    keys[:, :, 768:, 4:20] *= 30
+    keys[:, 1, :256, 31] = 0
+    quest, plain = Quest(8, int8=True), Quest(8)
+    caches = [KVCache(selector, sink=0, window=0, seal=64) for selector in (quest, plain)]
+    steps = []
+    for start in range(0, 1024, 64):
+        for cache in caches:
+            cache.append(keys[:, :, start : start + 64], keys[:, :, start : start + 64])
+            cache.seal()
+        step = quest.step.data[:, :, None]
+        steps.append(step.clone())
+        low, high = quest.low.data * step, quest.high.data * step
+        tiny = 1e-5 * step
+        assert bool((low <= plain.low.data + tiny).all())
+        assert bool((high >= plain.high.data - tiny).all())
+        # A bound is rounded outwards when it is stored, and once more whenever the channel's step has grown since.
+        often = 1 + sum((later > before).int() for before, later in itertools.pairwise(steps))
+        assert bool((plain.low.data - low <= often * step + tiny).all())
+        assert bool((high - plain.high.data <= often * step + tiny).all())
+    assert quest.low.full.dtype == torch.int8
+    assert bool((steps[-1] > steps[0]).any())
 
 
 def test_the_page_of_the_best_key_is_selected_unless_enough_pages_have_a_higher_bound() -> None:
@@ -137,8 +165,8 @@ def test_votes_of_a_group() -> None:
 
 
 def test_specs_name_selectors_and_arguments() -> None:
-    assert repr(make_selector("quest")) == "Quest(page=16, group='sum')"
-    assert repr(make_selector("quest:page=32,group=sum")) == "Quest(page=32, group='sum')"
+    assert repr(make_selector("quest")) == "Quest(page=16, group='sum', int8=False)"
+    assert repr(make_selector("quest:page=32,group=sum")) == "Quest(page=32, group='sum', int8=False)"
     assert repr(make_selector("sparseattn.selectors.exact:Exact:refresh=3")) == "Exact(group='each', refresh=3)"
     assert repr(make_selector("window")) == "Window()"
     for name, method in SELECTORS.items():

@@ -70,14 +70,17 @@ def compile_merge_ahead(dtype: torch.dtype, size: int, arch: int = 90) -> Compil
     return _compile(spans.merge_splits, arguments, *spans.launch_merge(size), arch)
 
 
-def compile_pages_ahead(dtype: torch.dtype, size: int, group: int, vote: str = "sum", arch: int = 90) -> list[Compiled]:
+def compile_pages_ahead(
+    dtype: torch.dtype, size: int, group: int, vote: str = "sum", arch: int = 90, *, int8: bool = False
+) -> list[Compiled]:
     """As `compile_ahead`, for Quest: the scores of pages (two kernels for "softmax"), then the naming of the best."""
     constants, options = pages.launch(dtype.itemsize, size, group, vote)
-    element, softmax = ELEMENT[dtype], vote == "softmax"
+    element, softmax, kept = ELEMENT[dtype], vote == "softmax", 1 if int8 else dtype.itemsize
     steps = [1 << 20, 1 << 16, size]
-    arguments: Arguments = [*[element] * 3, "*i1", "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32"]
-    tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
-    row_bytes = 2 * size * dtype.itemsize + 1
+    bounds: Arguments = ["*i8", "*i8", "*fp32"] if int8 else [element, element, None]
+    arguments: Arguments = [element, *bounds, "*i1", "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32"]
+    tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * kept
+    row_bytes = 2 * size * kept + 1
     arguments += [*steps, *steps]
     found = [_compile(pages.score_pages, arguments, constants, options, arch, tile_bytes, row_bytes)]
     if softmax:

@@ -56,6 +56,8 @@ def _widened(builder, value, number):
         return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
     if number == types.float64:
         return builder.fptrunc(value, ir.FloatType())
+    if number == types.int8:
+        return builder.sitofp(value, ir.FloatType())
     return value
 
 

@@ -26,6 +26,7 @@ def score_pages(
     query,  # [B,H,G,D]
     low,  # [B,H,P,D], any strides but the last
     high,  # likewise
+    step,  # [B,H,D] float32, or None: what 1 of low and high stands for
     real,  # [B,P]
     out,  # [B,H,P] or, for "each" and "softmax", [B,H,G,P] float32
     tile_lse,  # [B,H,G,tiles] float32; None but for "softmax"
@@ -61,6 +62,9 @@ def score_pages(
     least = tl.load(low + place * low_step_p + d, mask=mask, other=0.0)
     asked = (g < G)[:, None] & (d < D)
     q = tl.load(query + (head * G + g)[:, None] * D + d, mask=asked, other=0.0)  # [BLOCK_G,BLOCK_D]
+    if step is not None:  # integers of 8 bits are exact in 16-bit floats
+        q = (q.to(tl.float32) * tl.load(step + head * D + d, mask=d < D, other=0.0)[None, :]).to(q.dtype)
+        most, least = most.to(q.dtype), least.to(q.dtype)
     none = tl.zeros_like(q)
     scores = tl.dot(tl.where(q > 0, q, none), tl.trans(most), input_precision="ieee")
     scores = tl.dot(tl.where(q < 0, q, none), tl.trans(least), scores, input_precision="ieee") * scale
@@ -180,23 +184,25 @@ def launch_vote(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return constants, {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str) -> Tensor:
+def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, step: Tensor | None = None) -> Tensor:
     """`[B,Hs,P]` float32: each page's bound of the logit `q.k / sqrt(D)`, voted on; -inf where `real` is False.
 
     Args:
         query: `[B,H,G,D]` float32, float16 or bfloat16.
-        low, high: `[B,H,P,D]` of that dtype, the pages' channelwise bounds; any strides but the last. Pages that are
-            not real may hold anything.
+        low, high: `[B,H,P,D]` of that dtype, or int8 with a `step`, the pages' channelwise bounds; any strides but the
+            last. Pages that are not real may hold anything.
         real: `[B,P]` bool.
         group: "sum", "max", "softmax" or "each", as `sparseattn.selectors.base.vote` defines them.
+        step: `[B,H,D]` float32, what 1 of a channel of int8 bounds stands for.
 
     Raises:
         ValueError: dtypes that differ, or bounds whose last stride is not 1.
     """
-    if not query.dtype == low.dtype == high.dtype or low.stride(-1) != 1 or high.stride(-1) != 1:
+    kind = query.dtype if step is None else torch.int8
+    if not kind == low.dtype == high.dtype or low.stride(-1) != 1 or high.stride(-1) != 1:
         raise ValueError(
-            f"page bounds are of the query's {query.dtype} with adjacent elements, got {low.dtype} and {high.dtype} "
-            f"with last strides {low.stride(-1)} and {high.stride(-1)}"
+            f"page bounds are of the query's {query.dtype}, or torch.int8 with a step, with adjacent elements, got "
+            f"{low.dtype} and {high.dtype} with last strides {low.stride(-1)} and {high.stride(-1)}"
         )
     batch, heads, group_size, size = query.shape
     pages = low.shape[2]
@@ -217,6 +223,7 @@ def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str) -
                 query.contiguous(),
                 low,
                 high,
+                None if step is None else step.contiguous(),
                 real if real.stride(-1) == 1 else real.contiguous(),
                 first,
                 tile_lse,

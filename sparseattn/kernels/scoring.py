@@ -77,14 +77,24 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return q.clamp(min=0) @ high.to(wide).mT + q.clamp(max=0) @ low.to(wide).mT
 
 
-def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, impl: str | None = None) -> Tensor:
+def page_scores(
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    real: Tensor,
+    group: str,
+    step: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
     """Quest's scores of pages, the group's vote included: `page_bounds / sqrt(D)`, then `vote`.
 
     Args:
         query: `[B,H,G,D]`, after RoPE.
-        low, high: `[B,H,P,D]` bounds of each page, of the query's dtype; anything where a page is not real.
+        low, high: `[B,H,P,D]` bounds of each page, of the query's dtype, or int8 with a `step`; anything where a page
+            is not real.
         real: `[B,P]` bool.
         group: see `vote`.
+        step: `[B,H,D]` float32, what 1 of a channel of int8 bounds stands for.
         impl: see the module.
 
     Returns:
@@ -94,7 +104,9 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
     if impl == "triton":
         from sparseattn.kernels import pages
 
-        return pages.scores(query, low, high, real, group)
+        return pages.scores(query, low, high, real, group, step)
+    if step is not None:
+        query = query.float() * step[:, :, None]
     if impl == "numba":
         from sparseattn.kernels import compiled
 
