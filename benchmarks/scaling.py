@@ -131,7 +131,7 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
         title = f"{sweep}; times in ms{left}"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         table.add_column("selector")
-        for name in (sweep, "KV heads", *PARTS, "to dense", "of bytes"):
+        for name in (sweep, "KV heads", "read", *PARTS, "to dense", "of bytes"):
             table.add_column(name, justify="right", no_wrap=True)
         for point in result["points"]:
             share = point.get("share_of_bandwidth")
@@ -139,15 +139,24 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
                 point["selector"],
                 str(point["at"]),
                 f"{point['batch']} x {point['heads']}",
+                f"{point['rows_read']:.0f}",
                 *(f"{seconds * 1e3:.3f}" for seconds in medians(point).values()),
                 f"{point['speed_up']['median']:.2f}",
                 "" if share is None else f"{share:.0%}",
             )
         for spec, parts in result["slopes"].items():
             row = (f"{parts[name]:.2f}" if parts[name] is not None else "" for name in PARTS)
-            table.add_row(spec, "slope", "", *row, "", "")
+            table.add_row(spec, "slope", "", "", *row, "", "")
         made.append(table)
     return made
+
+
+def short(size: int) -> str:
+    """8192 as 8k, 1048576 as 1M, 1000 as itself."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if size % unit == 0:
+            return f"{size // unit}{letter}"
+    return str(size)
 
 
 def picture(record: Mapping[str, Any], path: Path) -> None:
@@ -172,7 +181,7 @@ def picture(record: Mapping[str, Any], path: Path) -> None:
         one = first[0]
         fixed = {"rows": f"budget {one['budget']}", "batch": f"{one['rows']} rows", "budget": f"{one['rows']} rows"}
         axis.set(xscale="log", yscale="log", xlabel=sweep, title=f"{fixed[sweep]}, {one['heads']} KV heads")
-        axis.set_xticks(sizes, [f"{size:g}" for size in sizes], fontsize=8, rotation=30)
+        axis.set_xticks(sizes, [short(size) for size in sizes], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     panels[0].set_ylabel("ms a step")

@@ -173,6 +173,23 @@ def test_page_scores_take_queries_in_the_order_of_a_model(group: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("group", "count"), [(1, 1), (4, 700), (5, 33), (17, 64)])
+def test_the_softmax_vote_is_the_specification(group: str, count: int) -> None:
+    scores = torch.randn(3, 2, group, count) * 40
+    scores[torch.rand(scores.shape) < 0.2] = -torch.inf
+    scores[1, 0], scores[2, 1, 0] = -torch.inf, -torch.inf
+    probabilities = scores.double().softmax(-1).nan_to_num(0)
+    logs = torch.where(scores.isneginf(), -torch.inf, scores.double() - scores.double().logsumexp(-1, keepdim=True))
+    expected = logs.nan_to_num(neginf=-torch.inf, nan=-torch.inf).logsumexp(2)
+    held = scores.clone()
+    for impl in ("torch", "numba"):
+        got = scoring.vote(scores, "softmax", impl)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(got.double().exp(), probabilities.sum(2), rtol=1e-3, atol=1e-6)
+    assert torch.equal(scores, held)
+    assert scoring.vote(scores.double(), "softmax").dtype == torch.float64
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "few", "none", "signs"])
 @pytest.mark.parametrize("count", [0, 1, 37, 4000])
 def test_best_pages_have_the_highest_scores(kind: str, count: int) -> None:

@@ -79,7 +79,7 @@ def test_int8_bounds_are_scored_as_what_they_stand_for(group: str, dtype: torch.
 
 def test_page_bounds_of_another_dtype_are_refused() -> None:
     low, high, real = bounds_of_pages(1, 1, 4, 16, fp32)
-    with pytest.raises(ValueError, match=r"of the query's torch.float16 .* got torch.float32"):
+    with pytest.raises(ValueError, match=r"of the query's torch.float16, .* got torch.float32"):
         pages.scores(torch.zeros(1, 1, 1, 16, dtype=fp16, device=DEVICE), low, high, real, "sum")
 
 

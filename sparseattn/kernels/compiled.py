@@ -32,6 +32,7 @@ PART_ROWS = 128  # rows for which a part of its own pays
 PAGES = 512  # scored by one part
 LINE = 64  # bytes of a cache line
 OUTPUTS = 128  # of a linear layer, computed by one part
+EXPONENTIAL = 20  # multiplications that take as long as the exponentials and logarithms of one score's vote
 ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (LOG.md, 2026-11-22)
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 # Sums may be reordered, which vector instructions need, and rounded once; NaN and infinity keep their meaning.
@@ -485,6 +486,58 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
             scores.numpy(),
         )  # fmt: skip
     return scores.flatten(1, 2)
+
+
+# -- the vote of a query group ---------------------------------------------------------------------------------------
+
+
+@njit(fastmath={*FAST, "nnan"})
+def _highest(numbers):
+    highest = np.float32(-np.inf)
+    for n in range(numbers.shape[0]):
+        highest = max(highest, numbers[n])
+    return highest
+
+
+@njit(fastmath=set(FAST))
+def _vote(scores, out, peak):
+    """Of one KV head, scores: `[G,N]`, replaced by the logarithms of probabilities; out, peak: `[N]`."""
+    group, count = scores.shape
+    peak[:], out[:] = -np.inf, 0
+    for g in range(group):
+        one, total = scores[g], np.float32(0)
+        highest = _highest(one)
+        if highest == -np.inf:
+            continue
+        for n in range(count):
+            total += _exp2((one[n] - highest) * LOG2E)
+        norm = highest * LOG2E + np.log2(total)
+        for n in range(count):
+            one[n] = one[n] * LOG2E - norm
+            peak[n] = one[n] if one[n] > peak[n] else peak[n]
+    for g in range(group):
+        one = scores[g]
+        for n in range(count):
+            out[n] += _exp2(one[n] - peak[n])  # of -inf next to nothing; where all are, anything
+    for n in range(count):
+        out[n] = (peak[n] + np.log2(out[n])) * LN2 if peak[n] > -np.inf else -np.inf
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _vote_softmax(scores, out, peak):
+    for which in prange(len(out)):
+        _vote(scores[which], out[which], peak[which])
+
+
+def vote_softmax(scores: Tensor) -> Tensor:
+    """As `sparseattn.kernels.scoring.vote` by "softmax", of float32."""
+    batch, heads, _, count = scores.shape
+    held = scores.clone(memory_format=torch.contiguous_format)
+    out, peak = torch.empty(2, batch, heads, count)
+    with ONE_AT_A_TIME:
+        parts(EXPONENTIAL * scores.numel())
+        _vote_softmax(*(x.flatten(0, 1).numpy() for x in (held, out, peak)))
+    return out
 
 
 # -- SAAP's classifier and buckets -----------------------------------------------------------------------------------

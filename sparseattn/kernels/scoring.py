@@ -36,13 +36,14 @@ def chosen(impl: str | None, device: torch.device, dtype: torch.dtype, there: tu
     return impl
 
 
-def vote(scores: Tensor, group: str) -> Tensor:
+def vote(scores: Tensor, group: str, impl: str | None = None) -> Tensor:
     """Turns the scores of G query heads into those of their selection heads.
 
     Args:
         scores: `[B,H,G,N]`, -inf where a candidate must not be chosen.
         group: "max" or "sum" of the raw scores, "softmax" (logarithm of the sum of the query heads' probabilities): one
             choice per KV head; "each": every query head chooses for itself.
+        impl: of "softmax", see the module; "torch" or "numba", which takes float32. The others are torch's.
 
     Returns:
         `[B,Hs,N]`; Hs is H*G for "each" and H otherwise.
@@ -53,6 +54,12 @@ def vote(scores: Tensor, group: str) -> Tensor:
         return scores.amax(2)
     if group == "sum":
         return scores.sum(2)
+    if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
+        impl = "torch"
+    if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
+        from sparseattn.kernels import compiled
+
+        return compiled.vote_softmax(scores)
     total = scores.logsumexp(-1, keepdim=True)  # log of the summed probabilities, so that small ones still rank
     return (scores - torch.where(total.isinf(), 0.0, total)).logsumexp(2)
 
@@ -111,9 +118,9 @@ def page_scores(
         from sparseattn.kernels import compiled
 
         scores = compiled.page_scores(query, low, high, real, "each" if group == "softmax" else group)
-        return vote(scores.unflatten(1, query.shape[1:3]), group) if group == "softmax" else scores
+        return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
     bound = page_bounds(query, low, high) / query.shape[-1] ** 0.5
-    return vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
+    return vote(bound.masked_fill(~real[:, None, None], -torch.inf), group, impl)
 
 
 def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class Quest(Selector):
 
     def _rounded(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """As int8 in the channels' steps, which grow, those stored before with them, where a bound needs it."""
-        needed = torch.maximum(low.abs(), high.abs()).amax(2) / 127  # [B,H,D]
+        needed = torch.maximum(low.abs(), high.abs()).amax(2) / 126  # [B,H,D]; rounded up at most 127
         if not self.step.rows:
             self.step.append(torch.zeros_like(needed))
         held = self.step.data
