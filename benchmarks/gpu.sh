@@ -30,15 +30,17 @@ part() {  # SECONDS NAME COMMAND...: runs the command for so long at most, and n
 
 if [ $device = cuda ]; then
   fast=(--device cuda --quick --results "$results")
-  speed=(--rows 32768,131072,171008 --batch 1 --selector quest --selector saap --selector window)
+  speed=(--rows 32768,131072,171008 --batch 1 --selector quest --selector quest:page=8,int8=True --selector saap
+    --selector window)
   batch=(--rows 32768,131072 --batch 8,32 --selector quest --selector saap)
   head=(--rows 171008 --batch 1 --selector saap --selector quest)
   scaling=() nearest=(--device cuda) training=(--device cuda --repeats 5)
   generate=(--random 8b --layers 8 --tokens 32768 --budget 2048 --steps 16 --seal 256 --device cuda)
 else
   tiny=(--heads 2 --group 2 --size 32 --seal 64 --evict 1 --copy 1 --buckets 16 --hidden 16)
-  fast=(--device cpu --quick --results "$results" "${tiny[@]}")
-  speed=(--rows 512,1024 --batch 1 --selector quest --selector saap --selector window --budget 64)
+  fast=(--device cpu --quick --fixed --results "$results" "${tiny[@]}")
+  speed=(--rows 512,1024 --batch 1 --selector quest --selector quest:page=8,int8=True --selector saap --selector window
+    --budget 64)
   batch=(--rows 512 --batch 2,3 --selector quest --selector saap --budget 64)
   head=(--rows 1024 --batch 1 --selector saap --budget 64)
   scaling=(--rows-sizes 512,1024 --batch-sizes 1,2 --budget-sizes 32,64 --rows 512 --batch-rows 512 --budget 64)

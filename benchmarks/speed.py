@@ -100,6 +100,15 @@ class Method:
         probe = make_selector(self.spec)
         return probe.host or probe.queries_share > 0
 
+    @property
+    def can_be_fixed(self) -> bool:
+        """Whether its step can be one CUDA graph while the context grows."""
+        try:
+            make_selector(self.spec).fix(1 << 20, 1 << 10)
+        except ValueError:
+            return False
+        return True
+
     def selector(self, inputs: Inputs, artefact: Path) -> Selector:
         """A fresh one; one that needs an artefact and names none gets the one made for these inputs."""
         spec = self.spec
@@ -138,7 +147,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
         window=method.window,
         seal=options.seal,
         capacity=room,
-        fixed=on_gpu and type(selector).fix is not Selector.fix,  # one graph while the context grows
+        fixed=options.fixed and method.can_be_fixed,
         sealed_device="cpu" if selector.host and on_gpu else None,
     )
     store = Clock(0.0, 0.0)
@@ -185,6 +194,16 @@ class Calls:
     def __init__(self, cache: KVCache, query: Tensor, budget: Any, impl: str | None, graph: bool) -> None:
         self.cache, self.query, self.budget, self.impl, self.graph = cache, query, budget, impl, graph
         self.graphs: dict[str, str] = {}
+        self.step: torch.cuda.CUDAGraph | None = None
+
+    def still_right(self) -> float | None:
+        """After rows were appended and sealed: how far the output of a replay of the step is from the step's own, the
+        largest difference; None where there is no graph of it, or not in fixed storage."""
+        if self.step is None or not self.cache.fixed:
+            return None
+        expected = decode(self.query, self.cache, self.budget, impl=self.impl)
+        self.step.replay()
+        return float((self.step.kept - expected).abs().max())  # type: ignore[attr-defined]
 
     def named(self, ways: Mapping[str, dense.Way]) -> dict[str, Callable[[], Any]]:
         """The step, its parts (`attend` apart only where all rows lie together), and the dense ways."""
@@ -213,6 +232,7 @@ class Calls:
             torch.cuda.synchronize()
             return call
         self.graphs[name] = "captured"
+        self.step = graph if name == "step" else self.step
         return graph.replay
 
 
@@ -475,8 +495,9 @@ class Bench:
             out["itemised"] = itemised(timed["step"], self.timer, result)
         out["memory"] = memory(calls, shape)
         if options.cycles:
-            del timed  # graphs hold views of rows that are about to change
+            del timed  # all but the step's are of no use any more
             out["append"] = appending(cache, self.inputs, result["seconds"]["step"]["median"], options)
+            out["replay_off_after_appending"] = calls.still_right()
         out["took_seconds"] = round(time.perf_counter() - begun, 1)
         return out
 
@@ -620,6 +641,12 @@ def add_common(out: argparse.ArgumentParser) -> None:
     out.add_argument("--queries", type=int, default=8, help="different ones, by turns")
     out.add_argument("--buckets", type=int, default=1024, help="of the artefact made for the bucket methods")
     out.add_argument("--hidden", type=int, default=1024, help="width of its classifiers")
+    out.add_argument(
+        "--fixed",
+        action=argparse.BooleanOptionalAction,
+        default=on_gpu,
+        help="storage of fixed size, as one CUDA graph for a growing context needs it; default on a GPU",
+    )
     out.add_argument("--evict", type=int, help="MiB written before each call; default twice the last cache, 0: none")
     out.add_argument("--copy", type=int, default=2048 if on_gpu else 512, help="MiB copied for the bandwidth")
     out.add_argument("--device", default="cuda" if on_gpu else "cpu")

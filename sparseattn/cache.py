@@ -41,10 +41,10 @@ class KVCache:
         rollback: newest rows beyond the window kept unsealed so that `crop` can drop them (speculative decoding).
         capacity: rows to allocate at once, with `sealed_device` there; 0 grows by half when full, which copies what is
             stored: at the first seal after a prefill, where there is no capacity for more.
-        fixed: `capacity` rows are all there will be, and what a step reads keeps its address and shape, the selector's
-            index too: a CUDA graph of `decode`, captured once rows are sealed, stays right while tokens are appended
-            and sealed (`seal`) between its replays, and after `reset` with a batch of the same shape. A share as
-            budget is then of the context at the capture.
+        fixed: `capacity` rows a sequence are all there will be (of several sequences a span less one: padding), and
+            what a step reads keeps its address and shape, the selector's index too: a CUDA graph of `decode`, captured
+            once rows are sealed, stays right while tokens are appended and sealed (`seal`) between its replays, and
+            after `reset` with a batch of the same shape. A share as budget is then of the context at the capture.
         sealed_device: "cpu" keeps sealed rows in host memory (pinned where there is CUDA), where the selector then
             lives and searches: device memory holds sink and recent rows and does not grow with the context
             (RetrievalAttention, https://arxiv.org/abs/2409.10516). Call `seal` after each layer's prefill, so that one
@@ -81,6 +81,7 @@ class KVCache:
                 raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
         if seal < selector.span:
             raise ValueError(f"seal is at least the span of {selector!r}, {selector.span} rows, got {seal}")
+        checks.loose(selector)
         self.selector = selector
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.sealed_device, self.fixed = checks.sealed_device(sealed_device), fixed
@@ -145,16 +146,16 @@ class KVCache:
     def keys(self) -> Tensor:
         """`[B,H,N,D]`, a view: N physical rows, at least the sink's. Rows outside `bounds` may hold anything.
 
-        Every row, or with `sealed_device` those of the sink and the recent ones.
+        Every row, or with `sealed_device` those of the sink and the recent ones; of a `fixed` cache the whole capacity.
         """
         self._require_rows()
-        return self._keys.data
+        return self._keys.visible
 
     @property
     def values(self) -> Tensor:
         """`[B,H,N,D]`, stored as the keys are. A view."""
         self._require_rows()
-        return self._values.data
+        return self._values.visible
 
     @property
     def sealed_keys(self) -> Tensor:
@@ -246,6 +247,7 @@ class KVCache:
         else:
             self._require_rows()
         checks.rows(keys, values, self._keys.full if self._keys.allocated else None)
+        checks.repeatable(keys, "storing rows")
         batch, _, new, _ = keys.shape
         if self._queries.share:
             checks.queries(queries, keys, self.selector, None if first else self._queries.full)
@@ -253,7 +255,7 @@ class KVCache:
         at = None if positions is None else checks.positions(positions, batch, new, zones.next)
         if self.fixed:
             counts = [new] * batch if at is None else (at >= 0).sum(1).tolist()
-            checks.room(zones, counts, self._capacity)
+            checks.room(zones, counts, self._capacity, self.selector.span)
         self._zones = zones
         if first and zones.apart:
             for apart in (self._sealed_keys, self._sealed_values):
@@ -366,7 +368,10 @@ class KVCache:
         selector raises, the cache is void until `reset`.
         """
         self._require_rows()
-        each = self._due()
+        least = self.seal_rows if self._decoded else 1
+        each = self._zones.due(self.window + self.rollback, least, self.selector.span)
+        if max(each):
+            checks.repeatable(self._keys.full, "sealing rows")
         self._decoded = True
         if max(each) == 0:
             return
@@ -478,8 +483,8 @@ class KVCache:
         checks.query(query, self._keys.full)
         if not query.is_cuda:
             checks.finite(query=query)
-        elif torch.cuda.is_current_stream_capturing():
-            self._require_sealed()
+        if self.fixed and not self._zones.zone and checks.capturing(query):
+            raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
         if self._queries.share:
             checks.group(query, self._queries.full)
         context = self._capacity if self.fixed and budget is None else max(self._zones.count)
@@ -487,18 +492,6 @@ class KVCache:
         self.seal()
         # More rows than there are, or can be, change nothing but the number of slots.
         return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
-
-    def _require_sealed(self) -> None:
-        """RuntimeError where a CUDA graph of a step, captured now, would be of no use."""
-        if max(self._due()):
-            raise RuntimeError("rows are to be sealed, which no CUDA graph can hold: seal() before the capture")
-        if self.fixed and not self._zones.zone:
-            raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
-
-    def _due(self) -> list[int]:
-        """Rows of each sequence that `seal` would seal now."""
-        least = self.seal_rows if self._decoded else 1
-        return self._zones.due(self.window + self.rollback, least, self.selector.span)
 
     def search(self, query: Tensor, rows: int) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows."""
@@ -519,6 +512,7 @@ class KVCache:
                 `rollback`.
         """
         self._require_rows()
+        checks.repeatable(self._keys.full, "dropping rows")
         zones = self._zones
         gone: list[int] = torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch).tolist()
         before = zones.end
@@ -536,8 +530,12 @@ class KVCache:
         self._publish()
 
     def reorder(self, index: Tensor) -> None:
-        """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit."""
+        """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.
+
+        ValueError where the storage is `fixed` and B' is not B.
+        """
         self._require_rows()
+        checks.repeatable(self._keys.full, "reordering sequences")
         if index.ndim != 1 or index.dtype != torch.int64 or not bool(((index >= 0) & (index < self.batch)).all()):
             raise ValueError(f"reorder takes int64 [B'] indices below the batch of {self.batch}, got {index}")
         for buffer in self._buffers():
@@ -588,6 +586,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
+        apart += f", capacity={self._capacity}, fixed=True" if self.fixed else ""
         return (
             f"KVCache({self.selector!r}, sink={self.sink}, window={self.window}, seal={self.seal_rows}, "
             f"rollback={self.rollback}{apart}): {self.batch} sequences of {self._zones.count} rows"

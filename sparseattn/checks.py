@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.base import Selector
+from sparseattn.storage import RowBuffer
 from sparseattn.zones import Zones
 
 
@@ -47,25 +48,48 @@ def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
     if held is not None:
         if (keys.shape[0], keys.shape[1], keys.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
             raise ValueError(
-                f"this cache holds [B,H,N,D] = {[*held.shape[:2], 'N', held.shape[3]]}, got keys {list(keys.shape)}"
+                f"this cache's storage is [B,H,N,D] = {[*held.shape[:2], 'N', held.shape[3]]}, got keys "
+                f"{list(keys.shape)}"
             )
         if keys.dtype != held.dtype or keys.device != held.device:
             raise ValueError(
-                f"this cache holds {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
+                f"this cache's storage is {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
             )
     if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
         finite(keys=keys, values=values)
 
 
-def room(zones: Zones, more: Sequence[int], capacity: int) -> None:
-    """`more` rows of each sequence fit in fixed storage; else ValueError."""
+def room(zones: Zones, more: Sequence[int], capacity: int, span: int) -> None:
+    """`more` rows of each sequence fit in fixed storage, and the padding of a seal with them; else ValueError."""
     after = copy.copy(zones)
     after.add(more, zones.next)
-    if max(after.end) > capacity:
+    padding = span - 1 if len(more) > 1 else 0  # sequences may be out of phase, now or after a `crop`
+    if max(after.end) + padding > capacity:
+        kept = f" less {padding} for padding" if padding else ""
         raise ValueError(
-            f"this cache is fixed at {capacity} rows a sequence: {list(more)} more behind {zones.end} do not fit; give "
-            f"KVCache a larger capacity"
+            f"this cache is fixed at {capacity} rows a sequence{kept}: {list(more)} more behind {zones.end} do not "
+            f"fit; give KVCache a larger capacity"
         )
+
+
+def loose(selector: Selector) -> None:
+    """A selector whose storage no cache has fixed; else ValueError."""
+    if any(isinstance(state, RowBuffer) and state.room is not None for _, state in selector.buffers()):
+        raise ValueError(
+            f"the storage of this {selector!r} was fixed for another cache: one selector serves one cache, so give "
+            f"each layer its own with selector.for_layer(i)"
+        )
+
+
+def capturing(rows: Tensor) -> bool:
+    """Whether what is done to `rows` now goes into a CUDA graph."""
+    return rows.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def repeatable(rows: Tensor, what: str) -> None:
+    """Not inside the capture of a CUDA graph, whose replays would not do `what` as it is meant; else RuntimeError."""
+    if capturing(rows):
+        raise RuntimeError(f"{what} goes by counts on the host, which no CUDA graph repeats: do it between the replays")
 
 
 def queries(given: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:

@@ -111,8 +111,8 @@ class RowBuffer(State):
             self._fill_to(rows, self.room or rows, like)
         elif self._data is None or rows > held:
             # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
-            shape = list(like.shape)
-            shape[self.dim] = max(self.capacity, held + held // 2, rows + 64)
+            shape, enough = list(like.shape), self.capacity >= rows
+            shape[self.dim] = self.capacity if enough else max(held + held // 2, rows + 64)
             grown = self._empty(shape, like)
             if self._data is not None:
                 grown.narrow(self.dim, 0, self.rows).copy_(self.data)

@@ -124,7 +124,7 @@ def good() -> KVCache:
         (lambda c: c.append(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 2, 32)), r"one shape \[B,H,n,D\]"),
         (lambda c: c.append(torch.zeros(2, 32), torch.zeros(2, 32)), r"\[B,H,n,D\]"),
         (lambda c: c.append(torch.zeros(1, 3, 1, 32), torch.zeros(1, 3, 1, 32)), r"got keys \[1, 3, 1, 32\]"),
-        (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).half()), "holds torch.float32"),
+        (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).half()), "storage is torch.float32"),
         (lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32).long()), "floating dtype"),
         (lambda c: c.append(*torch.full((2, 1, 2, 1, 32), torch.nan)), "keys must be finite, got nan"),
         (lambda c: c.append(torch.zeros(1, 2, 1, 32), torch.full((1, 2, 1, 32), torch.inf)), "values must be finite"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from cases import CASES, Case, attention
 
-from sparseattn import Exact, KVCache, Quest, Window, decode
+import sparseattn.checks as checks
+from sparseattn import Exact, KVCache, QueryBridge, Quest, Window, decode
 from sparseattn.storage import RowBuffer
 
 B, H, G, D = 2, 2, 3, 32
@@ -21,10 +22,9 @@ def cache_of(case: Case, fixed: bool, **sizes) -> KVCache:
 
 
 def addresses(cache: KVCache) -> dict[str, int]:
-    """Of what a step reads."""
-    parts = {
-        name: state.full for name, state in cache.selector.buffers() if state.rows and name not in ("real", "kept")
-    }
+    """Of what a step reads: not what Exact has just chosen, nor what QueryBridge looks at when rows are sealed."""
+    unread = ("kept", "real") if isinstance(cache.selector, QueryBridge) else ("kept",)
+    parts = {name: state.full for name, state in cache.selector.buffers() if state.rows and name not in unread}
     bounds = {name: getattr(cache.bounds, name) for name in ("sink", "sealed", "rows")}
     read = {"keys": cache.keys, "values": cache.values, "positions": cache.positions, **parts, **bounds}
     return {name: part.data_ptr() for name, part in read.items()}
@@ -97,8 +97,8 @@ def test_selectors_whose_step_the_host_takes_part_in_are_refused(case: Case) -> 
 
 def test_what_does_not_fit_is_refused_and_nothing_lost() -> None:
     queries, keys, values = attention(B, H, G, 120, D)
-    cache = KVCache(Quest(), sink=4, window=8, seal=32, capacity=110, fixed=True)
-    with pytest.raises(ValueError, match=r"fixed at 110 rows .* \[120, 120\] more"):
+    cache = KVCache(Quest(), sink=4, window=8, seal=32, capacity=125, fixed=True)
+    with pytest.raises(ValueError, match=r"fixed at 125 rows a sequence less 15 for padding: \[120, 120\] more"):
         cache.append(keys, values)
     assert cache.batch == 0
     cache.append(keys[:, :, :100], values[:, :, :100])
@@ -122,10 +122,61 @@ def test_another_batch_must_be_of_the_same_shape() -> None:
     cache.reset()
     twin = cache.clone()
     for one in (cache, twin):
-        with pytest.raises(ValueError, match="this cache holds"):
+        with pytest.raises(ValueError, match=r"storage is .B,H,N,D. = .2, 2, 'N', 32., got keys .1, 2, 60, 32."):
             one.append(keys[:1], values[:1])
+        with pytest.raises(ValueError, match=r"storage is torch.float32"):
+            one.append(keys.half(), values.half())
         one.append(keys, values)
         assert decode(queries[:, :, :, -1], one, 10).shape == (B, H, G, D)
+
+
+def test_a_ragged_batch_has_room_for_the_padding_of_a_seal() -> None:
+    """What `append` accepts can be sealed: sequences out of phase are sealed into whole pages each."""
+    queries, keys, values = attention(B, H, G, 140, D)
+    for capacity in range(124, 132):
+        cache = KVCache(Quest(), sink=4, window=8, seal=32, capacity=capacity, fixed=True)
+        at = torch.stack([torch.arange(112), torch.arange(112) - 13]).clamp(min=-1)
+        if capacity < 112 + 15:
+            with pytest.raises(ValueError, match="less 15 for padding"):
+                cache.append(keys[:, :, :112], values[:, :, :112], positions=at)
+            continue
+        cache.append(keys[:, :, :112], values[:, :, :112], positions=at)
+        decode(queries[:, :, :, 111], cache, 40)
+        assert cache.sealed.tolist() == [96, 80]
+
+
+def test_one_selector_serves_one_fixed_cache() -> None:
+    selector = Exact()
+    KVCache(selector, capacity=100, fixed=True)
+    for fixed in (True, False):
+        with pytest.raises(ValueError, match="fixed for another cache"):
+            KVCache(selector, capacity=100, fixed=fixed)
+    KVCache(selector.for_layer(1))
+
+
+def test_what_no_cuda_graph_can_hold_is_refused_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, values = attention(B, H, G, 200, D)
+    cache = KVCache(Quest(), sink=4, window=90, seal=32, capacity=250, fixed=True)
+    cache.append(keys[:, :, :90], values[:, :, :90])
+    query = queries[:, :, :, 89]
+
+    def inside(refused: str, work) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "capturing", lambda rows: True)
+            with pytest.raises(RuntimeError, match=refused):
+                work()
+
+    inside("nothing is sealed yet", lambda: decode(query, cache, 40))
+    inside("storing rows goes by counts", lambda: cache.append(keys[:, :, 90:], values[:, :, 90:]))
+    cache.append(keys[:, :, 90:], values[:, :, 90:])
+    inside("sealing rows goes by counts", cache.seal)
+    inside("dropping rows goes by counts", lambda: cache.crop(1))
+    cache.seal()
+    inside("reordering sequences goes by counts", lambda: cache.reorder(torch.tensor([1, 0])))
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "capturing", lambda rows: True)
+        decode(query, cache, 40)
+    assert "capacity=250, fixed=True" in repr(cache)
 
 
 @pytest.mark.parametrize("given", [{}, {"capacity": 19}, {"capacity": 100, "sealed_device": "cpu"}])

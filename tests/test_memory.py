@@ -61,7 +61,7 @@ def formulas(name: str) -> dict[tuple[str, ...], str]:
     """State attributes of a selector -> formula of their bytes, of the table of what is held."""
     found = {}
     for selector, state, _, formula in rows_of("Held"):
-        only = re.search(r"`(\w+)=true`", state)  # of a selector so made
+        only = re.search(r"`(\w+)=True`", state)  # of a selector so made
         if selector == name.partition("-")[0] and (only is None or only[1] in name):
             words = re.sub(r" \(.*\)", "", state)
             found[STATES.get(words, tuple(words.split(", ")))] = formula.strip("`")

@@ -96,7 +96,9 @@ def test_in_fixed_storage_a_step_follows_seals_and_another_batch(case: Case, bud
             cache.seal()
             query.copy_(queries[:, :, :, t])
             recording.replay()
-            expected = decode(query, plain, budget)
+            with pytest.MonkeyPatch.context() as patch:  # ties of a vote fall as in the recording, which has torch's
+                patch.setattr(scoring, "why_not_numba", lambda *_: "to choose as the recording does")
+                expected = decode(query, plain, budget)
             assert torch.equal(cache.sealed, plain.sealed)
             seals.add(int(cache.sealed[0]))
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import SAAP, KMeans, KVCache, Moments, PerfectBuckets, Rows, Selection, decode, make_selector
-from sparseattn.artefact import Artefact, Classifier, Partition
+from sparseattn.artefact import Artefact, ArtefactError, Classifier, Partition
 from sparseattn.rope import Rope
 from sparseattn.selectors import buckets as table
 from sparseattn.selectors import moments
@@ -356,15 +357,50 @@ def test_segments_join_so_that_they_stay_few_and_rows_seldom_move(file: str, mon
         chosen = replay.step(200)[1]
         monkeypatch.setattr(table, "_kept", lambda starts, new: (len(starts) - 1, starts[-1]))
         loose = apart.step(200)[1]
-        assert replay.selector.edges.rows <= math.log2(t / seal) + 2
+        assert replay.selector.edges.rows <= math.log2(t / seal) + 1
         if t % 23 == 0 or t == rows - 1:
             for mine, other in zip(replay.named(chosen), apart.named(loose), strict=True):
                 assert [sorted(head) for head in mine] == [sorted(head) for head in other]
             query = replay.roped[1][:, :, :, t]
             torch.testing.assert_close(decode(query, replay.cache, 200), decode(query, apart.cache, 200))
     assert apart.selector.edges.rows > 30
-    assert sum(order.shape[2] for order in moved) <= rows * (math.log2(rows / seal) + 2)
+    assert sum(order.shape[2] for order in moved) <= rows * (math.log2(rows / seal) + 1)
     assert max(order.shape[2] for order in moved) > rows / 2, "the longest segments join too"
+
+
+def test_segments_stay_few_whatever_the_sizes_of_seals() -> None:
+    """Sizes that fall slowly, each longer than the next but not than all behind it, and random ones."""
+    draw = torch.Generator().manual_seed(0)
+    for sizes in (range(60, 0, -1), torch.randint(1, 50, (300,), generator=draw).tolist()):
+        starts, moved, least = [0], 0, min(sizes)
+        for new in sizes:
+            kept, low = table._kept(starts, new)
+            end = starts[-1] + new
+            moved += end - low
+            starts = [*starts[: kept + 1], end]
+            segments = [high - low for low, high in itertools.pairwise(starts)]
+            assert sum(segments) == end
+            assert all(size > sum(segments[i + 1 :]) for i, size in enumerate(segments))
+            assert len(segments) <= max(end // least, 1).bit_length()
+        assert moved <= end * (math.log2(end / least) + 1)
+
+
+def test_a_second_batch_of_another_dtype_or_shape_takes_its_own_parameters(file: str) -> None:
+    selector = SAAP(file, probes=3).for_layer(LAYER, ROPE)
+    cache = KVCache(selector, sink=0, window=0)
+    for dtype in (torch.bfloat16, torch.float32):
+        queries, keys, values = heads(1, H, G, 40, D, dtype)
+        cache.append(keys, values)
+        cache.select(queries[:, :, :, -1], None)
+        assert selector._here is not None
+        classifier = selector._here.partition.classifier
+        assert classifier is not None
+        assert classifier.w1.dtype == dtype
+        cache.reset()
+    _, keys, values = heads(1, H + 1, G, 40, D)
+    cache.append(keys, values)
+    with pytest.raises(ArtefactError):
+        cache.select(keys[:, :, None, -1].expand(-1, -1, G, -1), None)
 
 
 def test_beams_and_clones_keep_their_buckets(file: str) -> None:

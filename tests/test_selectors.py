@@ -73,6 +73,15 @@ def test_quests_8_bit_bounds_stay_bounds_as_keys_grow(dtype: torch.dtype) -> Non
     assert bool((steps[-1] > steps[0]).any())
 
 
+def test_8_bit_bounds_never_wrap() -> None:
+    """Rounded up, a channel's largest number is 127. In steps of a 127th of these it was 128, which is -128."""
+    most = torch.tensor([4.25, 8.5, 8.75, 2.05, 1.0, 1e-20, 1e-33, 0.0])
+    quest = Quest(1, int8=True)
+    low, high = quest._rounded(-most.view(1, 1, 1, -1), most.view(1, 1, 1, -1))
+    assert high.flatten().tolist() == [127] * 6 + [1, 0]
+    assert low.flatten().tolist() == [-127] * 6 + [-1, 0]
+
+
 def test_the_page_of_the_best_key_is_selected_unless_enough_pages_have_a_higher_bound() -> None:
     quest = Quest(group="each")
     cache, query = filled(quest)

@@ -39,14 +39,16 @@ LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 FAST = ("reassoc", "contract", "nsz")
 
 
-def parts(work: float = math.inf) -> int:
-    """Parts that parallel loops are cut into, a few for each thread, as keys differ in work; torch's threads, or as
-    many as pay for `work` multiplications."""
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if work < threads * ALONE:
-        threads = min(threads, 1 + int(work // ALONE))
+def use_threads(work: float = math.inf) -> int:
+    """Lets numba's loops run on torch's threads, or on as many of them as pay for `work` multiplications."""
+    threads = int(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, 1 + work / ALONE))
     numba.set_num_threads(threads)
-    return 4 * threads
+    return threads
+
+
+def parts() -> int:
+    """Parts that parallel loops are cut into, a few for each thread, as keys differ in work."""
+    return 4 * use_threads()
 
 
 def _widened(builder, value, number):
@@ -374,7 +376,7 @@ def attend(
     sealed, end = bounds.sealed.contiguous().numpy(), bounds.rows.contiguous().numpy()
     rows = slots * selection.span + bounds.base + (max(int((end - sealed).max()), 0) if batch else 0)
     with ONE_AT_A_TIME:
-        parts(2 * rows * lists * share * size)
+        use_threads(2 * rows * lists * share * size)
         _attend(
             _bits(query.reshape(lists, share, size)),
             np.float32(scale) * LOG2E,
@@ -480,7 +482,7 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
     top, top_steps = _flat(high)
     scores = torch.empty(batch, heads, served if group == "each" else 1, real.shape[1])
     with ONE_AT_A_TIME:
-        parts(2 * up.numel() * real.shape[1])
+        use_threads(2 * up.numel() * real.shape[1])
         _page_scores(
             up.numpy(), down.numpy(), held, steps, top, top_steps, _line(real), real.stride(0), group == "each",
             scores.numpy(),
@@ -511,9 +513,9 @@ def _vote(scores, out, peak):
             continue
         for n in range(count):
             total += _exp2((one[n] - highest) * LOG2E)
-        norm = highest * LOG2E + np.log2(total)
+        norm = np.log2(total)
         for n in range(count):
-            one[n] = one[n] * LOG2E - norm
+            one[n] = (one[n] - highest) * LOG2E - norm  # nothing is lost where probabilities are near 1
             peak[n] = one[n] if one[n] > peak[n] else peak[n]
     for g in range(group):
         one = scores[g]
@@ -535,7 +537,7 @@ def vote_softmax(scores: Tensor) -> Tensor:
     held = scores.clone(memory_format=torch.contiguous_format)
     out, peak = torch.empty(2, batch, heads, count)
     with ONE_AT_A_TIME:
-        parts(EXPONENTIAL * scores.numel())
+        use_threads(EXPONENTIAL * scores.numel())
         _vote_softmax(*(x.flatten(0, 1).numpy() for x in (held, out, peak)))
     return out
 
@@ -575,7 +577,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
     """As `sparseattn.kernels.scoring.linear`."""
     out = torch.empty(*x.shape[:2], weight.shape[1])
     with ONE_AT_A_TIME:
-        parts(x.numel() * weight.shape[1])
+        use_threads(x.numel() * weight.shape[1])
         _linear(x.contiguous().numpy(), _line(weight.contiguous()), bias.contiguous().numpy(), relu, out.numpy())
     return out
 
@@ -644,6 +646,6 @@ def listed_scores(query: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(ids.shape)
     flat, steps = _flat(keys)
     with ONE_AT_A_TIME:
-        parts(ids.numel() * query.shape[3])
+        use_threads(ids.numel() * query.shape[3])
         _listed_scores(query.float().contiguous().numpy(), flat, steps, ids.contiguous().numpy(), out.numpy())
     return out

@@ -113,7 +113,7 @@ def page_scores(
 
         return pages.scores(query, low, high, real, group, step)
     if step is not None:
-        query = query.float() * step[:, :, None]
+        query = query.to(torch.promote_types(query.dtype, torch.float32)) * step[:, :, None]
     if impl == "numba":
         from sparseattn.kernels import compiled
 

@@ -113,6 +113,9 @@ class Partitioned(Selector):
         return fresh
 
     def fix(self, rows: int, seal: int) -> None:
+        for _, state in self.buffers():
+            if isinstance(state, RowBuffer):
+                state.fix()
         self.edges.fix(max(rows // seal, 1).bit_length())  # log2(N/n) + 1
 
     def index_arguments(self) -> dict[str, Any]:
@@ -126,6 +129,8 @@ class Partitioned(Selector):
     def reset(self) -> None:
         super().reset()
         self._slots = []
+        if self.edges.room is None:  # else a batch of the same shape comes, and a CUDA graph may hold the addresses
+            self._here = None
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
@@ -174,7 +179,8 @@ class Partitioned(Selector):
         edges = torch.nn.functional.pad(ends, (1, 0), value=low)
         self.edges.append(edges[:, :, None].int())
         self._slots = []
-        self._most()
+        if self.edges.room is None:
+            self._most()
         return bucket.argsort(dim=2, stable=True)
 
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:

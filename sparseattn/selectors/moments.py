@@ -90,10 +90,6 @@ class Moments(Partitioned):
         super().__init__(artefact, probes, group, span)
         self.moments = KeyMoments()
 
-    def fix(self, rows: int, seal: int) -> None:
-        super().fix(rows, seal)
-        self.moments.fix()
-
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
         self.moments.add(rows.keys, bucket, own.buckets)
 

@@ -12,8 +12,9 @@ from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group
 from sparseattn.storage import RowBuffer
 
-SLACK = 1.25  # of a step that grows: a longer key still must come before stored bounds are rounded anew
-TINY = 1e-30  # a step, where a channel is zero
+SLACK = 1.25  # a step that grows leaves room, so that not every longer key makes all stored bounds be rounded anew
+TINY = 1e-30  # least step, of a channel that is zero
+FULL = 1 / 126.5  # of a channel's largest number, its step: rounded up that is 127 on every device
 
 
 class Quest(Selector):
@@ -21,12 +22,12 @@ class Quest(Selector):
 
     Args:
         page: rows per page, a power of two; 16 in the paper.
-        int8: keep the bounds as 8-bit integers, rounded outwards in steps of one size per channel, so that they stay
-            bounds: `page=8, int8=True` reads as many bytes of metadata as `page=16` of a 16-bit model and finds more
-            at equal rows (LOG.md, 2026-11-22). Ours, not the paper's.
         group: how a query group votes: "sum" (default), "softmax" or "max" of its bounds give one choice per KV head;
             "each" lets every query head choose its own pages. On the reference model "sum" finds 5 to 25 % more
             attention than "max" at equal rows (LOG.md, 2026-11-20).
+        int8: keep the bounds as 8-bit integers, rounded outwards in steps of one size per channel; a Triton kernel of a
+            16-bit model rounds query times step as well. `page=8, int8=True` reads as many bytes of metadata as
+            `page=16` of a 16-bit model and finds more at equal rows (LOG.md, 2026-11-22). Ours, not the paper's.
 
     The paper's models have one query head per KV head and leave the vote open; its accuracy code expands the keys,
     which is "each". The paper's kernels always read the current, partial page: with `Quest.paper()` the cache's
@@ -68,20 +69,21 @@ class Quest(Selector):
 
     def _rounded(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """As int8 in the channels' steps, which grow, those stored before with them, where a bound needs it."""
-        needed = torch.maximum(low.abs(), high.abs()).amax(2) / 126  # [B,H,D]; rounded up at most 127
+        needed = torch.maximum(low.abs(), high.abs()).amax(2) * FULL  # [B,H,D]
         if not self.step.rows:
-            self.step.append(torch.zeros_like(needed))
+            self.step.capacity = needed.shape[2]
+            self.step.append(torch.full_like(needed, TINY))
         held = self.step.data
         grows = needed > held
         if bool(grows.any()):
             step = torch.where(grows, needed * (SLACK if self.low.rows else 1.0), held)
             if self.low.rows:
-                shrink = (held / step.clamp(min=TINY))[:, :, None]
+                shrink = (held / step)[:, :, None]
                 self.low.data.copy_((self.low.data * shrink).floor())
                 self.high.data.copy_((self.high.data * shrink).ceil())
             held.copy_(step)
-        number = held.clamp(min=TINY)[:, :, None]
-        return (low / number).floor().to(torch.int8), (high / number).ceil().to(torch.int8)
+        step = held[:, :, None]
+        return (low / step).floor().to(torch.int8), (high / step).ceil().to(torch.int8)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, group, size = query.shape

@@ -45,10 +45,6 @@ class SAAP(Partitioned):
         self.context = context
         self.moments = KeyMoments()
 
-    def fix(self, rows: int, seal: int) -> None:
-        super().fix(rows, seal)
-        self.moments.fix()
-
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
         if self.context:
             self.moments.add(rows.keys, bucket, own.buckets)
