@@ -74,12 +74,14 @@ def test_quests_8_bit_bounds_stay_bounds_as_keys_grow(dtype: torch.dtype) -> Non
 
 
 def test_8_bit_bounds_never_wrap() -> None:
-    """Rounded up, a channel's largest number is 127. In steps of a 127th of these it was 128, which is -128."""
+    """Rounded up a channel's largest number is at most 127. In steps of a 127th it was 128 for these: that is -128."""
     most = torch.tensor([4.25, 8.5, 8.75, 2.05, 1.0, 1e-20, 1e-33, 0.0])
     quest = Quest(1, int8=True)
-    low, high = quest._rounded(-most.view(1, 1, 1, -1), most.view(1, 1, 1, -1))
-    assert high.flatten().tolist() == [127] * 6 + [1, 0]
-    assert low.flatten().tolist() == [-127] * 6 + [-1, 0]
+    for longer in (1.0, 1.2, 1.3, 9.0):  # within the room that a step leaves, and beyond it
+        low, high = quest._rounded(-most.view(1, 1, 1, -1) * longer, most.view(1, 1, 1, -1) * longer)
+        assert bool((high * quest.step.data >= most * longer * (1 - 1e-6)).all())
+        assert torch.equal(low, -high)
+        assert high.flatten()[6:].tolist() == [1, 0]
 
 
 def test_the_page_of_the_best_key_is_selected_unless_enough_pages_have_a_higher_bound() -> None:

@@ -12,7 +12,7 @@ from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group
 from sparseattn.storage import RowBuffer
 
-SLACK = 1.25  # a step that grows leaves room, so that not every longer key makes all stored bounds be rounded anew
+SLACK = 1.25  # a step leaves room for longer keys, so that few of them make the stored bounds be rounded anew
 TINY = 1e-30  # least step, of a channel that is zero
 FULL = 1 / 126.5  # of a channel's largest number, its step: rounded up that is 127 on every device
 
@@ -76,11 +76,12 @@ class Quest(Selector):
         held = self.step.data
         grows = needed > held
         if bool(grows.any()):
-            step = torch.where(grows, needed * (SLACK if self.low.rows else 1.0), held)
+            step = torch.where(grows, needed * SLACK, held)
             if self.low.rows:
-                shrink = (held / step)[:, :, None]
-                self.low.data.copy_((self.low.data * shrink).floor())
-                self.high.data.copy_((self.high.data * shrink).ceil())
+                for b, h in grows.any(-1).nonzero().tolist():
+                    low_of, high_of, shrink = self.low.data[b, h], self.high.data[b, h], held[b, h] / step[b, h]
+                    low_of.copy_((low_of * shrink).floor())
+                    high_of.copy_((high_of * shrink).ceil())
             held.copy_(step)
         step = held[:, :, None]
         return (low / step).floor().to(torch.int8), (high / step).ceil().to(torch.int8)
