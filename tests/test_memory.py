@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from sparseattn import (
 )
 from sparseattn.selectors.buckets import Partitioned
 
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
 HEADER = 512  # bytes that faiss writes before an index
 STATES = {"its part of the artefact": ("model",), "table": ("table",)}
@@ -149,6 +151,31 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
     assert not any(bytes_held.values()), f"every state of a selector is on the page: {bytes_held}"
 
 
+@pytest.mark.parametrize("name", ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"])
+@pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
+def test_a_fixed_cache_holds_what_a_full_one_would(name: str) -> None:
+    """From the first row on, whatever is stored."""
+    queries, keys, values = heads(2, 2, 2, 300, 16)
+    cache = KVCache(made(name), sink=4, window=16, seal=32, capacity=1000, fixed=True)
+    cache.append(keys, values, queries)
+    decode(queries[:, :, :, -1].contiguous(), cache, 64)
+    selector = cache.selector
+    letters = letters_of(cache, queries[:, :, :, -1])
+    span = selector.span
+    letters |= {"N": 1000, "U": 1000, "Z": 996 // span * span, "P": 996 // span}
+    if hasattr(selector, "guides"):
+        letters["S"] = selector.guides
+    if isinstance(selector, Partitioned):
+        letters["R"] = (letters["Z"] // (32 // span * span)).bit_length()
+    kept = cache._keys.full.nbytes + cache._values.full.nbytes
+    assert kept == value(formulas("all")[("keys", "values")], letters)
+    for states, formula in formulas(name).items():
+        buffers = [getattr(selector, state) for state in states if hasattr(selector, state)]
+        if states in (("model",), ("kept",)) or (name, states) in (("saap", ("moments",)), ("bridge", ("real",))):
+            continue  # no storage of rows; Exact's last choice; not kept; not read by a step
+        assert sum(buffer.full.nbytes for buffer in buffers) == value(formula, letters), states
+
+
 def tables_of(selector: IVF | HNSW, formula: str, letters: dict[str, int]) -> int:
     """The bytes predicted for faiss's indexes, sequence by sequence, as these hold real rows only."""
     import faiss
@@ -186,6 +213,38 @@ def test_temporaries_are_at_most_what_the_page_says(name: str, dtype: torch.dtyp
     attended = value(bounds["attend"], letters | {"A": selection.start.shape[1]})
     assert selecting.peak <= chosen
     assert step.peak <= chosen + attended
+
+
+def long_enough(name: str, dtype: torch.dtype) -> tuple[KVCache, torch.Tensor, int]:
+    """One sequence of 9,000 rows, to be asked for 640."""
+    queries, keys, values = heads(1, 2, 2, 9000, 16, dtype)
+    cache = KVCache(made(name), sink=4, window=16)
+    cache.append(keys, values)
+    cache.seal()
+    return cache, queries[:, :, :, -1].contiguous(), 640
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["window", "quest", "exact", "random", "saap", "kmeans", "moments"])
+def test_the_workspace_is_what_the_page_says(name: str, dtype: torch.dtype) -> None:
+    """Of the step measured here, and in the record at the page's shape."""
+    row = next(row for row in rows_of("Workspace of a step") if row[0] == name)
+    formula = row[1 if dtype == torch.float32 else 2].strip("`")
+    shape = {"B": 1, "H": 8, "G": 4, "D": 128, "C": 1024, "P": (131_072 - 68) // 16, "Z": 131_072 - 68, "q": 128}
+    record = json.loads((RESULTS / "speed-cpu.json").read_text())
+    ways = next(one["selectors"] for one in record["results"] if f"torch.{one['dtype']}" == str(dtype))
+    measured = next(way for way in ways if way["selector"] == name)["memory"]["bytes"]["workspace"]
+    predicted = value(formula, shape)
+    assert abs(predicted - measured) <= 200
+    assert row[3 if dtype == torch.float32 else 4] == f"{predicted / 131.072 / 1024:.1f}"
+    if name in ("saap", "kmeans", "moments"):
+        return  # 12 buckets are too few for choosing to take more than attending
+    cache, query, budget = long_enough(name, dtype)
+    decode(query, cache, budget)
+    with Temporaries() as seen:
+        decode(query, cache, budget)
+    letters = letters_of(cache, query) | {"q": budget // 16}
+    assert abs(seen.peak - value(formula, letters)) <= 200
 
 
 def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
