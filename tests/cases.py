@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -171,6 +172,35 @@ CASES = [
     Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),
     Case("buckets-sampled", lambda: SampledBuckets(0.3), lambda: SampledBuckets(0.3)),
 ]
+
+
+def missing(case: Case) -> str | None:
+    """Which optional package is not here that the case needs: on a machine with a GPU there may be no faiss."""
+    try:
+        case.make()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def on_device(case: Case) -> bool:
+    """Whether a step of it fits one CUDA graph, in fixed storage. Counted in where a package is missing."""
+    try:
+        case.make().fix(1 << 12, 64)
+    except ValueError:
+        return False
+    except ImportError:
+        pass
+    return True
+
+
+def by_name(cases: list[Case]) -> pytest.MarkDecorator:
+    """Parametrizes `case`; what cannot run here skips with the reason."""
+    marks = {case.name: [pytest.mark.skip(reason=why)] if (why := missing(case)) else [] for case in cases}
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks[case.name]) for case in cases])
+
+
+ON_DEVICE = [case for case in CASES if on_device(case)]
 
 
 def heads(batch: int, kv: int, group: int, rows: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, attention
+from cases import CASES, ON_DEVICE, Case, attention
 
 import sparseattn.checks as checks
 from sparseattn import Exact, KVCache, QueryBridge, Quest, Window, decode
 from sparseattn.storage import RowBuffer
 
 B, H, G, D = 2, 2, 3, 32
-ON_HOST = ("flat", "ivf", "hnsw", "retrieval", "perfect", "exact-static", "buckets")
-FIXED = [case for case in CASES if not case.name.startswith(ON_HOST)]
-BY_NAME = pytest.mark.parametrize("case", FIXED, ids=lambda case: case.name)
+BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
 
 
 def cache_of(case: Case, fixed: bool, **sizes) -> KVCache:
@@ -89,7 +87,7 @@ def test_a_padded_batch(case: Case) -> None:
         torch.testing.assert_close(decode(query, cache, 40), decode(query, plain, 40), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in FIXED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ON_DEVICE], ids=lambda case: case.name)
 def test_selectors_whose_step_the_host_takes_part_in_are_refused(case: Case) -> None:
     with pytest.raises(ValueError, match="fixed=True"):
         cache_of(case, True)

@@ -6,16 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import CASES, Case, full, heads
+from cases import CASES, ON_DEVICE, Case, by_name, full, heads
 from torch import Tensor
 
 from sparseattn import KVCache, Quest, attend, decode
 
 pytestmark = pytest.mark.gpu
-BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Chosen on the device. "exact-static" counts queries on the host, the last two are a test double and for measuring.
-ON_DEVICE = [case for case in CASES if not case.make().host and case.name != "exact-static"]
-ON_DEVICE = [case for case in ON_DEVICE if not case.name.startswith(("flat", "ivf", "hnsw", "buckets", "perfect"))]
+BY_NAME = by_name(CASES)
 
 
 def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -31,7 +28,7 @@ def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
-@pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
+@by_name(ON_DEVICE)
 def test_one_graph_of_a_step_follows_appends_seals_and_another_batch(case: Case) -> None:
     """Captured once, in fixed storage; nothing in it waits for the host, or the capture would fail."""
     queries, keys, values = (x.cuda() for x in heads(2, 2, 4, 600, 64))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from cases import CASES, Case, attention
+from cases import ON_DEVICE, Case, attention
 from recorded import HostWaits, Recording
 
 from sparseattn import KVCache, attend, decode
@@ -17,16 +17,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from sparseattn.kernels import lists, pages, probes, scoring, spans
 
 B, H, G, D = 2, 1, 2, 16
-# On the host (faiss, a graph that is walked), or a test double. PerfectBuckets is for measuring only.
-STATIC = [
-    case for case in CASES if not case.name.startswith(("flat", "ivf", "hnsw", "retrieval", "buckets", "perfect"))
-]
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
-BY_NAME = pytest.mark.parametrize("case", STATIC, ids=lambda case: case.name)
+BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
 
 
 def test_every_device_selector_is_covered() -> None:
-    kinds = {type(case.make()).__name__ for case in STATIC}
+    kinds = {type(case.make()).__name__ for case in ON_DEVICE}
     assert kinds == {"Exact", "Quest", "QueryBridge", "SAAP", "Moments", "KMeans", "Random", "Window"}
 
 
@@ -54,8 +50,6 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
 @BY_NAME
 def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
     """Recorded once, replayed as tokens are appended until the next seal: what eager steps of the same cache give."""
-    if case.name == "exact-static":
-        pytest.skip("chooses anew at every fourth query, which the host counts")
     (queries, keys, values), cache, recording, query, out = step(case)
     sealed = cache.sealed
     for t in (150, 170):
@@ -71,13 +65,11 @@ def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "budget"),
-    [*((case, 40) for case in STATIC), *((case, None) for case in STATIC if case.name in ALL)],
+    [*((case, 40) for case in ON_DEVICE), *((case, None) for case in ON_DEVICE if case.name in ALL)],
     ids=lambda given: getattr(given, "name", str(given)),
 )
 def test_in_fixed_storage_a_step_follows_seals_and_another_batch(case: Case, budget: int | None) -> None:
     """Recorded once, replayed as tokens are appended and sealed and after a reset: what an ordinary cache gives."""
-    if case.name == "exact-static":
-        pytest.skip("chooses anew at every fourth query, which the host counts")
     (queries, keys, values), cache, recording, query, out = step(case, budget=budget, seal=32, fixed=True)
     for shift in (0, 1):
         plain = KVCache(case.make(), sink=4, window=8, seal=32)
