@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.base import Selector
-from sparseattn.storage import RowBuffer
 from sparseattn.zones import Zones
 
 
@@ -74,7 +73,7 @@ def room(zones: Zones, more: Sequence[int], capacity: int, span: int) -> None:
 
 def loose(selector: Selector) -> None:
     """A selector whose storage no cache has fixed; else ValueError."""
-    if any(isinstance(state, RowBuffer) and state.room is not None for _, state in selector.buffers()):
+    if any(state.room is not None for _, state in selector.buffers()):
         raise ValueError(
             f"the storage of this {selector!r} was fixed for another cache: one selector serves one cache, so give "
             f"each layer its own with selector.for_layer(i)"

@@ -16,9 +16,11 @@ class State(ABC):
 
     Attributes:
         rows: rows taken in, 0 while nothing is held.
+        room: rows of storage of a fixed size (0: as many as come first); None where storage grows.
     """
 
     rows: int = 0
+    room: int | None = None
 
     @abstractmethod
     def fresh(self) -> State:
@@ -62,7 +64,6 @@ class RowBuffer(State):
         if dim < 1:
             raise ValueError(f"a row buffer grows along dimension 1 or later (0 is the batch), got {dim}")
         self.dim, self.capacity, self.pinned, self.spare, self.rows = dim, capacity, pinned, spare, 0
-        self.room: int | None = None  # rows of a fixed buffer
         self._data: Tensor | None = None
 
     def fix(self, capacity: int = 0) -> None:
