@@ -255,7 +255,7 @@ class KVCache:
         at = None if positions is None else checks.positions(positions, batch, new, zones.next)
         if self.fixed:
             counts = [new] * batch if at is None else (at >= 0).sum(1).tolist()
-            checks.room(zones, counts, self._capacity, self.selector.span)
+            zones.require_room(counts, self._capacity, self.selector.span)
         self._zones = zones
         if first and zones.apart:
             for apart in (self._sealed_keys, self._sealed_values):

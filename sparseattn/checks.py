@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparseattn.selectors.base import Selector
-from sparseattn.zones import Zones
 
 
 def unused(selector: Selector) -> None:
@@ -56,19 +54,6 @@ def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
             )
     if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
         finite(keys=keys, values=values)
-
-
-def room(zones: Zones, more: Sequence[int], capacity: int, span: int) -> None:
-    """`more` rows of each sequence fit in fixed storage, and the padding of a seal with them; else ValueError."""
-    after = copy.copy(zones)
-    after.add(more, zones.next)
-    padding = span - 1 if len(more) > 1 else 0  # sequences may be out of phase, now or after a `crop`
-    if max(after.end) + padding > capacity:
-        kept = f" less {padding} for padding" if padding else ""
-        raise ValueError(
-            f"this cache is fixed at {capacity} rows a sequence{kept}: {list(more)} more behind {zones.end} do not "
-            f"fit; give KVCache a larger capacity"
-        )
 
 
 def loose(selector: Selector) -> None:

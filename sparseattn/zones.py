@@ -7,6 +7,7 @@ on the host means that no step waits for the device; counting in plain numbers, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -71,6 +72,18 @@ class Zones:
         """Counts `rows` more real rows, after which the next position is `following`."""
         self.count = [count + new for count, new in zip(self.count, rows, strict=True)]
         self.next = list(following)
+
+    def require_room(self, rows: Sequence[int], capacity: int, span: int) -> None:
+        """ValueError where `rows` more real rows, and the padding of a seal with them, exceed a fixed storage's."""
+        after = copy.copy(self)
+        after.add(rows, self.next)
+        padding = span - 1 if len(rows) > 1 else 0  # sequences may be out of phase, now or after a `crop`
+        if max(after.end) + padding > capacity:
+            kept = f" less {padding} for padding" if padding else ""
+            raise ValueError(
+                f"this cache is fixed at {capacity} rows a sequence{kept}: {list(rows)} more behind {self.end} do not "
+                f"fit; give KVCache a larger capacity"
+            )
 
     def seal(self, each: Sequence[int]) -> None:
         """Counts `each` rows as sealed; the zone grows by the most of them."""
