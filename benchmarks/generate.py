@@ -19,11 +19,9 @@ import argparse
 import contextlib
 import copy
 import functools
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,17 +31,16 @@ from unittest import mock
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import records
 from benchmarks.measure import Clock, median, peak_memory
 from sparseattn import attention
 from sparseattn.budget import parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.cli.common import integers, progress_bar
 from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.sparse_layer import SparseLayer
 from sparseattn.integrations.transformers import SparseCache, restore
@@ -80,7 +77,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights
 }
 WARM = 4  # steps of every way that do not count: caches fill, compilers run
 LOOKED_INTO = 16  # steps of every sparse way whose parts are timed
-WIDE = 120  # columns of the tables, where standard output is no terminal
 PARTS: dict[str, tuple[Any, str]] = {
     "store": (KVCache, "append"),
     "select": (KVCache, "search"),
@@ -518,14 +514,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine(),
     }
     path = options.results / f"generate-{model.device.type}.json"
-    write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
-    if options.json:
-        print(json.dumps(record))
-        return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    for table in tables(record):
-        console.print(table)
-    console.print(f"peak memory {record['memory_mib']:.0f} MiB; record: {path}", soft_wrap=True)
+    records.save(record, path)
+    records.show(record, tables, f"peak memory {record['memory_mib']:.0f} MiB; record: {path}", options.json)
 
 
 if __name__ == "__main__":

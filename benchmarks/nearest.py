@@ -7,7 +7,6 @@ installed is in the record with the reason.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import records
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, spread
 from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
 from sparseattn.selectors.nearest import nearest
 
 RESULTS = Path(__file__).parent / "results"
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None, say: Callable[[str], None] = pr
     record |= result | {"versions": versions(), "machine": machine()}
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"nearest-{torch.device(options.device).type}.json"
-    write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+    records.save(record, path)
     say(f"faiss on the GPU: {record['faiss_gpu']}")
     for name, way in result["ways"].items():
         say(f"{name}: {way if isinstance(way, str) else way['seconds']['median']} s; record: {path}")

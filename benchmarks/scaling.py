@@ -12,10 +12,8 @@ named.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +26,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import records
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Timer, peak_memory
-from benchmarks.speed import WIDE, Bench, Copy, Method, add_common, check_fit, filled, header, settle_common
+from benchmarks.speed import Bench, Copy, Method, add_common, check_fit, filled, header, settle_common
 from sparseattn.budget import parse_budget
 from sparseattn.cli.common import integers
 from sparseattn.environment import machine
-from sparseattn.files import write_atomic
 from sparseattn.selectors.buckets import Partitioned
 
 SELECTED = ("quest", "saap")
@@ -261,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record.update(sweeps=results, complete=complete, seconds=round(time.perf_counter() - begun, 1))
         record["memory_mib"] = round(peak_memory() / 2**20, 1)
         record["load"]["after"] = os.getloadavg()
-        write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+        records.save(record, path)
 
     write(run(options, methods, lambda words: progress.print(words, soft_wrap=True), write), complete=True)
     try:
@@ -269,13 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         words = f"picture: {drawn}"
     except ImportError as error:
         words = f"no picture: {error}"
-    if options.json:
-        print(json.dumps(record))
-        return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    for table in tables(record):
-        console.print(table)
-    console.print(f"record: {path}; {words}", soft_wrap=True)
+    records.show(record, tables, f"record: {path}; {words}", options.json)
 
 
 if __name__ == "__main__":

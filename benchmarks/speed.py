@@ -24,10 +24,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import dense
+from benchmarks import dense, records
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, Temporaries, Timer, held, last_cache, peak_memory, spread
 from sparseattn.attention import decode
@@ -49,7 +47,6 @@ from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.cli.common import integers
 from sparseattn.environment import kernels, machine, versions
-from sparseattn.files import write_atomic
 from sparseattn.kernels import IMPLEMENTATIONS, attend
 from sparseattn.selection import Selection
 from sparseattn.selectors import SELECTORS, make_selector
@@ -59,7 +56,6 @@ from sparseattn.selectors.buckets import Partitioned
 RESULTS = Path(__file__).parent / "results"
 PAPER = "retrieval:share=0.25@sink=128,window=512,budget=100"  # RetrievalAttention's 640 rows dense and 100 found
 SELECTED = ("quest", "saap", "kmeans", "moments", "exact", "random", "window", "bridge:share=0.25", PAPER)
-WIDE = 120  # columns of the tables, where standard output is no terminal
 WARM = 2  # calls that do not count: compilers run, storage is allocated
 SLOW = 2.0  # times the fastest dense way, beyond which one is left out of the rounds
 LOOKS = 3  # calls of each dense way in the first look
@@ -779,16 +775,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record.update(results=results, complete=complete, seconds=round(time.perf_counter() - begun, 1))
         record["memory_mib"] = round(peak_memory() / 2**20, 1)
         record["load"]["after"] = os.getloadavg()
-        write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+        records.save(record, path)
 
     write(run(options, methods, lambda words: progress.print(words, soft_wrap=True), write), complete=True)
-    if options.json:
-        print(json.dumps(record))
-        return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    for table in tables(record):
-        console.print(table)
-    console.print(f"peak memory {record['memory_mib']:.0f} MiB; record: {path}", soft_wrap=True)
+    records.show(record, tables, f"peak memory {record['memory_mib']:.0f} MiB; record: {path}", options.json)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks import records
 from benchmarks.measure import Clock, median, peak_memory
 from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
 from sparseattn.synthetic import synthetic
 from sparseattn.training import Filters, Recipe, train
 from sparseattn.training.data import Held
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = {"question": question, "device": options.device, "threads": options.threads}
         record |= result | {"versions": versions(), "machine": machine()}
         path = options.results / f"training-{question}-{torch.device(options.device).type}.json"
-        write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+        records.save(record, path)
         if options.json:
             print(json.dumps(record))
         else:

@@ -1,0 +1,32 @@
+"""How a benchmark ends: its record as a file, and as tables or one line of JSON on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparseattn.files import write_atomic
+
+WIDE = 120  # columns of the tables, where standard output is no terminal
+
+
+def save(record: Mapping[str, Any], path: Path) -> None:
+    """The record as JSON, in place of what was there."""
+    write_atomic(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def show(record: Mapping[str, Any], tables: Callable[[Any], Iterable[Table]], words: str, as_json: bool) -> None:
+    """The record on one line, or its tables and `words` below them."""
+    if as_json:
+        print(json.dumps(record))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    for table in tables(record):
+        console.print(table)
+    console.print(words, soft_wrap=True)
