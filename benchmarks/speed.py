@@ -46,6 +46,7 @@ from sparseattn.attention import decode
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.cli.common import integers
+from sparseattn.dtypes import STORED
 from sparseattn.environment import kernels, machine, versions
 from sparseattn.kernels import IMPLEMENTATIONS, attend
 from sparseattn.selection import Selection
@@ -60,7 +61,6 @@ WARM = 2  # calls that do not count: compilers run, storage is allocated
 SLOW = 2.0  # times the fastest dense way, beyond which one is left out of the rounds
 LOOKS = 3  # calls of each dense way in the first look
 REPLAYS = 20  # of a graph under the profiler
-DTYPES = ("bfloat16", "float16", "float32")
 SIZES = ("sink", "window", "budget")  # what `SPEC@name=rows` sets for one selector
 
 
@@ -659,7 +659,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--rows", default="131072", help="of the context; several with commas")
     out.add_argument("--batch", default="1", help="sequences; several with commas")
     out.add_argument(
-        "--dtype", help=f"{', '.join(DTYPES)}; several with commas; default bfloat16, on a CPU float32 too"
+        "--dtype", help=f"{', '.join(STORED)}; several with commas; default bfloat16, on a CPU float32 too"
     )
     out.add_argument("--budget", default="2048", help="rows, a share of the context (1%%) or all")
     out.add_argument(
@@ -698,8 +698,8 @@ def settle(options: argparse.Namespace) -> list[Method]:
     on_gpu = torch.device(options.device).type == "cuda"
     options.dtype = (options.dtype or ("bfloat16" if on_gpu else "bfloat16,float32")).split(",")
     for name in options.dtype:
-        if name not in DTYPES:
-            raise ValueError(f"--dtype is of {', '.join(DTYPES)}, got {name!r}")
+        if name not in STORED:
+            raise ValueError(f"--dtype is of {', '.join(STORED)}, got {name!r}")
     options.budget = parse_budget(options.budget)
     settle_common(options, {"rows": options.rows[0], "batch": options.batch[0], "index_heads": options.index_heads})
     if options.cycles < 0:

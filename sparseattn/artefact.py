@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparseattn.dtypes import STORED
 from sparseattn.kernels.scoring import linear
 from sparseattn.rope import Rope
 from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
@@ -44,7 +45,6 @@ FORMAT = "sparseattn-saap"
 VERSION = "1"
 WHAT = "an artefact (`sparseattn train` makes one)"
 SHIPPED = ("reference",)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ArtefactError(ValueError):
@@ -226,7 +226,7 @@ class Artefact:
             ArtefactError: another dtype, numbers beyond it, `meta` that JSON cannot hold, or a file that cannot be
                 written.
         """
-        if dtype not in DTYPES:
+        if dtype not in STORED.values():
             raise ArtefactError(f"an artefact is stored as float32, float16 or bfloat16, got {dtype}")
         tensors: dict[str, Tensor] = {}
         distinct: list[Rope] = []

@@ -31,9 +31,10 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.dtypes import STORED
 from sparseattn.hashes import stream
 from sparseattn.rope import Rope
-from sparseattn.traces import DTYPES, Trace, TraceLayer
+from sparseattn.traces import Trace, TraceLayer
 
 BLOCK = 2**22  # scores held at once while sink shares are set, 16 MiB in float32
 
@@ -236,7 +237,7 @@ def _check_sizes(
         raise ValueError(f"sinks is between 0 and tokens - 1 ({tokens - 1}), got {sinks}")
     if not 1 <= queries <= tokens:
         raise ValueError(f"queries is between 1 and tokens ({tokens}), got {queries}")
-    if dtype not in DTYPES:
+    if dtype not in STORED.values():
         raise ValueError(f"dtype is float32, float16 or bfloat16, got {dtype}")
 
 

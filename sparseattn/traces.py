@@ -47,7 +47,7 @@ FORMAT = "sparseattn-trace"
 VERSION = 1
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NAMES = ("query", "keys", "values")
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of safetensors
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}  # bytes of an element of each dtype that a trace may hold
 HEADER_LIMIT = 100_000_000  # bytes; safetensors itself reads no longer header
 
@@ -89,7 +89,7 @@ class TraceLayer:
                 f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
             )
         self.shape.check(k.shape[1], [list(x.shape) for x in (q, k, v)])
-        if k.dtype != v.dtype or q.dtype != k.dtype or k.dtype not in DTYPES:
+        if k.dtype != v.dtype or q.dtype != k.dtype or k.dtype not in CODES:
             raise TraceError(
                 f"a layer's tensors share one dtype of float32, float16 and bfloat16, layer {self.index} has "
                 f"{q.dtype}, {k.dtype} and {v.dtype}"
@@ -272,7 +272,7 @@ class Trace:
             if not isinstance(meta, dict):
                 raise TraceError("its meta is no JSON object")
             dtypes = {tensors[f"layers.{index}.{name}"]["dtype"] for index in layers for name in NAMES}
-            if len(dtypes) != 1 or not dtypes <= set(DTYPES.values()):
+            if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
                 raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
         except TraceError as error:
             raise TraceError(f"{path} is a damaged trace: {error}") from error
@@ -286,7 +286,7 @@ class Trace:
             query, keys, values = (rows.get_tensor(f"layers.{index}.{name}") for name in NAMES)
             return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
 
-        dtype = next(dtype for dtype, code in DTYPES.items() if code in dtypes)
+        dtype = next(dtype for dtype, code in CODES.items() if code in dtypes)
         known = {index: shape for index, (shape, _) in layers.items()}
         turns = {index: rope for index, (_, rope) in layers.items()}
         return cls(path.stem, positions, known, turns, dtype, meta, load)
@@ -408,7 +408,7 @@ class TraceWriter:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if self.dtype not in CODES:
             raise TraceError(f"a trace is float32, float16 or bfloat16, got {self.dtype}")
         self.meta = dict(self.meta)
         self.positions = _integers(self.positions)
@@ -502,7 +502,7 @@ class TraceWriter:
     def _append_small(self) -> bytes:
         """Write positions and ropes behind the layers; return the header."""
         tensors = {
-            name: self._entry(DTYPES[self.dtype], place.shape, place.offset) for name, place in self._places.items()
+            name: self._entry(CODES[self.dtype], place.shape, place.offset) for name, place in self._places.items()
         }
         distinct: list[Rope] = []
         listed = []

@@ -477,7 +477,7 @@ def test_load_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     with pytest.raises(ModelError, match=r"^device cuda:1: torch sees no such CUDA device here$"):
         load_model(tmp_path / "bytes", device="cuda:1")
-    with pytest.raises(ModelError, match=r"^foo is not a torch device$"):
+    with pytest.raises(ModelError, match=r"^device foo is not a torch device, such as cpu or cuda$"):
         load_model(tmp_path / "bytes", device="foo")
     tiny("llama", vocab_size=300).save_pretrained(tmp_path / "words")
     with pytest.raises(ModelError, match=r"has 300 tokens and no tokenizer files; a model of bytes has 256"):

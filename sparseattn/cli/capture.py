@@ -6,14 +6,13 @@ import hashlib
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from sparseattn.cli.common import in_a_sentence, integers, progress_bar, results_folder
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+from sparseattn.devices import usable_device
+from sparseattn.dtypes import stored_dtype
 
 
 @in_a_sentence
@@ -44,8 +43,8 @@ def capture(
     from sparseattn.integrations import models
 
     indices = integers(layers, "--layers")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
+    kind = None if dtype is None else stored_dtype(dtype, "--dtype")
+    place = usable_device(device)
     for name, number in (("--tokens", tokens), ("--queries", queries), ("--chunk", chunk)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is at least 1, got {number}")
@@ -54,9 +53,7 @@ def capture(
     contents = {path: path.read_bytes() for path in traces.values()}
     if several:
         results_folder(out)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded, tokenizer = models.load_model(model, dtype=DTYPES[dtype] if dtype else None, device=device)
+    loaded, tokenizer = models.load_model(model, dtype=kind, device=place)
     ids = {}
     for path, content in contents.items():  # all of them before the first takes its time
         try:

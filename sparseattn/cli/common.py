@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import tempfile
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,8 +54,17 @@ def _raised_here(error: BaseException) -> bool:
     return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith("sparseattn.")
 
 
+def plain(text: object) -> str:
+    """`text` without control characters: what a file says must not steer the terminal it is shown on.
+
+    Tabs and line ends become spaces, everything else that Unicode counts as control or format is dropped.
+    """
+    spaced = str(text).translate({ord(c): " " for c in "\t\n\r"})
+    return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+
+
 def _fail(sentence: str) -> None:
-    errors.print(f"sparseattn: {sentence}", style="red", markup=False, soft_wrap=True)
+    errors.print(f"sparseattn: {plain(sentence)}", style="red", markup=False, soft_wrap=True)
     raise typer.Exit(2)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -19,6 +18,8 @@ from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cli import eval_report as report
 from sparseattn.cli.common import decimals, errors, in_a_sentence, integers, progress_bar, results_folder
 from sparseattn.cli.report import budget_label
+from sparseattn.devices import usable_device
+from sparseattn.dtypes import STORED
 from sparseattn.environment import machine, versions
 from sparseattn.selectors import SELECTORS, make_selector
 from sparseattn.tasks import TASKS, Example, Filler, example
@@ -32,7 +33,6 @@ from sparseattn.tasks.tokens import Tokens
 
 SELECTED = ("exact", "quest", "random", "window")
 PPL = "ppl"
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 
 
@@ -128,8 +128,8 @@ def evaluate(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
-    dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; as stored by default.")] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cuda; the CPU by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(STORED)}; as stored by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
     chunk: Annotated[int, typer.Option(help="Tokens per forward call of the prefill.")] = 2048,
     out: Annotated[
         Path,
@@ -148,7 +148,7 @@ def evaluate(
     protocols = _names(protocol, "--protocol", PROTOCOLS)
     counts = sorted(set(integers(lengths, "--lengths") or []))
     places = list(dict.fromkeys(decimals(depths, "--depths")))
-    for option, name, known in (("--scoring", scoring, SCORINGS), ("--dtype", dtype, DTYPES)):
+    for option, name, known in (("--scoring", scoring, SCORINGS), ("--dtype", dtype, STORED)):
         if name is not None and name not in known:
             raise ValueError(f"{option} is one of {', '.join(known)}, got {name!r}")
     numbers = {
@@ -172,9 +172,10 @@ def evaluate(
     written = [read_prompts(path, scoring, layout, tail) for path in dict.fromkeys(prompts or [])]
     sentences = made_up if filler is None else from_text(read_text(filler))
     passage = None if text is None else read_text(text)
+    place = usable_device(device)
     results_folder(out)
 
-    loaded, tokenizer = open_model(model, None if dtype is None else DTYPES[dtype], device)
+    loaded, tokenizer = open_model(model, None if dtype is None else STORED[dtype], place)
     tokens = Tokens(tokenizer, chat)
     decoder = ModelDecoder(
         loaded,

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from sparseattn.artefact import Artefact
-from sparseattn.cli.capture import DTYPES
 from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
+from sparseattn.devices import usable_device
+from sparseattn.dtypes import stored_dtype
 from sparseattn.training import Filters, Recipe
 from sparseattn.training import train as fit
 from sparseattn.training.run import Progress
@@ -87,8 +87,7 @@ def train(
     if short_range and (gap is not None or near is not None):
         raise ValueError("--short-range is --gap 0 --near 0, so give it or these")
     standard = Filters(0, 0) if short_range else Filters()
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
+    kind, place = stored_dtype(dtype, "--dtype"), usable_device(device)
     recipe = Recipe(
         clusters=clusters,
         iterations=iterations,
@@ -120,8 +119,8 @@ def train(
             recipe,
             held_out=held_out or (),
             layers=indices,
-            device=_device(device),
-            dtype=DTYPES[dtype],
+            device=place,
+            dtype=kind,
             rank=rank,
             ranks=ranks,
             barrier=barrier,
@@ -172,20 +171,6 @@ def table(artefact: Artefact) -> Table:
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-def _device(name: str | None) -> str | None:
-    if name is not None:
-        try:
-            kind = torch.device(name).type
-        except RuntimeError as error:
-            raise ValueError(f"--device {name} is not a torch device") from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device {name}: torch sees no CUDA device here")
-        return name
-    if torch.cuda.is_available():
-        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-    return None
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.devices import usable_device
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,7 +41,7 @@ def load_model(
     Args:
         path_or_id: a folder, or a name on the Hugging Face hub.
         dtype: of the weights; as they are stored by default.
-        device: where to put the model; the CPU by default.
+        device: where to put the model; by default a CUDA device if there is one, else the CPU.
 
     Raises:
         ModelError: no such folder, hub out of reach, not a causal LM, no tokenizer, no such device or no room on it.
@@ -49,7 +51,10 @@ def load_model(
     except ImportError as error:
         raise ModelError("loading a model needs transformers: pip install 'sparseattn[transformers]'") from error
 
-    place = _device(device)
+    try:
+        place = usable_device(device)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     name = os.fspath(path_or_id)
     folder = Path(name).expanduser()
     local = folder.is_dir()
@@ -88,19 +93,6 @@ def load_model(
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {_first_sentence(error)}") from error
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """`device`, the CPU for None, if torch can use it here."""
-    try:
-        chosen = torch.device(device or "cpu")
-    except RuntimeError as error:
-        raise ModelError(f"{device} is not a torch device") from error
-    here = torch.accelerator.current_accelerator(check_available=True)
-    such = "such " if here is not None and here.type == chosen.type else ""
-    if chosen.type != "cpu" and not (such and (chosen.index or 0) < torch.accelerator.device_count()):
-        raise ModelError(f"device {device}: torch sees no {such}{chosen.type.upper()} device here")
-    return chosen
-
-
 @contextlib.contextmanager
 def _no_loading_bar() -> Iterator[None]:
     """No "Loading weights" bar of transformers.
@@ -126,7 +118,7 @@ def reference_model() -> Any:
     folder = reference_folder()
     if not (folder / "model.safetensors").is_file():
         raise ModelError(f"the reference model's weights are missing from {folder}; reinstall sparseattn")
-    return load_model(folder, dtype=torch.float32)[0]
+    return load_model(folder, dtype=torch.float32, device="cpu")[0]
 
 
 def reference_folder() -> Path:

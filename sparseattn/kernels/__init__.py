@@ -15,6 +15,7 @@ import os
 import torch
 from torch import Tensor
 
+from sparseattn.dtypes import STORED
 from sparseattn.kernels import gather, paged, reference
 from sparseattn.kernels.merge import merge
 from sparseattn.selection import Bounds, Selection
@@ -22,7 +23,7 @@ from sparseattn.selection import Bounds, Selection
 __all__ = ["IMPLEMENTATIONS", "attend", "merge", "why_not_numba", "why_not_triton"]
 
 IMPLEMENTATIONS = ("reference", "gather", "numba", "triton")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = (*STORED.values(), torch.float64)
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -19,7 +19,7 @@ TRACE = 64  # entries of each parameter that tell a model from another
 
 
 def open_model(
-    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: str | None = None
+    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[Any, Any]:
     """The model of a folder or of the hub and its tokenizer; for `REFERENCE` the one that ships with the package.
 

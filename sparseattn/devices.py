@@ -1,0 +1,34 @@
+"""Which device work goes to: one rule for every command and every function that takes a device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def usable_device(name: torch.device | str | None = None) -> torch.device:
+    """The device `name`, if torch can use it here; None: a CUDA device if there is one, else the CPU.
+
+    Of several processes of `torchrun`, each takes its own CUDA device by `LOCAL_RANK`.
+
+    Raises:
+        ValueError: no torch device, one that holds no numbers ("meta"), or one that torch does not see here.
+    """
+    if name is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name} is not a torch device, such as cpu or cuda") from error
+    if device.type == "cpu":
+        return device
+    if device.type == "meta":
+        raise ValueError("device meta holds shapes without numbers: nothing can be computed there")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    such = "such " if here is not None and here.type == device.type else ""
+    if not (such and (device.index or 0) < torch.accelerator.device_count()):
+        raise ValueError(f"device {name}: torch sees no {such}{device.type.upper()} device here")
+    return device
