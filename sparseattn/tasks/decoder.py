@@ -87,7 +87,7 @@ class ModelDecoder:
         if selector is None:
             cache = prefill.cache("window", None, dense_layers=self.config.num_hidden_layers)
         else:
-            cache = prefill.cache(selector, None, seal=self.seal or selector.span, **self.settings)
+            cache = prefill.cache(selector, None, seal=self.seal or selector.span, check=True, **self.settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)
