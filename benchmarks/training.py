@@ -33,9 +33,10 @@ from benchmarks import records
 from benchmarks.measure import Clock, median, peak_memory
 from sparseattn.environment import machine, versions
 from sparseattn.synthetic import synthetic
-from sparseattn.training import Filters, Recipe, train
-from sparseattn.training.data import Held
-from sparseattn.training.run import Fit, Pool, Progress
+from sparseattn.training import Filters, Progress, Recipe, train
+from sparseattn.training.examples import Pool
+from sparseattn.training.fit import Fit
+from sparseattn.training.validation import Held
 
 RESULTS = Path(__file__).parent / "results"
 THETA = 500_000.0  # Llama 3's

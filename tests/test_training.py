@@ -30,11 +30,12 @@ from sparseattn.rope import Rope
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace, TraceLayer
 from sparseattn.training import Filters, Recipe, TrainingError, train
-from sparseattn.training import data as samples
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
-from sparseattn.training.data import HeadView, Held, Prompt
-from sparseattn.training.kmeans import balance, repaired, spherical_kmeans
-from sparseattn.training.run import classifier_scores, mean_lengths, over_distances, recovered, symmetric_scores
+from sparseattn.training.examples import examples
+from sparseattn.training.fit import over_distances
+from sparseattn.training.kmeans import assign, balance, mean_lengths, repaired, spherical_kmeans
+from sparseattn.training.prompts import LEAST, HeadView, Prompt, open_prompts
+from sparseattn.training.validation import Held, classifier_scores, held, recovered, symmetric_scores
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
 FILTERS = Filters(gap=31, near=16)
@@ -101,7 +102,7 @@ def test_examples_are_those_of_a_loop(two_sided: bool, roped: bool) -> None:
     at = view(roped=roped)
     filters = Filters(gap=40, near=25, sink=3, two_sided=two_sided)
     assigned = torch.arange(TOKENS) * 7 % 5
-    got = samples.examples(at, [0, 1], assigned, 5, filters, 64, torch.Generator().manual_seed(1))
+    got = examples(at, [0, 1], assigned, 5, filters, 64, torch.Generator().manual_seed(1))
     assert len(got.queries) == 64
     assert got.seen >= got.passed >= 64
     by_input = {}
@@ -124,7 +125,7 @@ def test_examples_are_those_of_a_loop(two_sided: bool, roped: bool) -> None:
 def test_share_that_passes_is_that_of_a_loop() -> None:
     at = view()
     filters = Filters(gap=31, near=64)
-    every = samples.examples(at, [0], torch.zeros(TOKENS, dtype=torch.long), 2, filters, TOKENS, torch.Generator())
+    every = examples(at, [0], torch.zeros(TOKENS, dtype=torch.long), 2, filters, TOKENS, torch.Generator())
     rows = range(filters.gap + 1 + filters.sink, TOKENS)
     passing = [row for row in rows if passes_by_loop(at, 0, row, filters)]
     assert (every.passed, every.seen) == (len(passing), len(rows))
@@ -137,16 +138,16 @@ def test_heads_that_look_nearby_give_the_queries_that_look_farthest() -> None:
     near = torch.where((distances >= 0) & (distances < 4), 50.0, 0.0)  # as if by a head that reads the last 4 tokens
     keys = torch.eye(TOKENS)
     wide = HeadView(keys, keys, (near + torch.rand(TOKENS, TOKENS))[None], at.positions, 1.0, None)
-    got = samples.examples(wide, [0], torch.arange(TOKENS) % 3, 3, Filters(gap=31, near=16), 50, torch.Generator())
+    got = examples(wide, [0], torch.arange(TOKENS) % 3, 3, Filters(gap=31, near=16), 50, torch.Generator())
     assert got.passed == 0
-    assert len(got.queries) == samples.LEAST
+    assert len(got.queries) == LEAST
 
 
 def test_targets_over_sampled_keys() -> None:
     at = view()
     assigned = torch.arange(TOKENS) % 4
     whole, part = (
-        samples.examples(at, [0], assigned, 4, FILTERS, 40, torch.Generator().manual_seed(2), keys)
+        examples(at, [0], assigned, 4, FILTERS, 40, torch.Generator().manual_seed(2), keys)
         for keys in (None, TOKENS // 2)
     )
     assert whole.target.shape == part.target.shape
@@ -171,7 +172,7 @@ def test_validation_is_that_of_a_loop() -> None:
     at = view()
     assigned = torch.arange(TOKENS) * 3 % 8
     rows = torch.tensor([100, 200, 383])
-    got = samples.held(at, rows, assigned, 8, FILTERS, (0.02, 0.1))
+    got = held(at, rows, assigned, 8, FILTERS, (0.02, 0.1))
     mass, far, exact = held_by_loop(at, rows, assigned, 8, 0.1)
     torch.testing.assert_close(got.mass, mass, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got.far, far, rtol=1e-4, atol=1e-5)
@@ -270,7 +271,7 @@ def test_each_head_is_torchs_own_stack() -> None:
 def test_the_linear_path_begins_as_symmetric_kmeans() -> None:
     keys = view().inputs[1:]
     centroids = spherical_kmeans(keys, 8)
-    member, total = samples.assign(keys, centroids), torch.zeros(8)
+    member, total = assign(keys, centroids), torch.zeros(8)
     for key, bucket in zip(keys, member.tolist(), strict=True):
         total[bucket] += key.norm()
     lengths = mean_lengths(keys, centroids)
@@ -733,7 +734,7 @@ def test_a_trace_that_is_cut_off(folder: Path, tmp_path: Path) -> None:
 def test_prompts_are_told_apart_without_a_hash_of_tokens(tmp_path: Path) -> None:
     for seed in range(2):
         synthetic(256, rope=True, seed=seed).save(tmp_path / f"{seed}.safetensors")
-    opened = samples.open_prompts([tmp_path], FILTERS)
+    opened = open_prompts([tmp_path], FILTERS)
     assert isinstance(opened.train[0], Prompt)
     assert opened.train[0].sha256 != opened.held_out[0].sha256
 

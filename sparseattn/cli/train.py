@@ -20,9 +20,8 @@ from sparseattn.artefact import Artefact
 from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
-from sparseattn.training import Filters, Recipe
+from sparseattn.training import Filters, Progress, Recipe
 from sparseattn.training import train as fit
-from sparseattn.training.run import Progress
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
 SHORT = {"classifier": "saap", "symmetric": "sym."}
