@@ -6,6 +6,7 @@ is. All ranks need to see it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from sparseattn.training.prompts import Prompts
 from sparseattn.training.recipe import Recipe, TrainingError
 
 FORMAT = "sparseattn-saap-state"
-VERSION = "1"
+VERSION = "2"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Partial:
             self.path.mkdir(exist_ok=True)
             write_atomic(stamp, json.dumps({"identity": self.identity}).encode())
         except OSError as error:
+            with contextlib.suppress(OSError):  # not empty: of a run that goes on
+                self.path.rmdir()
             raise TrainingError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def remove(self) -> None:
@@ -108,8 +111,12 @@ class Partial:
 
 
 def identity(recipe: Recipe, prompts: Prompts) -> str:
-    """SHA-256 of all that decides the weights, but for rounding: recipe, prompts, layers and torch's version."""
+    """SHA-256 of all that decides the weights, but for rounding: recipe, prompts, layers and torch's version.
+
+    And of the version of states: those of another one cannot be read.
+    """
     known = {
+        "states": VERSION,
         "recipe": asdict(recipe),
         "train": [prompt.sha256 for prompt in prompts.train],
         "held_out": [prompt.sha256 for prompt in prompts.held_out],

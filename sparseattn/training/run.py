@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.artefact import Artefact, Classifier, Partition
+from sparseattn.devices import usable_device
+from sparseattn.dtypes import STORED
 from sparseattn.environment import machine, versions
 from sparseattn.training.examples import pool_of, sample_keys
 from sparseattn.training.fit import Fit, over_distances
@@ -62,7 +64,7 @@ def train(
         out: the artefact to write, a .safetensors file.
         held_out: trace files and folders to validate on instead.
         layers: all with full attention by default.
-        device: where to compute; a GPU if there is one.
+        device: where to compute; a CUDA device if there is one.
         dtype: what tensors are stored in.
         rank, ranks: this process and how many share the heads.
         barrier: returns once all ranks have called it.
@@ -73,17 +75,21 @@ def train(
         The artefact as written; None on ranks other than 0.
 
     Raises:
-        TrainingError: traces that cannot be trained with, or a partial run of other traces or another recipe.
+        TrainingError: traces that cannot be trained with, a dtype that no artefact has, or a partial run of other
+            traces or another recipe.
         TraceError: a file that is no trace.
         ArtefactError: the artefact cannot be written.
+        ValueError: a device that torch cannot use here.
     """
+    place = usable_device(device)
     recipe = recipe or Recipe()
     out = Path(out)
+    if dtype not in STORED.values():
+        raise TrainingError(f"an artefact is stored as float32, float16 or bfloat16, got {dtype}")
     if out.suffix != ".safetensors" or out.is_dir():
         raise TrainingError(f"an artefact is a .safetensors file, got {out}")
     if not out.parent.is_dir():
         raise TrainingError(f"{out} is in a folder that does not exist: {out.parent}")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     prompts = open_prompts(
         traces, recipe.filters, held_out=held_out, layers=layers, roped=recipe.roped, seed=recipe.seed
     )
@@ -95,7 +101,7 @@ def train(
             mine = [h for h in range(shape.heads) if h % ranks == rank and not folder.finished(index, h).exists()]
             if mine:
                 _train_layer(prompts, index, mine, recipe, place, folder, save_every, progress)
-    except TrainingError:
+    except BaseException:  # a stopped run, a full disk, faiss that is missing: nothing done, nothing left
         if ranks == 1:
             folder.remove_if_bare()
         raise
