@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
-import os
 import random
 import string
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from sparseattn.places import cache_folder
 from sparseattn.traces import VERSION, Trace, TraceError
 
 BUILTIN = ("recall", "text")
@@ -74,14 +73,6 @@ def builtin_trace(name: str, progress: Callable[[int, int], None] | None = None)
         trace = make()
     trace.name = name
     return trace
-
-
-def cache_folder() -> Path:
-    """Where built-in traces are kept."""
-    own, base = os.environ.get("SPARSEATTN_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser()
-    return (Path(base) if base else Path.home() / ".cache") / "sparseattn"
 
 
 def recall_bytes() -> bytes:

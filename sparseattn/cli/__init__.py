@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, capture, eval, info, recall, train
+from sparseattn.cli import bench, capture, eval, info, models, recall, train
 
 
 def _version(asked: bool) -> None:
@@ -39,6 +39,7 @@ app.command("bench")(bench.bench)
 app.command("capture")(capture.capture)
 app.command("eval")(eval.evaluate)
 app.command("info")(info.info)
+app.command("models")(models.models)
 app.command("recall")(recall.recall)
 app.command("train")(train.train)
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import functools
 import os
 import tempfile
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from sparseattn.builtin import BUILTIN, builtin_trace
 from sparseattn.traces import Trace
@@ -119,3 +128,17 @@ def progress_bar() -> Progress:
         transient=True,
         disable=not errors.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def model_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows how far a model is on its way here: a bar for each thing that is being done."""
+    with progress_bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show

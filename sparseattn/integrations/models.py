@@ -69,7 +69,7 @@ def load_model(
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         where = "cannot be read" if local else "is neither a folder here nor a model that the hub gives"
-        raise ModelError(f"{name} {where}: {_first_sentence(error)}") from error
+        raise ModelError(f"{name} {where}: {first_sentence(error)}") from error
     try:
         with _no_loading_bar():
             model, loading = AutoModelForCausalLM.from_pretrained(
@@ -79,7 +79,7 @@ def load_model(
     except Exception as error:  # safetensors and the hub raise types of their own
         if "Unrecognized configuration class" in str(error):
             raise ModelError(f"{name} is a {config.model_type} model, which is no causal LM to transformers") from error
-        raise ModelError(f"the weights of {name} cannot be loaded: {_first_sentence(error)}") from error
+        raise ModelError(f"the weights of {name} cannot be loaded: {first_sentence(error)}") from error
     if missing := sorted(loading["missing_keys"]):  # transformers would make them up
         raise ModelError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
     if local and not any((folder / file).is_file() for file in TOKENIZER_FILES):
@@ -90,7 +90,7 @@ def load_model(
     try:
         return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer of {name} cannot be loaded: {_first_sentence(error)}") from error
+        raise ModelError(f"the tokenizer of {name} cannot be loaded: {first_sentence(error)}") from error
 
 
 @contextlib.contextmanager
@@ -145,7 +145,7 @@ def encode(tokenizer: Any, data: bytes) -> Tensor:
     return torch.tensor([ids])
 
 
-def _first_sentence(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first line of a library's message, without its full stop."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")

