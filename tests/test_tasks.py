@@ -143,7 +143,8 @@ def test_filler_of_the_users_own() -> None:
         ("all", "I do not know.\n71432", ["71432"], 0.0),  # a second line is not read
         ("all", "", ["71432"], 0.0),
         # several answers: a share, in any order
-        ("all", " QXK, ABC, DEF", ["ABC", "QXK"], 1.0),
+        ("all", " QXK, ABC", ["ABC", "QXK"], 1.0),
+        ("all", " QXK, ABC, DEF", ["ABC", "QXK"], 2 / 3),  # one more than was asked for
         ("all", "abc", ["ABC", "QXK"], 0.5),
         ("all", "ABCQXK", ["ABC", "QXK"], 0.0),
         # part
@@ -259,6 +260,7 @@ RECORD = {
     "budget": "64",
     "source": "sparseattn.selectors.quest:Quest",
     "score": 1.0,
+    "rows": 100,
 }
 
 

@@ -26,7 +26,7 @@ from sparseattn.budget import Budget
 from sparseattn.selectors import Selector
 from sparseattn.tasks.base import Example
 from sparseattn.tasks.records import KEY, Key
-from sparseattn.tasks.scoring import score
+from sparseattn.tasks.scoring import ruler, score
 from sparseattn.tasks.tokens import Tokens
 
 PROTOCOLS = ("question", "prefill")
@@ -238,7 +238,8 @@ def _answer(
         "response": response,
         "answers": list(example.answers),
         "scoring": example.scoring,
-        "score": score(example.scoring, response, example.answers),
+        "score": score(example.scoring, response, example.answers, example.others),
+        "ruler": ruler(example.scoring, response, example.answers),
     }
 
 
