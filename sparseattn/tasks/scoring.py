@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from sparseattn.tasks.pieces import bare, normal, pieces, places
 from sparseattn.tasks.unasked import unasked
 
+EDITION = 2  # of the formulas here: what was scored by another is not compared with it
+
 
 def score(scoring: str, response: str, answers: Sequence[str], others: Sequence[str] = ()) -> float:
     """The score of a response by one of `SCORINGS`.

@@ -19,7 +19,7 @@ def unasked(response: str, answers: Sequence[str], others: Sequence[str] = ()) -
     - where the answers are numbers, every other number but those that count a list ("1. ... 2. ...");
     - else every item of a list (between commas, "and" and the like) of no more words than the longest answer, in
       which no answer stands; where the answers are single words, a list may be separated by white space too: then
-      every word behind the first known value of it counts.
+      every word behind its first answer counts.
 
     Longer items are prose. What stands before a colon introduces the values, unless one stands there already.
 
@@ -77,10 +77,10 @@ def _item(item: Sequence[tuple[str, int]], longest: int, numbers: bool) -> set[s
     """The values of one item of a list that stand in neither answers nor others."""
     words = [(piece, mark) for piece, mark in item if is_word(piece) and (numbers or not is_number(piece))]
     free = [piece for piece, mark in words if mark == FREE]
-    known = [i for i, (_, mark) in enumerate(words) if mark != FREE]
-    if not known:
+    if all(mark == FREE for _, mark in words):
         return {" ".join(free)} if 0 < len(free) <= longest else set()
-    if longest > 1 or len(known) < 2:
+    start = next((i for i, (_, mark) in enumerate(words) if mark == ASKED), len(words))
+    if longest > 1 or sum(mark != FREE for _, mark in words[start:]) < 2:
         return set()
-    before = {piece for piece, _ in words[: known[0]]}  # "VAR a VAR b": what introduces the first introduces all
-    return {piece for piece, mark in words[known[0] :] if mark == FREE} - before
+    before = {piece for piece, _ in words[:start]}  # "VAR a VAR b": what introduces the first introduces all
+    return {piece for piece, mark in words[start:] if mark == FREE} - before
