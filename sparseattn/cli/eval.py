@@ -83,8 +83,8 @@ def evaluate(
     scoring: Annotated[
         str,
         typer.Option(
-            help="Of --prompts. all: share of the answers found; part: any found; exact: nothing but an answer; f1: "
-            "words shared with the nearest."
+            help="Of --prompts. all: share of the answers found, less where values are named that were not asked for; "
+            "part: any found; exact: nothing but an answer; f1: words shared with the nearest."
         ),
     ] = "all",
     template: Annotated[
