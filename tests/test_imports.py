@@ -24,6 +24,7 @@ ARROWS = {
     "dtypes": (),
     "files": (),
     "hashes": (),
+    "locks": (),
     "rope": (),
     "tensorfiles": ("files", "hashes"),
     "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),

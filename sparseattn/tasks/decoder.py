@@ -41,6 +41,10 @@ class ModelDecoder:
         seal: as in `KVCache`; None: the selector's span, so that less than a span of further dense rows flatters it.
         chunk: tokens per forward call of a prefill.
         queries: whether any selector to come learns from the prefill's queries.
+
+    Attributes:
+        positions: tokens that the model can tell apart by place; None: any number.
+        ends: tokens that end a response.
     """
 
     def __init__(
@@ -62,14 +66,14 @@ class ModelDecoder:
                 f"the model has {self.config.num_hidden_layers} layers: of them 0 to "
                 f"{self.config.num_hidden_layers - 1} may be dense, got {dense_layers}"
             )
+        self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
         ends = model.generation_config.eos_token_id
         self.ends: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
-    def check(self, tokens: int, what: str) -> None:
-        """ModelError where the model has no positions for so many tokens."""
-        most = getattr(self.config, "max_position_embeddings", None)
-        if most is not None and tokens > most:
-            raise ModelError(f"the model has {most} positions, {what} takes {tokens}")
+    def check(self, tokens: int, what: str, remedy: str = "") -> None:
+        """ModelError where the model has no positions for so many tokens, with the `remedy` behind it."""
+        if self.positions is not None and tokens > self.positions:
+            raise ModelError(f"the model has {self.positions} positions, {what} takes {tokens}{remedy}")
 
     def fingerprint(self) -> str:
         """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
