@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from sparseattn.cli.common import in_a_sentence, integers, progress_bar, results_folder
+from sparseattn.cli.common import Screen, in_a_sentence, integers, progress_bar, results_folder
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 
@@ -60,7 +59,7 @@ def capture(
             ids[path] = models.encode(tokenizer, content)[:, :tokens]
         except models.ModelError as error:
             raise ValueError(f"{path}: {error}") from error
-    console = Console(highlight=False)
+    console = Screen()
     for target, path in traces.items():
         with progress_bar() as bar:
             task = bar.add_task(f"capture {target.name}", total=ids[path].shape[1])

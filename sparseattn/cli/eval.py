@@ -12,16 +12,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cli import eval_report as report
-from sparseattn.cli.common import decimals, errors, in_a_sentence, integers, progress_bar, results_folder
+from sparseattn.cli.common import (
+    SELECTOR_HELP,
+    Screen,
+    decimals,
+    errors,
+    in_a_sentence,
+    integers,
+    progress_bar,
+    results_folder,
+)
 from sparseattn.cli.report import budget_label
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED
 from sparseattn.environment import machine, versions
-from sparseattn.selectors import SELECTORS, make_selector
+from sparseattn.selectors import make_selector
 from sparseattn.tasks import TASKS, Example, Filler, example
 from sparseattn.tasks.decoder import REFERENCE, ModelDecoder, open_model
 from sparseattn.tasks.filler import from_text, made_up
@@ -69,10 +77,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count on.")] = 0,
     selector: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class; repeat for more. "
-            f"Default: {' '.join(SELECTED)}. Full attention is measured beside them."
-        ),
+        typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
     ] = None,
     budget: Annotated[
         str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
@@ -217,7 +222,7 @@ def evaluate(
             typer.echo(json_module.dumps(record))
 
     if not json:
-        screen = Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
         for table in report.tables(found):
             screen.print(table)
     if figures:
@@ -228,7 +233,7 @@ def evaluate(
             errors.print(f"figure: {out / f'heat-{name}.png'}", soft_wrap=True)
     errors.print(f"records: {records.path}", soft_wrap=True)
     for line in report.verdicts(found):
-        (errors if json else Console(highlight=False)).print(line, soft_wrap=True)
+        (errors if json else Screen()).print(line, soft_wrap=True)
 
 
 def _names(text: str, option: str, known: Sequence[str]) -> list[str]:
