@@ -45,7 +45,7 @@ ARROWS = {
     "environment": ("kernels",),
     "curves": ("budget", "cache", "checks", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
-    "tasks": ("budget", "hashes", "integrations", "selectors"),
+    "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
     "training": ("artefact", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
 }
 # Optional package -> the files that may import it.

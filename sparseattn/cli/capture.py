@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from sparseattn.cli.common import Screen, in_a_sentence, integers, progress_bar, results_folder
+from sparseattn.cli.common import MODEL_HELP, Screen, in_a_sentence, integers, progress_bar, results_folder
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 
 
 @in_a_sentence
 def capture(
-    model: Annotated[str, typer.Option(help="Folder or hub id of a transformers causal language model.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     text: Annotated[
         list[Path], typer.Option(help="Text file to run the model on (UTF-8), or a folder of them; may be repeated.")
     ],

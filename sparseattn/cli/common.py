@@ -29,6 +29,7 @@ from rich.text import Text
 
 from sparseattn.builtin import BUILTIN, builtin_trace
 from sparseattn.files import naming
+from sparseattn.integrations.models import NAMED
 from sparseattn.selectors import SELECTORS
 from sparseattn.traces import Trace
 
@@ -38,6 +39,12 @@ Number = TypeVar("Number", int, float)
 SELECTOR_HELP = (
     f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class, which runs the code of that "
     f"module; repeat for more."
+)
+
+
+MODEL_HELP = (
+    f"Folder, or name on the Hugging Face hub, of a transformers causal LM; or {' or '.join(map(repr, NAMED))}, which "
+    f"comes with this package."
 )
 
 

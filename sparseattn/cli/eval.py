@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cli import eval_report as report
 from sparseattn.cli.common import (
+    MODEL_HELP,
     SELECTOR_HELP,
-    Screen,
     decimals,
     errors,
     in_a_sentence,
@@ -29,9 +30,10 @@ from sparseattn.cli.report import budget_label
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED
 from sparseattn.environment import machine, versions
+from sparseattn.integrations.models import REFERENCE, load_model
 from sparseattn.selectors import make_selector
 from sparseattn.tasks import TASKS, Example, Filler, example
-from sparseattn.tasks.decoder import REFERENCE, ModelDecoder, open_model
+from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.filler import from_text, made_up
 from sparseattn.tasks.prompts import TAIL, TEMPLATE, read_prompts, read_text
 from sparseattn.tasks.records import Records
@@ -61,9 +63,7 @@ class Source:
 
 @in_a_sentence
 def evaluate(
-    model: Annotated[
-        str, typer.Option(help=f"Folder or hub name of a causal LM; {REFERENCE!r} is the model that ships with this.")
-    ] = REFERENCE,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = REFERENCE,
     task: Annotated[
         str | None,
         typer.Option(
@@ -180,7 +180,7 @@ def evaluate(
     place = usable_device(device)
     results_folder(out)
 
-    loaded, tokenizer = open_model(model, None if dtype is None else STORED[dtype], place)
+    loaded, tokenizer = load_model(model, None if dtype is None else STORED[dtype], place)
     tokens = Tokens(tokenizer, chat)
     decoder = ModelDecoder(
         loaded,
@@ -222,7 +222,7 @@ def evaluate(
             typer.echo(json_module.dumps(record))
 
     if not json:
-        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDE)
         for table in report.tables(found):
             screen.print(table)
     if figures:
@@ -233,7 +233,7 @@ def evaluate(
             errors.print(f"figure: {out / f'heat-{name}.png'}", soft_wrap=True)
     errors.print(f"records: {records.path}", soft_wrap=True)
     for line in report.verdicts(found):
-        (errors if json else Screen()).print(line, soft_wrap=True)
+        (errors if json else Console(highlight=False)).print(line, soft_wrap=True)
 
 
 def _names(text: str, option: str, known: Sequence[str]) -> list[str]:

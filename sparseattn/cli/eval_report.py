@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.cli.common import plain
 from sparseattn.tasks.run import FORCED, FULL
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -69,9 +68,8 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
     what = "perplexity" if protocol == FORCED else "score in %"
     out = Table(
         title=(
-            f"{plain(settings['model'])}, protocol {protocol}: {what}, {prompts} prompts; sink {settings['sink']}, "
-            f"window {settings['window']}, {settings['dense_layers']} dense layers; rows read per query head of a "
-            "sparse layer"
+            f"{settings['model']}, protocol {protocol}: {what}, {prompts} prompts; sink {settings['sink']}, window "
+            f"{settings['window']}, {settings['dense_layers']} dense layers; rows read per query head of a sparse layer"
         ),
         title_justify="left",
         box=SIMPLE_HEAD,

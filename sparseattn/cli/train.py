@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from sparseattn.artefact import Artefact
-from sparseattn.cli.common import Screen, decimals, in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 from sparseattn.training import Filters, Recipe
@@ -133,7 +134,7 @@ def train(
         report = {"artefact": str(out), "bytes": out.stat().st_size, "seconds": round(seconds, 3), **artefact.meta}
         typer.echo(json_module.dumps(report))
         return
-    console = Screen()
+    console = Console(highlight=False)
     console.print(table(artefact))
     held = len(artefact.meta["held_out"])
     console.print(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from sparseattn.files import naming
+
 Key: TypeAlias = "tuple[Any, ...]"
 
 KEY = ("task", "prompt", "protocol", "method", "budget", "source")  # what tells one record of a file from another
@@ -59,7 +61,7 @@ class Records:
     def add(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a record and returns it as it reads back; it is on the disk then."""
         line = json.dumps({**record, "settings": self.settings})
-        with open(self.path, "ab", buffering=0) as file:
+        with naming(self.path), open(self.path, "ab", buffering=0) as file:
             file.write((line + "\n").encode())  # in one piece: a run that is killed leaves all of it or none
             os.fsync(file.fileno())
         kept: dict[str, Any] = json.loads(line)
