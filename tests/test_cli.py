@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -515,6 +516,16 @@ def test_bench_says_where_full_attention_is_not_the_models(tmp_path: Path) -> No
     assert "layer 0: full attention here is not the model's: the layer soft-caps" in " ".join(done.output.split())
 
 
+def test_a_trace_that_says_nonsense_of_its_layers_is_one_sentence(trace: Path, tmp_path: Path) -> None:
+    with safe_open(trace, framework="pt") as file:
+        metadata = file.metadata() | {"meta": json.dumps({"attention_differs": 7})}
+    save_file(load_file(trace), tmp_path / "t.safetensors", metadata)
+    done = run("bench", tmp_path / "t.safetensors", *SMALL, "--out", tmp_path / "out", "--selector", "window")
+    assert done.exit_code == 2
+    assert "damaged trace: attention_differs in its meta is an object" in " ".join(done.stderr.split())
+    assert "got 7" in done.stderr
+
+
 def test_a_misspelt_builtin_trace_gets_the_near_match(tmp_path: Path) -> None:
     done = run("bench", "reccall", "--out", tmp_path)
     assert done.exit_code == 2
@@ -534,6 +545,61 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
     assert done.exit_code == 2
     assert "disk is full" in done.output
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (
+            ["capture", "--model", "reference", "--text", "TEXT", "--out", "OUT/t.safetensors"],
+            "t.safetensors cannot be",
+        ),
+        (["bench", "TRACE", *SMALL, "--selector", "window", "--out", "OUT"], "bench.partial.jsonl: "),
+        (["bench", "TRACE", *SMALL, "--selector", "window", "--out", "OUT"], "frontier-small.png: "),
+        (["recall", "TRACE", "--queries", "8", "--k", "20", "--selector", "flat", "--out", "OUT"], "recall.png: "),
+        (["eval", "--lengths", "300", "--samples", "1", "--task", "passkey", "--out", "OUT"], "eval.jsonl: "),
+    ],
+)
+def test_a_limit_of_file_sizes_is_one_sentence_that_names_the_file(
+    trace: Path, tmp_path: Path, arguments: list[str], name: str
+) -> None:
+    """The file that was asked for, and not the one that was to take its place."""
+    import resource
+
+    out, text = tmp_path / "out", tmp_path / "text"
+    out.mkdir()
+    text.write_text("hello, hello, hello")
+    words = {"OUT": str(out), "TRACE": str(trace), "TEXT": str(text), "OUT/t.safetensors": str(out / "t.safetensors")}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200 if name.endswith("jsonl: ") else 20_000, before[1]))
+        done = run(*(words.get(one, one) for one in arguments))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.stderr.split())
+    assert f"{out}/{name}" in said
+    assert said.endswith("File too large")
+    assert ".part" not in said.replace("partial", "")
+
+
+def test_a_results_folder_that_cannot_be_written_is_named(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object, dir: Path, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir / "tmp1234"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    done = run("bench", trace, *SMALL, "--out", tmp_path / "out", "--selector", "window")
+    assert done.exit_code == 2
+    assert done.stderr.split() == f"sparseattn: cannot use {tmp_path / 'out'}: Permission denied".split()
+
+
+def test_selectors_by_module_path_are_said_to_run_code() -> None:
+    for command in ("bench", "recall", "eval"):
+        text = " ".join(re.sub("[│╭╮╰╯─]", " ", run(command, "--help").output).split())
+        assert "package.module:Class, which runs the code of that module" in text
 
 
 def test_capture_then_bench(tmp_path: Path) -> None:

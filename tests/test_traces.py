@@ -590,6 +590,37 @@ def test_a_file_behind_links_is_replaced_and_a_loop_of_links_refused(tmp_path: P
     assert raised.value.filename == str(loop)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+@pytest.mark.parametrize("reserved", [True, False])
+def test_a_limit_of_file_sizes_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool) -> None:
+    import resource
+
+    if not reserved:  # as where the file system cannot: met on the way
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        with pytest.raises(TraceError, match=rf"^{tmp_path}/x cannot be written: File too large$"):
+            trace(layer(0)).save(tmp_path / "x")
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_atomic(tmp_path / "y", b" " * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.filename == str(tmp_path / "y")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the file system is asked through posix_fallocate")
+def test_a_quota_is_not_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def used_up(*args: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "posix_fallocate", used_up)
+    with pytest.raises(TraceError, match=r"x cannot be written: Disk quota exceeded$"):
+        trace(layer(0)).save(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failure_names_the_file_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
