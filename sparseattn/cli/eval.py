@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.cli.common import in_a_sentence, results_folder
+from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, in_a_sentence, results_folder
 from sparseattn.cli.eval_plan import PPL, Plan, one_of, positive
 from sparseattn.cli.eval_run import measured
 from sparseattn.cli.eval_show import show
 from sparseattn.cli.eval_sources import OWN_TOKENS, Files, sources
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED, stored_dtype
+from sparseattn.integrations.models import REFERENCE, load_model
 from sparseattn.locks import locked
-from sparseattn.selectors import SELECTORS
 from sparseattn.tasks import TASKS
-from sparseattn.tasks.decoder import REFERENCE, ModelDecoder, open_model
+from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.prompts import TAIL, TEMPLATE
 from sparseattn.tasks.records import Records
 from sparseattn.tasks.scoring import EDITION, SCORINGS
@@ -30,9 +30,7 @@ GENERATED = "passkey,kv"
 
 @in_a_sentence
 def evaluate(
-    model: Annotated[
-        str, typer.Option(help=f"Folder or hub name of a causal LM; {REFERENCE!r} is the model that ships with this.")
-    ] = REFERENCE,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = REFERENCE,
     task: Annotated[
         str | None,
         typer.Option(
@@ -46,10 +44,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count on.")] = 0,
     selector: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class; repeat for more. "
-            f"Default: {' '.join(SELECTED)}. Full attention is measured beside them."
-        ),
+        typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
     ] = None,
     budget: Annotated[
         str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
@@ -148,7 +143,7 @@ def evaluate(
     results_folder(out)
 
     with locked(out / "eval.lock", f"--out {out}"):  # of two runs, each would write every record
-        loaded, tokenizer = open_model(model, stored, place)
+        loaded, tokenizer = load_model(model, stored, place)
         tokens = Tokens(tokenizer, chat)
         rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
         decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)

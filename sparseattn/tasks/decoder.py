@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,31 +10,17 @@ from torch import Tensor
 
 from sparseattn.budget import Budget
 from sparseattn.hashes import tensors_hash
-from sparseattn.integrations.models import ModelError, load_model, reference_folder
+from sparseattn.integrations.models import ModelError
 from sparseattn.selectors import Selector
 
-REFERENCE = "reference"
 TRACE = 64  # entries of each parameter that tell a model from another
-
-
-def open_model(
-    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> tuple[Any, Any]:
-    """The model of a folder or of the hub and its tokenizer; for `REFERENCE` the one that ships with the package.
-
-    Raises:
-        ModelError: see `load_model`.
-    """
-    if name == REFERENCE:
-        return load_model(reference_folder(), dtype or torch.float32, device)
-    return load_model(name, dtype, device)
 
 
 class ModelDecoder:
     """Decodes with a causal LM of transformers, one sequence at a time.
 
     Args:
-        model: as `open_model` gives it.
+        model: as `load_model` gives it.
         sink, window: rows that every query of a sparse layer reads.
         dense_layers: how many of the first layers stay dense.
         seal: as in `KVCache`; None: the selector's span, so that less than a span of further dense rows flatters it.

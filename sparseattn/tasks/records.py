@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from sparseattn.files import naming
 from sparseattn.tasks.jsonlines import json_object
 
 Key: TypeAlias = "tuple[Any, ...]"
@@ -110,7 +111,7 @@ class Records:
             what = ", ".join(f"{name} {record.get(name)}" for name in ("task", "protocol", "method", "budget"))
             raise ValueError(f"what was measured ({what}) cannot be kept: {error}") from None
         line = json.dumps({**record, "settings": self.settings})
-        with open(self.path, "ab", buffering=0) as file:
+        with naming(self.path), open(self.path, "ab", buffering=0) as file:
             file.write((line + "\n").encode())  # in one piece: a run that is killed leaves all of it or none
             os.fsync(file.fileno())
         kept: dict[str, Any] = json.loads(line)
