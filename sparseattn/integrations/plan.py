@@ -11,8 +11,8 @@ import torch
 from sparseattn.attention import decode
 from sparseattn.budget import Budget, budget_rows
 from sparseattn.cache import KVCache
+from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import AttentionLayer
-from sparseattn.integrations.models import ModelError
 from sparseattn.integrations.routing import name_of
 from sparseattn.integrations.upstream import DynamicLayer
 from sparseattn.selectors import Selector

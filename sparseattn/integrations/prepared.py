@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import attention_layers
-from sparseattn.integrations.models import ModelError
 from sparseattn.integrations.routing import Call, Route, delegate, implementation, name_of
 from sparseattn.integrations.sparse_layer import RUNNING, SparseLayer
 

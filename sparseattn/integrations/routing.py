@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparseattn.integrations.models import ModelError
+from sparseattn.integrations.errors import ModelError
 
 PREFIX = "sparseattn_"  # of the names that this module registers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseattn.attention import decode
 from sparseattn.budget import Budget
 from sparseattn.cache import KVCache
-from sparseattn.integrations.models import ModelError
+from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.routing import Call, delegate, not_held
 from sparseattn.integrations.upstream import CacheLayerMixin
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparseattn.budget import Budget
 from sparseattn.cache import KVCache
 from sparseattn.integrations import plan
-from sparseattn.integrations.models import ModelError
+from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.prepared import PREPARED, prepare, restore
 from sparseattn.integrations.routing import name_of
 from sparseattn.integrations.sparse_layer import Run, SparseLayer
