@@ -24,7 +24,7 @@ ARROWS = {
     "dtypes": (),
     "files": (),
     "hashes": (),
-    "locks": (),
+    "locks": ("files",),
     "rope": (),
     "tensorfiles": ("files", "hashes"),
     "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),
