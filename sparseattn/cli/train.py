@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from sparseattn.artefact import Artefact
 from sparseattn.cli.common import Screen, decimals, in_a_sentence, integers, progress_bar
@@ -164,7 +163,7 @@ def table(artefact: Artefact) -> Table:
         cells = [str(one["layer"]), str(one["head"]), f"{_mean(one['far_mass']):.2f}"]
         cells.append(f"{one['train']['imbalance']:.2f}")
         cells += [f"{_mean(one['recovered'][way][share]):.2f}" for share in shares for way in ways]
-        out.add_row(*map(Text, cells))  # no markup: what a file says is shown as it is
+        out.add_row(*cells)
     return out
 
 
