@@ -1,7 +1,13 @@
-"""Safetensors files that carry the SHA-256 of their own tensors, so that a damaged one is told from a good one."""
+"""Safetensors files that carry the SHA-256 of their own metadata and tensors, so that a damaged one is found out.
+
+The hash tells what was written from what was not; it does not say that what was written makes sense. Who loads a file
+checks names, shapes, dtypes and ranges before anything is done with them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 
@@ -10,11 +16,17 @@ from torch import Tensor
 from sparseattn.files import write_atomic
 from sparseattn.hashes import tensors_hash
 
-HASH = "tensors"  # the metadata entry
+HASH = "sha256"  # the metadata entry
 
 
 class TensorFileError(ValueError):
     """A file that cannot be read or written, in one sentence."""
+
+
+def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of the metadata, all but the hash's own entry, and of the tensors."""
+    said = json.dumps({name: text for name, text in metadata.items() if name != HASH}, sort_keys=True)
+    return hashlib.sha256(f"{said}\n{tensors_hash(tensors)}".encode()).hexdigest()
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -34,7 +46,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
         held.add(plain.untyped_storage().data_ptr())
         apart[name] = plain
     try:
-        write_atomic(path, save(apart, {**metadata, HASH: tensors_hash(apart)}))
+        write_atomic(path, save(apart, {**metadata, HASH: content_hash(apart, metadata)}))
     except OSError as error:
         raise TensorFileError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
 
@@ -66,6 +78,6 @@ def load_tensors(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise TensorFileError(f"{path} is damaged or not {what}: {error}") from error
-    if tensors_hash(tensors) != metadata.get(HASH):
-        raise TensorFileError(f"{path} is damaged: its tensors are not those that were written")
+    if content_hash(tensors, metadata) != metadata.get(HASH):
+        raise TensorFileError(f"{path} is damaged: its tensors or metadata are not those that were written")
     return metadata, tensors
