@@ -14,7 +14,7 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        for part in torch.atleast_1d(tensor.detach().cpu()):  # a row of it at a time: `contiguous` copies what is a view
+        for part in torch.atleast_1d(tensor.detach().cpu()):  # a row at a time: `contiguous` copies views
             digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
