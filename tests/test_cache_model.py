@@ -218,7 +218,9 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
 
 
 class Recorder(Selector):
-    """Keeps what it is shown, in two sizes of span."""
+    """Shows what it is shown, in two sizes of span."""
+
+    late = ("shown",)  # the test's list, for one batch that is neither reordered nor reset
 
     def __init__(self, span: int, queries_share: float) -> None:
         self.span, self.queries_share = span, queries_share

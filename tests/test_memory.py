@@ -14,7 +14,7 @@ from cases import drawn, heads
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
 
-from benchmarks.measure import Temporaries, held
+from benchmarks.measure import Temporaries
 from sparseattn import (
     HNSW,
     IVF,
@@ -29,6 +29,7 @@ from sparseattn import (
     decode,
     make_selector,
 )
+from sparseattn.queries import sampled
 from sparseattn.selectors.buckets import Partitioned
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -97,6 +98,12 @@ def filled(name: str, dtype: torch.dtype, batch: int = 2, apart: str | None = No
     return cache, query
 
 
+def waiting_queries(cache: KVCache, b: int) -> int:
+    """Queries of sequence b's rows that are not sealed; its tokens are at positions 0, 1, 2, .."""
+    rows, sealed = int(cache.lengths[b]), int(cache.sealed[b])
+    return int(sampled(torch.arange(cache.sink + sealed, rows), cache.selector.queries_share).sum())
+
+
 def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     """What the page's letters stand for in a cache."""
     selector = cache.selector
@@ -104,7 +111,7 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     near, zone = cache.keys.shape[2], cache.sealed_keys.shape[2]
     letters = {"B": batch, "H": kv, "G": group, "D": size, "e": query.element_size(), "U": near, "Z": zone}
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
-    letters["Q"] = cache._queries.rows
+    letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
     if isinstance(selector, Quest):
         letters["P"] = zone // selector.page
     if isinstance(selector, Partitioned):
@@ -128,7 +135,7 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "cpu")])
 def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart: str | None) -> None:
     cache, query = filled(name, dtype, apart=apart)
-    letters, bytes_held = letters_of(cache, query), held(cache)
+    letters, bytes_held = letters_of(cache, query), cache.nbytes
     assert bytes_held.pop("kv") == value(formulas("all")[("keys", "values")], letters)
     books = value(formulas("all")[("positions", "which sealed rows are real")], letters)
     queries = next(row[3].strip("`") for row in rows_of("Held") if row[1] == "queries that wait")
@@ -167,8 +174,7 @@ def test_a_fixed_cache_holds_what_a_full_one_would(name: str) -> None:
         letters["S"] = selector.guides
     if isinstance(selector, Partitioned):
         letters["R"] = (letters["Z"] // (32 // span * span)).bit_length()
-    kept = cache._keys.full.nbytes + cache._values.full.nbytes
-    assert kept == value(formulas("all")[("keys", "values")], letters)
+    assert cache.keys.nbytes + cache.values.nbytes == value(formulas("all")[("keys", "values")], letters)
     for states, formula in formulas(name).items():
         buffers = [getattr(selector, state) for state in states if hasattr(selector, state)]
         if states in (("model",), ("kept",)) or (name, states) in (("saap", ("moments",)), ("bridge", ("real",))):
