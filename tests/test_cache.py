@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,7 @@ def good() -> KVCache:
             lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=np.array([[50]])),
             r"positions is a .*torch.from_numpy\(positions\)",
         ),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 16, scale=math.nan), "scale is a finite number.* got nan"),
         (lambda c: c.crop(-1), "0 or more"),
         (lambda c: c.reorder(torch.tensor([1])), "below the batch of 1"),
     ],

@@ -24,6 +24,8 @@ D = 4
 class Watched(SampledBuckets):
     """Keeps what it was shown last, as numbers that stay."""
 
+    late = ("last",)  # of one seal, whatever becomes of the sequences
+
     def append(self, rows: Rows) -> Tensor:
         assert rows.queries is not None
         assert rows.query_positions is not None
