@@ -17,6 +17,7 @@ from sparseattn.files import write_atomic
 from sparseattn.hashes import tensors_hash
 
 HASH = "sha256"  # the metadata entry
+TENSORS_HASH = "tensors"  # that of older versions, over the tensors alone
 
 
 class TensorFileError(ValueError):
@@ -52,7 +53,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
 
 
 def load_tensors(
-    path: str | os.PathLike[str], format: str, version: str, what: str
+    path: str | os.PathLike[str], format: str, version: str, what: str, *, older: str | None = None
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of a file of `save_tensors`.
 
@@ -60,6 +61,7 @@ def load_tensors(
         path: the file.
         format, version: what its metadata must say.
         what: that in words, with an article, such as "an index of sparseattn".
+        older: a version that is read as well, whose hash is of the tensors alone: its metadata may be anything.
 
     Raises:
         TensorFileError: missing, damaged, or of another format or version.
@@ -71,13 +73,16 @@ def load_tensors(
             metadata = file.metadata() or {}
             if metadata.get("format") != format:
                 raise TensorFileError(f"{path} is a safetensors file, but not {what}")
-            if metadata.get("version") != version:
-                raise TensorFileError(
-                    f"{path} is {what}, but of version {metadata.get('version')}; this sparseattn reads {version}"
-                )
+            said = metadata.get("version")
+            if said is None or said not in (version, older):
+                reads = version if older is None else f"{older} and {version}"
+                raise TensorFileError(f"{path} is {what}, but of version {said}; this sparseattn reads {reads}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise TensorFileError(f"{path} is damaged or not {what}: {error}") from error
-    if content_hash(tensors, metadata) != metadata.get(HASH):
+    if said == older:
+        if tensors_hash(tensors) != metadata.get(TENSORS_HASH):
+            raise TensorFileError(f"{path} is damaged: its tensors are not those that were written")
+    elif content_hash(tensors, metadata) != metadata.get(HASH):
         raise TensorFileError(f"{path} is damaged: its tensors or metadata are not those that were written")
     return metadata, tensors

@@ -46,7 +46,9 @@ ARROWS = {
     "curves": ("budget", "cache", "checks", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
     "tasks": ("budget", "hashes", "integrations", "selectors"),
-    "training": ("artefact", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
+    "training": (
+        *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
+    ),
 }
 # Optional package -> the files that may import it.
 HOMES = {
