@@ -96,6 +96,12 @@ class StoredRows:
         zones = self.zones
         return apart.data if zones.apart else near.full[:, :, zones.sink : zones.start]
 
+    @property
+    def sealed_real(self) -> Tensor | None:
+        """`[B,H,N]` bool, which of the sealed rows are no padding; None: all."""
+        zones = self.zones
+        return self.real.data if any(sealed < zones.zone for sealed in zones.sealed) else None
+
     def indexed(self) -> tuple[Tensor, int]:
         """The storage of the keys that a selector may read, and how many rows of it: all behind the sink if fixed."""
         storage = self.apart_keys.full if self.zones.apart else self.keys.full

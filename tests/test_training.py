@@ -595,10 +595,12 @@ def test_numbers_that_are_not_finite(name: str, tmp_path: Path) -> None:
     for path in source.iterdir():
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
+        del metadata["hashes"]  # as of an earlier release: they would meet it first
         tensors = load_file(path)
         tensors[f"layers.0.{name}"].view(-1)[77] = torch.nan
         save_file(tensors, path, metadata)
-    with pytest.raises(TrainingError, match=rf"layer 0 of .+ has {name} that are not finite"):
+    unhashed = pytest.warns(UserWarning, match="^2 of 2 traces carry no hash of their tensors")
+    with unhashed, pytest.raises(TrainingError, match=rf"layer 0 of .+ has {name} that are not finite"):
         train([source], tmp_path / "a.safetensors", Recipe(**SMALL))
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,7 @@ def open_prompts(
     for one, other in itertools.pairwise(every):
         if one.sha256 == other.sha256:
             raise TrainingError(f"{one.path} and {other.path} are of the same prompt; give each prompt once")
+    _warn_of_bare([*given, *apart])
     first = given[0].trace
     shapes = _chosen(given[0], layers)
     for prompt in (*given, *apart):
@@ -121,6 +123,16 @@ def open_prompts(
         given = [prompt for prompt in given if prompt not in apart]
     model, config_hash = str(first.meta.get("model", "unknown")), first.meta.get("config_hash")
     return Prompts(tuple(given), tuple(apart), model, config_hash, shapes, ropes)
+
+
+def _warn_of_bare(prompts: Sequence[Prompt]) -> None:
+    bare = [prompt.path for prompt in prompts if prompt.trace.hashes is None]
+    if bare:
+        warnings.warn(
+            f"{len(bare)} of {len(prompts)} traces carry no hash of their tensors, so that damage goes unnoticed "
+            f"(an earlier release wrote {bare[0]})",
+            stacklevel=3,
+        )
 
 
 def _prompt(path: Path) -> Prompt:
@@ -259,7 +271,9 @@ def load(
 
     Raises:
         TrainingError: numbers that are not finite.
+        TraceError: numbers that are not those that were written.
     """
+    prompt.trace.verify(index, ("query", "keys"))
     layer = prompt.trace.layer(index)
     _check_layer(prompt, layer)
     rope = None if roped else prompts.ropes[index]
