@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeAlias
 
+from sparseattn.files import naming
+
 if sys.platform == "win32":
     import msvcrt
 else:
@@ -37,12 +39,12 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         OSError: the file cannot be made, or its file system knows no locks; naming `path`.
     """
     path = Path(path)
-    with _named(path):
+    with naming(path):
         file = _taken(path)
     if file is None:
         raise ValueError(f"{what} is in use by {_holder(path)}: wait until it ends")
     try:
-        with _named(path):
+        with naming(path):
             file.truncate(0)
             file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}).encode())
         yield
@@ -50,15 +52,6 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         with contextlib.suppress(OSError):  # Windows removes no open file; an unlocked one that stays is harmless
             path.unlink()
         file.close()
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of the lock's file name it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _taken(path: Path) -> File | None:

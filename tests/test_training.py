@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
@@ -24,12 +23,12 @@ from torch import Tensor
 
 pytest.importorskip("faiss")
 
-from rich.console import Console
 from typer.testing import CliRunner
 
 from sparseattn.artefact import Artefact, Partition
 from sparseattn.builtin import recall_bytes
 from sparseattn.cli import app
+from sparseattn.cli.common import Screen
 from sparseattn.cli.train import table
 from sparseattn.rope import Rope
 from sparseattn.synthetic import synthetic
@@ -758,11 +757,12 @@ def test_what_a_file_says_is_printed_as_text() -> None:
     artefact = Artefact({0: Partition(torch.eye(4)[None])}, roped=True)
     named = {"layer": "\x1b[2J7", "head": "[red]1[/red]", "far_mass": [0.5], "train": {"imbalance": 1.0}}
     artefact.meta |= {"recipe": {"shares": [0.05]}, "validation": [{**named, "recovered": {"exact": {"0.05": [1.0]}}}]}
-    shown = io.StringIO()
-    Console(file=shown, width=80).print(table(artefact))
-    assert "\x1b" not in shown.getvalue()
-    assert "[2J7" in shown.getvalue()
-    assert "[red]1[/red]" in shown.getvalue()
+    screen = Screen(width=80)
+    with screen.capture() as shown:
+        screen.print(table(artefact))
+    assert "\x1b" not in shown.get()
+    assert "[2J7" in shown.get()
+    assert "[red]1[/red]" in shown.get()
 
 
 def test_a_name_in_brackets_is_printed_whole(folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from typing import Any, TypeAlias
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
-from sparseattn.cli.common import plain
 from sparseattn.tasks.run import FORCED, FULL
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -86,7 +84,7 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
     if any(beside.values()):
         what += ", beside it RULER's string match, to which values that were not asked for cost nothing"
     out = Table(
-        title=_text(
+        title=(
             f"{settings['model']}, protocol {protocol}: {what}, {prompts} prompts; sink {settings['sink']}, window "
             f"{settings['window']}, {settings['dense_layers']} dense layers; rows read per query head of a sparse layer"
         ),
@@ -98,7 +96,7 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
     for name in ("budget", "rows"):
         out.add_column(name, justify="right")
     for (task, length), ruler in beside.items():
-        out.add_column(_text(task if length is None else f"{task} {length}"), justify="right")
+        out.add_column(task if length is None else f"{task} {length}", justify="right")
         if ruler:
             out.add_column("RULER", justify="right")
     for row in rows_of(records):
@@ -110,17 +108,12 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
                 cells.append(_cell(100 * mean(one["ruler"] for one in mine if one.get("ruler") is not None)))
         method, budget = row
         read = mean(one["rows"] for one in select(records, row))
-        out.add_row(*map(_text, (method, budget or "-", f"{read:,.0f}", *cells)))
+        out.add_row(method, budget or "-", f"{read:,.0f}", *cells)
     return out
 
 
 def _cell(number: float, digits: int = 0) -> str:
     return "-" if math.isnan(number) else f"{number:.{digits}f}"
-
-
-def _text(text: str) -> Text:
-    """As it is: rich reads none of it as markup, and control characters of files are gone."""
-    return Text(plain(text))
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:

@@ -6,9 +6,7 @@ import datetime
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.markup import escape
-
-from sparseattn.cli.common import plain, progress_bar
+from sparseattn.cli.common import progress_bar
 from sparseattn.cli.eval_plan import PPL, Plan
 from sparseattn.cli.eval_sources import Source
 from sparseattn.environment import machine, versions
@@ -28,9 +26,8 @@ def measured(
     with progress_bar() as bar:
         task = bar.add_task("", total=cells)
         for source in sources:
-            name = escape(plain(source.task))
             for number, prompt in enumerate(source.make(), 1):
-                bar.update(task, description=f"{name} {number}/{source.count}, {prompt.tokens:,} tokens")
+                bar.update(task, description=f"{source.task} {number}/{source.count}, {prompt.tokens:,} tokens")
                 keys = prompt.keys(protocols, methods)
                 missing = [key for key in keys if key not in records.found]
                 bar.advance(task, len(keys) - len(missing))

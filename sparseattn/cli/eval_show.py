@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from sparseattn.cli import eval_report as report
-from sparseattn.cli.common import errors, plain
+from sparseattn.cli.common import Screen, errors
 
 
 def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: bool) -> None:
@@ -21,15 +19,15 @@ def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: boo
         json: standard output holds JSON lines already: no tables, and the closing lines go to standard error.
         figures: draw them.
     """
-    screen = Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDE)
+    screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
     if not json:
         for table in report.tables(found):
             screen.print(table)
     for figure in _drawn(found, path.parent) if figures else []:
-        _line(errors, f"figure: {figure}")
-    _line(errors, f"records: {path}")
+        errors.print(f"figure: {figure}", soft_wrap=True)
+    errors.print(f"records: {path}", soft_wrap=True)
     for line in report.verdicts(found):
-        _line(errors if json else Console(highlight=False), line)
+        (errors if json else Screen()).print(line, soft_wrap=True)
 
 
 def _drawn(found: Sequence[report.Record], folder: Path) -> list[Path]:
@@ -42,7 +40,3 @@ def _drawn(found: Sequence[report.Record], folder: Path) -> list[Path]:
         made.append(folder / f"heat-{name}.png")
         plots.heat(mine, made[-1])
     return made
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(plain(text), soft_wrap=True, markup=False)

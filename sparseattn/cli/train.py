@@ -13,12 +13,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from sparseattn.artefact import Artefact
-from sparseattn.cli.common import decimals, in_a_sentence, integers, plain, progress_bar
+from sparseattn.cli.common import Screen, decimals, in_a_sentence, integers, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 from sparseattn.training import Filters, Progress, Recipe
@@ -134,14 +132,13 @@ def train(
         report = {"artefact": str(out), "bytes": out.stat().st_size, "seconds": round(seconds, 3), **artefact.meta}
         typer.echo(json_module.dumps(report))
         return
-    console = Console(highlight=False)
+    console = Screen()
     console.print(table(artefact))
     held = len(artefact.meta["held_out"])
     console.print(
-        f"{plain(out)}: layers {', '.join(map(str, artefact.layers))}, {plain(artefact.meta['recipe']['clusters'])} "
+        f"{out}: layers {', '.join(map(str, artefact.layers))}, {artefact.meta['recipe']['clusters']} "
         f"buckets, {out.stat().st_size / 2**20:.1f} MiB, {len(artefact.meta['train'])} prompts and {held} held out, "
         f"{seconds:.0f} s",
-        markup=False,
         soft_wrap=True,
     )
 
@@ -163,10 +160,10 @@ def table(artefact: Artefact) -> Table:
         for way in ways:
             out.add_column(f"{SHORT.get(way, way)}\n{float(share):.3g}", justify="right", no_wrap=True)
     for one in figures:
-        cells = [plain(one["layer"]), plain(one["head"]), f"{_mean(one['far_mass']):.2f}"]
+        cells = [str(one["layer"]), str(one["head"]), f"{_mean(one['far_mass']):.2f}"]
         cells.append(f"{one['train']['imbalance']:.2f}")
         cells += [f"{_mean(one['recovered'][way][share]):.2f}" for share in shares for way in ways]
-        out.add_row(*map(Text, cells))  # no markup: what a file says is shown as it is
+        out.add_row(*cells)
     return out
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Rows",
     "Selector",
     "Window",
+    "as_selector",
     "make_selector",
 ]
 
@@ -94,6 +95,14 @@ def make_selector(spec: str) -> Selector:
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{spec!r}: {error}") from error
     return selector
+
+
+def as_selector(given: Selector | str) -> Selector:
+    """`given`, or the selector that it names (`make_selector`); ValueError for anything else."""
+    made = make_selector(given) if isinstance(given, str) else given
+    if not isinstance(made, Selector):
+        raise ValueError(f'selector is a name ("quest") or an instance of a Selector, such as Quest(), got {made!r}')
+    return made
 
 
 def _value(method: type[Selector], name: str, text: str, kind: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseattn.kernels.scoring import best_pages, page_scores
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group
+from sparseattn.selectors.loaded import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.storage import RowBuffer
 
 SLACK = 1.25  # a step leaves room for longer keys, so that few of them make the stored bounds be rounded anew
@@ -66,6 +67,19 @@ class Quest(Selector):
         self.low.append(low)
         self.high.append(high)
         self.real.append(rows.positions[:, :: self.page] >= 0)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        check_no_order(order)
+        batch, heads, new, size = rows.keys.shape
+        bounds = (torch.int8 if self.int8 else rows.keys.dtype, (batch, heads, new // self.page, size))
+        wanted = {"low": bounds, "high": bounds, "real": (torch.bool, (batch, new // self.page))}
+        if self.int8:
+            wanted["step"] = (torch.float32, (batch, heads, size))
+        check_tensors(state, wanted)
+        check_equal(state, "real", (rows.positions[:, :: self.page] >= 0).cpu())
+        check_finite(state, "low", "high", "step")
+        if bool((state["low"] > state["high"]).any()) or bool((state.get("step", torch.ones(1)) <= 0).any()):
+            raise ValueError("a page's least key is above its largest, or a step is not above 0")
 
     def _rounded(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """As int8 in the channels' steps, which grow, those stored before with them, where a bound needs it."""
