@@ -45,7 +45,7 @@ ARROWS = {
     "places": (),
     "integrations": (
         *("attention", "budget", "cache", "rope", "selectors", "traces", "tracewriter"),
-        *("devices", "integrations", "files", "places", "__version__"),
+        *("devices", "integrations", "files", "locks", "places", "__version__"),
     ),
     "environment": ("kernels",),
     "curves": ("budget", "cache", "checks", "contract", "rope", "selectors", "traces"),

