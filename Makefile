@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` installs and runs the benchmark on the built-in reference model, `make test`
 # installs and runs all checks. Both make .venv if it is not there.
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 # Idle OpenMP threads sleep instead of spinning: where another process wants the cores too, spinning made the demo
 # fifteen times slower.
@@ -16,6 +16,9 @@ lint: .venv/dev
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 	.venv/bin/python -m mypy
+
+docs: .venv/dev
+	.venv/bin/python -m mkdocs build --strict
 
 .venv/demo: pyproject.toml scripts/venv
 	scripts/venv transformers,plots,faiss,numba
