@@ -18,7 +18,7 @@ lint: .venv/dev
 	.venv/bin/python -m mypy
 
 docs: .venv/dev
-	.venv/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 .venv/demo: pyproject.toml scripts/venv
 	scripts/venv transformers,plots,faiss,numba
