@@ -1,7 +1,7 @@
-"""What the documents show runs: Python in order, each document in one namespace; command lines parse; links lead somewhere.
+"""The code in the documents runs, in order, each document in one namespace; command lines parse; links lead somewhere.
 
-Above a block that cannot run here stands `<!-- not run: needs ... -->` with the reason; it is still compiled. A text block
-below `<!-- prints -->` is what the Python block before it prints, to the letter.
+Above a block that cannot run here stands `<!-- not run: needs ... -->` with the reason; it is still compiled. A text
+block below `<!-- prints -->` is what the Python block before it prints, to the letter.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _obeys_the_main_laws(method) -> None:
 
 
 def test_the_selectors_that_documents_show_are_tested_against_the_laws() -> None:
-    for name, method in (("README.md", "MeanQuery"), ("CONTRIBUTING.md", "MeanPage"), ("docs/selector.md", "SignMatch")):
+    shown = {"README.md": "MeanQuery", "CONTRIBUTING.md": "MeanPage", "docs/selector.md": "SignMatch"}
+    for name, method in shown.items():
         assert f"class {method}(Selector)" in (ROOT / name).read_text()
 
 
@@ -113,7 +114,7 @@ def test_commands_parse(path: Path) -> None:
 
 
 def check(words: list[str]) -> None:
-    """Every subcommand, option, module and target that a command line names exists, and its values are of their types."""
+    """Subcommands, options, modules and targets that a command line names exist, and values are of their types."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     if words[0] == "torchrun":
@@ -157,7 +158,8 @@ def _check_module(words: list[str]) -> None:
         files = [word.partition("::")[0] for word in words if not word.startswith("-")]
         assert all((ROOT / file).exists() for file in files), words
         return
-    sources = [path for path in (ROOT / f"{name}.py", ROOT / f"{name}.sh", ROOT / name / "__main__.py") if path.exists()]
+    places = (ROOT / f"{name}.py", ROOT / f"{name}.sh", ROOT / name / "__main__.py")
+    sources = [path for path in places if path.exists()]
     assert sources, f"there is no {name}"
     known = "".join(path.read_text() for path in [*sources, *sources[0].parent.glob("*.py")])
     for word in words:
@@ -219,5 +221,3 @@ def test_the_site_names_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     for path in (ROOT / "docs").rglob("*.md"):
         assert str(path.relative_to(ROOT / "docs")) in nav, f"mkdocs.yml has no {path.name}"
-
-
