@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` installs and runs the benchmark on the built-in reference model, `make test`
 # installs and runs all checks. Both make .venv if it is not there.
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint clean
 
 # Idle OpenMP threads sleep instead of spinning: where another process wants the cores too, spinning made the demo
 # fifteen times slower.
@@ -17,9 +17,6 @@ lint: .venv/dev
 	.venv/bin/python -m ruff format --check .
 	.venv/bin/python -m mypy
 
-docs: .venv/dev
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
-
 .venv/demo: pyproject.toml scripts/venv
 	scripts/venv transformers,plots,faiss,numba
 	@touch $@
@@ -29,4 +26,9 @@ docs: .venv/dev
 	@touch $@
 
 clean:
-	rm -rf .venv bench
+	rm -rf .venv bench site
+
+# The documentation site, strictly and without a network, into site/.
+.PHONY: docs
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
