@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import sparseattn.checks as checks
+import sparseattn.contract as contract
 from sparseattn.budget import Budget, budget_rows
 from sparseattn.indexes import append_kept, usable_folder
 from sparseattn.queries import Queries
@@ -51,6 +52,8 @@ class KVCache:
             prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
         indexes: folder of index files (`indexes`): the first seal takes the index of the same rows from there if it
             can, and writes it there if it had to build it. Made if it is not there; it only ever grows.
+        check: whether every selection is held against the contract (`contract.check`), which makes the host wait:
+            comparisons and tests do, decoding for its own sake does not.
 
     Raises:
         ValueError: a negative size, `seal` below the selector's span, a `queries_share` that is no share, a
@@ -72,6 +75,7 @@ class KVCache:
         fixed: bool = False,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
+        check: bool = False,
     ) -> None:
         if not isinstance(selector, Selector):
             raise ValueError(f"selector is an instance of a Selector, such as Quest(), got {selector!r}")
@@ -86,6 +90,7 @@ class KVCache:
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.sealed_device, self.fixed = checks.sealed_device(sealed_device), fixed
         self.indexes = None if indexes is None else usable_folder(indexes)
+        self.check = check
         near = capacity
         if self.sealed_device is not None:
             near = sink + window + rollback + seal + selector.span  # after a seal, room until the next one
@@ -494,9 +499,18 @@ class KVCache:
         return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
 
     def search(self, query: Tensor, rows: int) -> Selection:
-        """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows."""
+        """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows.
+
+        Raises:
+            ContractError: with `check`, a selection that the contract does not allow.
+        """
         at = self.positions if self.sealed_device is None else torch.tensor(self._zones.next) - 1
         self.latest = self.selector.select(query, at, rows)
+        if self.check:
+            zones = self._zones
+            padded = any(sealed < zones.zone for sealed in zones.sealed)
+            real = self._sealed_real.data if padded else None
+            contract.check(self.latest, query, at, rows, zones.zone, real, self.selector)
         return self.latest
 
     # -- editing -----------------------------------------------------------------------------------------------------

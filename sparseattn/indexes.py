@@ -4,12 +4,12 @@ A file is safetensors: the tensors of the selector's row buffers, and the order 
 metadata (strings, as safetensors requires):
 
     format     "sparseattn-index"
-    version    "1"
+    version    "2"
     selector   the class, as module:name
     arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
     rows       SHA-256 of the keys and positions indexed and the queries learned from: the trace's, not a file's name
     warnings   JSON list: what the selector warned of while building
-    tensors    SHA-256 of the tensors
+    sha256     SHA-256 of metadata and tensors (`tensorfiles`)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparseattn.storage import RowBuffer
 from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-index"
-VERSION = "1"
+VERSION = "2"
 ORDER = "order"
 
 

@@ -165,6 +165,7 @@ def evaluate(
 
     Raises:
         ValueError: settings that leave no row to select, a layer that is not there or slides, or an unfit budget.
+        ContractError: the selector named rows that it must not (`contract.check`).
     """
     return evaluate_budgets(
         trace,
@@ -207,7 +208,8 @@ def evaluate_budgets(
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = trace.layer(index)
-        cache = KVCache(method.for_layer(index, layer.rope), sink=sink, window=window, seal=seal, indexes=indexes)
+        mine = method.for_layer(index, layer.rope)
+        cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
         _append(cache, layer, trace.positions, 0, trace.tokens - last)
         cache.seal()
         per_layer.append([_replay(cache.clone(), layer, trace.positions, budget, last, progress) for budget in budgets])

@@ -22,5 +22,13 @@ torch.set_num_threads(1)  # the tests' tensors are small: a second thread costs 
 
 
 @pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache that a test makes holds its selector against the contract, unless it says `check=False`."""
+    from sparseattn import KVCache
+
+    monkeypatch.setitem(KVCache.__init__.__kwdefaults__, "check", True)
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

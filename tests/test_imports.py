@@ -16,6 +16,7 @@ OPTIONAL = ("triton", "safetensors", "transformers", "faiss", "numba", "matplotl
 ARROWS = {
     "selection": (),
     "storage": (),
+    "contract": ("selection", "selectors.base"),
     "zones": (),
     "queries": ("storage",),
     "budget": (),
@@ -23,6 +24,7 @@ ARROWS = {
     "dtypes": (),
     "files": (),
     "hashes": (),
+    "locks": (),
     "rope": (),
     "tensorfiles": ("files", "hashes"),
     "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),
@@ -31,20 +33,24 @@ ARROWS = {
     "selectors": ("kernels", "selection", "storage", "rope", "artefact", "hashes", "selectors"),
     "checks": ("selectors.base",),
     "indexes": ("files", "hashes", "selectors.base", "storage", "tensorfiles"),
-    "cache": ("budget", "checks", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
+    "cache": ("budget", "checks", "contract", "indexes", "queries", "selection", "storage", "selectors.base", "zones"),
     "attention": ("budget", "cache", "kernels", "selection"),
-    "traces": ("rope", "files"),
+    "traceformat": (),
+    "tracewriter": ("files", "rope", "traceformat"),
+    "traces": ("rope", "traceformat", "tracewriter"),
     "synthetic": ("dtypes", "hashes", "rope", "traces"),
     "builtin": ("traces", "integrations"),
     "integrations": (
-        *("attention", "budget", "cache", "rope", "selectors", "traces"),
+        *("attention", "budget", "cache", "rope", "selectors", "traces", "tracewriter"),
         *("devices", "integrations", "files", "__version__"),
     ),
     "environment": ("kernels",),
-    "curves": ("budget", "cache", "checks", "rope", "selectors", "traces"),
+    "curves": ("budget", "cache", "checks", "contract", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
-    "tasks": ("budget", "hashes", "integrations", "selectors"),
-    "training": ("artefact", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
+    "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
+    "training": (
+        *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
+    ),
 }
 # Optional package -> the files that may import it.
 HOMES = {

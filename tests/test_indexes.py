@@ -141,3 +141,18 @@ def test_an_index_that_cannot_be_kept_serves_all_the_same(tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match=r"could not be kept.*gone"):
         cache.seal()
     assert decode(queries[:, :, :, -1], cache, 20).isfinite().all()
+
+
+@pytest.mark.parametrize("entry", ["warnings", "rows", "arguments", "more"])
+def test_metadata_is_under_the_hash(tmp_path: Path, entry: str) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    rows, path = shown(), tmp_path / "index.safetensors"
+    selector = Quest()
+    save_index(selector, rows, selector.append(rows), path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, {**metadata, entry: '["said by nobody"]'})
+    with pytest.raises(IndexFileError, match="metadata are not those that were written"):
+        load_index(Quest(), rows, path)

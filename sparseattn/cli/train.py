@@ -15,14 +15,14 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sparseattn.artefact import Artefact
-from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import decimals, in_a_sentence, integers, plain, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
-from sparseattn.training import Filters, Recipe
+from sparseattn.training import Filters, Progress, Recipe
 from sparseattn.training import train as fit
-from sparseattn.training.run import Progress
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
 SHORT = {"classifier": "saap", "symmetric": "sym."}
@@ -138,9 +138,10 @@ def train(
     console.print(table(artefact))
     held = len(artefact.meta["held_out"])
     console.print(
-        f"{out}: layers {', '.join(map(str, artefact.layers))}, {artefact.meta['recipe']['clusters']} buckets, "
-        f"{out.stat().st_size / 2**20:.1f} MiB, {len(artefact.meta['train'])} prompts and {held} held out, "
+        f"{plain(out)}: layers {', '.join(map(str, artefact.layers))}, {plain(artefact.meta['recipe']['clusters'])} "
+        f"buckets, {out.stat().st_size / 2**20:.1f} MiB, {len(artefact.meta['train'])} prompts and {held} held out, "
         f"{seconds:.0f} s",
+        markup=False,
         soft_wrap=True,
     )
 
@@ -162,10 +163,10 @@ def table(artefact: Artefact) -> Table:
         for way in ways:
             out.add_column(f"{SHORT.get(way, way)}\n{float(share):.3g}", justify="right", no_wrap=True)
     for one in figures:
-        cells = [str(one["layer"]), str(one["head"]), f"{_mean(one['far_mass']):.2f}"]
+        cells = [plain(one["layer"]), plain(one["head"]), f"{_mean(one['far_mass']):.2f}"]
         cells.append(f"{one['train']['imbalance']:.2f}")
         cells += [f"{_mean(one['recovered'][way][share]):.2f}" for share in shares for way in ways]
-        out.add_row(*cells)
+        out.add_row(*map(Text, cells))  # no markup: what a file says is shown as it is
     return out
 
 

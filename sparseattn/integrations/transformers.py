@@ -53,7 +53,7 @@ class SparseCache(Cache):
             in which "default" stands for the others.
         budget: rows beyond sink and window, per head: an int, a share of the context (float), None for all, or a
             mapping as for `selector`.
-        sink, window, seal, rollback, capacity, sealed_device, indexes: as in `KVCache`. In speculative decoding
+        sink, window, seal, rollback, capacity, sealed_device, indexes, check: as in `KVCache`. In speculative decoding
             `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         dense_layers: how many of the first layers stay dense, or which. Layers with a sliding window always stay as
             they are.
@@ -84,6 +84,7 @@ class SparseCache(Cache):
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
         impl: str | None = None,
+        check: bool = False,
     ) -> None:
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
@@ -98,6 +99,7 @@ class SparseCache(Cache):
             "capacity": capacity,
             "sealed_device": sealed_device,
             "indexes": indexes,
+            "check": check,
         }
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding

@@ -62,7 +62,8 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?::(?P<args>[A-
 def make_selector(spec: str) -> Selector:
     """The selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
 
-    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`).
+    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`). A module is imported, which
+    runs its code with the rights of this process: take no such text from where you would take no program.
 
     Raises:
         ValueError: an unknown name or argument (with the nearest known one), or a value the selector refuses.
