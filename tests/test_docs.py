@@ -221,3 +221,16 @@ def test_the_site_names_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     for path in (ROOT / "docs").rglob("*.md"):
         assert str(path.relative_to(ROOT / "docs")) in nav, f"mkdocs.yml has no {path.name}"
+
+
+def test_the_tree_names_files_that_are_there() -> None:
+    tree = (ROOT / "docs" / "design.md").read_text().split("```text\n")[1].split("```")[0]
+    folder = ROOT / "sparseattn"
+    for line in tree.splitlines()[1:]:
+        if start := re.match(r" {0,2}([a-z/_.]+) ", line):
+            name = start[1]
+            place = (ROOT if line[0] != " " else ROOT / "sparseattn") / name
+            assert place.exists(), f"the tree names {name}"
+            folder = place if place.is_dir() else place.parent
+        for name in re.findall(r"\b\w+\.(?:py|sh)\b", line):
+            assert (folder / name).exists() or (folder.parent / name).exists(), f"the tree names {name} in {folder}"
