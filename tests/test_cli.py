@@ -726,7 +726,7 @@ def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path
 
 
 def test_recall_is_repeatable_and_is_what_the_library_measures(tmp_path: Path) -> None:
-    from sparseattn.curves import Problem, curves
+    from sparseattn.sweep import Problem, curves
 
     def again(*more: str) -> list[dict]:
         done = run("recall", *FEW, "--selector", "ivf", "--values", "2,9", *more, "--json", "--out", tmp_path)
