@@ -27,11 +27,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import records
+from benchmarks.bench import Bench
+from benchmarks.common import add_common, header, settle_common
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Timer, peak_memory
-from benchmarks.speed import Bench, Copy, Method, add_common, check_fit, filled, header, settle_common
+from benchmarks.methods import Method, check_fit
+from benchmarks.rounds import Copy
+from benchmarks.step import filled
 from sparseattn.budget import parse_budget
 from sparseattn.cli.common import integers
+from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.environment import machine
 from sparseattn.selectors.buckets import Partitioned
 
@@ -201,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--rows", type=int, default=131_072, help="budget sweep: of the context")
     out.add_argument("--batch-rows", type=int, default=8192, help="batch sweep: of each context")
     out.add_argument("--budget", default="2048", help="rows and batch sweep")
-    out.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+    out.add_argument("--dtype", default="bfloat16", help=f"one of {', '.join(STORED)}")
     out.add_argument(
         "--selector", action="append", help=f"SPEC or SPEC@sink=..,window=..; more; default {' '.join(SELECTED)}"
     )
@@ -222,8 +227,7 @@ def settle(options: argparse.Namespace) -> list[Method]:
         sizes = sorted(set(integers(getattr(options, f"{sweep}_sizes"), f"--{sweep}-sizes") or []))
         setattr(options, f"{sweep}_sizes", sizes)
         least[f"{sweep}_sizes"] = sizes[0]
-    if options.dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"--dtype is bfloat16, float16 or float32, got {options.dtype!r}")
+    stored_dtype(options.dtype, "--dtype")
     options.budget, options.cycles = parse_budget(options.budget), 0
     settle_common(options, least)
     if options.memory is None:
