@@ -39,7 +39,7 @@ from benchmarks.methods import Method, check_fit
 from benchmarks.rounds import Copy
 from sparseattn.budget import parse_budget
 from sparseattn.cli.common import integers
-from sparseattn.dtypes import STORED
+from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.environment import machine
 from sparseattn.selectors import SELECTORS, make_selector
 from sparseattn.selectors.buckets import Partitioned
@@ -170,8 +170,7 @@ def settle(options: argparse.Namespace) -> list[Method]:
     on_gpu = torch.device(options.device).type == "cuda"
     options.dtype = (options.dtype or ("bfloat16" if on_gpu else "bfloat16,float32")).split(",")
     for name in options.dtype:
-        if name not in STORED:
-            raise ValueError(f"--dtype is of {', '.join(STORED)}, got {name!r}")
+        stored_dtype(name, "--dtype")
     options.budget = parse_budget(options.budget)
     if options.cycles < 0:
         raise ValueError(f"--cycles is 0 or more, got {options.cycles}")

@@ -372,7 +372,7 @@ def test_what_is_measured_by_default() -> None:
         ("--rounds 0", "--rounds is 1 or more, got 0"),
         ("--cycles -1", "--cycles is 0 or more, got -1"),
         ("--index-heads 0", "--index-heads is 1 or more, got 0"),
-        ("--dtype int8", "--dtype is of bfloat16, float16, float32, got 'int8'"),
+        ("--dtype int8", "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         ("--budget none", 'a budget is rows ("64"), a share ("1%") or "all", got \'none\''),
         ("--selector qwest", "did you mean 'quest'?"),
         ("--selector quest@sinks=4", "behind @ come sink, window, budget as name=rows, got 'sinks=4'"),

@@ -49,7 +49,7 @@ ARROWS = {
     "environment": ("kernels",),
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
-    "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
+    "metrics": ("budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
     "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
     "training": (
         *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
