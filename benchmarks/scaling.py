@@ -36,6 +36,7 @@ from benchmarks.rounds import Copy
 from benchmarks.step import filled
 from sparseattn.budget import parse_budget
 from sparseattn.cli.common import integers
+from sparseattn.cli.lines import name_ends, room, style
 from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.environment import machine
 from sparseattn.selectors.buckets import Partitioned
@@ -163,21 +164,21 @@ def short(size: int) -> str:
 
 
 def picture(record: Mapping[str, Any], path: Path) -> None:
-    """A panel a sweep: steps solid, their attention dashed, dense black. ImportError without matplotlib."""
+    """A panel a sweep: steps solid, their attention dotted, dense crossed. ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    from sparseattn.cli import plots
-
     sweeps = {name: one for name, one in record["sweeps"].items() if one["points"]}
-    figure = Figure(figsize=(4.2 * len(sweeps), 3.8), layout="constrained")
+    specs = dict.fromkeys(spec for one in sweeps.values() for spec in one["slopes"])
+    beside, height = room(["best dense", *(f"{spec}: {name}" for spec in specs for name in ("step", "attend"))])
+    figure = Figure(figsize=((4.2 + beside) * len(sweeps), max(3.8, height)), layout="constrained")
     panels: Any = figure.subplots(1, len(sweeps), squeeze=False)[0]
     for axis, (sweep, result) in zip(panels, sweeps.items(), strict=True):
         for k, spec in enumerate(result["slopes"]):
             own = [point for point in result["points"] if point["selector"] == spec]
             sizes = [point["at"] for point in own]
-            look = {"color": plots.COLOURS[k % len(plots.COLOURS)], "marker": plots.MARKERS[k % len(plots.MARKERS)]}
-            for name, line in (("step", "-"), ("attend", "--")):
-                axis.plot(sizes, [medians(point)[name] * 1e3 for point in own], line, label=f"{spec}: {name}", **look)
+            for name, line in (("step", "-"), ("attend", ":")):
+                look = {**style(k, f"{spec}: {name}"), "linestyle": line}
+                axis.plot(sizes, [medians(point)[name] * 1e3 for point in own], **look)
         first = [point for point in result["points"] if point["selector"] == next(iter(result["slopes"]))]
         sizes = [point["at"] for point in first]
         axis.plot(sizes, [medians(point)["dense"] * 1e3 for point in first], "k-x", label="best dense")
@@ -188,10 +189,10 @@ def picture(record: Mapping[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     panels[0].set_ylabel("ms a step")
-    panels[0].legend(fontsize=8)
     devices = [one["name"] for one in record["machine"]["cuda_devices"]] or [record["machine"]["processor"]]
     made = f"{record['dtype']}, D {record['size']}, G {record['group']}"
     figure.suptitle(f"{made}; {devices[0]}, torch {record['versions']['torch']}", fontsize=10)
+    name_ends(figure, panels)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
