@@ -92,12 +92,14 @@ def test_one_method_at_one_budget_is_drawn_without_a_warning(tmp_path: Path, dra
     assert [text.get_text() for axis in drawn[0].axes for text in axis.texts] == ["Window"] * 4
 
 
-def test_a_line_without_a_number_has_no_name() -> None:
+def test_a_line_without_a_point_in_the_panel_has_no_name() -> None:
     figure = Figure()
     axis = figure.subplots()
     axis.plot([1, 2], [torch.nan, torch.nan], label="nothing")
     axis.plot([1, 2, 3], [1, 2, torch.nan], label="ends early")
+    axis.plot([0.0], [1.5], label="left of a logarithmic axis")
     axis.axhline(1.5)
+    axis.set_xscale("log")
     lines.name_ends(figure, [axis])
     (name,) = axis.texts
     assert name.get_text() == "ends early"

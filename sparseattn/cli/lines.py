@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,14 +47,14 @@ def name_ends(figure: Any, panels: Iterable[Any]) -> None:
     """Writes the name of every line right of its panel, at the height of the line's last point or as near as names do
     not overlap; a thin line leads to it from there. Call it last: it goes by the limits of the axes.
 
-    Lines without a label of their own (matplotlib's begin with "_") or without a finite point get no name.
+    Lines without a label of their own (matplotlib's begin with "_") or without a point in the panel get no name.
     """
     figure.draw_without_rendering()  # from now on panels have their sizes
     for axis in panels:
         ends = []
         for line in axis.lines:
             points = line.get_transform().transform(line.get_xydata())
-            seen = [tuple(point) for point in points if math.isfinite(point[0]) and math.isfinite(point[1])]
+            seen = [tuple(point) for point in points if axis.bbox.padded(1).contains(*point)]  # NaN is nowhere
             if seen and not str(line.get_label()).startswith("_"):
                 ends.append((max(seen), line))
         inches = axis.get_window_extent().height / figure.dpi
