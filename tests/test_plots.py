@@ -115,6 +115,7 @@ def test_intervals() -> None:
     assert 2.718 <= low < 3.56 < high <= 4.06
     assert intervals.perplexity([1.0, 1.2, 1.4], [10, 10, 20]) == (low, high)
     assert intervals.perplexity([0.0], [7]) == (1.0, 1.0)
+    assert intervals.perplexity([1e6], [7]) == (torch.inf, torch.inf)
 
 
 @pytest.mark.parametrize(("prompts", "bars"), [(8, True), (30, False)])

@@ -27,6 +27,14 @@ def perplexity(nll: Sequence[float], tokens: Sequence[int]) -> tuple[float, floa
     for _ in range(DRAWS):
         drawn = draw.choices(places, k=len(nll))
         whole = sum(tokens[i] for i in drawn)
-        found.append(math.exp(sum(nll[i] * tokens[i] for i in drawn) / whole))
+        found.append(sum(nll[i] * tokens[i] for i in drawn) / whole)
     found.sort()
-    return found[round(0.025 * (DRAWS - 1))], found[round(0.975 * (DRAWS - 1))]
+    low, high = found[round(0.025 * (DRAWS - 1))], found[round(0.975 * (DRAWS - 1))]
+    return _exp(low), _exp(high)
+
+
+def _exp(number: float) -> float:
+    try:
+        return math.exp(number)
+    except OverflowError:
+        return math.inf
