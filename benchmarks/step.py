@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import dense
 from benchmarks.inputs import Inputs, Shape
-from benchmarks.measure import Clock, Temporaries, Timer, held, spread
+from benchmarks.measure import Clock, Temporaries, Timer, spread
 from benchmarks.methods import Method
 from benchmarks.rounds import WARM
 from sparseattn.attention import decode
@@ -197,7 +197,7 @@ def appending(cache: KVCache, inputs: Inputs, step: float, options: argparse.Nam
 
 def memory(calls: Calls, shape: Shape) -> dict[str, Any]:
     """Bytes held, by part, and temporaries of one step; of both per 1,000 tokens of all sequences."""
-    parts = held(calls.cache)
+    parts = calls.cache.nbytes
     if torch.device(shape.device).type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
