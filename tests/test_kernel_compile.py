@@ -95,7 +95,7 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import ahead, lists, pages, probes, spans
+    from sparseattn.kernels import ahead, lists, pages, probes, triton_gpu
     from sparseattn.selection import Bounds, Selection
 
     h100 = SimpleNamespace(
@@ -115,7 +115,7 @@ def compile_a_launch() -> Rows:
 
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (
-            (spans, ["attend_split", "merge_splits"]),
+            (triton_gpu, ["attend_split", "merge_splits"]),
             (pages, ["score_pages", "vote_softmax", "name_pages"]),
             (probes, ["cut_runs"]),
             (lists, ["score_listed"]),
@@ -124,9 +124,9 @@ def compile_a_launch() -> Rows:
                 patch.setattr(module, name, Warm(getattr(module, name)))
         query, cache = torch.zeros(2, 2, 4, 128).bfloat16(), torch.zeros(2, 2, 512, 128).bfloat16()
         selection = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16)  # S = 1 must not become a constant
-        spans.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
+        triton_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
         table = torch.zeros(2, 1, dtype=torch.int32)
-        spans.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
+        triton_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
         for vote in ("sum", "softmax"):
             pages.best(pages.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16)
         real, step, bounds = torch.ones(2, 512, dtype=torch.bool), torch.ones(2, 2, 128), cache.to(torch.int8)
@@ -205,7 +205,7 @@ def test_nothing_spills(compiled: Rows) -> None:
 
 
 def test_shared_memory_lets_two_programs_run_on_a_multiprocessor(compiled: Rows) -> None:
-    """`spans.Tile.resident` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
+    """`triton_gpu.Tile.resident` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
     for row in compiled:
         assert 2 * (row["shared_bytes"] + 1024) <= (SHARED_KIB[row["arch"]] + 1) * 1024, row
         assert 2 * row["registers"] * 128 <= 65536, row  # registers of a multiprocessor; programs have 4 warps

@@ -14,7 +14,7 @@ from sparseattn import KVCache, attend, decode
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_gpu.py captures a graph", allow_module_level=True)
-from sparseattn.kernels import lists, pages, probes, scoring, spans
+from sparseattn.kernels import lists, pages, probes, scoring, triton_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -36,7 +36,7 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
     rows = cache.prepare(query, budget)
     cache.search(query, rows)  # as before a capture: what is looked up once is looked up here
     recording = Recording()
-    kernel = recording.opaque(spans.attend)
+    kernel = recording.opaque(triton_gpu.attend)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
         for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
