@@ -205,7 +205,7 @@ def by_name(cases: list[Case]) -> pytest.MarkDecorator:
 def pairs(**factors: Mapping[str, Any]) -> pytest.MarkDecorator:
     """Parametrizes over the full product of the factors (each: values by their ids), all but few of it `slow`.
 
-    Every two values of two factors meet in one of the few: what goes wrong does so at some pair, hardly ever at a triple.
+    Every two values of two factors meet in one of the few: what goes wrong hardly ever needs three to go wrong.
     """
     every = list(itertools.product(*(values.items() for values in factors.values())))
     meeting = [[(i, a[0], b[0]) for i, (a, b) in enumerate(itertools.combinations(one, 2))] for one in every]

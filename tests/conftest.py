@@ -72,7 +72,7 @@ def _one_at_a_time_on_a_gpu(request: pytest.FixtureRequest, shared: Path) -> Ite
 
 @pytest.fixture(scope="session")
 def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
-    """`once(name, make)`: a folder that `make(folder)` fills in one worker; the others wait for it, and only read it."""
+    """`once(name, make)`: a folder that `make(folder)` fills in one worker; the others wait for it and only read it."""
 
     def once(name: str, make: Callable[[Path], None]) -> Path:
         folder, part = shared / name, shared / f"{name}.part"

@@ -15,7 +15,8 @@ RUN = Path(__file__).parent.parent / ".ci" / "run"
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A repository with one kernel, one document and `.ci/run`; its `make` prints what it was asked for."""
-    files = {"sparseattn/attend.py": "1", "sparseattn/kernels/spans.py": "1", "README.md": "1", "tests/test_laws.py": "pairs("}
+    files = dict.fromkeys(("sparseattn/attend.py", "sparseattn/kernels/spans.py", "README.md"), "1")
+    files["tests/test_laws.py"] = "pairs("
     for name, text in files.items():
         path = tmp_path / "clone" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +34,8 @@ def clone(tmp_path: Path) -> Path:
 
 def git(clone: Path, *arguments: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *who, *arguments], cwd=clone, check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(["git", *who, *arguments], cwd=clone, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def commit(clone: Path, name: str) -> str:

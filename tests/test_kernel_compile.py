@@ -2,7 +2,8 @@
 
 An interpreting process cannot compile, so one without TRITON_INTERPRET does: this file, run as a script. What it
 compiles stays in Triton's own cache (`$TRITON_CACHE_DIR`, else `~/.triton/cache`), whose keys hold the source of a
-kernel and of all it calls, its constants and options, the target and Triton itself: minutes the first time, then seconds.
+kernel and of all it calls, its constants and options, the target and Triton itself: half a minute for each architecture
+the first time, then seconds.
 `make test` compiles for the H100 alone, `make test-all` for all three.
 """
 
