@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -14,20 +15,28 @@ PACKAGE = Path(__file__).parent.parent / "sparseattn"
 def numba_cache() -> Path:
     """A folder for what numba compiles that outlives this clone, named after all that numba compiles.
 
-    numba looks at the one file that a function stands in, not at those whose functions it calls; and at the file's
-    path, so another clone at the same path finds what this one left, one elsewhere compiles anew.
+    Of itself numba looks at the one file that a function stands in, not at those whose functions it calls, and keeps
+    code by the path of that file: a link for each of our folders lets every clone of the same source find it.
     """
-    sources = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
-    compiled = hashlib.sha256(b"".join(source for source in sources if b"from numba import" in source))
+    sources = {path: path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
+    compiled = {path: source for path, source in sources.items() if b"from numba import" in source}
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sparseattn" / f"numba-{compiled.hexdigest()[:16]}"
+    kept = Path(base) if base else Path.home() / ".cache"
+    kept = kept / "sparseattn" / f"numba-{hashlib.sha256(b''.join(compiled.values())).hexdigest()[:16]}"
+    for folder in {path.parent for path in compiled}:
+        (kept / folder.name).mkdir(parents=True, exist_ok=True)
+        link = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}"  # numba's name for a folder of source
+        with contextlib.suppress(FileExistsError):
+            (kept / link).symlink_to(folder.name)
+    return kept
 
 
 # One thread for each worker: the tests' tensors are small, a second thread costs more than it brings. Those that a test
 # asks for sleep when idle, as spinning would take the core of the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("NUMBA_CACHE_DIR", str(numba_cache()))
+if "NUMBA_CACHE_DIR" not in os.environ:
+    os.environ["NUMBA_CACHE_DIR"] = str(numba_cache())
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
