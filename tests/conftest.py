@@ -22,7 +22,7 @@ def numba_cache() -> Path:
     compiled = {path: source for path, source in sources.items() if b"from numba import" in source}
     base = os.environ.get("XDG_CACHE_HOME")
     kept = Path(base) if base else Path.home() / ".cache"
-    kept = kept / "sparseattn" / f"numba-{hashlib.sha256(b''.join(compiled.values())).hexdigest()[:16]}"
+    kept = kept / "sparseattn" / "tests" / f"numba-{hashlib.sha256(b''.join(compiled.values())).hexdigest()[:16]}"
     for folder in {path.parent for path in compiled}:
         (kept / folder.name).mkdir(parents=True, exist_ok=True)
         link = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}"  # numba's name for a folder of source
