@@ -33,4 +33,9 @@ lint: .venv/dev
 	@touch $@
 
 clean:
-	rm -rf .venv bench
+	rm -rf .venv bench site
+
+# The documentation site, strictly and without a network, into site/.
+.PHONY: docs
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict

@@ -41,13 +41,13 @@ from sparseattn.budget import parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.cli.common import integers, progress_bar
 from sparseattn.environment import machine, versions
+from sparseattn.integrations.models import REFERENCE, load_model
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.sparse_layer import SparseLayer
 from sparseattn.integrations.transformers import SparseCache, restore
 from sparseattn.integrations.upstream import DynamicCache, DynamicLayer
 from sparseattn.selectors import SELECTORS, make_selector
 from sparseattn.selectors.buckets import Partitioned
-from sparseattn.tasks.decoder import REFERENCE, open_model
 from sparseattn.tasks.filler import made_up
 from sparseattn.tasks.tokens import Tokens
 
@@ -463,7 +463,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, int | None]:
     if options.random:
         model = random_model(options.random, options.layers, dtype or torch.bfloat16, options.device)
         return model, None, model.config.vocab_size
-    return *open_model(options.model, dtype, options.device), None
+    return *load_model(options.model, dtype, options.device), None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

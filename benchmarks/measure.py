@@ -1,4 +1,4 @@
-"""What the benchmarks read off a process: clocks, and memory of the process, of a cache and of a step."""
+"""What the benchmarks read off a process: clocks, and memory of the process and of a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from sparseattn.cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -98,16 +96,6 @@ def last_cache(device: torch.device) -> int:
         return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]]
     except (OSError, ValueError, KeyError):
         return 64 << 20
-
-
-def held(cache: KVCache) -> dict[str, int]:
-    """Bytes of the rows stored, spare capacity apart: `kv`, the cache's own `books`, and each state of the selector.
-
-    A selector's artefact, shared by the layers of a model, is not in it.
-    """
-    keys = sum(buffer.nbytes for buffer in (cache._keys, cache._values, cache._sealed_keys, cache._sealed_values))
-    books = sum(buffer.nbytes for buffer in (cache._positions, cache._sealed_real, cache._queries))
-    return {"kv": keys, "books": books} | {name: state.nbytes for name, state in cache.selector.buffers()}
 
 
 class Temporaries(TorchDispatchMode):

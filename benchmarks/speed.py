@@ -41,7 +41,7 @@ from torch import Tensor
 
 from benchmarks import dense, records
 from benchmarks.inputs import Inputs, Shape
-from benchmarks.measure import Clock, Temporaries, Timer, held, last_cache, peak_memory, spread
+from benchmarks.measure import Clock, Temporaries, Timer, last_cache, peak_memory, spread
 from sparseattn.attention import decode
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cache import KVCache
@@ -368,7 +368,7 @@ def appending(cache: KVCache, inputs: Inputs, step: float, options: argparse.Nam
 
 def memory(calls: Calls, shape: Shape) -> dict[str, Any]:
     """Bytes held, by part, and temporaries of one step; of both per 1,000 tokens of all sequences."""
-    parts = held(calls.cache)
+    parts = calls.cache.nbytes
     if torch.device(shape.device).type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

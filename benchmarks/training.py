@@ -31,11 +31,13 @@ from rich.console import Console
 
 from benchmarks import records
 from benchmarks.measure import Clock, median, peak_memory
+from sparseattn.devices import usable_device
 from sparseattn.environment import machine, versions
 from sparseattn.synthetic import synthetic
-from sparseattn.training import Filters, Recipe, train
-from sparseattn.training.data import Held
-from sparseattn.training.run import Fit, Pool, Progress
+from sparseattn.training import Filters, Progress, Recipe, train
+from sparseattn.training.examples import Pool
+from sparseattn.training.fit import Fit
+from sparseattn.training.validation import Held
 
 RESULTS = Path(__file__).parent / "results"
 THETA = 500_000.0  # Llama 3's
@@ -330,7 +332,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--repeats", type=int, default=15, help="heads: steps either way, of which the median counts")
     out.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8, 16], help="memory: numbers of prompts")
     out.add_argument("--pool", type=int, default=8192, help="memory: distinct queries of a head")
-    out.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    out.add_argument("--device", help="cpu, cuda, ...; default a CUDA device if there is one")
     out.add_argument("--threads", type=int, default=torch.get_num_threads())
     out.add_argument("--folder", type=Path, help="where traces are put while it runs; default the system's")
     out.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
@@ -343,6 +345,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = command.parse_args(arguments)
     if unknown := [name for name in options.questions if name not in QUESTIONS]:
         command.error(f"a question is one of {', '.join(QUESTIONS)}, got {unknown[0]!r}")
+    try:
+        options.device = str(usable_device(options.device))
+    except ValueError as error:
+        command.error(str(error))
     if options.steps is None and options.device == "cpu":
         options.steps = 110
     torch.set_num_threads(options.threads)

@@ -3,7 +3,7 @@
 Saap, https://arxiv.org/abs/2502.08246. Letters: H KV heads, G query heads per KV head, D head size, C buckets, F hidden
 width, A classifiers (H, or H*G where every query head has its own).
 
-The file, format version 1 (any safetensors reader opens it):
+The file, format version 2 (any safetensors reader opens it):
 
     layers.{i}.centroids                            [H,C,D]   unit length
     layers.{i}.classifier.w1, .b1, .w2, .b2         [A,F,D] [A,F] [A,C,F] [A,C]; BatchNorm is folded into w1 and b1
@@ -12,14 +12,15 @@ The file, format version 1 (any safetensors reader opens it):
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-saap"
-    version   "1"
+    version   "2"
     roped     "true": keys and queries as attention sees them; "false": de-roped
     layers    JSON list of {"index", "rope"}; `rope` is a k or null
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
     meta      JSON object: model id, config hash, heads, group, size, recipe, prompts, validation figures, versions
-    tensors   SHA-256 of the tensors
+    sha256    SHA-256 of metadata and tensors (`tensorfiles`)
 
-Tensors may be stored in half precision and are float32 in memory, centroids of unit length again.
+Tensors may be stored in half precision and are float32 in memory, centroids of unit length again. Version 1 is the same
+with a hash of the tensors alone. It is read with a warning: nothing tells whether its metadata is what was written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,7 +44,8 @@ from sparseattn.rope import Rope
 from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-saap"
-VERSION = "1"
+VERSION = "2"
+OLDER = "1"
 WHAT = "an artefact (`sparseattn train` makes one)"
 SHIPPED = ("reference",)
 
@@ -243,9 +246,7 @@ class Artefact:
                 distinct.append(rope)
             listed.append({"index": index, "rope": known})
         tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            if not tensor.isfinite().all():
-                raise ArtefactError(f"{name} has numbers that are not finite in {dtype}")
+        _check_numbers(tensors)
         for k, rope in enumerate(distinct):
             tensors[f"rope.{k}.inv_freq"] = rope.inv_freq
         try:
@@ -270,14 +271,15 @@ class Artefact:
         """Read an artefact file; "reference" names the one that ships, for the reference model.
 
         Raises:
-            ArtefactError: missing, damaged, not an artefact, or of another version.
+            ArtefactError: missing, damaged, not an artefact, of another version, or with numbers that are not finite.
         """
         path = locate(path_or_name)
         try:
-            metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT)
+            metadata, tensors = load_tensors(path, FORMAT, VERSION, WHAT, older=OLDER)
         except TensorFileError as error:
             raise ArtefactError(str(error)) from error
         try:
+            _check_numbers(tensors)
             ropes = [
                 Rope(tensors.pop(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
                 for k, entry in enumerate(json.loads(metadata["ropes"]))
@@ -292,13 +294,20 @@ class Artefact:
             meta, roped = json.loads(metadata["meta"]), json.loads(metadata["roped"])
             if tensors or not isinstance(meta, dict) or not isinstance(roped, bool):
                 raise ArtefactError("it holds what no artefact has")
-            return cls(layers, roped=roped, ropes=of_layer, meta=meta)
+            artefact = cls(layers, roped=roped, ropes=of_layer, meta=meta)
         except ArtefactError as error:
             raise ArtefactError(f"{path} is a damaged artefact: {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ArtefactError(
                 f"{path} is a damaged artefact: its metadata and tensors do not fit together"
             ) from error
+        if metadata["version"] == OLDER:
+            warnings.warn(
+                f"{path} is an artefact of version {OLDER}, whose hash leaves out its metadata (model, RoPE, layers, "
+                f"recipe); if you trust it, `Artefact.load(path).save(path, dtype)` makes it one of version {VERSION}",
+                stacklevel=2,
+            )
+        return artefact
 
 
 def locate(path_or_name: str | os.PathLike[str]) -> Path:
@@ -310,6 +319,14 @@ def locate(path_or_name: str | os.PathLike[str]) -> Path:
         names = ", ".join(SHIPPED)
         raise ArtefactError(f"{path} is no artefact file (`sparseattn train` makes one), nor one that ships ({names})")
     return path
+
+
+def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED.values():
+            raise ArtefactError(f"tensors are float32, float16 or bfloat16, {name} is {tensor.dtype}")
+        if not tensor.isfinite().all():
+            raise ArtefactError(f"{name} has numbers that are not finite in {tensor.dtype}")
 
 
 def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:

@@ -26,7 +26,7 @@ def decode(
     Args:
         query: `[B,H,G,D]`, after RoPE, in the cache's dtype and device.
         cache: one layer's cache.
-        budget: rows beyond sink and window, per head: an int, a share of the context (float), or None for all.
+        budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), or None for all.
         scale: factor of the logits, default `1/sqrt(D)`.
         impl: see `attend`; it names the implementation on the cache's device, `sealed_device` takes its default.
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-Budget: TypeAlias = "int | float | None"
+Rows: TypeAlias = "int | float | None"
+Budget: TypeAlias = "Rows | str"
 
 
 def budget_rows(budget: Budget, context: int, span: int = 1, reader: object = "the selector") -> int:
     """Rows that `budget` allows in a context of `context` rows: an int is rows, a float in (0, 1] a share of the
-    context (rounded down, at least one span), None the whole context.
+    context (rounded down, at least one span), None the whole context, a text what `parse_budget` makes of it.
 
     Raises:
         ValueError: fewer rows than one, or than the `span` that the selector, called `reader`, reads at a time; a share
-            outside (0, 1]; another type.
+            outside (0, 1]; another type or text.
     """
+    budget = parse_budget(budget)
     if budget is None:
         return max(context, span)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise ValueError(f"a budget is rows (int), a share of the context (float) or None, got {budget!r}")
+        raise ValueError(
+            f'a budget is rows (int), a share of the context (float), None or a text such as "5%", got {budget!r}'
+        )
     if isinstance(budget, float):
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"a budget given as a float is a share of the context in (0, 1], got {budget}")
@@ -33,19 +37,20 @@ def budget_rows(budget: Budget, context: int, span: int = 1, reader: object = "t
     return budget
 
 
-def parse_budget(text: str) -> Budget:
-    """`"64"` is 64 rows, `"1%"` one hundredth of the context, `"all"` everything.
+def parse_budget(given: Budget) -> Rows:
+    """`"64"` is 64 rows, `"1%"` one hundredth of the context, `"all"` everything; what is no text stays as it is.
 
     Raises:
-        ValueError: anything else, or a number out of range.
+        ValueError: another text, or a number in it that is out of range.
     """
-    text = text.strip()
-    budget: Budget
+    if not isinstance(given, str):
+        return given
+    text, budget = given.strip(), None
     try:
         if text == "all":
             return None
         budget = float(text[:-1]) / 100 if text.endswith("%") else int(text)
     except ValueError:
-        raise ValueError(f'a budget is rows ("64"), a share ("1%") or "all", got {text!r}') from None
+        raise ValueError(f'a budget is rows ("64"), a share ("1%") or "all", got {given!r}') from None
     budget_rows(budget, 1)
     return budget

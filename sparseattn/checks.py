@@ -29,6 +29,15 @@ def reachable(selector: Selector, device: torch.device, sealed_device: torch.dev
         )
 
 
+def tensors(**parts: object) -> None:
+    """Each is a tensor of torch, or None; else ValueError with the name."""
+    for name, part in parts.items():
+        if part is not None and not isinstance(part, Tensor):
+            kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
+            made = "torch.from_numpy" if kind == "numpy.ndarray" else "torch.tensor"
+            raise ValueError(f"{name} is a torch.Tensor, got a {kind}: {made}({name}) makes one")
+
+
 def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
     """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
     if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
@@ -129,15 +138,20 @@ def sealed_device(given: torch.device | str | None) -> torch.device | None:
 
 def query(asked: Tensor, held: Tensor) -> None:
     """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
+    tensors(query=asked)
     if (
         asked.ndim != 4
         or asked.shape[:2] != held.shape[:2]
         or asked.shape[3] != held.shape[3]
         or (asked.dtype != held.dtype or asked.device != held.device)
     ):
+        (batch, heads, _, size), hint = held.shape, ""
+        group = asked.shape[1] // heads if asked.ndim == 4 else 0
+        if group > 1 and list(asked.shape) == [batch, heads * group, 1, size]:
+            hint = f"; transformers' [B,Hq,1,D] is query.view({batch}, {heads}, {group}, {size}) here"
         raise ValueError(
-            f"a query of this cache is [B,H,G,D] = {[*held.shape[:2], 'G', held.shape[3]]} {held.dtype} on "
-            f"{held.device}, got {list(asked.shape)} {asked.dtype} on {asked.device}"
+            f"a query of this cache is [B,H,G,D] = {[batch, heads, 'G', size]} {held.dtype} on {held.device}, got "
+            f"{list(asked.shape)} {asked.dtype} on {asked.device}{hint}"
         )
 
 

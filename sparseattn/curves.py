@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn import checks
+from sparseattn import checks, contract
 from sparseattn.budget import budget_rows
 from sparseattn.cache import KVCache
 from sparseattn.rope import Rope
@@ -274,7 +274,7 @@ def curves(
 
     Raises:
         ValueError: tasks over different keys, a `k` or values that do not fit, or missing training queries.
-        RuntimeError: the selector named more than k rows, the same one twice, or one that is not there.
+        ContractError: the selector named more than k rows, the same one twice, or one that is not there.
     """
     method = make_selector(selector) if isinstance(selector, str) else selector
     if values is not None and (not values or min(values) < 1):
@@ -443,14 +443,8 @@ class _Layer:
         start = time.perf_counter()
         selection = self.searcher.select(query, self.positions[t : t + 1], k)
         seconds = time.perf_counter() - start
-        reads = selection.mask(rows)[0]  # [Hs,N]
-        attended = selection.attended[0]
-        if int(attended.max()) > k or not torch.equal(reads.sum(-1), attended):
-            raise RuntimeError(
-                f"{self.searcher!r} named up to {int(attended.max())} rows for a budget of {k}, of which the fewest "
-                f"distinct ones below {rows} are {int(reads.sum(-1).min())}"
-            )
-        reads = reads.view(heads, -1, rows)  # [H,1 or G,N]
+        contract.check(selection, query, self.positions[t : t + 1], k, rows, None, self.searcher)
+        reads = selection.mask(rows)[0].view(heads, -1, rows)  # [H,1 or G,N]
         distinct = reads.any(1).sum(-1, keepdim=True)  # [H,1]
         recall = reads.expand(-1, group, -1).gather(-1, self.best[:, :, t]).double().mean(-1)  # [H,G]
         unknown = torch.tensor(-torch.inf, dtype=torch.float64)

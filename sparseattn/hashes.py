@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and contents (of tensors with at least one dimension)."""
+    """SHA-256 of names, dtypes, shapes and contents."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        for part in tensor.detach().cpu():  # a row of it at a time: `contiguous` copies what is a view
+        for part in torch.atleast_1d(tensor.detach().cpu()):  # a row at a time: `contiguous` copies views
             digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 

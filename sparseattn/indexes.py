@@ -1,15 +1,17 @@
 """Index files: what a selector built from a prompt's rows, kept so that the same prompt need not be indexed again.
 
+Of selectors that say what a state of theirs must be (`Selector.check_state`), which is asked before one is filled.
+
 A file is safetensors: the tensors of the selector's row buffers, and the order it stored the rows in, if any. Its
 metadata (strings, as safetensors requires):
 
     format     "sparseattn-index"
-    version    "1"
+    version    "2"
     selector   the class, as module:name
     arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
     rows       SHA-256 of the keys and positions indexed and the queries learned from: the trace's, not a file's name
     warnings   JSON list: what the selector warned of while building
-    tensors    SHA-256 of the tensors
+    sha256     SHA-256 of metadata and tensors (`tensorfiles`)
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+import sparseattn.checks as checks
 from sparseattn.hashes import tensors_hash
+from sparseattn.keeping import append_first
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.storage import RowBuffer
 from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-index"
-VERSION = "1"
+VERSION = "2"
 ORDER = "order"
 
 
@@ -50,26 +54,27 @@ def usable_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) -> Tensor | None:
-    """`selector.append(rows)` on an empty selector, by the file of these rows in `folder` if it holds one.
+    """`append_first(selector, rows)`, by the file of these rows in `folder` if it holds one.
 
-    Else the file is written once the index is built. Selectors whose state is not in row buffers (faiss's indexes) are
-    built every time.
+    Else the file is written once the index is built. Selectors whose state is not in row buffers (faiss's indexes), or
+    that do not say what it must be (`check_state`), are built every time.
 
     Raises:
         IndexFileError: a file with that name is damaged or foreign. One that cannot be written is only warned of.
+        ValueError: what `append_first` refuses; no file is written then.
     """
-    if not _tensors_only(selector):
-        return selector.append(rows)
+    if not kept(selector):
+        return append_first(selector, rows)
     known = _rows_hash(rows)
     path = Path(folder) / f"{type(selector).__name__}-{_identity(selector, known)[:24]}.safetensors"
     if path.exists():
         return _load(selector, rows, known, path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        order = selector.append(rows)
+        order = append_first(selector, rows)
     texts = [str(one.message) for one in said]
     try:
-        _save(selector, known, order, path, texts)
+        _save(selector, rows, known, order, path, texts)
     except IndexFileError as error:  # what was built is good, and it took long
         texts.append(f"the index serves, but it could not be kept: {error}")
     for text in texts:
@@ -89,19 +94,25 @@ def save_index(
         said: what it warned of; `load_index` says it again.
 
     Raises:
-        IndexFileError: a selector whose state is not tensors, or a file that cannot be written.
+        IndexFileError: a selector whose state is not tensors or that has no `check_state`, or a file that cannot be
+            written.
     """
-    _save(selector, _rows_hash(rows), order, path, said)
+    _save(selector, rows, _rows_hash(rows), order, path, said)
 
 
 def _save(
-    selector: Selector, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
+    selector: Selector, rows: Rows, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
 ) -> None:
-    if not _tensors_only(selector):
+    if not kept(selector):
         raise IndexFileError(
-            f"{selector!r} keeps state that is no tensor, so it cannot be written to {os.fspath(path)}"
+            f"{selector!r} keeps state that is no tensor, or has no check_state to read it by, so it cannot be written "
+            f"to {os.fspath(path)}"
         )
-    tensors = {name: state.data for name, state in _filled(selector)}
+    tensors = {name: state.data.cpu() for name, state in _filled(selector)}
+    try:
+        selector.check_state(tensors, rows, None if order is None else order.cpu())
+    except ValueError as error:  # a subclass keeps more than its base knows of
+        raise IndexFileError(f"{selector!r} would not read {os.fspath(path)} back: {error}") from error
     if order is not None:
         tensors[ORDER] = order
     metadata = {
@@ -122,8 +133,8 @@ def load_index(selector: Selector, rows: Rows, path: str | os.PathLike[str]) -> 
     """Fills an empty `selector` with the index that `path` holds for `rows`; returns the order to store them in.
 
     Raises:
-        IndexFileError: missing, damaged, not an index, of another version, selector, arguments or rows. The selector
-            stays empty then.
+        IndexFileError: missing, damaged, not an index, of another version, selector, arguments or rows, or a state that
+            does not fit them. The selector stays empty then.
     """
     return _load(selector, rows, _rows_hash(rows), path)
 
@@ -144,26 +155,34 @@ def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[st
         if metadata.get(name) != mine:
             what = {"selector": "an index of", "arguments": "built with", "rows": "of the rows with SHA-256"}[name]
             raise IndexFileError(f"{path} is {what} {metadata.get(name)}, here it would be {mine}")
-    states = dict(selector.buffers())
     order = tensors.pop(ORDER, None)
-    if not set(tensors) <= set(states):
-        raise IndexFileError(f"{path} is a damaged index: it holds {sorted(tensors)} for the state {sorted(states)}")
-    device = rows.keys.device
+    try:
+        if order is not None:
+            checks.order(order, rows.keys, rows.keys.shape[2])
+        selector.check_state(tensors, rows, order)
+        said = json.loads(metadata.get("warnings", "[]"))
+        if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
+            raise ValueError("its warnings are no list of texts")
+    except (ValueError, RecursionError) as error:
+        raise IndexFileError(f"{path} is a damaged index: {error}; delete it") from error
+    device, states = rows.keys.device, dict(selector.buffers())
     for name, tensor in tensors.items():
         state = states[name]
         assert isinstance(state, RowBuffer)
         state.append(tensor.to(device))
-    for text in json.loads(metadata.get("warnings", "[]")):
+    for text in said:
         warnings.warn(text, stacklevel=2)
     return None if order is None else order.to(device)
 
 
+def kept(selector: Selector) -> bool:
+    """Whether its index is kept in files: all state is in row buffers, and it says what that must be."""
+    tensors_only = all(isinstance(state, RowBuffer) for _, state in selector.buffers())
+    return tensors_only and type(selector).check_state is not Selector.check_state
+
+
 def _filled(selector: Selector) -> list[tuple[str, RowBuffer]]:
     return [(name, state) for name, state in selector.buffers() if isinstance(state, RowBuffer) and state.rows]
-
-
-def _tensors_only(selector: Selector) -> bool:
-    return all(isinstance(state, RowBuffer) for _, state in selector.buffers())
 
 
 def _class(selector: Selector) -> str:

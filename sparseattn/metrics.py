@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from sparseattn import checks
-from sparseattn.budget import Budget, budget_rows
+from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, reference
 from sparseattn.selection import Selection
-from sparseattn.selectors import make_selector
+from sparseattn.selectors import as_selector
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
@@ -155,7 +155,7 @@ def evaluate(
     Args:
         trace: queries, keys and values of a model (`Trace.open`, `synthetic`, `builtin_trace`).
         selector: an instance, or a text for `make_selector`.
-        budget: rows beyond sink and window: an int, a share of the context (float), or None for all.
+        budget: rows beyond sink and window: an int, a share of the context (float or "5%"), or None for all.
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
@@ -165,6 +165,7 @@ def evaluate(
 
     Raises:
         ValueError: settings that leave no row to select, a layer that is not there or slides, or an unfit budget.
+        ContractError: the selector named rows that it must not (`contract.check`).
     """
     return evaluate_budgets(
         trace,
@@ -200,14 +201,15 @@ def evaluate_budgets(
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     _is_trace(trace)
-    method = make_selector(selector) if isinstance(selector, str) else selector
+    method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
     seal = method.span if seal is None else seal
     indices = usable_layers(trace, layers)
     check_replay(trace, budgets, method, sink, window, last, seal)
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = trace.layer(index)
-        cache = KVCache(method.for_layer(index, layer.rope), sink=sink, window=window, seal=seal, indexes=indexes)
+        mine = method.for_layer(index, layer.rope)
+        cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
         _append(cache, layer, trace.positions, 0, trace.tokens - last)
         cache.seal()
         per_layer.append([_replay(cache.clone(), layer, trace.positions, budget, last, progress) for budget in budgets])

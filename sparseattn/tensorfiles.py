@@ -1,7 +1,13 @@
-"""Safetensors files that carry the SHA-256 of their own tensors, so that a damaged one is told from a good one."""
+"""Safetensors files that carry the SHA-256 of their own metadata and tensors, so that a damaged one is found out.
+
+The hash tells what was written from what was not; it does not say that what was written makes sense. Who loads a file
+checks names, shapes, dtypes and ranges before anything is done with them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 
@@ -10,11 +16,18 @@ from torch import Tensor
 from sparseattn.files import write_atomic
 from sparseattn.hashes import tensors_hash
 
-HASH = "tensors"  # the metadata entry
+HASH = "sha256"  # the metadata entry
+TENSORS_HASH = "tensors"  # that of older versions, over the tensors alone
 
 
 class TensorFileError(ValueError):
     """A file that cannot be read or written, in one sentence."""
+
+
+def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of the metadata, all but the hash's own entry, and of the tensors."""
+    said = json.dumps({name: text for name, text in metadata.items() if name != HASH}, sort_keys=True)
+    return hashlib.sha256(f"{said}\n{tensors_hash(tensors)}".encode()).hexdigest()
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -34,13 +47,13 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
         held.add(plain.untyped_storage().data_ptr())
         apart[name] = plain
     try:
-        write_atomic(path, save(apart, {**metadata, HASH: tensors_hash(apart)}))
+        write_atomic(path, save(apart, {**metadata, HASH: content_hash(apart, metadata)}))
     except OSError as error:
         raise TensorFileError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
 
 
 def load_tensors(
-    path: str | os.PathLike[str], format: str, version: str, what: str
+    path: str | os.PathLike[str], format: str, version: str, what: str, *, older: str | None = None
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of a file of `save_tensors`.
 
@@ -48,6 +61,7 @@ def load_tensors(
         path: the file.
         format, version: what its metadata must say.
         what: that in words, with an article, such as "an index of sparseattn".
+        older: a version that is read as well, whose hash is of the tensors alone: its metadata may be anything.
 
     Raises:
         TensorFileError: missing, damaged, or of another format or version.
@@ -59,13 +73,16 @@ def load_tensors(
             metadata = file.metadata() or {}
             if metadata.get("format") != format:
                 raise TensorFileError(f"{path} is a safetensors file, but not {what}")
-            if metadata.get("version") != version:
-                raise TensorFileError(
-                    f"{path} is {what}, but of version {metadata.get('version')}; this sparseattn reads {version}"
-                )
+            said = metadata.get("version")
+            if said is None or said not in (version, older):
+                reads = version if older is None else f"{older} and {version}"
+                raise TensorFileError(f"{path} is {what}, but of version {said}; this sparseattn reads {reads}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise TensorFileError(f"{path} is damaged or not {what}: {error}") from error
-    if tensors_hash(tensors) != metadata.get(HASH):
-        raise TensorFileError(f"{path} is damaged: its tensors are not those that were written")
+    if said == older:
+        if tensors_hash(tensors) != metadata.get(TENSORS_HASH):
+            raise TensorFileError(f"{path} is damaged: its tensors are not those that were written")
+    elif content_hash(tensors, metadata) != metadata.get(HASH):
+        raise TensorFileError(f"{path} is damaged: its tensors or metadata are not those that were written")
     return metadata, tensors

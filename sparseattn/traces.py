@@ -17,6 +17,8 @@ The file, format version 1 (any safetensors reader opens it):
               sliding window (row t sees rows t-window+1 .. t) or null; `rope` is a k or null
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
     meta      JSON object: model id, config hash, source of the text, versions, what could not be recorded and why
+    hashes    JSON object: name of each tensor -> its SHA-256, as `traceformat.TensorHash` makes it; files of earlier
+              releases have none
 
 Synthetic traces may hold queries for the last Q tokens alone (`layers.{i}.query` is `[H,G,Q,D]`, Q <= T). Queries, keys
 and values of all layers share one dtype, float32, float16 or bfloat16, and are finite.
@@ -24,36 +26,35 @@ and values of all layers share one dtype, float32, float16 or bfloat16, and are 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import json
-import math
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseattn.files import replacing
 from sparseattn.rope import Rope
+from sparseattn.traceformat import (
+    CODES,
+    FORMAT,
+    NAMES,
+    VERSION,
+    LayerShape,
+    TraceError,
+    check_meta,
+    each_once,
+    hash_of,
+    integers,
+    is_whole,
+    json_of,
+    read_header,
+)
+from sparseattn.tracewriter import TraceWriter
 
-FORMAT = "sparseattn-trace"
-VERSION = 1
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-NAMES = ("query", "keys", "values")
-CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of safetensors
-SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}  # bytes of an element of each dtype that a trace may hold
-HEADER_LIMIT = 100_000_000  # bytes; safetensors itself reads no longer header
-
-
-class TraceError(ValueError):
-    """A trace that cannot be read or written, in one sentence."""
+__all__ = ["VERSION", "LayerShape", "Trace", "TraceError", "TraceLayer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,52 +103,6 @@ class TraceLayer:
         return LayerShape(self.index, heads, group, size, self.scale, self.window, queries)
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token).
-
-    Raises:
-        TraceError: a number that no layer has.
-    """
-
-    index: int
-    heads: int
-    group: int
-    size: int
-    scale: float
-    window: int | None = None
-    queries: int | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_whole(self.index, 0):
-            raise TraceError(f"a layer's index is 0 or more, got {self.index!r}")
-        for name in ("heads", "group", "size", "queries"):
-            number = getattr(self, name)
-            if not _is_whole(number, 1) and (name, number) != ("queries", None):
-                raise TraceError(f"layer {self.index} has {name} {number!r}, at least 1 is needed")
-        if not isinstance(self.scale, (int, float)) or not 0 < self.scale < math.inf:
-            raise TraceError(f"layer {self.index} has scale {self.scale!r}, which is not positive and finite")
-        if self.window is not None and not _is_whole(self.window, 1):
-            raise TraceError(f"layer {self.index} has window {self.window!r}, which is neither None nor 1 or more")
-
-    def of(self, name: str, tokens: int) -> list[int]:
-        """The shape of one of the layer's tensors."""
-        if name == "query":
-            return [self.heads, self.group, self.queries or tokens, self.size]
-        return [self.heads, tokens, self.size]
-
-    def check(self, tokens: int, shapes: Sequence[list[int]] | None = None) -> None:
-        """Raise TraceError where the layer does not fit `tokens`, or `shapes` of its tensors are not its own."""
-        if self.queries is not None and self.queries > tokens:
-            raise TraceError(f"layer {self.index} has queries of {self.queries} tokens for keys of {tokens}")
-        ours = [self.of(name, tokens) for name in NAMES]
-        if shapes is not None and shapes != ours:
-            raise TraceError(
-                f"layer {self.index} has query, keys and values {', '.join(map(str, shapes))}, of {tokens} tokens they "
-                f"are {', '.join(map(str, ours))}"
-            )
-
-
 class Trace:
     """Layers of queries, keys and values of one text, in memory or in a file that is read a layer at a time.
 
@@ -159,6 +114,7 @@ class Trace:
         ropes: layer -> its RoPE or None, known without loading the layer.
         dtype: of every tensor of its layers.
         meta: where it comes from (see the module).
+        hashes: tensor's name -> its SHA-256; None in memory, and in files of earlier releases.
     """
 
     def __init__(
@@ -170,6 +126,8 @@ class Trace:
         dtype: torch.dtype,
         meta: Mapping[str, Any],
         load: Callable[[int], TraceLayer],
+        hashes: Mapping[str, str] | None = None,
+        check: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.name = name
         self.positions = positions
@@ -178,7 +136,10 @@ class Trace:
         self.ropes = {index: ropes[index] for index in self.layers}
         self.dtype = dtype
         self.meta = dict(meta)
+        self.hashes = None if hashes is None else dict(hashes)
         self._load = load
+        self._check = check
+        self._right: set[str] = set()  # names of tensors that were compared with their hashes
 
     def __repr__(self) -> str:
         return f"Trace({self.name!r}, tokens={self.tokens}, layers={self.layers})"
@@ -195,8 +156,31 @@ class Trace:
             TraceError: the trace has no such layer.
         """
         if index not in self.layers:
-            raise TraceError(f"{self.name} has no layer {index}, it holds {', '.join(map(str, self.layers))}")
+            raise self._lacks(index)
         return self._load(index)
+
+    def verify(self, index: int | None = None, names: Sequence[str] = NAMES) -> None:
+        """Compare a layer's tensors, or those of all layers, with the file's hashes; one found right is not read again.
+
+        Positions and ropes are compared when a file is opened. Without `hashes` there is nothing to compare.
+
+        Args:
+            index: of one layer alone.
+            names: of "query", "keys" and "values", those to compare.
+
+        Raises:
+            TraceError: no such layer, or a tensor that is not the one that was written.
+        """
+        if index is not None and index not in self.layers:
+            raise self._lacks(index)
+        for layer in self.layers if index is None else (index,):
+            for name in (f"layers.{layer}.{name}" for name in names):
+                if self.hashes is not None and name not in self._right:
+                    self._check(name)
+                    self._right.add(name)
+
+    def _lacks(self, index: int) -> TraceError:
+        return TraceError(f"{self.name} has no layer {index}, it holds {', '.join(map(str, self.layers))}")
 
     @classmethod
     def build(
@@ -213,9 +197,9 @@ class Trace:
                 positions that are no integers, or `meta` that JSON cannot hold.
         """
         held = {layer.index: layer for layer in layers}
-        _each_once([layer.index for layer in layers])
-        positions = _integers(positions)
-        _json(meta or {})
+        each_once([layer.index for layer in layers])
+        positions = integers(positions)
+        json_of(meta or {})
         for layer in layers:
             if layer.keys.shape[1] != len(positions):
                 raise TraceError(f"layer {layer.index} has {layer.keys.shape[1]} tokens for {len(positions)} positions")
@@ -249,7 +233,7 @@ class Trace:
             TraceError: missing, not a trace, truncated, of another version, or inconsistent.
         """
         path = Path(path)
-        tensors, metadata = _header(path)
+        tensors, metadata = read_header(path)
         if metadata.get("format") != FORMAT:
             raise TraceError(f"{path} is a safetensors file, but not a trace (`sparseattn capture` makes one)")
         if metadata.get("version") != str(VERSION):
@@ -260,20 +244,25 @@ class Trace:
 
         file = _mapped(path)
         try:
-            positions = _integers(file.get_tensor("positions"))
+            positions = integers(file.get_tensor("positions"))
             ropes = [
                 Rope(file.get_tensor(f"rope.{k}.inv_freq"), entry["scaling"], entry["interleaved"])
                 for k, entry in enumerate(json.loads(metadata["ropes"]))
             ]
             entries = json.loads(metadata["layers"])
-            _each_once([entry["index"] for entry in entries])
+            each_once([entry["index"] for entry in entries])
             layers = {entry["index"]: _read_layer(entry, tensors, len(positions), ropes) for entry in entries}
             meta = json.loads(metadata["meta"])
-            if not isinstance(meta, dict):
-                raise TraceError("its meta is no JSON object")
+            check_meta(meta)
             dtypes = {tensors[f"layers.{index}.{name}"]["dtype"] for index in layers for name in NAMES}
             if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
                 raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
+            hashes: dict[str, str] = json.loads(metadata.get("hashes", "{}"))
+            if "hashes" in metadata:
+                if not isinstance(hashes, dict) or hashes.keys() != tensors.keys():
+                    raise TraceError("its hashes are not those of its tensors")
+                for name in ("positions", *(f"rope.{k}.inv_freq" for k in range(len(ropes)))):
+                    _check_hash(file, name, hashes)
         except TraceError as error:
             raise TraceError(f"{path} is a damaged trace: {error}") from error
         except (LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
@@ -286,10 +275,16 @@ class Trace:
             query, keys, values = (rows.get_tensor(f"layers.{index}.{name}") for name in NAMES)
             return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
 
+        def check(name: str) -> None:
+            try:
+                _check_hash(_mapped(path), name, hashes)
+            except TraceError as error:
+                raise TraceError(f"{path} is a damaged trace: {error}") from error
+
         dtype = next(dtype for dtype, code in CODES.items() if code in dtypes)
         known = {index: shape for index, (shape, _) in layers.items()}
         turns = {index: rope for index, (_, rope) in layers.items()}
-        return cls(path.stem, positions, known, turns, dtype, meta, load)
+        return cls(path.stem, positions, known, turns, dtype, meta, load, hashes or None, check)
 
 
 def _mapped(path: Path) -> Any:
@@ -302,36 +297,9 @@ def _mapped(path: Path) -> Any:
         raise TraceError(f"{path} cannot be read: {error}") from error
 
 
-def _header(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors' entries and the metadata of a safetensors file whose size agrees with its header."""
-    try:
-        if path.is_dir():
-            raise TraceError(f"{path} is a folder, not a trace file")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            plausible = size >= 8 and 2 <= length <= HEADER_LIMIT
-            start = file.read(min(length, 2)) if plausible else b""
-            text = start + file.read(length - 2) if start.startswith(b"{") else b""
-    except FileNotFoundError as error:
-        raise TraceError(f"{path} does not exist") from error
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not text:
-        raise TraceError(f"{path} is not a safetensors file, so not a trace")
-    if len(text) < length:
-        raise TraceError(f"{path} is truncated: it has {size:,} bytes and its header alone takes {8 + length:,}")
-    try:
-        tensors = json.loads(text)
-        metadata = dict(tensors.pop("__metadata__", {}))
-        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise TraceError(f"{path} is not a safetensors file, so not a trace") from error
-    if size < end:
-        raise TraceError(f"{path} is truncated: it has {size:,} bytes of {end:,}")
-    if size > end:
-        raise TraceError(f"{path} has {size:,} bytes, {size - end:,} more than its header says")
-    return tensors, metadata
+def _check_hash(file: Any, name: str, hashes: Mapping[str, str]) -> None:
+    if hash_of(name, file.get_tensor(name)) != hashes[name]:
+        raise TraceError(f"its {name} is not what was written")
 
 
 def _read_layer(
@@ -346,227 +314,6 @@ def _read_layer(
     heads, group, queries, size = shapes[0]
     shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries)
     shape.check(tokens, shapes)
-    if k is not None and not (_is_whole(k, 0) and k < len(ropes)):
+    if k is not None and not (is_whole(k, 0) and k < len(ropes)):
         raise TraceError(f"layer {index} names rope {k}, the file has {len(ropes)}")
     return shape, None if k is None else ropes[k]
-
-
-def _is_whole(number: object, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
-
-
-def _each_once(indices: Sequence[int]) -> None:
-    if not indices or len(set(indices)) != len(indices):
-        raise TraceError(f"a trace holds at least one layer and each once, got {indices}")
-
-
-def _integers(positions: Tensor) -> Tensor:
-    """`positions` `[T]` int64 on the CPU."""
-    if positions.ndim != 1 or not len(positions) or positions.dtype not in INTEGERS:
-        raise TraceError(f"a trace's positions are integers [T], got {positions.dtype} {list(positions.shape)}")
-    return positions.to("cpu", torch.int64).contiguous()
-
-
-def _json(meta: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(meta, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TraceError(f"a trace's meta is what JSON can hold: {error}") from error
-
-
-@dataclass
-class _Place:
-    """Where a tensor lies in the file, and how many of its rows have been written."""
-
-    offset: int
-    shape: list[int]
-    done: int = 0
-
-
-@dataclass
-class TraceWriter:
-    """Writes a trace a few rows at a time; memory does not grow with its length.
-
-    A context manager: the file takes the place of `path` when the block ends, and nothing is left when it raises. Its
-    space is taken at once, so that a full disk fails before a model runs.
-
-    Args:
-        path: the file to make or to replace.
-        layers: shapes of all layers.
-        positions: `[T]`, any integer dtype.
-        dtype: float32, float16 or bfloat16, for every layer.
-        meta: the trace's origin, anything JSON can hold; may be added to until the block ends.
-
-    Raises:
-        TraceError: no such folder, not enough space, rows missing at the end, given out of order or not finite.
-    """
-
-    path: str | os.PathLike[str]
-    layers: Sequence[LayerShape]
-    positions: Tensor
-    dtype: torch.dtype
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in CODES:
-            raise TraceError(f"a trace is float32, float16 or bfloat16, got {self.dtype}")
-        self.meta = dict(self.meta)
-        self.positions = _integers(self.positions)
-        _each_once([layer.index for layer in self.layers])
-        self._tokens = len(self.positions)
-        self._ropes: dict[int, Rope | None] = {}
-        self._places: dict[str, _Place] = {}
-        end = 0
-        for layer in self.layers:
-            layer.check(self._tokens)
-            for name in NAMES:
-                shape = layer.of(name, self._tokens)
-                self._places[f"layers.{layer.index}.{name}"] = _Place(end, shape)
-                end += math.prod(shape) * self.dtype.itemsize
-        self._end = end
-        # The header is written last, into room kept for it: what a capture learns on its way (ropes, what could not
-        # be verified) is part of it. A sentence per layer and 64 KiB for `meta` are plenty.
-        self._data = 65536 + 2048 * len(self.layers) + len(_json(self.meta))
-        self._data += -self._data % 4096
-        # With positions and room for ropes; what is exact here is the sentence about a full disk.
-        self._needed = self._data + self._end + 8 * self._tokens + 65536
-
-    def __enter__(self) -> TraceWriter:
-        with self._failures(), contextlib.ExitStack() as stack:
-            if Path(self.path).is_dir():
-                raise TraceError(f"{os.fspath(self.path)} is a folder, not a place for a trace file")
-            folder, free = self._free()
-            if free < self._needed:
-                raise self._no_space(folder, free)
-            self._file = stack.enter_context(replacing(self.path))
-            self._reserve()
-            self._open = stack.pop_all()
-        return self
-
-    def _reserve(self) -> None:
-        """Take the file's space, where the file system can."""
-        if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(self._file.fileno(), 0, self._data + self._end)
-            except OSError as error:
-                # File systems that cannot reserve space say so; there a full disk is met on the way.
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-
-    def write(self, layer: int, name: str, start: int, rows: Tensor) -> None:
-        """Write the rows of tokens `start` and up: `[H,G,n,D]` for "query", `[H,n,D]` for "keys" and "values".
-
-        Rows of each tensor come in order, without gaps.
-        """
-        place = self._places[f"layers.{layer}.{name}"]
-        *heads, tokens, size = place.shape
-        count = rows.shape[-2]
-        if list(rows.shape) != [*heads, count, size] or start != place.done or start + count > tokens:
-            raise TraceError(
-                f"layer {layer}'s {name} takes rows {place.done} and up of {place.shape}, got {list(rows.shape)} at "
-                f"row {start}"
-            )
-        stored = rows.detach().to("cpu", self.dtype).contiguous().view(-1, count, size)
-        if not stored.isfinite().all():
-            raise TraceError(_not_finite(f"layer {layer}'s {name}", start, rows.detach(), self.dtype))
-        row = size * self.dtype.itemsize
-        with self._failures():
-            for head, part in enumerate(stored):
-                self._file.seek(self._data + place.offset + (head * tokens + start) * row)
-                self._file.write(_bytes(part))
-        place.done += count
-
-    def rope(self, layer: int, rope: Rope | None) -> None:
-        """Say which RoPE the layer applied; layers without a word have none. The last word counts."""
-        self._ropes[layer] = rope
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None:  # an OSError of the block is the caller's own
-            self._open.__exit__(kind, error, traceback)
-            return
-        with self._failures(), self._open:
-            self._finish()
-
-    def _finish(self) -> None:
-        for name, place in self._places.items():
-            if place.done != place.shape[-2]:
-                raise TraceError(f"{self.path} was not written: {name} has {place.done} of {place.shape[-2]} rows")
-        header = self._append_small()
-        if 8 + len(header) > self._data:
-            raise TraceError(f"a trace's metadata takes at most {self._data:,} bytes, got {8 + len(header):,}")
-        self._file.seek(0)
-        self._file.write((self._data - 8).to_bytes(8, "little") + header.ljust(self._data - 8))
-
-    def _append_small(self) -> bytes:
-        """Write positions and ropes behind the layers; return the header."""
-        tensors = {
-            name: self._entry(CODES[self.dtype], place.shape, place.offset) for name, place in self._places.items()
-        }
-        distinct: list[Rope] = []
-        listed = []
-        for layer in self.layers:
-            rope = self._ropes.get(layer.index)
-            known = next((k for k, other in enumerate(distinct) if rope is not None and rope.equals(other)), None)
-            if rope is not None and known is None:
-                known = len(distinct)
-                distinct.append(rope)
-            listed.append({"index": layer.index, "scale": layer.scale, "window": layer.window, "rope": known})
-        small = {"positions": self.positions}
-        small |= {f"rope.{k}.inv_freq": rope.inv_freq.cpu().contiguous() for k, rope in enumerate(distinct)}
-        end = self._end
-        self._file.seek(self._data + end)
-        for name, tensor in small.items():
-            tensors[name] = self._entry("I64" if tensor.dtype == torch.int64 else "F32", list(tensor.shape), end)
-            end += tensor.nbytes
-            self._file.write(_bytes(tensor))
-        metadata = {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "layers": json.dumps(listed),
-            "ropes": json.dumps([{"scaling": rope.scaling, "interleaved": rope.interleaved} for rope in distinct]),
-            "meta": _json(self.meta),
-        }
-        return json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
-
-    @staticmethod
-    def _entry(dtype: str, shape: list[int], offset: int) -> dict[str, Any]:
-        return {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + math.prod(shape) * SIZES[dtype]]}
-
-    def _free(self) -> tuple[Path, int]:
-        """The folder that the file goes to (symbolic links are followed) and its free bytes."""
-        folder = Path(os.path.realpath(self.path)).parent
-        return folder, shutil.disk_usage(folder).free
-
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """An OSError of the block as a TraceError."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise TraceError(f"{os.fspath(self.path)} cannot be written: {error.strerror or error}") from error
-            raise self._no_space(*self._free()) from error
-
-    def _no_space(self, folder: Path, free: int) -> TraceError:
-        return TraceError(f"{os.fspath(self.path)} needs {self._needed:,} bytes, {folder} has {free:,} free")
-
-
-def _not_finite(what: str, start: int, rows: Tensor, dtype: torch.dtype) -> str:
-    """Why `rows` `[...,n,D]` of tokens `start` and up cannot be stored: the token with the largest magnitude."""
-    largest, token = rows.abs().movedim(-2, 0).flatten(1).amax(1).max(0)  # a NaN counts as the largest
-    where, magnitude = f"{what} at token {start + int(token)}", float(largest)
-    if not math.isfinite(magnitude):
-        number = "NaN" if math.isnan(magnitude) else "infinity"
-        remedy = "; load it in bfloat16 or float32 (--dtype)" if rows.dtype == torch.float16 else ""
-        return f"the model produced {number} in {where}{remedy}"
-    return (
-        f"{magnitude:.3g} in {where} is beyond {str(dtype).removeprefix('torch.')}, which ends at "
-        f"{torch.finfo(dtype).max:.3g}: store bfloat16 or float32 (dtype; on the command line --dtype)"
-    )
-
-
-def _bytes(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """A contiguous CPU tensor's memory as a buffer, without a copy (`Tensor.numpy` knows no bfloat16)."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -58,6 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache that a test makes holds its selector against the contract, unless it says `check=False`."""
+    from sparseattn import KVCache
+
+    monkeypatch.setitem(KVCache.__init__.__kwdefaults__, "check", True)
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 

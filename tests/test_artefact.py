@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.resources
 import json
+import math
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ from torch import Tensor
 from sparseattn.artefact import Artefact, ArtefactError, Classifier, Partition
 from sparseattn.hashes import tensors_hash
 from sparseattn.rope import Rope
+from sparseattn.tensorfiles import content_hash
 
 HEADS, GROUP, SIZE, BUCKETS, HIDDEN = 2, 3, 8, 5, 7
 THETA = 1e7  # of the reference model
@@ -144,7 +150,21 @@ def test_damaged_files_are_refused(artefact: Artefact, tmp_path: Path) -> None:
     changed = bytearray(whole)
     changed[-3] ^= 1
     path.write_bytes(changed)
-    with pytest.raises(ArtefactError, match="its tensors are not those that were written"):
+    with pytest.raises(ArtefactError, match="its tensors or metadata are not those that were written"):
+        Artefact.load(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [("meta", '{"model": "another"}'), ("roped", "true"), ("ropes", "[]"), ("layers", "[]"), ("more", "words")],
+)
+def test_metadata_edited_by_hand_is_refused(artefact: Artefact, entry: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    artefact.save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, {**metadata, entry: said})
+    with pytest.raises(ArtefactError, match=r"a\.safetensors is damaged: its tensors or metadata are not those that"):
         Artefact.load(path)
 
 
@@ -160,21 +180,40 @@ def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], 
         metadata = file.metadata()
     tensors = load_file(path)
     change(metadata, tensors)
-    metadata["tensors"] = tensors_hash(tensors)
+    metadata["sha256"] = content_hash(tensors, metadata)
     save_file(tensors, path, metadata)
+
+
+def spoilt(tensor: Tensor, number: float) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = number
+    return tensor
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (lambda m, t: m.update(format="sparseattn-trace"), "is a safetensors file, but not an artefact"),
-        (lambda m, t: m.update(version="2"), "but of version 2; this sparseattn reads 1"),
+        (lambda m, t: m.update(version="3"), "but of version 3; this sparseattn reads 1 and 2"),
+        (lambda m, t: m.pop("version"), "but of version None; this sparseattn reads 1 and 2"),
         (lambda m, t: m.pop("ropes"), "damaged artefact: its metadata and tensors do not fit together"),
         (lambda m, t: m.update(meta="[]"), "damaged artefact: it holds what no artefact has"),
         (lambda m, t: t.update(more=torch.zeros(1)), "damaged artefact: it holds what no artefact has"),
         (lambda m, t: t.pop("layers.1.classifier.w2"), "damaged artefact: its metadata and tensors do not fit"),
         (lambda m, t: t.update({"layers.1.classifier.b2": torch.zeros(1, 2)}), "damaged artefact: a classifier is w1"),
         (lambda m, t: t.update({"layers.2.centroids": torch.zeros(1)}), r"centroids are \[H,C,D\], got \[1\]"),
+        *(
+            (
+                lambda m, t, name=name, number=number: t.update({name: spoilt(t[name], number)}),
+                rf"damaged artefact: {name} has numbers that are not finite in torch\.float32",
+            )
+            for name in ("layers.2.centroids", "layers.1.classifier.w1", "layers.3.classifier.skip", "rope.0.inv_freq")
+            for number in (math.nan, math.inf)
+        ),
+        (
+            lambda m, t: t.update({"layers.2.centroids": t["layers.2.centroids"].to(torch.float8_e4m3fn)}),
+            r"tensors are float32, float16 or bfloat16, layers\.2\.centroids is torch\.float8_e4m3fn",
+        ),
     ],
 )
 def test_files_that_are_whole_but_wrong(
@@ -185,6 +224,56 @@ def test_files_that_are_whole_but_wrong(
     rewritten(path, change)
     with pytest.raises(ArtefactError, match=sentence):
         Artefact.load(path)
+
+
+def of_version_1(path: Path) -> None:
+    """Makes it what was written before metadata was under the hash."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    del metadata["sha256"]
+    save_file(tensors, path, {**metadata, "version": "1", "tensors": tensors_hash(tensors)})
+
+
+def test_version_1_is_read_with_a_warning(artefact: Artefact, tmp_path: Path) -> None:
+    path, whole = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    artefact.save(path, torch.float16)
+    shutil.copy(path, whole)
+    of_version_1(path)
+    with pytest.warns(
+        UserWarning, match=r"a\.safetensors is an artefact of version 1, whose hash leaves out its metadata"
+    ):
+        old = Artefact.load(path)
+    old.save(path, torch.float16)
+    again, kept = load_file(path), load_file(whole)
+    assert again.keys() == kept.keys()
+    assert all(again[name].equal(kept[name]) for name in kept)
+    assert Artefact.load(path).meta == artefact.meta  # no warning any more
+
+
+def test_version_1_of_other_tensors_is_refused(artefact: Artefact, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    artefact.save(path)
+    of_version_1(path)
+    changed = bytearray(path.read_bytes())
+    changed[-3] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(ArtefactError, match="is damaged: its tensors are not those that were written"):
+        Artefact.load(path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_a_full_disk_names_the_file(
+    artefact: Artefact, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(ArtefactError, match=f"^{re.escape(str(path))} cannot be written: {os.strerror(number)}$"):
+        artefact.save(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_sentences_of_other_mistakes(artefact: Artefact, tmp_path: Path) -> None:
@@ -219,6 +308,8 @@ def test_what_ships() -> None:
     path = Path(str(importlib.resources.files("sparseattn"))) / "data" / "saap" / "reference.safetensors"
     assert path.stat().st_size < 4_500_000
     assert hashlib.sha256(path.read_bytes()).hexdigest() in (path.parent / "README.md").read_text()
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["version"] == "2"
     shipped = Artefact.load("reference")
     assert (tuple(shipped.layers), shipped.roped, shipped.meta["model"]) == (
         (0, 1, 2, 3),

@@ -89,6 +89,10 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     with pytest.raises(SystemExit):
         training.main(["speed", "--results", str(tmp_path)])
     assert "a question is one of time, heads, memory, got 'speed'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        training.main(["time", "--device", "meta", "--results", str(tmp_path)])
+    assert "device meta holds shapes without numbers" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="between three reports, 30 steps or more, got 29"):
         training.measured([], tmp_path / "out.safetensors", Recipe(steps=29), "cpu")
 

@@ -379,6 +379,7 @@ def test_probes_are_the_knob() -> None:
     [
         ({"probes": 0}, "probes is 1 or more, got 0"),
         ({"neighbours": 0}, "neighbours is 1 or more, got 0"),
+        ({"neighbours": 999_999_999}, r"neighbours is 65,536 or less \(.* half a MiB\), got 999,999,999"),
         ({"guides": 0}, "guides is 1 or more, got 0"),
         ({"share": -1}, "share is the share of the queries used, 0 to 1, got -1"),
         ({"share": float("nan")}, "share is .* got nan"),

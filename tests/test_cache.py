@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from cases import Buckets, SampledBuckets, full, heads
 
-from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode
+from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode, keeping
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.queries import sampled
+from sparseattn.storage import RowBuffer
 
 
 def test_appending_a_token_does_not_copy_the_cache() -> None:
@@ -137,6 +142,21 @@ def good() -> KVCache:
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 1.5), r"\(0, 1\], got 1.5"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, True), "got True"),
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 8), "less than one span"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, "5"), "less than one span"),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, "5 %%"), r'a share \("1%"\) or "all", got .5 %%.'),
+        (lambda c: decode(torch.zeros(1, 6, 1, 32), c, 16), r"\[B,Hq,1,D\] is query.view\(1, 2, 3, 32\) here"),
+        (lambda c: c.select(torch.zeros(1, 6, 1, 32), 16), r"query.view\(1, 2, 3, 32\)"),
+        (lambda c: decode(np.zeros((1, 2, 3, 32)), c, 16), r"query is a torch.Tensor, got a numpy.ndarray"),
+        (
+            lambda c: c.append(*np.zeros((2, 1, 2, 1, 32), np.float32)),
+            r"keys is a torch.Tensor, got a numpy.ndarray: torch.from_numpy\(keys\)",
+        ),
+        (lambda c: c.append(torch.zeros(1, 2, 1, 32), [[0.0]]), r"values is a .*, got a list: torch.tensor\(values\)"),
+        (
+            lambda c: c.append(*torch.zeros(2, 1, 2, 1, 32), positions=np.array([[50]])),
+            r"positions is a .*torch.from_numpy\(positions\)",
+        ),
+        (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 16, scale=math.nan), "scale is a finite number.* got nan"),
         (lambda c: c.crop(-1), "0 or more"),
         (lambda c: c.reorder(torch.tensor([1])), "below the batch of 1"),
     ],
@@ -172,6 +192,20 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
 def test_bad_construction(arguments: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         KVCache(**{"selector": Quest(), **arguments})
+
+
+def test_a_cache_takes_a_selector_by_name() -> None:
+    cache = KVCache("quest:page=8", sink=2, window=4)
+    assert repr(cache.selector) == repr(Quest(8))
+    with pytest.raises(ValueError, match=r"no selector is called 'qest' \(did you mean 'quest'\?\)"):
+        KVCache("qest")
+
+
+def test_a_query_of_other_heads_is_not_told_to_be_reshaped() -> None:
+    for shape in ((1, 5, 1, 32), (2, 6, 1, 32), (1, 6, 1, 16), (1, 6, 2, 32)):
+        with pytest.raises(ValueError, match=r"a query of this cache") as refused:
+            decode(torch.zeros(shape), good(), 16)
+        assert "view" not in str(refused.value)
 
 
 def test_an_empty_cache_says_so() -> None:
@@ -320,6 +354,9 @@ def test_budgets() -> None:
     assert parse_budget("64") == 64
     assert parse_budget("1%") == 0.01
     assert parse_budget("all") is None
+    assert parse_budget(0.05) == parse_budget(" 5%") == 0.05
+    for text, same in (("64", 64), ("5%", 0.05), ("all", None)):
+        assert budget_rows(text, 1000) == budget_rows(same, 1000)
     for text in ("", "x", "0", "-3", "0%", "101%", "1.5"):
         with pytest.raises(ValueError, match="budget"):
             parse_budget(text)
@@ -394,6 +431,141 @@ def test_a_selector_that_fails_voids_the_cache_until_reset() -> None:
             act()
     cache.reset()
     cache.append(*torch.zeros(2, 1, 1, 4, 8))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_budget_is_the_same_as_text_and_as_number(fixed: bool) -> None:
+    _, keys, values = heads(1, 1, 2, 300, 16)
+    cache = KVCache(Quest(), sink=4, window=8, capacity=400, fixed=fixed)
+    cache.append(keys, values)
+    query = torch.randn(1, 1, 2, 16)
+    for text, same in (("64", 64), ("30%", 0.3), ("all", None)):
+        assert torch.equal(decode(query, cache, text), decode(query, cache, same))
+        assert cache.select(query, text).start.shape == cache.select(query, same).start.shape
+
+
+def test_nbytes_names_its_parts() -> None:
+    cache = KVCache(Quest(), sink=4, window=8)
+    assert cache.nbytes == {"kv": 0, "books": 0, "low": 0, "high": 0, "step": 0, "real": 0}
+    cache.append(*torch.randn(2, 1, 2, 100, 16))
+    assert cache.nbytes["kv"] == 2 * 2 * 100 * 16 * 4
+    cache.seal()  # 80 rows, 5 pages
+    assert cache.nbytes == {
+        "kv": 2 * 2 * 100 * 16 * 4,
+        "books": 100 * 8 + 2 * 80,
+        "low": 2 * 5 * 16 * 4,
+        "high": 2 * 5 * 16 * 4,
+        "step": 0,
+        "real": 5,
+    }
+
+
+class Wrong(Window):
+    """Keeps something of the rows outside `State`, in one of the ways of `HOW`."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.list: list[torch.Tensor] = []
+        self.dict: dict[str, torch.Tensor] = {}
+        self.set: set[int] = set()
+        self.tensor = torch.zeros(8)
+        self.array = np.zeros(8)
+        self.nested = ([[]], {"a": {}})
+        self.inner = Quest()
+        self.made: torch.Tensor | None = None
+
+    def append(self, rows: Rows) -> None:
+        HOW[self.how](self, rows.keys[0, 0])
+
+
+HOW = {
+    "a tensor": lambda s, keys: setattr(s, "mean", keys.mean(0)),
+    "a tensor in place of None": lambda s, keys: setattr(s, "made", keys.mean(0)),
+    "a tensor in place of another": lambda s, keys: setattr(s, "tensor", keys.mean(0)),
+    "a tensor written to": lambda s, keys: s.tensor.copy_(keys.mean(0)),
+    "a list": lambda s, keys: s.list.append(keys.mean(0)),
+    "a list of numbers": lambda s, keys: setattr(s, "means", keys.mean(0).tolist()),
+    "a dict": lambda s, keys: s.dict.update(mean=keys.mean(0)),
+    "a set": lambda s, keys: s.set.add(float(keys[0, 0])),
+    "an array": lambda s, keys: setattr(s, "means", keys.mean(0).numpy()),
+    "an array written to": lambda s, keys: np.copyto(s.array, keys.mean(0).numpy()),
+    "a list in a list": lambda s, keys: s.nested[0][0].append(len(keys)),
+    "a dict in a dict": lambda s, keys: s.nested[1]["a"].update({float(keys[0, 0]): 1}),
+    "a module": lambda s, keys: setattr(s, "layer", torch.nn.Linear(2, 2)),
+    "an object": lambda s, keys: setattr(s, "thing", object()),
+    "the state of another selector": lambda s, keys: s.inner.append(Rows(keys[None, None], keys[None, None], AT)),
+    "a state that the constructor did not make": lambda s, keys: setattr(s, "late_one", RowBuffer(1)),
+}
+AT = torch.arange(64)[None]
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_selector_keeps_outside_state_is_refused_at_its_first_seal(how: str, grad) -> None:
+    with grad():
+        cache = KVCache(Wrong(how), sink=0, window=0)
+        for _ in range(2):  # a reset does not make it right
+            cache.append(*torch.randn(2, 1, 1, 64, 8))
+            with pytest.raises(ValueError, match=r"State made in the constructor, tensors in a RowBuffer"):
+                cache.seal()
+            for act in (cache.seal, lambda: cache.keys, lambda: decode(torch.randn(1, 1, 1, 8), cache, 4)):
+                with pytest.raises(RuntimeError, match=r"void: reset\(\) it"):
+                    act()
+            cache.reset()
+            assert cache.batch == 0
+
+
+class Right(Window):
+    """Keeps a counter, `State`, a parameter that follows the rows' device, and a model that is loaded at first use."""
+
+    late = ("model",)
+
+    def __init__(self) -> None:
+        self.count, self.label_of, self.found = 0, "", None
+        self.mean = RowBuffer(1)
+        self.basis = torch.randn(8, 8)
+        self.tables = {"steps": [1, 2], "basis": self.basis}
+        self.module = torch.nn.Linear(8, 8)
+        self.model: torch.Tensor | None = None
+
+    def append(self, rows: Rows) -> None:
+        self.count, self.label_of, self.found = self.count + 1, f"{self.count}", 0.5
+        self.mean.append(rows.keys.mean((1, 2))[:, None])
+        self.basis = self.basis.clone()  # as on another device
+        self.model = torch.randn(8)
+
+
+def test_counters_states_and_parameters_may_be_kept() -> None:
+    cache = KVCache(Right(), sink=0, window=0, seal=1)
+    for _ in range(3):
+        cache.append(*torch.randn(2, 1, 1, 4, 8))
+        cache.seal()
+    assert cache.selector.count == cache.selector.mean.rows == 3
+
+
+def test_state_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    real = keeping._named
+    monkeypatch.setattr(keeping, "_named", lambda selector: (looked.append(1), real(selector))[1])
+    cache = KVCache(Quest(), sink=0, window=0, seal=16)
+    for _ in range(5):
+        cache.append(*torch.randn(2, 1, 1, 16, 8))
+        cache.seal()
+    assert cache.selector.real.rows == 5
+    assert len(looked) == 2, "before and after the first"
+
+
+@pytest.mark.parametrize("how", ["a tensor", "a list"])
+def test_no_index_file_is_written_of_what_is_refused(how: str, tmp_path: Path) -> None:
+    class Kept(Wrong):
+        def check_state(self, state, rows, order) -> None:
+            return None
+
+    cache = KVCache(Kept(how), sink=0, window=0, indexes=tmp_path)
+    cache.append(*torch.randn(2, 1, 1, 64, 8))
+    with pytest.raises(ValueError, match="RowBuffer"):
+        cache.seal()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refused_budget_seals_nothing_and_a_share_is_at_least_a_span() -> None:

@@ -24,6 +24,8 @@ D = 4
 class Watched(SampledBuckets):
     """Keeps what it was shown last, as numbers that stay."""
 
+    late = ("last",)  # of one seal, whatever becomes of the sequences
+
     def append(self, rows: Rows) -> Tensor:
         assert rows.queries is not None
         assert rows.query_positions is not None
@@ -218,7 +220,9 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
 
 
 class Recorder(Selector):
-    """Keeps what it is shown, in two sizes of span."""
+    """Shows what it is shown, in two sizes of span."""
+
+    late = ("shown",)  # the test's list, for one batch that is neither reordered nor reset
 
     def __init__(self, span: int, queries_share: float) -> None:
         self.span, self.queries_share = span, queries_share

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -507,6 +510,152 @@ def test_load_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
         load_model(tmp_path / "bytes")
     with pytest.raises(ModelError, match="the text is empty"):
         encode(None, b"")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "good"
+    tiny("llama").save_pretrained(folder)
+    return folder
+
+
+def changed(good: Path, folder: Path, **fields: Any) -> Path:
+    """A copy of a model folder with fields of its config.json changed."""
+    shutil.copytree(good, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_hidden_layers": "two"}, r"^the config.json of \S+ cannot be read: .*'num_hidden_layers' expected int"),
+        ({"vocab_size": None}, r"^the config.json of \S+ cannot be read: .*'vocab_size' expected int"),
+        ({"num_attention_heads": 0}, r"^the config.json of \S+ cannot be read: ZeroDivisionError"),
+        ({"quantization_config": 3}, r"^the config.json of \S+ cannot be read: AttributeError"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": [1]}},
+            r"^the weights of \S+ cannot be loaded into the model that its config.json describes: TypeError: .*'list'",
+        ),
+    ],
+)
+def test_a_config_with_a_field_of_the_wrong_type(
+    fields: dict[str, Any], sentence: str, saved_model: Path, tmp_path: Path
+) -> None:
+    folder = changed(saved_model, tmp_path / "model", **fields)
+    with pytest.raises(ModelError, match=sentence) as raised:
+        load_model(folder)
+    assert "\n" not in str(raised.value)
+    (tmp_path / "text").write_text("hello")
+    done = CliRunner().invoke(app, ["capture", "--model", str(folder), "--text", str(tmp_path / "text")])
+    assert done.exit_code == 2
+    assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
+
+
+@pytest.mark.parametrize("content", ["7", "null", '"x"', "[]"])
+def test_a_config_that_is_no_object(content: str, saved_model: Path, tmp_path: Path) -> None:
+    folder = changed(saved_model, tmp_path / "model")
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"^the config.json of \S+ cannot be read: [^\n]+$"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"model": 3}', "{"])
+def test_a_tokenizer_file_that_is_none(content: str, saved_model: Path, tmp_path: Path) -> None:
+    folder = changed(saved_model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"^the tokenizer of \S+ cannot be loaded: [^\n]+$"):
+        load_model(folder)
+
+
+def test_weights_of_other_shapes_are_one_sentence_and_no_table(
+    saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does transformers log one beside it; what it logs of a model that it can load is kept."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    folder = changed(saved_model, tmp_path / "wide", intermediate_size=100)
+    with pytest.raises(ModelError) as raised:
+        load_model(folder)
+    assert re.fullmatch(
+        r"the weights of \S+wide are not those of its config.json: 9 tensors have another shape, such as "
+        r"model.layers.0.mlp.down_proj.weight, which is \[64, 96\] and would be \[64, 100\]",
+        str(raised.value),
+    )
+    assert logged == []
+    load_model(changed(saved_model, tmp_path / "short", num_hidden_layers=2))
+    assert len(logged) == 1
+    assert "UNEXPECTED" in logged[0]
+    assert logging.getLogger("transformers").handlers == [handler]
+
+
+def test_code_that_comes_with_a_model_is_not_run(saved_model: Path, tmp_path: Path) -> None:
+    files = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    folder = changed(saved_model, tmp_path / "model", model_type="own", auto_map=files)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match=r"model brings Python code of its own, which is not run here"):
+        load_model(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_loaded_with_code_of_its_own(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: set[tuple[str, Any]] = set()
+    kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    for kind in kinds:
+        real = getattr(transformers, kind).from_pretrained
+
+        def noted(*args: Any, kind: str = kind, real: Any = real, **options: Any) -> Any:
+            given.add((kind, options.get("trust_remote_code")))
+            return real(*args, **options)
+
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", noted)
+    monkeypatch.setattr(models, "TOKENIZER_FILES", ("config.json",))  # the byte model, as one with a tokenizer
+    with pytest.raises(ModelError, match="the tokenizer of"):
+        load_model(saved_model)
+    assert given == {(kind, False) for kind in kinds}
+
+
+def test_ctrl_c_while_weights_load_is_an_interruption(
+    saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's stack of modes trips over it: what arrives is a RuntimeError."""
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        with torch.device("meta"):
+            torch.overrides._pop_mode()  # a mode has taken itself from the stack for a moment, and then comes Ctrl-C
+            raise KeyboardInterrupt
+
+    with pytest.raises(RuntimeError, match="empty"):
+        interrupted()
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_model(saved_model)
+    (tmp_path / "text").write_text("hello")
+    done = CliRunner().invoke(app, ["capture", "--model", str(saved_model), "--text", str(tmp_path / "text")])
+    assert (done.exit_code, done.output.strip()) == (130, "sparseattn: interrupted")
+
+
+def test_the_reference_model_goes_by_its_name(
+    saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every command and function that takes a model; a folder of that name is reached as one."""
+    model, tokenizer = load_model("reference", device="cpu")
+    assert (model.dtype, model.config.num_hidden_layers, tokenizer) == (torch.float32, 4, None)
+    assert load_model("reference", dtype=torch.float16, device="cpu")[0].dtype == torch.float16
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved_model, tmp_path / "reference")
+    for folder in ("./reference", Path("reference")):
+        assert load_model(folder, device="cpu")[0].config.num_hidden_layers == 3
+    (tmp_path / "text").write_text("hello, hello")
+    command = ["capture", "--text", "text", "--device", "cpu", "--model"]
+    for name, layers in (("reference", "0, 1, 2, 3"), ("./reference", "0, 1, 2")):
+        done = CliRunner().invoke(app, [*command, name])
+        assert done.exit_code == 0, done.output
+        assert f"12 tokens, layers {layers}," in done.stdout
+    assert Trace.open("trace.safetensors").meta["model"] == "./reference"
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,20 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import sparseattn
+from sparseattn.artefact import locate
 from sparseattn.cli import app, bench, recall, report
+from sparseattn.cli.common import progress_bar
 from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
@@ -293,6 +298,174 @@ def test_info_says_what_runs_here() -> None:
     assert "gather" in run("info").output
 
 
+@pytest.fixture
+def damaged(trace: Path, tmp_path: Path) -> Path:
+    """The trace with one bit of a layer's values changed."""
+    data = bytearray(trace.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    data[8 + size + json.loads(data[8 : 8 + size])["layers.1.values"]["data_offsets"][0]] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(data)
+    return tmp_path / "damaged.safetensors"
+
+
+def test_info_says_what_a_trace_holds_and_whether_it_is_undamaged(trace: Path, damaged: Path) -> None:
+    done = run("info", trace, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert {name: facts[name] for name in ("file", "kind", "hash", "model", "tokens", "dtype")} == {
+        "file": str(trace),
+        "kind": "trace",
+        "hash": "right",
+        "model": "synthetic",
+        "tokens": 300,
+        "dtype": "float32",
+    }
+    assert facts["layers"].keys() == {"0", "1"}
+    shape = {"heads": 2, "group": 2, "size": 32, "queries": 300, "scale": 32**-0.5, "window": None, "rope": None}
+    assert facts["layers"]["1"] == shape
+    done = run("info", damaged, trace)
+    assert done.exit_code == 2
+    assert "damaged.safetensors is a damaged trace: its layers.1.values is not what was written" in " ".join(
+        done.stderr.split()
+    )
+    assert f"file      {trace}" in done.stdout, "the others are shown"
+    assert "hash      right" in done.stdout
+    assert "  1              heads 2, group 2, size 32, queries 300, scale 0.176777\n" in done.stdout
+    done = run("info", damaged, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["file"]) == (2, str(damaged))
+    assert "layers.1.values" in json.loads(done.stdout)["damage"]
+
+
+def without_hashes(path: Path, target: Path) -> None:
+    """The trace as an earlier release wrote it."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    del metadata["hashes"]
+    save_file(load_file(path), target, metadata)
+
+
+def test_info_says_that_a_trace_of_an_earlier_release_has_no_hash(trace: Path, tmp_path: Path) -> None:
+    without_hashes(trace, tmp_path / "old.safetensors")
+    done = run("info", tmp_path / "old.safetensors")
+    assert done.exit_code == 0, done.output
+    assert "hash      none: written by an earlier release" in done.stdout
+
+
+def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) -> None:
+    artefact = locate("reference")
+    facts = json.loads(run("info", artefact, "--json").stdout)
+    assert (facts["kind"], facts["hash"], facts["vectors"]) == ("artefact", "right", "de-roped")
+    assert facts["layers"]["3"]["buckets"] == facts["meta"]["recipe"]["clusters"]
+    evaluate(Trace.open(trace), "quest", 16, sink=2, window=8, last=2, layers=[0], indexes=tmp_path / "indexes")
+    (index,) = (tmp_path / "indexes").iterdir()
+    done = run("info", index)
+    assert done.exit_code == 0, done.output
+    assert "selector  sparseattn.selectors.quest:Quest" in done.stdout
+    assert re.search(r"  low +float32 \[1, 2, \d+, 32\]", done.stdout)
+    for path in (artefact, index):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        changed = tmp_path / f"changed-{path.name}"
+        changed.write_bytes(data)
+        done = run("info", changed)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert f"{changed.name} is damaged: its tensors are not" in " ".join(done.stderr.split())
+    save_file({"x": torch.zeros(3)}, tmp_path / "foreign.safetensors")
+    (tmp_path / "text").write_text("hello world")
+    for name, sentence in (
+        ("foreign.safetensors", "but no trace, artefact or index"),
+        ("text", "not a safetensors file, so not a trace, an artefact or an index"),
+        ("gone", "does not exist"),
+    ):
+        done = run("info", tmp_path / name)
+        assert done.exit_code == 2
+        assert sentence in " ".join(done.stderr.split())
+        assert "Traceback" not in done.output
+
+
+TRAIN = [
+    "--clusters",
+    "4",
+    "--hidden",
+    "8",
+    "--steps",
+    "2",
+    "--gap",
+    "31",
+    "--near",
+    "16",
+    "--device",
+    "cpu",
+    "--roped",
+]
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_train_reads_traces_without_a_hash_and_says_so_once(tmp_path: Path) -> None:
+    for number in range(3):
+        made = synthetic(300, heads=1, size=16, clusters=8, seed=number)
+        made.save(tmp_path / "new.safetensors")
+        without_hashes(tmp_path / "new.safetensors", tmp_path / f"{number}.safetensors")
+    (tmp_path / "new.safetensors").unlink()
+    (tmp_path / "made").mkdir()
+    done = run("train", tmp_path, "--out", tmp_path / "made" / "a.safetensors", *TRAIN, "--json")
+    assert done.exit_code == 0, done.output
+    said = [line for line in done.stderr.splitlines() if "carry no hash" in line]
+    assert len(said) == 1
+    assert said[0].startswith("sparseattn: 3 of 3 traces carry no hash of their tensors")
+
+
+@pytest.mark.parametrize("name", ["query", "keys"])
+def test_train_refuses_a_damaged_trace(name: str, tmp_path: Path) -> None:
+    for number in range(3):
+        synthetic(300, heads=1, size=16, clusters=8, seed=number).save(tmp_path / f"{number}.safetensors")
+    path = tmp_path / "1.safetensors"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    data[8 + size + json.loads(data[8 : 8 + size])[f"layers.0.{name}"]["data_offsets"][0] + 9] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "made").mkdir()
+    done = run("train", tmp_path, "--out", tmp_path / "made" / "a.safetensors", *TRAIN)
+    assert done.exit_code == 2, done.output
+    assert f"1.safetensors is a damaged trace: its layers.0.{name} is not what" in " ".join(done.stderr.split())
+
+
+ESCAPE = "\x1b[31mred\x1b]0;owned\x07\u202e\x9b2J\nnext[/bold][link=x]:bomb:"
+SHOWN = "[31mred]0;owned2J next[/bold][link=x]:bomb:"
+
+
+def test_what_files_say_steers_no_terminal(tmp_path: Path) -> None:
+    """Names and meta of traces, in every command that shows them: no control characters, no markup, no emoji."""
+    base = synthetic(300, heads=1, group=1, size=32, clusters=8)
+    path = tmp_path / f"{ESCAPE.replace('/', '|')}.safetensors"
+    Trace.build([base.layer(0)], base.positions, {"attention_differs": {ESCAPE: ESCAPE}, "model": ESCAPE}).save(path)
+    name = SHOWN.replace("/", "|")
+    quick = ["--selector", "window", "--out", tmp_path / "out", "--no-figures"]
+    for arguments, expected in (
+        (["bench", path, *SMALL, *quick], [f"{name}, layer {SHOWN}: full attention", SHOWN, f"{name}: last 4 of"]),
+        (["recall", path, "--queries", "8", "--k", "20", *quick], [f"trace {name}, 288 keys"]),
+        (["info", path], [f"model {SHOWN}", f"attention_differs {SHOWN} {SHOWN}", f"{name}.safetensors"]),
+        (["bench", path, *SMALL, *quick, "--sink", "-1"], ["sink"]),
+        (["recall", path, "--k", "2000", *quick], [f"{name} has 300 tokens"]),
+    ):
+        done = run(*arguments)
+        assert done.exit_code in (0, 2), done.output
+        text = " ".join(done.output.split())
+        for words in expected:
+            assert words in text
+        assert not set("\x1b\x07\x9b\u202e") & set(done.output)
+        assert "Traceback" not in done.output
+
+
+def test_a_progress_bar_shows_names_as_they_are() -> None:
+    """A task called like markup neither breaks the bar nor styles it."""
+    shown = io.StringIO()
+    with progress_bar() as bar:
+        bar.add_task(ESCAPE)
+        Console(file=shown, width=200, color_system=None).print(bar.get_renderable())
+    assert SHOWN in shown.getvalue()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -343,6 +516,16 @@ def test_bench_says_where_full_attention_is_not_the_models(tmp_path: Path) -> No
     assert "layer 0: full attention here is not the model's: the layer soft-caps" in " ".join(done.output.split())
 
 
+def test_a_trace_that_says_nonsense_of_its_layers_is_one_sentence(trace: Path, tmp_path: Path) -> None:
+    with safe_open(trace, framework="pt") as file:
+        metadata = file.metadata() | {"meta": json.dumps({"attention_differs": 7})}
+    save_file(load_file(trace), tmp_path / "t.safetensors", metadata)
+    done = run("bench", tmp_path / "t.safetensors", *SMALL, "--out", tmp_path / "out", "--selector", "window")
+    assert done.exit_code == 2
+    assert "damaged trace: attention_differs in its meta is an object" in " ".join(done.stderr.split())
+    assert "got 7" in done.stderr
+
+
 def test_a_misspelt_builtin_trace_gets_the_near_match(tmp_path: Path) -> None:
     done = run("bench", "reccall", "--out", tmp_path)
     assert done.exit_code == 2
@@ -362,6 +545,61 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
     assert done.exit_code == 2
     assert "disk is full" in done.output
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (
+            ["capture", "--model", "reference", "--text", "TEXT", "--out", "OUT/t.safetensors"],
+            "t.safetensors cannot be",
+        ),
+        (["bench", "TRACE", *SMALL, "--selector", "window", "--out", "OUT"], "bench.partial.jsonl: "),
+        (["bench", "TRACE", *SMALL, "--selector", "window", "--out", "OUT"], "frontier-small.png: "),
+        (["recall", "TRACE", "--queries", "8", "--k", "20", "--selector", "flat", "--out", "OUT"], "recall.png: "),
+        (["eval", "--lengths", "300", "--samples", "1", "--task", "passkey", "--out", "OUT"], "eval.jsonl: "),
+    ],
+)
+def test_a_limit_of_file_sizes_is_one_sentence_that_names_the_file(
+    trace: Path, tmp_path: Path, arguments: list[str], name: str
+) -> None:
+    """The file that was asked for, and not the one that was to take its place."""
+    import resource
+
+    out, text = tmp_path / "out", tmp_path / "text"
+    out.mkdir()
+    text.write_text("hello, hello, hello")
+    words = {"OUT": str(out), "TRACE": str(trace), "TEXT": str(text), "OUT/t.safetensors": str(out / "t.safetensors")}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200 if name.endswith("jsonl: ") else 20_000, before[1]))
+        done = run(*(words.get(one, one) for one in arguments))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.stderr.split())
+    assert f"{out}/{name}" in said
+    assert said.endswith("File too large")
+    assert ".part" not in said.replace("partial", "")
+
+
+def test_a_results_folder_that_cannot_be_written_is_named(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object, dir: Path, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir / "tmp1234"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    done = run("bench", trace, *SMALL, "--out", tmp_path / "out", "--selector", "window")
+    assert done.exit_code == 2
+    assert done.stderr.split() == f"sparseattn: cannot use {tmp_path / 'out'}: Permission denied".split()
+
+
+def test_selectors_by_module_path_are_said_to_run_code() -> None:
+    for command in ("bench", "recall", "eval"):
+        text = " ".join(re.sub("[│╭╮╰╯─]", " ", run(command, "--help").output).split())
+        assert "package.module:Class, which runs the code of that module" in text
 
 
 def test_capture_then_bench(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparseattn.contract import ContractError
 from sparseattn.curves import Curve, Problem, check, crossing, curve, curves, ladder, nearest, within
 from sparseattn.selection import Selection
 from sparseattn.selectors import IVF, Exact, Flat, Quest, Rows
@@ -140,7 +141,12 @@ def test_a_selection_that_breaks_the_contract_is_a_fault(fault: str, tasks: dict
             ids = {"twice": [1, 1], "many": range(budget + 1), "beyond": [KEYS]}[fault]
             return Selection.tokens(torch.tensor(list(ids)).expand(1, query.shape[1], -1))
 
-    with pytest.raises(RuntimeError, match="for a budget of 50"):
+    said = {
+        "twice": "names row 1 of which another",
+        "many": "51 rows for a budget of 50",
+        "beyond": "names row 2000, and",
+    }
+    with pytest.raises(ContractError, match=said[fault]):
         curves(Wrong(), tasks, k=50)
 
 

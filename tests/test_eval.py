@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -20,6 +23,7 @@ from sparseattn.budget import Budget
 from sparseattn.cli import app
 from sparseattn.cli import eval_report as report
 from sparseattn.integrations.models import load_model
+from sparseattn.locks import locked
 from sparseattn.tasks import TASKS, Example, example
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.run import FORCED, FULL, Method, Prompt, measure
@@ -120,6 +124,7 @@ def test_a_record_says_what_was_measured() -> None:
         "budget": "64",
         "scoring": "all",
     }
+    assert (one["score"], one["ruler"]) == (1.0, 1.0)
     assert one["selector"] == repr(Quest())
     assert one["answers"] == ["71432"]
     assert one["prompt_tokens"] == len(QUESTION)
@@ -180,8 +185,12 @@ def test_a_long_prompt_loses_the_middle_of_its_context() -> None:
     assert BYTES.text(prompt.shortened(13).context) == "abcghij"
     assert prompt.shortened(13).facts["cut"] == 3
     assert BYTES.text(prompt.shortened(13).question) == "Q?"
-    with pytest.raises(ValueError, match=r"a prompt of mine .line 3. has 2 tokens of a question and 4 of an answer"):
-        prompt.shortened(7)
+    assert BYTES.text(prompt.shortened(8).context) == "aj"
+    sentence = (
+        r"a prompt of mine .line 3. has 2 tokens of a question and 4 of an answer: --max-length is 8 or more, got 7"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        prompt.shortened(7, "--max-length")
 
 
 @pytest.fixture(scope="module")
@@ -475,6 +484,101 @@ def test_prompts_too_long_for_the_model_are_refused_or_cut(folder: Path, tmp_pat
         assert one["cut"] == 1778 - 1000
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([], "with its answer takes 1778; --max-length 1024 cuts the middle out of its context"),
+        (["--max-length", "1025"], "--max-length is at most the model's 1024 positions, got 1025"),
+        (
+            ["--max-length", "50"],
+            "a prompt of own (file own.jsonl, line 1) has 14 tokens of a question and 64 of an answer: --max-length is "
+            "80 or more, got 50",
+        ),
+        (["--max-length", "0"], "--max-length is 1 or more, got 0"),
+    ],
+)
+def test_a_length_that_does_not_fit_names_its_option(
+    folder: Path, tmp_path: Path, given: list[str], sentence: str
+) -> None:
+    own = tmp_path / "own.jsonl"
+    record = {"context": "The sky is blue. " * 100, "question": "What colour?", "answers": ["blue"]}
+    own.write_text(json.dumps(record) + "\n")
+    done = run("--model", folder, "--prompts", own, "--no-figures", "--out", tmp_path / "out", *given)
+    assert done.exit_code == 2, done.output
+    assert sentence in " ".join(done.output.split())
+    assert not (tmp_path / "out" / "eval.jsonl").exists()
+
+
+@pytest.mark.parametrize("answer", ["9" * 5000, "[" * 100_000, r'"\ud800"'], ids=["digits", "nesting", "surrogate"])
+def test_prompts_that_break_readers_are_a_sentence(tmp_path: Path, answer: str) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(f'\n{{"context": "C", "question": "Q?", "answers": {answer}}}\n')
+    done = run("--prompts", own, "--out", tmp_path / "out")
+    assert done.exit_code == 2, done.exception
+    assert "own.jsonl, line 2: " in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("score", ["null", '"1.0"', "NaN"])
+def test_records_without_a_score_are_a_sentence(folder: Path, tmp_path: Path, score: str) -> None:
+    options = ["--model", folder, *SMALL, "--task", "kv", "--answer-tokens", "2", "--selector", "window"]
+    options += ["--no-figures", "--out", tmp_path]
+    assert run(*options).exit_code == 0
+    path = tmp_path / "eval.jsonl"
+    first, second = path.read_text().splitlines()
+    broken = f'{first}\n{second.removesuffix("}")}, "score": {score}}}\n'  # of two fields of a name, the last counts
+    path.write_text(broken)
+    done = run(*options)
+    assert done.exit_code == 2, done.exception
+    said = " ".join(done.output.split())
+    assert "eval.jsonl, line 2 is a line that is no record of this command: score is a number from 0 to 1, got" in said
+    assert path.read_text() == broken
+
+
+def test_a_second_run_into_a_folder_says_who_holds_it(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", folder, *SMALL, "--task", "kv", "--answer-tokens", "2", "--selector", "window"]
+    options += ["--no-figures", "--out", tmp_path]
+    with locked(tmp_path / "eval.lock", "it"):
+        done = run(*options)
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.output.split())
+    assert f"--out {tmp_path} is in use by process {os.getpid()} on {socket.gethostname()} since 20" in said
+    assert not (tmp_path / "eval.jsonl").exists()
+    assert run(*options).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.jsonl"]
+
+
+def test_text_of_files_is_shown_as_it_is(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "\x1b[2J[red]a$\\frac$\u202e.jsonl"
+    own.write_text(json.dumps({"context": "The sky is blue. " * 20, "question": "What?", "answers": ["blue"]}) + "\n")
+    model = tmp_path / "[" / "blue]"  # in a path, what ends a style to rich that was never begun
+    model.parent.mkdir()
+    model.symlink_to(folder)
+    options = ["--model", model, "--prompts", own, "--answer-tokens", "2", "--selector", "window", "--sink", "2"]
+    done = run(*options, "--window", "8", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.exception
+    assert "[2J[red]a$\\frac$" in done.output
+    assert "[/blue], protocol question" in " ".join(done.output.split())
+    assert "\x1b" not in done.output
+    assert "\u202e" not in done.output
+    assert (tmp_path / "out" / "accuracy.png").exists()
+
+
+def test_the_table_shows_rulers_figure_where_several_values_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records = [
+        made(FULL, None, 9, 0.75, task="words", ruler=1.0, answers=["a", "b"]),
+        made(FULL, None, 9, 1.0, task="kv", ruler=1.0, answers=["a"]),
+        made(FULL, None, 9, 0.0, task="passkey", ruler=1.0, answers=["14"]),  # in 3.14: RULER counts that
+        made(FULL, None, 9, 0.5, task="own", ruler=None, answers=["a"]),
+    ]
+    Console(width=report.WIDE).print(*report.tables(records))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    head = ["words", "10", "RULER", "kv", "10", "passkey", "10", "RULER", "own", "10"]
+    assert ["method", "budget", "rows", *head] in shown
+    assert ["full", "-", "9", "75", "100", "100", "0", "100", "50"] in shown
+
+
 @pytest.fixture
 def tokenizer() -> Any:
     """Byte pairs, with a token for the beginning of a text."""
@@ -564,6 +668,16 @@ def test_perplexities_are_compared_in_nats() -> None:
     assert line.startswith(f"forced: full attention has ppl {math.exp(1.75):.3f}. Fewest rows within 0.02 nats")
     assert "Quest at budget 64: 9 rows, 0.015 nats lost" in line
     assert report.grids(records) == {}
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite(tmp_path: Path) -> None:
+    from sparseattn.cli import plots
+
+    facts = {"task": "ppl", "protocol": FORCED, "depth": None, "scored_tokens": 2}
+    records = [made(FULL, None, 9, 0.0, **facts, nll=1.0), made("Window", None, 9, 0.0, **facts, nll=1e6)]
+    assert report.value(records[1:]) == math.inf
+    assert "inf nats lost" in report.verdicts(records)[0]
+    plots.accuracy(records, tmp_path / "accuracy.png")
 
 
 def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -> None:

@@ -6,13 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES, Case, attention
+from cases import CASES, Case, attention, drawn
 
-from sparseattn import HNSW, KVCache, Quest, RetrievalAttention, Rows, Selector, decode
-from sparseattn.indexes import IndexFileError, load_index, save_index
+from sparseattn import (
+    HNSW,
+    SAAP,
+    KMeans,
+    KVCache,
+    Moments,
+    QueryBridge,
+    Quest,
+    RetrievalAttention,
+    Rows,
+    Selector,
+    decode,
+)
+from sparseattn.indexes import FORMAT, VERSION, IndexFileError, kept, load_index, save_index
 from sparseattn.storage import RowBuffer
+from sparseattn.tensorfiles import load_tensors, save_tensors
 
 B, H, G, N, D = 2, 2, 3, 200, 32
+KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect")
 
 
 def prefilled(selector: Selector, folder: Path | None = None, seed_rows: int = N, **settings) -> KVCache:
@@ -35,8 +49,9 @@ def shown() -> Rows:
 def test_a_cache_that_found_its_index_decodes_as_the_one_that_built_it(case: Case, tmp_path: Path) -> None:
     queries, keys, values = attention(B, H, G, N, D)
     built, found, plain = prefilled(case.make(), tmp_path), prefilled(case.make(), tmp_path), prefilled(case.make())
-    tensors_only = all(isinstance(state, RowBuffer) for _, state in plain.selector.buffers())
-    assert len(list(tmp_path.iterdir())) == int(tensors_only)
+    files = int(case.name.partition("-")[0] in KEPT)
+    assert files == int(kept(plain.selector))
+    assert len(list(tmp_path.iterdir())) == files
     for t in range(150, N):
         one = slice(t, t + 1)
         chosen = []
@@ -45,7 +60,7 @@ def test_a_cache_that_found_its_index_decodes_as_the_one_that_built_it(case: Cas
             chosen.append(decode(queries[:, :, :, t], cache, 40))
         assert torch.equal(chosen[0], chosen[2])
         assert torch.equal(chosen[1], chosen[2])
-    assert len(list(tmp_path.iterdir())) == int(tensors_only), "what decoding adds is not written"
+    assert len(list(tmp_path.iterdir())) == files, "what decoding adds is not written"
 
 
 def test_the_second_cache_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +156,156 @@ def test_an_index_that_cannot_be_kept_serves_all_the_same(tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match=r"could not be kept.*gone"):
         cache.seal()
     assert decode(queries[:, :, :, -1], cache, 20).isfinite().all()
+
+
+@pytest.mark.parametrize("entry", ["warnings", "rows", "arguments", "more"])
+def test_metadata_is_under_the_hash(tmp_path: Path, entry: str) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    rows, path = shown(), tmp_path / "index.safetensors"
+    selector = Quest()
+    save_index(selector, rows, selector.append(rows), path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, {**metadata, entry: '["said by nobody"]'})
+    with pytest.raises(IndexFileError, match="metadata are not those that were written"):
+        load_index(Quest(), rows, path)
+
+
+def padded() -> Rows:
+    """128 rows of which the second sequence has 32."""
+    queries, keys, values = attention(B, H, G, 128, D)
+    at = torch.arange(128).repeat(B, 1)
+    at[1, 32:] = -1
+    keys[1, :, 32:], values[1, :, 32:], queries[1, :, :, 32:] = 0, 0, 0
+    return Rows(keys, values, at, queries, at)
+
+
+def small_retrieval() -> Selector:
+    return RetrievalAttention(neighbours=10, degree=4, guides=5, metric="query")
+
+
+def small_bridge() -> Selector:
+    return QueryBridge(neighbours=10, guides=5)
+
+
+def put(name: str, place: tuple, value: object):
+    """Changes one entry of a tensor, of whatever dtype."""
+
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[name] = state[name].clone()
+        state[name][place] = value
+
+    return change
+
+
+def circle(state: dict[str, torch.Tensor]) -> None:
+    """Two keys of one graph are each other's parent, and list each other."""
+    parent, adjacency = state["parent"].clone(), state["adjacency"].clone()
+    a, b = [k for k in range(3) if k != int(state["entry"][0, 0, 0])][:2]
+    parent[0, 0, a], parent[0, 0, b], adjacency[0, 0, a, 0], adjacency[0, 0, b, 0] = b, a, b, a
+    state.update(parent=parent, adjacency=adjacency)
+
+
+WRONG = [
+    (Quest, lambda s: s.pop("real"), "holds high, low where high, low, real are wanted"),
+    (Quest, lambda s: s.update(more=torch.zeros(1)), "high, low, more, real where"),
+    (Quest, lambda s: s.update(low=s["low"].half()), "low is torch.float16"),
+    (Quest, lambda s: s.update(low=s["low"][:, :, :-1]), r"low is .*\[2, 2, 7, 32\], wanted is .*\[2, 2, 8, 32\]"),
+    (Quest, lambda s: s.update(low=torch.tensor(1.0)), r"low is torch.float32 \[\]"),
+    (Quest, lambda s: s.update(order=torch.zeros(2, 2, 128, dtype=torch.int64)), "permutation of the 128 rows"),
+    (Quest, lambda s: s.update(order=torch.arange(128).expand(2, 2, -1)), "an order of the rows where the method has"),
+    (Quest, put("real", (1, 3), True), "real is not that of the rows shown"),
+    (Quest, put("high", (0, 0, 0, 0), torch.nan), "high has entries that are no numbers"),
+    (Quest, put("high", (0, 0, 0, 0), torch.inf), "high has entries that are not finite"),
+    (Quest, put("low", (0, 0, 0, 0), 1e9), "least key is above its largest"),
+    (lambda: Quest(int8=True), lambda s: s.pop("step"), "real where high, low, real, step are wanted"),
+    (lambda: Quest(int8=True), put("step", (0, 0, 0), 0.0), "a step is not above 0"),
+    (small_retrieval, lambda s: s.pop("parent"), "where adjacency, bias, entry, guide, lists, parent, root, scores"),
+    (small_retrieval, put("adjacency", (0, 0, 0, 0), 1 << 30), "adjacency has entries from -1 to 1073741824"),
+    (small_retrieval, put("adjacency", (0, 0, 0, 0), -2), "adjacency has entries from -2"),
+    (small_retrieval, put("adjacency", (1, 0, 0, 0), 32), "of 32 rows it names 0 to 31"),
+    (small_retrieval, put("adjacency", (0, 0, 0), torch.tensor([-1, 1, 1, 1])), "go on behind their end"),
+    (small_retrieval, put("adjacency", (0, 0), -1), "a key is not reached"),
+    (small_retrieval, put("entry", (0, 0, 0), 128), "the entry 128"),
+    (small_retrieval, put("entry", (0, 0, 0), -1), "the entry -1"),
+    (small_retrieval, put("parent", (0, 0, 0), 128), "parents are keys 0 to 127"),
+    (small_retrieval, put("parent", (1, 0, 32), 0), "the tree does not fit 32 keys of 128 rows"),
+    (small_retrieval, circle, "a key is not reached"),
+    (small_retrieval, put("lists", (0, 0, 0, 0), 1 << 30), "lists has entries"),
+    (small_retrieval, put("scores", (0, 0, 0, 0), -torch.inf), "scores are not those of the rows in lists"),
+    (small_retrieval, put("bias", (0, 0, 0), torch.inf), "bias has entries that are not finite"),
+    (small_bridge, put("lists", (0, 0, 0, 0), 1 << 30), "lists has entries from"),
+    (small_bridge, put("lists", (1, 0, 0, 0), 32), "of 32 rows it names 0 to 31"),
+    (small_bridge, lambda s: s.pop("root"), "where direction, guide, lists, real, root, scores are wanted"),
+    (small_bridge, put("real", (0, 0), False), "real is not that of the rows shown"),
+    (small_bridge, put("scores", (0, 0, 0, 9), torch.nan), "no numbers"),
+    (small_bridge, put("direction", (0, 0, 0, 0), torch.inf), "direction has entries that are not finite"),
+    *(
+        (made, change, sentence)
+        for made in (lambda: drawn(SAAP, context=0.5), lambda: drawn(KMeans), lambda: drawn(Moments))
+        for change, sentence in (
+            (put("edges", (0, 0, 0, 5), 1 << 30), "do not rise from 0 to the 128 rows"),
+            (put("edges", (0, 0, 0, 0), -1), "do not rise from 0"),
+            (put("edges", (1, 0, 0, -2), 128), "do not leave the rows of padding apart"),
+            (lambda s: s.update(edges=s["edges"][..., 1:].contiguous()), r"edges is .*\[2, 2, 1, 13\], wanted"),
+            (lambda s: s.pop("order"), "no order of the rows"),
+            (lambda s: s.update(order=s["order"].int()), "order is int64"),
+            (lambda s: s.update(order=torch.arange(128).flip(0).expand(2, 2, -1)), "mixes rows of padding"),
+        )
+    ),
+    (lambda: drawn(Moments), lambda s: s.pop("moments"), "where edges, moments are wanted"),
+    (lambda: drawn(Moments), put("moments", (0, 0, 0, 0), torch.inf), "moments has entries that are not finite"),
+    (lambda: drawn(Moments), put("moments", (0, 0, 0, D), -1.0), "negative variance"),
+    (lambda: drawn(Moments), put("moments", (0, 0, 0, -1), 999.0), "count other rows than the buckets hold"),
+    (lambda: drawn(SAAP), lambda s: s.update(moments=torch.zeros(1)), "edges, moments where edges are wanted"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+@pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
+def test_wrong_contents_under_a_right_hash_are_refused(number: int, tmp_path: Path) -> None:
+    """Compiled code would read past the end of the keys, or rows of padding would be found."""
+    make, change, sentence = WRONG[number]
+    rows, path, selector = padded(), tmp_path / "index.safetensors", make()
+    save_index(selector, rows, selector.append(rows), path)
+    metadata, state = load_tensors(path, FORMAT, VERSION, "an index")
+    load_index(make(), rows, path)
+    change(state)
+    save_tensors(path, state, metadata)
+    fresh = make()
+    with pytest.raises(IndexFileError, match=f"damaged index: .*{sentence}"):
+        load_index(fresh, rows, path)
+    assert not any(state.rows for _, state in fresh.buffers()), "nothing is filled before all is checked"
+
+
+@pytest.mark.parametrize("said", ["{", "7", "[7]", "null", "[" * 9999])
+def test_warnings_that_are_no_texts_are_refused(said: str, tmp_path: Path) -> None:
+    rows, path, selector = shown(), tmp_path / "index.safetensors", Quest()
+    save_index(selector, rows, selector.append(rows), path)
+    metadata, state = load_tensors(path, FORMAT, VERSION, "an index")
+    save_tensors(path, state, {**metadata, "warnings": said})
+    fresh = Quest()
+    with pytest.raises(IndexFileError, match="damaged index"):
+        load_index(fresh, rows, path)
+    assert not fresh.real.rows
+
+
+class QuestAndMore(Quest):
+    """Keeps what Quest's `check_state` does not know."""
+
+    def __init__(self, page: int = 16) -> None:
+        super().__init__(page)
+        self.mean = RowBuffer(2)
+
+    def append(self, rows: Rows) -> None:
+        super().append(rows)
+        self.mean.append(rows.keys)
+
+
+def test_a_subclass_that_keeps_more_than_its_check_knows_writes_no_file(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"could not be kept: .*would not read .* back: it holds high, low, mean"):
+        cache = prefilled(QuestAndMore(), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert cache.selector.mean.rows

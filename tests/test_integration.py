@@ -353,9 +353,10 @@ def test_one_prefill_serves_many_methods(family: str, batch: str) -> None:
 def test_clones_at_other_budgets(llama: Any) -> None:
     inputs = {"input_ids": prompt()}
     base = Prefill(llama, prompt()[:, :-1], queries=False).cache("exact", 4, **SMALL)
-    for budget in (4, 16, None):
+    for budget, text in ((4, "4"), (16, "16"), (0.2, "20%"), (None, "all")):
         expected = generate(llama, SparseCache(llama, "exact", budget, **SMALL, sparse_from=59), inputs)
         same(generate(llama, base.clone(budget=budget), inputs), expected)
+        same(generate(llama, base.clone(budget=text), inputs), expected)
     with pytest.raises(ValueError, match="layer 0: a budget is at least 1 row, got 0"):
         base.clone(budget=0)
     with pytest.raises(ValueError, match="the cache to copy from holds 0 of them"):
@@ -413,6 +414,9 @@ def test_what_is_refused(llama: Any) -> None:
         ({"selector": 3}, "got 3"),
         ({"budget": 0}, "layer 0: a budget is at least 1 row"),
         ({"budget": 8}, "less than one span"),
+        ({"budget": "8"}, "layer 0: .*less than one span"),
+        ({"budget": "eight"}, "layer 0: a budget is rows .*got 'eight'"),
+        ({"selector": "bridge:neighbours=999999999"}, "neighbours is 65,536 or less .* got 999,999,999"),
         ({"dense_layers": 4}, "0 to 3"),
         ({"dense_layers": [3]}, "0 to 3"),
         ({"sparse_from": -1}, "got -1"),

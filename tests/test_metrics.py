@@ -174,6 +174,15 @@ def test_budgets_share_a_prefill_and_stay_apart(trace: Trace) -> None:
             assert torch.equal(one.heads[name], alone.heads[name])
 
 
+def test_a_budget_may_be_a_text(trace: Trace) -> None:
+    settings = {"sink": SINK, "window": WINDOW, "last": LAST}
+    for text, number in (("10%", 0.1), ("20", 20), ("all", None)):
+        said, meant = (evaluate(trace, "exact", budget, **settings) for budget in (text, number))
+        assert said.record() == meant.record()
+    with pytest.raises(ValueError, match=r'a share \("1%"\) or "all", got .10 of them.'):
+        evaluate(trace, "exact", "10 of them", **settings)
+
+
 def test_a_record_is_json_with_settings_and_heads(trace: Trace) -> None:
     steps: list[int] = []
     result = evaluate(trace, Window(), 1, sink=SINK, window=WINDOW, last=LAST, layers=[0], progress=steps.append)

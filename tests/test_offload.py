@@ -107,9 +107,9 @@ def test_the_storage_of_queries_goes_with_their_rows() -> None:
     cache = KVCache(selector, sink=0, window=8, seal=16, sealed_device="cpu")
     queries, keys, values = heads(1, 2, 4, 2000, 8)
     cache.append(keys, values, queries)
-    assert 500 <= cache._queries.full.shape[3] < 600, "a quarter of the rows and spare ones"
+    assert 500 <= cache._stored.queries.full.shape[3] < 600, "a quarter of the rows and spare ones"
     cache.seal()
-    assert cache._queries.full.shape[3] < 100
+    assert cache._stored.queries.full.shape[3] < 100
 
 
 def test_both_parts_are_what_they_say_and_merge_to_the_whole() -> None:

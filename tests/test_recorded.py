@@ -29,7 +29,7 @@ def test_every_device_selector_is_covered() -> None:
 def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64, fixed: bool = False):
     """A cache and a step of it, recorded as a CUDA device would run it: inputs, cache, recording, query and output."""
     queries, keys, values = attention(B, H, G, 260, D)
-    cache = KVCache(case.make(), sink=4, window=8, seal=seal, capacity=400, fixed=fixed)
+    cache = KVCache(case.make(), sink=4, window=8, seal=seal, capacity=400, fixed=fixed, check=False)
     cache.append(keys[:, :, :prefill], values[:, :, :prefill], queries[:, :, :, :prefill])
     query = queries[:, :, :, prefill - 1].clone()
     cache.seal()

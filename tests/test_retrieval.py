@@ -672,6 +672,10 @@ def test_nan_is_refused_at_the_caches_door(bad: float) -> None:
     [
         ({"beam": 0}, "beam is 1 or more, got 0"),
         ({"neighbours": 0}, "neighbours is 1 or more, got 0"),
+        ({"neighbours": 999_999_999}, "neighbours is 65,536 or less .* got 999,999,999"),
+        ({"degree": 65_537}, "degree is 65,536 or less .* got 65,537"),
+        ({"pivots": 65_537}, "pivots is 65,536 or less"),
+        ({"build_beam": 65_537}, "build_beam is 65,536 or less"),
         ({"pivots": 0}, "pivots is 1 or more, got 0"),
         ({"build_beam": -1}, "build_beam is 1 or more, got -1"),
         ({"degree": 1}, "degree is 2 or more, got 1"),

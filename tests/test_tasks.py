@@ -14,7 +14,8 @@ from sparseattn.tasks import TASKS, example
 from sparseattn.tasks.filler import from_text
 from sparseattn.tasks.prompts import read_prompts
 from sparseattn.tasks.records import Records
-from sparseattn.tasks.scoring import SCORINGS, score
+from sparseattn.tasks.scoring import SCORINGS, found, ruler, score
+from sparseattn.tasks.unasked import unasked
 
 LONGEST_DISTRACTOR = {"passkey": 90, "multikey": 90, "kv": 14, "variables": 90, "words": 6}
 
@@ -143,7 +144,8 @@ def test_filler_of_the_users_own() -> None:
         ("all", "I do not know.\n71432", ["71432"], 0.0),  # a second line is not read
         ("all", "", ["71432"], 0.0),
         # several answers: a share, in any order
-        ("all", " QXK, ABC, DEF", ["ABC", "QXK"], 1.0),
+        ("all", " QXK, ABC", ["ABC", "QXK"], 1.0),
+        ("all", " QXK, ABC, DEF", ["ABC", "QXK"], 2 / 3),  # one more than was asked for
         ("all", "abc", ["ABC", "QXK"], 0.5),
         ("all", "ABCQXK", ["ABC", "QXK"], 0.0),
         # part
@@ -162,6 +164,56 @@ def test_filler_of_the_users_own() -> None:
         ("f1", "Rome", ["Paris", "London"], 0.0),
         ("f1", "big big dog", ["big dog", "cat"], 2 * 2 / (3 + 2)),
         ("f1", "...", ["Paris"], 0.0),
+        # numbers are compared as numbers
+        ("all", "It is 5.", ["-5"], 0.0),
+        ("all", "It is -5.", ["5"], 0.0),
+        ("all", "It is \u22125.", ["-5"], 1.0),  # a minus sign instead of a hyphen
+        ("all", "x=-5", ["-5"], 1.0),
+        ("all", "+5", ["5"], 1.0),
+        ("all", "from 3-5 of them", ["5"], 1.0),  # between two numbers a hyphen is no sign
+        ("all", "3.14", ["14"], 0.0),
+        ("all", "3.14", ["3"], 0.0),
+        ("all", "It is 3.", ["3"], 1.0),
+        ("all", "3.140", ["3.14"], 1.0),
+        ("all", ".5", ["5"], 0.0),
+        ("all", ".5", ["0.50"], 1.0),
+        ("all", "1,000", ["1000"], 1.0),
+        ("all", "1000.0", ["1,000"], 1.0),
+        ("all", "1,000", ["1"], 0.0),
+        ("all", "1,000", ["000"], 0.0),
+        ("all", "12345,678", ["12345"], 1.0),  # no marks of thousands
+        ("all", "-$5", ["$5"], 0.0),
+        ("all", "1.2.3", ["1.2"], 0.0),
+        ("all", "007", ["7"], 0.0),  # a code
+        ("all", "5 km", ["5"], 1.0),
+        ("all", "5km", ["5"], 0.0),
+        ("all", "pass.71432", ["71432"], 1.0),
+        ("part", "-5", ["5", "6"], 0.0),
+        ("exact", "5", ["-5"], 0.0),
+        ("exact", "-5", ["-5"], 1.0),
+        ("exact", "- 5", ["5"], 1.0),  # a list's
+        ("exact", "3.140", ["3.14"], 1.0),
+        ("exact", "1,000.", ["1000"], 1.0),
+        ("exact", "3.14", ["14"], 0.0),
+        ("exact", "5%", ["5"], 0.0),
+        # words may hold symbols
+        ("all", "It is C#.", ["C"], 0.0),
+        ("all", "It is C.", ["C#"], 0.0),
+        ("all", "It is C#.", ["c#"], 1.0),
+        ("all", "C++, I think", ["C"], 0.0),
+        ("all", "C++11", ["C"], 0.0),
+        ("all", "(C++)", ["C++"], 1.0),
+        ("all", "graded A-", ["A"], 0.0),
+        ("all", "graded A-", ["A-"], 1.0),
+        ("all", "the old-ferry", ["ferry"], 1.0),
+        ("all", "use .NET", ["NET"], 0.0),
+        ("all", "the U.S. of course", ["U.S."], 1.0),
+        ("exact", "C#", ["C"], 0.0),
+        ("exact", "C", ["C++"], 0.0),
+        ("exact", "**C#**.", ["C#"], 1.0),
+        ("exact", ".NET", ["NET"], 0.0),
+        ("exact", "...Paris", ["Paris"], 1.0),
+        ("exact", "...", ["!"], 0.0),
         # letters beyond ASCII
         ("exact", "\uff11\uff12", ["12"], 1.0),
         ("part", "Das Haus in K\u00f6ln.", ["k\u00f6ln"], 1.0),
@@ -169,6 +221,81 @@ def test_filler_of_the_users_own() -> None:
 )
 def test_scores_of_hand_made_responses(scoring: str, response: str, answers: list[str], expected: float) -> None:
     assert score(scoring, response, answers) == pytest.approx(expected)
+
+
+WORDS = ["abc", "def", "ghi"]
+
+
+@pytest.mark.parametrize(
+    ("response", "answers", "others", "wrong"),
+    [
+        # as people write lists
+        (" abc, def, ghi", WORDS, [], []),
+        ("abc def ghi", WORDS, [], []),
+        ("The three most frequent words are abc, def and ghi.", WORDS, [], []),
+        ("Sure, here are the words: abc, def, ghi", WORDS, [], []),
+        ("1. abc 2. def 3. ghi", WORDS, [], []),
+        ("VAR abc VAR def VAR ghi", WORDS, [], []),
+        ("abc, abc, abc", WORDS, [], []),
+        ("abc, def, ghi, as far as one can see", WORDS, [], []),
+        ("", WORDS, ["xyz"], []),
+        # items that are no answers
+        ("abc, def, xyz", WORDS, [], ["xyz"]),
+        ("xyz, abc, def and uvw", WORDS, [], ["xyz", "uvw"]),
+        ("xyz; xyz; abc", WORDS, [], ["xyz"]),
+        ("abc xyz def uvw", WORDS, [], ["xyz", "uvw"]),
+        ("xyz: uvw, rst: abc", WORDS, [], ["uvw"]),
+        # what stands in the context is known, wherever it is named
+        ("I saw xyz before abc def ghi", WORDS, ["xyz", "uvw"], ["xyz"]),
+        ("abc. The other words are uvw", WORDS, ["xyz", "uvw"], ["uvw"]),
+        # numbers: any other one
+        ("71432 and 5", ["71432", "5"], [], []),
+        ("71432, 5, 6, and -5", ["71432", "5"], [], ["6", "-5"]),
+        ("They are 71432 and then 99", ["71432", "5"], [], ["99"]),
+        ("1. 71432 2. 99", ["71432", "5"], [], ["99"]),
+        ("The 2 numbers are: 71,432 and 5.0", ["71432", "5"], [], []),
+        # several words, and words with what separates a list
+        ("New York, Paris, Rome", ["New York", "Paris"], [], ["rome"]),
+        ("New York and San Francisco, as I said before", ["New York", "Paris"], [], ["san francisco"]),
+        ("AC/DC, C#", ["AC/DC", "C#"], [], []),
+        ("AC/DC, C", ["AC/DC", "C#"], [], ["c"]),
+    ],
+)
+def test_values_that_were_not_asked_for_are_found(
+    response: str, answers: list[str], others: list[str], wrong: list[str]
+) -> None:
+    assert unasked(response, answers, others) == set(wrong)
+    held = sum(found(answer, response) for answer in answers)
+    assert score("all", response, answers, others) == pytest.approx(held / (len(answers) + len(wrong)))
+
+
+@pytest.mark.parametrize("task", ["variables", "words"])
+def test_naming_every_value_of_the_context_scores_little_and_is_right_to_ruler(task: str) -> None:
+    one = example(task, 3000, seed=3)
+    asked, held = set(one.answers), one.context.splitlines()[1]
+    named = re.findall(r"VAR ([A-Z]{3})", held) if task == "variables" else held.split()
+    assert asked < set(named) <= asked | set(one.others)
+    for response in (", ".join(named), " ".join(named)):
+        assert score(one.scoring, response, one.answers, one.others) == pytest.approx(len(asked) / len(set(named)))
+        assert score(one.scoring, response, one.answers, one.others) <= 0.5
+        assert ruler(one.scoring, response, one.answers) == 1.0
+
+
+def test_rulers_figure_is_its_string_match() -> None:
+    for response, all_of_them, any_of_them in (
+        ("abc, xyz and def", 2 / 3, 1.0),
+        ("ABCDEFG", 2 / 3, 1.0),  # within longer words, upper or lower case
+        ("nothing\nghi", 1 / 3, 1.0),  # and in any line
+        ("nothing", 0.0, 0.0),
+    ):
+        assert ruler("all", response, WORDS) == pytest.approx(all_of_them)
+        assert ruler("part", response, WORDS) == any_of_them
+    assert ruler("exact", "abc", WORDS) is None
+    assert ruler("f1", "abc", WORDS) is None
+
+
+def test_one_answer_costs_nothing_for_what_stands_beside_it() -> None:
+    assert score("all", "71432, 71433 or 71434", ["71432"]) == 1.0
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -228,11 +355,41 @@ def test_prompts_of_the_users_own_in_all_known_names(tmp_path: Path) -> None:
             {"prompt": "x" * 100, "answers": "a"},
             "line 1: a prompt is longer than its question of 100 characters, got 100",
         ),
+        ({"context": "C", "question": "Q", "answers": [None]}, r"line 1: answers are .* got \[None\]"),
+        ({"context": "C", "question": "Q", "answers": float("nan")}, "line 1: answers are .* got nan"),
     ],
 )
 def test_unusable_lines_are_named(tmp_path: Path, record: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_prompts(write(tmp_path / "bad.jsonl", record), "all")
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("9" * 5000, "a number has at most 4300 digits, got 5000; as text it may be longer"),
+        ("[" * 100_000 + "]" * 100_000, "lists and objects are nested more than 100 deep"),
+        ("[" * 200 + "]" * 200, "lists and objects are nested more than 100 deep"),
+        (r'"\ud800"', r"text is whole Unicode characters, got half of a surrogate pair, \ud800"),
+    ],
+    ids=["digits", "nesting", "some nesting", "surrogate"],
+)
+@pytest.mark.parametrize("name", ["answers", "question", "unread"])
+def test_lines_that_break_readers_are_named(tmp_path: Path, value: str, sentence: str, name: str) -> None:
+    path = write(tmp_path / "bad.jsonl", {"context": "C", "question": "Q?", "answers": "a"})
+    path.write_text(
+        path.read_text().rstrip() + f'\n{{"context": "C", "question": "Q?", "answers": "a", "{name}": {value}}}'
+    )
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 2: {sentence}")):
+        read_prompts(path, "all")
+
+
+def test_a_pair_of_surrogates_is_a_character_and_long_digits_may_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "good.jsonl"
+    path.write_text(r'{"context": "\ud83d\ude00", "question": "Q?", "answers": "' + "9" * 5000 + '"}')
+    (one,) = read_prompts(path, "all", "{context} {question}")
+    assert one.context == "\U0001f600"
+    assert score(one.scoring, "9" * 5000, one.answers) == 1.0
 
 
 def test_unusable_files_and_templates(tmp_path: Path) -> None:
@@ -259,6 +416,7 @@ RECORD = {
     "budget": "64",
     "source": "sparseattn.selectors.quest:Quest",
     "score": 1.0,
+    "rows": 100,
 }
 
 
@@ -282,6 +440,51 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
         assert [one["budget"] for one in records.found.values()] == ["64"]
         records.add({**RECORD, "budget": "256"})
         assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ('"score": null', "score is a number from 0 to 1, got None"),
+        ('"score": "1.0"', "score is a number from 0 to 1, got '1.0'"),
+        ('"score": NaN', "score is a number from 0 to 1, got nan"),
+        ('"score": true', "score is a number from 0 to 1, got True"),
+        ('"score": 100', "score is a number from 0 to 1, got 100"),
+        ('"ruler": -1', "ruler is a number from 0 to 1, got -1"),
+        ('"nll": NaN', "nll is a number from 0 to 1e+15, got nan"),
+        ('"nll": 1, "scored_tokens": 0', "scored_tokens is a number from 1 to 1e+15, got 0"),
+        ('"rows": Infinity', "rows is a number from 0 to 1e+15, got inf"),
+        ('"rows": [1]', r"rows is a number from 0 to 1e+15, got [1]"),
+        ('"depth": "deep"', "depth is a number from 0 to 1e+15, got 'deep'"),
+        ('"answers": 5', "answers are a list, got 5"),
+        ('"task": null', "task is text, got None"),
+        ('"budget": [64]', "budget is text, got [64]"),
+        ('"settings": 1', "settings are an object, got 1"),
+        ('"seed": ' + "9" * 5000, "a number has at most 4300 digits, got 5000"),
+        ('"seed": ' + "[" * 100_000, "lists and objects are nested more than 100 deep"),
+        (r'"response": "\udc00"', r"got half of a surrogate pair, \udc00"),
+    ],
+)
+def test_records_that_say_no_score_are_named_by_file_and_line(tmp_path: Path, field: str, sentence: str) -> None:
+    path = tmp_path / "eval.jsonl"
+    Records(path, {}).add(RECORD)
+    whole = path.read_text()
+    path.write_text(whole + whole.rstrip().removesuffix("}") + f", {field}}}\n")  # of two fields of a name, the last
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 2 is a line that is no record")) as error:
+        Records(path, {})
+    assert sentence in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    sentence = (
+        r"what was measured \(task kv, protocol question, method Quest, budget 64\) cannot be kept: nll is .* got nan"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        Records(path, {}).add({**RECORD, "nll": float("nan"), "scored_tokens": 3})
+    assert path.read_bytes() == b""
 
 
 def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:

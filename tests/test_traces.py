@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sparseattn.files import write_atomic
+from sparseattn import files
+from sparseattn.files import replacing, write_atomic
 from sparseattn.rope import Rope
 from sparseattn.synthetic import synthetic
-from sparseattn.traces import NAMES, LayerShape, Trace, TraceError, TraceLayer, TraceWriter
+from sparseattn.traceformat import NAMES
+from sparseattn.traces import LayerShape, Trace, TraceError, TraceLayer
+from sparseattn.tracewriter import TraceWriter
 
 T = 37
 
@@ -193,7 +198,8 @@ def test_no_such_folder(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, torch
 from sparseattn.synthetic import synthetic
-from sparseattn.traces import LayerShape, TraceWriter
+from sparseattn.traces import LayerShape
+from sparseattn.tracewriter import TraceWriter
 with TraceWriter(sys.argv[1], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), torch.float32) as writer:
     writer.write(0, "keys", 0, torch.zeros(2, 50, 8))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -201,18 +207,58 @@ with TraceWriter(sys.argv[1], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_a_killed_writer_leaves_no_trace_file(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.safetensors"
     assert subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode < 0
     assert not path.exists()
-    trace(layer(0)).save(path)  # what the killed process left is in nobody's way
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_size > 2 * 5 * 100 * 8 * 4, "of full size"
+    others = [tmp_path / name for name in (".x.safetensors.00c0ffee-01234567.part", f".y{left.name}", "notes.part")]
+    for other in others:  # of another host, of another target, anybody's
+        other.write_bytes(b"")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0) if left.exists() else usage)
+    trace(layer(0)).save(path)
     assert_same(Trace.open(path).layer(0), layer(0))
+    assert set(tmp_path.iterdir()) == {path, *others}
+
+
+def test_what_a_living_process_is_writing_stays(tmp_path: Path) -> None:
+    """Of this process and of another one: both end with their own bytes, the last one's stay."""
+    path = tmp_path / "x"
+    code = "import sys; from sparseattn.files import write_atomic; write_atomic(sys.argv[1], b'other')"
+    with replacing(path) as slow:
+        slow.write(b"slow")
+        write_atomic(path, b"fast")
+        assert path.read_bytes() == b"fast"
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+        assert path.read_bytes() == b"other"
+    assert path.read_bytes() == b"slow"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_taken_for_abandoned_before_it_is_held_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, taken = files._locked, []
+
+    def late(file: Any, wait: bool) -> bool:
+        if wait and not taken:
+            taken.append(Path(file.name))
+            taken[0].unlink()
+        return real(file, wait)
+
+    monkeypatch.setattr(files, "_locked", late)
+    write_atomic(tmp_path / "x", b"new")
+    assert len(taken) == 1
+    assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"new"]
 
 
 BOUNDED = """
 import resource, sys, torch
 from sparseattn.synthetic import synthetic
-from sparseattn.traces import NAMES, LayerShape, TraceWriter
+from sparseattn.traces import LayerShape
+from sparseattn.tracewriter import TraceWriter
 tokens, chunk = 20480, 1024
 keys, query = torch.ones(4, chunk, 128), torch.ones(4, 4, chunk, 128)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -278,6 +324,67 @@ def test_files_that_are_no_traces(saved: Path, tmp_path: Path) -> None:
         Trace.open(saved)
 
 
+def flipped(path: Path, name: str) -> None:
+    """Change one bit in the middle of a tensor."""
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    start, end = json.loads(data[8 : 8 + size])[name]["data_offsets"]
+    data[8 + size + (start + end) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_bit_in_a_layer_is_met_by_its_hash(saved: Path, name: str) -> None:
+    Trace.open(saved).verify()
+    flipped(saved, f"layers.1.{name}")
+    opened = Trace.open(saved)
+    for whole in (0, 3):
+        opened.verify(whole)
+    others = [other for other in NAMES if other != name]
+    opened.verify(1, others)
+    for again in (lambda: opened.verify(1), opened.verify):
+        with pytest.raises(TraceError, match=rf"a.safetensors is a damaged trace: its layers.1.{name} is not what was"):
+            again()
+    with pytest.raises(TraceError, match="a has no layer 2"):
+        opened.verify(2)
+
+
+def test_what_was_found_right_is_not_read_again(saved: Path) -> None:
+    opened = Trace.open(saved)
+    opened.verify(1, ["query", "keys"])
+    for name in ("query", "values"):
+        flipped(saved, f"layers.1.{name}")
+    opened.verify(1, ["query", "keys"])
+    with pytest.raises(TraceError, match=r"layers\.1\.values"):
+        opened.verify(1)
+
+
+@pytest.mark.parametrize("name", ["positions", "rope.1.inv_freq"])
+def test_a_changed_bit_in_positions_or_ropes_is_met_when_a_trace_is_opened(saved: Path, name: str) -> None:
+    flipped(saved, name)
+    with pytest.raises(TraceError, match=f"a.safetensors is a damaged trace: its {name} is not what was written"):
+        Trace.open(saved)
+
+
+def test_the_hash_is_the_documented_one(saved: Path) -> None:
+    query = layer(1).query
+    heads = b"".join(hashlib.sha256(head.numpy().tobytes()).digest() for head in query.flatten(0, 1))
+    expected = hashlib.sha256(b"layers.1.query F32 [2, 3, 37, 8]" + heads).hexdigest()
+    hashes = Trace.open(saved).hashes
+    assert hashes is not None
+    assert hashes["layers.1.query"] == expected
+    assert len(set(hashes.values())) == 3 * 3 + 1 + 2, "layers, positions and ropes"
+
+
+def test_a_trace_of_an_earlier_release_has_no_hashes(saved: Path) -> None:
+    edited(saved, {"hashes": None})
+    opened = Trace.open(saved)
+    opened.verify()
+    assert opened.hashes is None
+    assert trace(layer(0)).hashes is None
+    assert_same(opened.layer(3), layer(3))
+
+
 @pytest.mark.parametrize("left", [4, 100, 70_000, -1, -2000])
 def test_truncated(saved: Path, left: int) -> None:
     saved.write_bytes(saved.read_bytes()[:left])
@@ -330,6 +437,13 @@ ROPE = {"scaling": 1.0, "interleaved": False}
         {"meta": "[]"},
         {"meta": "{"},
         {"meta": "[" * 100_000},
+        {"meta": '{"attention_differs": 7}'},
+        {"meta": '{"attention_differs": {"0": 7}}'},
+        {"meta": '{"rope_absent": ["0"]}'},
+        {"hashes": "7"},
+        {"hashes": "null"},
+        {"hashes": "{"},
+        {"hashes": "{}"},
     ],
 )
 def test_damaged_metadata_is_met_when_a_trace_is_opened(saved: Path, change: dict[str, str | None]) -> None:
@@ -393,6 +507,9 @@ def test_traces_that_cannot_be_built() -> None:
         TraceLayer(-1, good.query, good.keys, good.values, 1.0)
     with pytest.raises(TraceError, match=r"positions are integers \[T\], got torch.float32 \[37\]"):
         Trace.build([good], torch.arange(T) + 0.5)
+    for reasons in (7, [], {"0": 7}, None):
+        with pytest.raises(TraceError, match=r"attention_differs in its meta is an object of layer numbers and sent"):
+            Trace.build([good], torch.arange(T), {"attention_differs": reasons})
     for meta in ({"a": float("nan")}, {"a": torch.int8}, {1: 1, "a": 1}):
         with pytest.raises(TraceError, match="meta is what JSON can hold: "):
             Trace.build([good], torch.arange(T), meta)  # type: ignore[arg-type]
@@ -471,6 +588,37 @@ def test_a_file_behind_links_is_replaced_and_a_loop_of_links_refused(tmp_path: P
     with pytest.raises(OSError, match="loop") as raised:
         write_atomic(loop, b"")
     assert raised.value.filename == str(loop)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+@pytest.mark.parametrize("reserved", [True, False])
+def test_a_limit_of_file_sizes_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool) -> None:
+    import resource
+
+    if not reserved:  # as where the file system cannot: met on the way
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        with pytest.raises(TraceError, match=rf"^{tmp_path}/x cannot be written: File too large$"):
+            trace(layer(0)).save(tmp_path / "x")
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_atomic(tmp_path / "y", b" " * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.filename == str(tmp_path / "y")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the file system is asked through posix_fallocate")
+def test_a_quota_is_not_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def used_up(*args: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "posix_fallocate", used_up)
+    with pytest.raises(TraceError, match=r"x cannot be written: Disk quota exceeded$"):
+        trace(layer(0)).save(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failure_names_the_file_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,18 +25,21 @@ pytest.importorskip("faiss")
 
 from typer.testing import CliRunner
 
-from sparseattn.artefact import Artefact
+from sparseattn.artefact import Artefact, Partition
 from sparseattn.builtin import recall_bytes
 from sparseattn.cli import app
+from sparseattn.cli.common import Screen
+from sparseattn.cli.train import table
 from sparseattn.rope import Rope
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace, TraceLayer
-from sparseattn.training import Filters, Recipe, TrainingError, train
-from sparseattn.training import data as samples
+from sparseattn.training import Filters, Progress, Recipe, TrainingError, partial, train
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
-from sparseattn.training.data import HeadView, Held, Prompt
-from sparseattn.training.kmeans import balance, repaired, spherical_kmeans
-from sparseattn.training.run import classifier_scores, mean_lengths, over_distances, recovered, symmetric_scores
+from sparseattn.training.examples import examples
+from sparseattn.training.fit import over_distances
+from sparseattn.training.kmeans import assign, balance, mean_lengths, repaired, spherical_kmeans
+from sparseattn.training.prompts import LEAST, HeadView, Prompt, open_prompts
+from sparseattn.training.validation import Held, classifier_scores, held, recovered, symmetric_scores
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
 FILTERS = Filters(gap=31, near=16)
@@ -101,7 +106,7 @@ def test_examples_are_those_of_a_loop(two_sided: bool, roped: bool) -> None:
     at = view(roped=roped)
     filters = Filters(gap=40, near=25, sink=3, two_sided=two_sided)
     assigned = torch.arange(TOKENS) * 7 % 5
-    got = samples.examples(at, [0, 1], assigned, 5, filters, 64, torch.Generator().manual_seed(1))
+    got = examples(at, [0, 1], assigned, 5, filters, 64, torch.Generator().manual_seed(1))
     assert len(got.queries) == 64
     assert got.seen >= got.passed >= 64
     by_input = {}
@@ -124,7 +129,7 @@ def test_examples_are_those_of_a_loop(two_sided: bool, roped: bool) -> None:
 def test_share_that_passes_is_that_of_a_loop() -> None:
     at = view()
     filters = Filters(gap=31, near=64)
-    every = samples.examples(at, [0], torch.zeros(TOKENS, dtype=torch.long), 2, filters, TOKENS, torch.Generator())
+    every = examples(at, [0], torch.zeros(TOKENS, dtype=torch.long), 2, filters, TOKENS, torch.Generator())
     rows = range(filters.gap + 1 + filters.sink, TOKENS)
     passing = [row for row in rows if passes_by_loop(at, 0, row, filters)]
     assert (every.passed, every.seen) == (len(passing), len(rows))
@@ -137,16 +142,16 @@ def test_heads_that_look_nearby_give_the_queries_that_look_farthest() -> None:
     near = torch.where((distances >= 0) & (distances < 4), 50.0, 0.0)  # as if by a head that reads the last 4 tokens
     keys = torch.eye(TOKENS)
     wide = HeadView(keys, keys, (near + torch.rand(TOKENS, TOKENS))[None], at.positions, 1.0, None)
-    got = samples.examples(wide, [0], torch.arange(TOKENS) % 3, 3, Filters(gap=31, near=16), 50, torch.Generator())
+    got = examples(wide, [0], torch.arange(TOKENS) % 3, 3, Filters(gap=31, near=16), 50, torch.Generator())
     assert got.passed == 0
-    assert len(got.queries) == samples.LEAST
+    assert len(got.queries) == LEAST
 
 
 def test_targets_over_sampled_keys() -> None:
     at = view()
     assigned = torch.arange(TOKENS) % 4
     whole, part = (
-        samples.examples(at, [0], assigned, 4, FILTERS, 40, torch.Generator().manual_seed(2), keys)
+        examples(at, [0], assigned, 4, FILTERS, 40, torch.Generator().manual_seed(2), keys)
         for keys in (None, TOKENS // 2)
     )
     assert whole.target.shape == part.target.shape
@@ -171,7 +176,7 @@ def test_validation_is_that_of_a_loop() -> None:
     at = view()
     assigned = torch.arange(TOKENS) * 3 % 8
     rows = torch.tensor([100, 200, 383])
-    got = samples.held(at, rows, assigned, 8, FILTERS, (0.02, 0.1))
+    got = held(at, rows, assigned, 8, FILTERS, (0.02, 0.1))
     mass, far, exact = held_by_loop(at, rows, assigned, 8, 0.1)
     torch.testing.assert_close(got.mass, mass, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got.far, far, rtol=1e-4, atol=1e-5)
@@ -270,7 +275,7 @@ def test_each_head_is_torchs_own_stack() -> None:
 def test_the_linear_path_begins_as_symmetric_kmeans() -> None:
     keys = view().inputs[1:]
     centroids = spherical_kmeans(keys, 8)
-    member, total = samples.assign(keys, centroids), torch.zeros(8)
+    member, total = assign(keys, centroids), torch.zeros(8)
     for key, bucket in zip(keys, member.tolist(), strict=True):
         total[bucket] += key.norm()
     lengths = mean_lengths(keys, centroids)
@@ -589,10 +594,12 @@ def test_numbers_that_are_not_finite(name: str, tmp_path: Path) -> None:
     for path in source.iterdir():
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
+        del metadata["hashes"]  # as of an earlier release: they would meet it first
         tensors = load_file(path)
         tensors[f"layers.0.{name}"].view(-1)[77] = torch.nan
         save_file(tensors, path, metadata)
-    with pytest.raises(TrainingError, match=rf"layer 0 of .+ has {name} that are not finite"):
+    unhashed = pytest.warns(UserWarning, match="^2 of 2 traces carry no hash of their tensors")
+    with unhashed, pytest.raises(TrainingError, match=rf"layer 0 of .+ has {name} that are not finite"):
         train([source], tmp_path / "a.safetensors", Recipe(**SMALL))
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
@@ -668,6 +675,8 @@ def test_paths_and_layers_that_are_refused(folder: Path, tmp_path: Path) -> None
         train([folder], out, recipe, layers=[7])
     with pytest.raises(TrainingError, match="one or more different indices"):
         train([folder], out, recipe, layers=[])
+    with pytest.raises(TrainingError, match=r"stored as float32, float16 or bfloat16, got torch\.int8"):
+        train([folder], out, recipe, dtype=torch.int8)
     with pytest.raises(TrainingError, match="gap, near and sink are 0 or more"):
         Filters(gap=-1)
     assert not list(tmp_path.iterdir())
@@ -712,13 +721,133 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         (("--dtype", "int8"), "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         (("--save-every", "0"), "--save-every is at least 1, got 0"),
         (("--shares", "a"), "--shares takes numbers separated by commas, got 'a'"),
-        (("--device", "nowhere"), "--device nowhere is not a torch device"),
+        (("--device", "nowhere"), "device nowhere is not a torch device"),
         (("--layers", "9"), "holds layers 0, 1, not 9"),
         (("--gap", "1000"), "is too short"),
     ):
         refused = runner.invoke(app, command(folder, out, *options)[3:])
         assert refused.exit_code == 2, refused.output
         assert sentence in refused.stderr.replace("\n", " "), refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("mps", "device mps: torch sees no MPS device here"),
+        ("xpu", "device xpu: torch sees no XPU device here"),
+        ("cuda", "device cuda: torch sees no CUDA device here"),
+        ("cuda:3", "device cuda:3: torch sees no CUDA device here"),
+        ("meta", "device meta holds shapes without numbers: nothing can be computed there"),
+        ("nowhere", "device nowhere is not a torch device, such as cpu or cuda"),
+    ],
+)
+def test_devices_that_are_not_here(
+    name: str, sentence: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    refused = CliRunner().invoke(app, command(folder, tmp_path / "a.safetensors", "--device", name)[3:])
+    assert refused.exit_code == 2
+    assert refused.stderr.replace("\n", "") == f"sparseattn: {sentence}"
+    with pytest.raises(ValueError, match=sentence):
+        train([folder], tmp_path / "a.safetensors", Recipe(**SMALL), device=name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_file_says_is_printed_as_text() -> None:
+    artefact = Artefact({0: Partition(torch.eye(4)[None])}, roped=True)
+    named = {"layer": "\x1b[2J7", "head": "[red]1[/red]", "far_mass": [0.5], "train": {"imbalance": 1.0}}
+    artefact.meta |= {"recipe": {"shares": [0.05]}, "validation": [{**named, "recovered": {"exact": {"0.05": [1.0]}}}]}
+    screen = Screen(width=80)
+    with screen.capture() as shown:
+        screen.print(table(artefact))
+    assert "\x1b" not in shown.get()
+    assert "[2J7" in shown.get()
+    assert "[red]1[/red]" in shown.get()
+
+
+def test_a_name_in_brackets_is_printed_whole(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "[red]a.safetensors"
+    done = CliRunner().invoke(app, command(folder, out, "--steps", "1", "--layers", "0")[3:])
+    assert done.exit_code == 0, done.output
+    assert "[red]a.safetensors: layers 0" in done.output.replace("\n", "")
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No room for the file `name`; as the system has it, the error is of the file that was to become it."""
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+
+@pytest.mark.parametrize(
+    ("full", "named", "left"),
+    [
+        ("run.json", "a.safetensors.partial", False),
+        ("layer-0.head-0.centroids.safetensors", None, False),
+        ("layer-0.heads-0-1.state.safetensors", None, True),
+        ("layer-0.head-1.safetensors", None, True),
+        ("a.safetensors", "a.safetensors", True),
+    ],
+)
+def test_a_full_disk_names_the_file(
+    full: str, named: str | None, left: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a.safetensors"
+    path = tmp_path / (named or f"a.safetensors.partial/{full}")
+    options = {"layers": [0], "save_every": 2}
+    with monkeypatch.context() as patch:
+        full_disk(patch, full)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))} cannot be written: No space left on device$"):
+            train([folder], out, Recipe(**SMALL), **options)
+    assert not list(tmp_path.rglob("*.part"))
+    assert [one.name for one in tmp_path.iterdir()] == (["a.safetensors.partial"] if left else [])
+    seen: list[Progress] = []
+    assert train([folder], out, Recipe(**SMALL), **options, progress=seen.append) is not None  # with what there is
+    assert {at.stage for at in seen} == (
+        set() if full == out.name else {"targets", "classifier"} if left else {"k-means", "targets", "classifier"}
+    )
+
+
+def test_a_run_that_did_nothing_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "a.safetensors"
+
+    def stop(at: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train([folder], out, Recipe(**SMALL), progress=stop)
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "faiss", None)
+        with pytest.raises(ImportError, match="the k-means of training is faiss's, which is not installed"):
+            train([folder], out, Recipe(**SMALL))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_partial_run_of_older_states(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, recipe = tmp_path / "a.safetensors", Recipe(**SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(partial, "VERSION", "1")
+        assert train([folder], out, recipe, rank=1, ranks=2) is None
+    with pytest.raises(TrainingError, match=r"a.safetensors.partial is a run of other traces, options or versions"):
+        train([folder], out, recipe)
+
+
+def test_states_edited_by_hand_are_refused(folder: Path, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "a.safetensors", Recipe(**{**SMALL, "steps": 2})
+    assert train([folder], out, recipe, rank=1, ranks=2) is None
+    finished = Path(f"{out}.partial") / "layer-0.head-1.safetensors"
+    with safe_open(finished, framework="pt") as file:
+        metadata = file.metadata()
+    facts = json.loads(metadata["facts"]) | {"loss": 0.0}
+    save_file(load_file(finished), finished, {**metadata, "facts": json.dumps(facts)})
+    with pytest.raises(TrainingError, match=r"layer-0.head-1.safetensors is damaged; delete it"):
+        train([folder], out, recipe)
 
 
 def test_a_trace_that_is_cut_off(folder: Path, tmp_path: Path) -> None:
@@ -733,7 +862,7 @@ def test_a_trace_that_is_cut_off(folder: Path, tmp_path: Path) -> None:
 def test_prompts_are_told_apart_without_a_hash_of_tokens(tmp_path: Path) -> None:
     for seed in range(2):
         synthetic(256, rope=True, seed=seed).save(tmp_path / f"{seed}.safetensors")
-    opened = samples.open_prompts([tmp_path], FILTERS)
+    opened = open_prompts([tmp_path], FILTERS)
     assert isinstance(opened.train[0], Prompt)
     assert opened.train[0].sha256 != opened.held_out[0].sha256
 

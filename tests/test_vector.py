@@ -228,6 +228,8 @@ def test_without_faiss_the_constructor_says_what_to_install(make, monkeypatch: p
         ("ivf:lists=-1", "lists is 0 or more, got -1"),
         ("ivf:probes=0", "probes is 1 or more, got 0"),
         ("hnsw:degree=1", "degree is 2 or more, got 1"),
+        ("hnsw:degree=999999999", "degree is 65,536 or less .* got 999,999,999"),
+        ("hnsw:build_beam=65537", "build_beam is 65,536 or less"),
         ("hnsw:build_beam=0", "build_beam is 1 or more, got 0"),
         ("hnsw:beam=0", "beam is 1 or more, got 0"),
         ("flat:lists=3", "it takes none"),

@@ -11,17 +11,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.builtin import BUILTIN
 from sparseattn.cli import report
-from sparseattn.cli.common import errors, in_a_sentence, integers, open_trace, progress_bar, results_folder
+from sparseattn.cli.common import (
+    SELECTOR_HELP,
+    Screen,
+    errors,
+    in_a_sentence,
+    integers,
+    open_trace,
+    plain,
+    progress_bar,
+    results_folder,
+)
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.indexes import usable_folder
 from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, usable_layers
-from sparseattn.selectors import SELECTORS, Selector, make_selector
+from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
 SELECTED = ("exact", "exact:group=softmax", "quest", "quest:group=each", "retrieval", "random", "window")
@@ -39,8 +48,7 @@ def bench(
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class; repeat for more. "
-            f"Default: {' '.join(SELECTED)}; for the built-in traces {' '.join(TRAINED)} as well."
+            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}; for the built-in traces {' '.join(TRAINED)} as well."
         ),
     ] = None,
     budget: Annotated[
@@ -82,7 +90,7 @@ def bench(
         opened = [open_trace(name, bar) for name in names]
     for trace in opened:
         for layer, reason in trace.meta.get("attention_differs", {}).items():
-            errors.print(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}", markup=False)
+            errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
@@ -109,7 +117,7 @@ def bench(
     partial.replace(out / "bench.jsonl")
     if not json:
         # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
-        screen = Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
         for results in found:
             screen.print(report.table(results, per_head, screen.width >= report.WIDE))
     if figures:
@@ -118,7 +126,7 @@ def bench(
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
     closing = report.verdict([one for results in found for one in results])
-    (errors if json else Console(highlight=False)).print(closing, soft_wrap=True)
+    (errors if json else Screen()).print(closing, soft_wrap=True)
 
 
 def _measure(

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from sparseattn.cli.common import in_a_sentence, integers, progress_bar, results_folder
+from sparseattn.cli.common import MODEL_HELP, Screen, in_a_sentence, integers, progress_bar, results_folder
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 
 
 @in_a_sentence
 def capture(
-    model: Annotated[str, typer.Option(help="Folder or hub id of a transformers causal language model.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     text: Annotated[
         list[Path], typer.Option(help="Text file to run the model on (UTF-8), or a folder of them; may be repeated.")
     ],
@@ -60,7 +59,7 @@ def capture(
             ids[path] = models.encode(tokenizer, content)[:, :tokens]
         except models.ModelError as error:
             raise ValueError(f"{path}: {error}") from error
-    console = Console(highlight=False)
+    console = Screen()
     for target, path in traces.items():
         with progress_bar() as bar:
             task = bar.add_task(f"capture {target.name}", total=ids[path].shape[1])

@@ -1,4 +1,4 @@
-"""What the subcommands share: sentences for errors, lists in options, traces by name, a progress bar."""
+"""What the subcommands share: one-sentence errors, lists in options, traces by name, screens, a progress bar."""
 
 from __future__ import annotations
 
@@ -8,30 +8,84 @@ import functools
 import os
 import tempfile
 import unicodedata
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 from sparseattn.builtin import BUILTIN, builtin_trace
+from sparseattn.files import naming
+from sparseattn.integrations.models import NAMED
+from sparseattn.selectors import SELECTORS
 from sparseattn.traces import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Number = TypeVar("Number", int, float)
 
-errors = Console(stderr=True, highlight=False)
+SELECTOR_HELP = (
+    f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class, which runs the code of that "
+    f"module; repeat for more."
+)
+
+
+MODEL_HELP = (
+    f"Folder, or name on the Hugging Face hub, of a transformers causal LM; or {' or '.join(map(repr, NAMED))}, which "
+    f"comes with this package."
+)
+
+
+def plain(text: object) -> str:
+    """`text` without control characters: what a file says must not steer the terminal it is shown on.
+
+    Tabs and line ends become spaces, everything else that Unicode counts as control or format is dropped.
+    """
+    spaced = str(text).translate({ord(c): " " for c in "\t\n\r"})
+    return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+
+
+class Screen(Console):
+    """A console for text of files: nothing in a string, a table's titles and cells included, is a command to it.
+
+    Neither rich's markup and emoji codes nor control characters, but for line ends.
+    """
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Every string that is printed passes here."""
+        return super().render_str("\n".join(map(plain, text.split("\n"))), **options)
+
+
+errors = Screen(stderr=True)
 
 
 def in_a_sentence(command: Command) -> Command:
-    """Turns what users can cause (bad values, files, disks, missing packages) into one sentence and exit status 2."""
+    """Turns what users can cause (bad values, files, disks, missing packages) into one sentence and exit status 2.
+
+    Warnings of the package are a line of theirs each.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.showwarning = _say
+                return command(*args, **kwargs)
         except OSError as error:
             where = f" {os.fspath(error.filename)}" if error.filename else ""
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
@@ -54,17 +108,12 @@ def _raised_here(error: BaseException) -> bool:
     return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith("sparseattn.")
 
 
-def plain(text: object) -> str:
-    """`text` without control characters: what a file says must not steer the terminal it is shown on.
-
-    Tabs and line ends become spaces, everything else that Unicode counts as control or format is dropped.
-    """
-    spaced = str(text).translate({ord(c): " " for c in "\t\n\r"})
-    return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+def _say(message: Warning | str, *where: Any, **more: Any) -> None:
+    errors.print(f"sparseattn: {plain(message)}", soft_wrap=True)
 
 
 def _fail(sentence: str) -> None:
-    errors.print(f"sparseattn: {plain(sentence)}", style="red", markup=False, soft_wrap=True)
+    errors.print(f"sparseattn: {plain(sentence)}", style="red", soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -103,14 +152,22 @@ def results_folder(out: Path) -> None:
     """Makes the folder `out`; one that cannot be written fails here, not after the work."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out is a folder, {out} is a file")
-    out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=out).close()
+    with naming(out):
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+
+
+class _Words(ProgressColumn):
+    """A task's description, which may hold the name of a file."""
+
+    def render(self, task: Task) -> Text:
+        return Text(plain(task.description), style="none")
 
 
 def progress_bar() -> Progress:
     """A progress bar on standard error, so that standard output holds results only."""
     return Progress(
-        TextColumn("{task.description}"),
+        _Words(table_column=Column(no_wrap=True)),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

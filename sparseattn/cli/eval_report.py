@@ -15,6 +15,7 @@ Record: TypeAlias = "Mapping[str, Any]"
 Row: TypeAlias = "tuple[str, str | None]"  # method and budget
 
 WIDE = 150  # columns that the whole table needs
+MOST_NATS = 700  # beyond them a perplexity is more than a float holds
 NEAR = 0.02  # of full attention's score, or in nats of its log-likelihood: near enough
 
 
@@ -28,9 +29,12 @@ def select(records: Sequence[Record], row: Row) -> list[Record]:
     return [one for one in records if (one["method"], one["budget"]) == row]
 
 
-def columns_of(records: Sequence[Record]) -> list[tuple[str, int | None]]:
-    """Tasks with their lengths; prompts of the user's have none."""
-    return list(dict.fromkeys((one["task"], one.get("length")) for one in records))
+def by_column(records: Sequence[Record]) -> dict[tuple[str, int | None], list[Record]]:
+    """Records apart by task and length, in the order of their first; prompts of the user's have no length."""
+    groups: dict[tuple[str, int | None], list[Record]] = {}
+    for one in records:
+        groups.setdefault((one["task"], one.get("length")), []).append(one)
+    return groups
 
 
 def value(records: Iterable[Record]) -> float:
@@ -40,13 +44,22 @@ def value(records: Iterable[Record]) -> float:
         return math.nan
     if "nll" in held[0]:
         tokens = sum(one["scored_tokens"] for one in held)
-        return math.exp(sum(one["nll"] * one["scored_tokens"] for one in held) / tokens)
+        nats = sum(one["nll"] * one["scored_tokens"] for one in held) / tokens
+        return math.exp(nats) if nats < MOST_NATS else math.inf
     return mean(one["score"] for one in held)
 
 
 def mean(values: Iterable[float]) -> float:
     held = list(values)
     return sum(held) / len(held) if held else math.nan
+
+
+def ruler_column(records: Sequence[Record]) -> bool:
+    """Whether RULER's figure is shown beside the score: several values were asked for, or the two differ."""
+    return any(
+        one.get("ruler") is not None and (len(one.get("answers", ())) > 1 or one["ruler"] != one["score"])
+        for one in records
+    )
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -63,9 +76,13 @@ def by(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
 
 
 def _table(protocol: str, records: Sequence[Record]) -> Table:
-    settings, columns = records[0]["settings"], columns_of(records)
+    settings, columns = records[0]["settings"], by_column(records)
     prompts = len({one["prompt"] for one in records})
-    what = "perplexity" if protocol == FORCED else "score in %"
+    forced = protocol == FORCED
+    beside = {column: ruler_column(mine) for column, mine in columns.items()}
+    what = "perplexity" if forced else "score in %"
+    if any(beside.values()):
+        what += ", beside it RULER's string match, to which values that were not asked for cost nothing"
     out = Table(
         title=(
             f"{settings['model']}, protocol {protocol}: {what}, {prompts} prompts; sink {settings['sink']}, window "
@@ -76,23 +93,27 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
         padding=(0, 1, 0, 0),
     )
     out.add_column("method")
-    for name in ("budget", "rows", *(task if length is None else f"{task} {length}" for task, length in columns)):
+    for name in ("budget", "rows"):
         out.add_column(name, justify="right")
-    for method, budget in rows_of(records):
-        mine = select(records, (method, budget))
-        cells = [
-            value(one for one in mine if (one["task"], one.get("length")) == column)
-            * (1 if protocol == FORCED else 100)
-            for column in columns
-        ]
-        digits = 3 if protocol == FORCED else 0
-        out.add_row(
-            method,
-            "-" if budget is None else budget,
-            f"{mean(one['rows'] for one in mine):,.0f}",
-            *("-" if math.isnan(cell) else f"{cell:.{digits}f}" for cell in cells),
-        )
+    for (task, length), ruler in beside.items():
+        out.add_column(task if length is None else f"{task} {length}", justify="right")
+        if ruler:
+            out.add_column("RULER", justify="right")
+    for row in rows_of(records):
+        cells = []
+        for column, ruler in beside.items():
+            mine = select(columns[column], row)
+            cells.append(_cell(value(mine), 3) if forced else _cell(100 * value(mine)))
+            if ruler:
+                cells.append(_cell(100 * mean(one["ruler"] for one in mine if one.get("ruler") is not None)))
+        method, budget = row
+        read = mean(one["rows"] for one in select(records, row))
+        out.add_row(method, budget or "-", f"{read:,.0f}", *cells)
     return out
+
+
+def _cell(number: float, digits: int = 0) -> str:
+    return "-" if math.isnan(number) else f"{number:.{digits}f}"
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
@@ -132,8 +153,9 @@ def grids(records: Sequence[Record]) -> dict[str, list[Record]]:
         for protocol, mine in by(records, "protocol").items()
         for task, ours in by(mine, "task").items()
     }
-    return {name: mine for name, mine in found.items() if len({_place(one) for one in mine} - {None}) > 1}
+    placed = {name: [one for one in mine if _place(one)] for name, mine in found.items()}
+    return {name: mine for name, mine in placed.items() if len({_place(one) for one in mine}) > 1}
 
 
 def _place(one: Record) -> tuple[int, float] | None:
-    return None if one.get("depth") is None else (one["length"], one["depth"])
+    return None if one.get("depth") is None or one.get("length") is None else (one["length"], one["depth"])

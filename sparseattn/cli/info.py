@@ -1,30 +1,154 @@
-"""`sparseattn info`: versions, devices, and which kernels can run here."""
+"""`sparseattn info`: what runs here, or what a trace, an artefact or an index holds and whether it is undamaged."""
 
 from __future__ import annotations
 
 import json as json_module
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from sparseattn.cli.common import in_a_sentence
+from sparseattn import artefact, indexes
+from sparseattn.artefact import Artefact
+from sparseattn.cli.common import Screen, errors, in_a_sentence, plain
 from sparseattn.environment import kernels, machine, versions
+from sparseattn.rope import Rope
 from sparseattn.selectors import SELECTORS
+from sparseattn.tensorfiles import load_tensors
+from sparseattn.traceformat import FORMAT, TraceError, read_header
+from sparseattn.traces import Trace
+
+RIGHT, NONE = "right", "none: written by an earlier release"
+ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's meta; its figures are many
 
 
 @in_a_sentence
-def info(json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False) -> None:
-    """Show versions, devices, which kernels can run here, and the selectors by name."""
-    facts = {"versions": versions(), "machine": machine(), "kernels": kernels(), "selectors": list(SELECTORS)}
-    if json:
-        typer.echo(json_module.dumps(facts))
-        return
-    out = Console(highlight=False)
+def info(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Traces, artefacts and index files; none: what runs here.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
+    ] = False,
+) -> None:
+    """Show versions, devices, which kernels can run here, and the selectors by name; or what FILES hold.
+
+    Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
+    """
+    facts = [_described(path) for path in files] if files else [_here()]
+    for one in facts:
+        if json:
+            typer.echo(json_module.dumps(one))
+        elif "damage" not in one:
+            _show(one)
+    damaged = [one["damage"] for one in facts if "damage" in one]
+    for sentence in damaged:
+        errors.print(f"sparseattn: {plain(sentence)}", style="red", soft_wrap=True)
+    if damaged:
+        raise typer.Exit(2)
+
+
+def _here() -> dict[str, Any]:
+    return {"versions": versions(), "machine": machine(), "kernels": kernels(), "selectors": list(SELECTORS)}
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    """A title a fact; below it what it says."""
+    out = Screen()
     for title, value in facts.items():
-        out.print(f"[bold]{title}[/bold]")
+        if isinstance(value, str | int):
+            out.print(f"{title:9} {plain(value)}", soft_wrap=True)
+            continue
+        out.print(title, style="bold")
         if isinstance(value, dict):
             for name, what in value.items():
-                out.print(f"  {name:14} {what}", markup=False, soft_wrap=True)
+                out.print(f"  {plain(name):14} {plain(_words(what))}", soft_wrap=True)
         else:
-            out.print(f"  {', '.join(value)}", markup=False)
+            out.print(f"  {plain(', '.join(map(str, value)))}", soft_wrap=True)
+
+
+def _words(value: Any) -> str:
+    """A fact in words: `name value, name value` of an object."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_words(what)}" for name, what in value.items() if what is not None)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """What a file is and holds; `damage` is a sentence instead where it cannot be read or is not what was written."""
+    try:
+        _, metadata = read_header(path, "a trace, an artefact or an index")
+        kinds = {FORMAT: _trace, artefact.FORMAT: _artefact, indexes.FORMAT: _index}
+        kind = kinds.get(metadata.get("format", ""))
+        if kind is None:
+            raise TraceError(f"{path} is a safetensors file, but no trace, artefact or index of sparseattn")
+        return {"file": str(path), **kind(path)}
+    except ValueError as error:  # of traces, artefacts and index files: a sentence that names the file
+        return {"file": str(path), "damage": str(error)}
+
+
+def _trace(path: Path) -> dict[str, Any]:
+    trace = Trace.open(path)
+    trace.verify()
+    layers = {}
+    for index, shape in trace.shapes.items():
+        layers[str(index)] = {
+            "heads": shape.heads,
+            "group": shape.group,
+            "size": shape.size,
+            "queries": shape.queries,
+            "scale": shape.scale,
+            "window": shape.window,
+            "rope": _rope(trace.ropes[index]),
+        }
+    return {
+        "kind": "trace",
+        "hash": NONE if trace.hashes is None else RIGHT,
+        "model": str(trace.meta.get("model", "unknown")),
+        "tokens": trace.tokens,
+        "dtype": str(trace.dtype).removeprefix("torch."),
+        "layers": layers,
+        "meta": {name: what for name, what in trace.meta.items() if name != "model"},
+    }
+
+
+def _artefact(path: Path) -> dict[str, Any]:
+    held = Artefact.load(path)
+    layers = {}
+    for index, partition in held.layers.items():
+        heads, buckets, size = partition.centroids.shape
+        learned = partition.classifier
+        layers[str(index)] = {
+            "heads": heads,
+            "buckets": buckets,
+            "size": size,
+            "classifiers": 0 if learned is None else len(learned.w1),
+            "hidden": None if learned is None else learned.w1.shape[1],
+            "rope": _rope(held.ropes.get(index)),
+        }
+    return {
+        "kind": "artefact",
+        "hash": RIGHT,
+        "model": str(held.meta.get("model", "unknown")),
+        "vectors": "roped" if held.roped else "de-roped",
+        "dtype": ", ".join(sorted({entry["dtype"] for entry in read_header(path)[0].values()})),
+        "layers": layers,
+        "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+    }
+
+
+def _index(path: Path) -> dict[str, Any]:
+    metadata, tensors = load_tensors(path, indexes.FORMAT, indexes.VERSION, "an index of sparseattn")
+    return {
+        "kind": "index",
+        "hash": RIGHT,
+        **{name: metadata[name] for name in ("selector", "arguments", "rows") if name in metadata},
+        "tensors": {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()},
+    }
+
+
+def _rope(rope: Rope | None) -> str | None:
+    if rope is None:
+        return None
+    return f"{rope.rotated} dimensions, {'interleaved' if rope.interleaved else 'halves'}"

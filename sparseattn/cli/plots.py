@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseattn.cli import eval_report
+from sparseattn.cli.common import plain
 from sparseattn.cli.report import Column
 from sparseattn.curves import Curve
 from sparseattn.files import write_atomic
@@ -167,16 +168,16 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 for budget in (*budgets, None)
                 if eval_report.select(mine, (method, budget))
             ]
-            style = _style(k, method)
+            style = _style(k, _shown(method))
             if [budget for budget, _ in levels] == [None]:
                 dashes = "--" if method == FULL else ":"
-                axis.axhline(levels[0][1], color=style["color"], linestyle=dashes, linewidth=1.4, label=method)
+                axis.axhline(levels[0][1], color=style["color"], linestyle=dashes, linewidth=1.4, label=style["label"])
             else:
                 axis.plot([budgets.index(budget) for budget, _ in levels], [level for _, level in levels], **style)
-        axis.set_xticks(range(len(budgets)), budgets)
+        axis.set_xticks(range(len(budgets)), list(map(_shown, budgets)))
         axis.set_xlim(-0.3, max(len(budgets), 1) - 0.7)
         axis.set_xlabel("budget")
-        axis.set_title(f"{task}, {protocol}", fontsize=10)
+        axis.set_title(_shown(f"{task}, {protocol}"), fontsize=10)
         axis.grid(alpha=0.3)
         if "nll" in mine[0]:
             axis.set_ylabel("perplexity")
@@ -184,8 +185,9 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_ylabel("score")
             axis.set_ylim(-0.03, 1.03)
             axis.yaxis.set_major_formatter(SHARE)
-    figure.suptitle(f"{records[0]['settings']['model']}: mean over lengths, depths and samples", fontsize=10)
-    _legend(figure, methods, ncols=3 if columns == 1 else 5)
+    model = records[0]["settings"]["model"]
+    figure.suptitle(_shown(f"{model}: mean over lengths, depths and samples"), fontsize=10)
+    _legend(figure, list(map(_shown, methods)), ncols=3 if columns == 1 else 5)
     _save(figure, path)
 
 
@@ -211,19 +213,22 @@ def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             for depth in depths
         ]
         axis.imshow(cells, norm=scale, cmap="cividis", aspect="auto")
-        name = row[0].replace("(", "\n(", 1)  # a panel is narrow
-        axis.set_title(name if row[1] is None else f"{name}, {row[1]}", fontsize=8)
+        name = _shown(row[0] if row[1] is None else f"{row[0]}, {row[1]}")
+        axis.set_title(name.replace("(", "\n(", 1), fontsize=8)  # a panel is narrow
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=45)
         axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
     for axis in axes[:, 0]:
         axis.set_ylabel("depth", fontsize=8)
     figure.colorbar(ScalarMappable(scale, "cividis"), ax=axes, label="score", format=SHARE)
     one = records[0]
-    figure.suptitle(
-        f"{one['task']}, protocol {one['protocol']}, {one['settings']['model']}: tokens against the needle's depth",
-        fontsize=10,
-    )
+    what = f"{one['task']}, protocol {one['protocol']}, {one['settings']['model']}"
+    figure.suptitle(_shown(f"{what}: tokens against the needle's depth"), fontsize=10)
     _save(figure, path)
+
+
+def _shown(text: str) -> str:
+    """Text of a file or an option as it is: no control characters, and no formula where it holds dollar signs."""
+    return plain(text).replace("$", r"\$")
 
 
 def _style(number: int, label: str) -> dict[str, Any]:

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sparseattn.builtin import BUILTIN
 from sparseattn.cli import report
 from sparseattn.cli.common import (
+    SELECTOR_HELP,
+    Screen,
     decimals,
     errors,
     in_a_sentence,
     integers,
     open_trace,
+    plain,
     progress_bar,
     results_folder,
 )
@@ -29,7 +31,7 @@ from sparseattn.curves import Curve, Problem, check, curves
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.metrics import usable_layers
-from sparseattn.selectors import SELECTORS, Selector, make_selector
+from sparseattn.selectors import Selector, make_selector
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 
@@ -68,10 +70,7 @@ def recall(
     ] = None,
     selector: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class; repeat for more. "
-            f"Default: {' '.join(SELECTED)}."
-        ),
+        typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}."),
     ] = None,
     keys: Annotated[
         str | None,
@@ -150,7 +149,7 @@ def recall(
         for source, tasks in zip(sources, found, strict=True)
     ]
     if not json:
-        screen = Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
         for source, tasks, mine in zip(sources, found, columns, strict=True):
             for column in mine:
                 screen.print(report.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.asked))
@@ -177,7 +176,7 @@ def recall(
             errors.print(f"figure: {out / 'scaling.png'}", soft_wrap=True)
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
-        (errors if json else Console(highlight=False)).print(report.recall_verdict(column), soft_wrap=True)
+        (errors if json else Screen()).print(report.recall_verdict(column), soft_wrap=True)
 
 
 def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
@@ -269,4 +268,4 @@ def _trace(
         return tasks
 
     facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
-    return Source(trace.name, {DIRECTIONS[0]: f"trace {trace.name}, {keys:,} keys"}, facts, {}, keys, load)
+    return Source(trace.name, {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}, facts, {}, keys, load)

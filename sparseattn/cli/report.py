@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from sparseattn.budget import Budget
+from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
 from sparseattn.metrics import COUNTED, Evaluation
 
@@ -27,7 +28,7 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
         heads = f"the {len(settings['far_heads'])} heads with {settings['far']:g} or more of their weight there"
     out = Table(
         title=(
-            f"{one.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
+            f"{plain(one.trace)}: last {settings['last']} of {settings['tokens']} tokens, layers "
             f"{','.join(map(str, one.layers))}, sink {settings['sink']}, window {settings['window']}; weight on "
             f"indexed rows {one.mean('indexed_mass'):.2f}; mean over {heads} (worst head)"
         ),

@@ -13,16 +13,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from sparseattn.artefact import Artefact
-from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import Screen, decimals, in_a_sentence, integers, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
-from sparseattn.training import Filters, Recipe
+from sparseattn.training import Filters, Progress, Recipe
 from sparseattn.training import train as fit
-from sparseattn.training.run import Progress
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
 SHORT = {"classifier": "saap", "symmetric": "sym."}
@@ -134,12 +132,12 @@ def train(
         report = {"artefact": str(out), "bytes": out.stat().st_size, "seconds": round(seconds, 3), **artefact.meta}
         typer.echo(json_module.dumps(report))
         return
-    console = Console(highlight=False)
+    console = Screen()
     console.print(table(artefact))
     held = len(artefact.meta["held_out"])
     console.print(
-        f"{out}: layers {', '.join(map(str, artefact.layers))}, {artefact.meta['recipe']['clusters']} buckets, "
-        f"{out.stat().st_size / 2**20:.1f} MiB, {len(artefact.meta['train'])} prompts and {held} held out, "
+        f"{out}: layers {', '.join(map(str, artefact.layers))}, {artefact.meta['recipe']['clusters']} "
+        f"buckets, {out.stat().st_size / 2**20:.1f} MiB, {len(artefact.meta['train'])} prompts and {held} held out, "
         f"{seconds:.0f} s",
         soft_wrap=True,
     )

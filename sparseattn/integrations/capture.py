@@ -23,7 +23,8 @@ from sparseattn.integrations import rotary
 from sparseattn.integrations.models import ModelError
 from sparseattn.integrations.routing import Call, Route, delegate, implementation, name_of, not_held
 from sparseattn.rope import Rope
-from sparseattn.traces import LayerShape, Trace, TraceError, TraceWriter
+from sparseattn.traces import LayerShape, Trace, TraceError
+from sparseattn.tracewriter import TraceWriter
 
 COMPARED = 8  # last tokens whose attention is recomputed to see whether a trace holds all of it
 

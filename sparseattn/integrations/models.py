@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from sparseattn.devices import usable_device
 
+REFERENCE = "reference"  # the name of the model that ships with the package
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -38,24 +41,35 @@ def load_model(
 ) -> tuple[Any, Any]:
     """A causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
 
+    Code that comes with a model is not run (`trust_remote_code` is False).
+
     Args:
-        path_or_id: a folder, or a name on the Hugging Face hub.
-        dtype: of the weights; as they are stored by default.
+        path_or_id: a name of `NAMED`, a folder, or a name on the Hugging Face hub. A folder called like a name of
+            `NAMED` is meant by `./reference`, or as a `Path`.
+        dtype: of the weights; as they are stored by default (float32 for the reference model).
         device: where to put the model; by default a CUDA device if there is one, else the CPU.
 
     Raises:
-        ModelError: no such folder, hub out of reach, not a causal LM, no tokenizer, no such device or no room on it.
+        ModelError: no such folder, hub out of reach, not a causal LM, a faulty config.json, weights of other shapes, no
+            tokenizer, no such device or no room on it.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        import transformers  # noqa: F401
     except ImportError as error:
         raise ModelError("loading a model needs transformers: pip install 'sparseattn[transformers]'") from error
-
     try:
         place = usable_device(device)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    name = os.fspath(path_or_id)
+    if isinstance(path_or_id, str) and path_or_id in NAMED:
+        return NAMED[path_or_id](dtype, place)
+    return _pretrained(os.fspath(path_or_id), dtype, place)
+
+
+def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
+    """`load_model` of a folder or of the hub."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     folder = Path(name).expanduser()
     local = folder.is_dir()
     if local and not (folder / "config.json").is_file():
@@ -65,32 +79,97 @@ def load_model(
             f"{name} is a file, not a model folder" if folder.exists() else f"no such model folder: {name}"
         )
     source = str(folder) if local else name
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        where = "cannot be read" if local else "is neither a folder here nor a model that the hub gives"
-        raise ModelError(f"{name} {where}: {_first_sentence(error)}") from error
-    try:
-        with _no_loading_bar():
+    where = f"the config.json of {name} cannot be read"
+    if not local:
+        where = f"{name} is neither a folder here nor a model that the hub gives"
+    with _in_a_sentence(where, name):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    where = f"the weights of {name} cannot be loaded into the model that its config.json describes"
+    with _in_a_sentence(where, name), _no_loading_bar(), _log_held_back():
+        try:
             model, loading = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype or "auto", output_loading_info=True
+                source,
+                dtype=dtype or "auto",
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # to refuse them below: transformers would print a table of them
+                output_loading_info=True,
             )
-        model = model.to(place).eval()
-    except Exception as error:  # safetensors and the hub raise types of their own
-        if "Unrecognized configuration class" in str(error):
-            raise ModelError(f"{name} is a {config.model_type} model, which is no causal LM to transformers") from error
-        raise ModelError(f"the weights of {name} cannot be loaded: {_first_sentence(error)}") from error
-    if missing := sorted(loading["missing_keys"]):  # transformers would make them up
-        raise ModelError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):
+                raise ModelError(
+                    f"{name} is a {config.model_type} model, which is no causal LM to transformers"
+                ) from error
+            raise
+        _check_loaded(name, loading)
+        model = model.to(device).eval()
     if local and not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        vocabulary = config.get_text_config().vocab_size
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         if vocabulary != 256:
             raise ModelError(f"{name} has {vocabulary} tokens and no tokenizer files; a model of bytes has 256")
         return model, None
+    with _in_a_sentence(f"the tokenizer of {name} cannot be loaded", name):
+        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def _check_loaded(name: str, loading: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers made up, for want of ones that fit."""
+    if mismatched := sorted(loading["mismatched_keys"]):
+        tensor, theirs, ours = mismatched[0]
+        raise ModelError(
+            f"the weights of {name} are not those of its config.json: {len(mismatched)} tensors have another shape, "
+            f"such as {tensor}, which is {list(theirs)} and would be {list(ours)}"
+        )
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
+
+
+@contextlib.contextmanager
+def _in_a_sentence(what: str, name: str) -> Iterator[None]:
+    """What libraries raise in the block, which have many types of their own, as a ModelError beginning with `what`."""
     try:
-        return model, AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer of {name} cannot be loaded: {_first_sentence(error)}") from error
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        if _interrupted(error):
+            raise KeyboardInterrupt from error
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name} brings Python code of its own, which is not run here (trust_remote_code is False): use a "
+                f"model that transformers itself knows, or load it with transformers and hand it to the functions"
+            ) from error
+        raise ModelError(f"{what}: {_reason(error)}") from error
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C led to `error`: torch's modes trip over it on their way out and raise a RuntimeError instead."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of a library's message, without its full stop; with its type where that says what it means."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    plain = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__ != "builtins"
+    return (text if plain else f"{type(error).__name__}: {text}").rstrip(".")
+
+
+@contextlib.contextmanager
+def _log_held_back() -> Iterator[None]:
+    """What transformers logs comes when the block ends well; when it raises, the error says enough."""
+    logger = logging.getLogger("transformers")
+    handlers, kept = logger.handlers, BufferingHandler(capacity=10_000)
+    logger.handlers = [kept]
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+    for record in kept.buffer:
+        logger.handle(record)
 
 
 @contextlib.contextmanager
@@ -99,26 +178,34 @@ def _no_loading_bar() -> Iterator[None]:
 
     Not by its `disable_progress_bar`, which would silence the hub's downloads with it.
     """
-    from transformers.utils import logging
+    from transformers.utils import logging as theirs
 
-    shown = logging._tqdm_active
-    logging._tqdm_active = False
+    shown = theirs._tqdm_active
+    theirs._tqdm_active = False
     try:
         yield
     finally:
-        logging._tqdm_active = shown
+        theirs._tqdm_active = shown
 
 
 def reference_model() -> Any:
-    """The byte-level model that ships with the package.
+    """The byte-level model that ships with the package, in float32 on the CPU.
 
     Raises:
         ModelError: this installation has no weights.
     """
+    return load_model(REFERENCE, device="cpu")[0]
+
+
+def _reference(dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
     folder = reference_folder()
     if not (folder / "model.safetensors").is_file():
         raise ModelError(f"the reference model's weights are missing from {folder}; reinstall sparseattn")
-    return load_model(folder, dtype=torch.float32, device="cpu")[0]
+    return _pretrained(str(folder), dtype or torch.float32, device)
+
+
+# Models by name -> what loads them, for a dtype (None: the model's own) and a device.
+NAMED: dict[str, Callable[[torch.dtype | None, torch.device], tuple[Any, Any]]] = {REFERENCE: _reference}
 
 
 def reference_folder() -> Path:
@@ -143,9 +230,3 @@ def encode(tokenizer: Any, data: bytes) -> Tensor:
     if not ids:
         raise ModelError("the text is empty, a trace has at least one token")
     return torch.tensor([ids])
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The first line of a library's message, without its full stop."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

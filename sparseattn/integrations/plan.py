@@ -83,7 +83,7 @@ def try_out(
     draw = torch.Generator().manual_seed(0)
     shape = (1, what.heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
-    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart)
+    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what so few rows lack
         trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))

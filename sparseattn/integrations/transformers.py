@@ -28,7 +28,7 @@ from sparseattn.integrations.routing import name_of
 from sparseattn.integrations.sparse_layer import Run, SparseLayer
 from sparseattn.integrations.stats import LayerStats, Stats
 from sparseattn.integrations.upstream import Cache, DynamicCache
-from sparseattn.selectors import Selector, make_selector
+from sparseattn.selectors import Selector, as_selector
 
 __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
 
@@ -51,9 +51,9 @@ class SparseCache(Cache):
         model: a decoder-only model of transformers, in eval mode, with "sdpa", "eager" or flash attention.
         selector: a name (`make_selector`), a `Selector` whose configuration is used, or a mapping from layers to these,
             in which "default" stands for the others.
-        budget: rows beyond sink and window, per head: an int, a share of the context (float), None for all, or a
-            mapping as for `selector`.
-        sink, window, seal, rollback, capacity, sealed_device, indexes: as in `KVCache`. In speculative decoding
+        budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), None for all, or
+            a mapping as for `selector`.
+        sink, window, seal, rollback, capacity, sealed_device, indexes, check: as in `KVCache`. In speculative decoding
             `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         dense_layers: how many of the first layers stay dense, or which. Layers with a sliding window always stay as
             they are.
@@ -84,6 +84,7 @@ class SparseCache(Cache):
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
         impl: str | None = None,
+        check: bool = False,
     ) -> None:
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
@@ -98,6 +99,7 @@ class SparseCache(Cache):
             "capacity": capacity,
             "sealed_device": sealed_device,
             "indexes": indexes,
+            "check": check,
         }
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
@@ -118,10 +120,7 @@ class SparseCache(Cache):
 
     def _layer(self, index: int, impl: str | None) -> SparseLayer:
         what, budget = self.prepared.layers[index], plan.of_layer(self.budget, index)
-        method = plan.of_layer(self.selector, index)
-        method = make_selector(method) if isinstance(method, str) else method
-        if not isinstance(method, Selector):
-            raise ValueError(f"selector is a name or an instance of a Selector, such as Quest(), got {method!r}")
+        method = as_selector(plan.of_layer(self.selector, index))
         rows = KVCache(method.for_layer(index, what.rope), **self._settings)
         try:
             plan.try_out(method.for_layer(index, what.rope), what, budget, self._settings["sealed_device"], impl)

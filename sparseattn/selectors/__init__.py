@@ -38,6 +38,7 @@ __all__ = [
     "Rows",
     "Selector",
     "Window",
+    "as_selector",
     "make_selector",
 ]
 
@@ -62,7 +63,8 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?::(?P<args>[A-
 def make_selector(spec: str) -> Selector:
     """The selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
 
-    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`).
+    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`). A module is imported, which
+    runs its code with the rights of this process: take no such text from where you would take no program.
 
     Raises:
         ValueError: an unknown name or argument (with the nearest known one), or a value the selector refuses.
@@ -93,6 +95,14 @@ def make_selector(spec: str) -> Selector:
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{spec!r}: {error}") from error
     return selector
+
+
+def as_selector(given: Selector | str) -> Selector:
+    """`given`, or the selector that it names (`make_selector`); ValueError for anything else."""
+    made = make_selector(given) if isinstance(given, str) else given
+    if not isinstance(made, Selector):
+        raise ValueError(f'selector is a name ("quest") or an instance of a Selector, such as Quest(), got {made!r}')
+    return made
 
 
 def _value(method: type[Selector], name: str, text: str, kind: Any) -> Any:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sparseattn.rope import Rope
 
 Self = TypeVar("Self", bound="Selector")
+
+MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,8 @@ class Selector(ABC):
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
+        late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
+            is loaded at its first use.
         layer: the model layer this instance serves, set by `for_layer`.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
@@ -77,6 +81,7 @@ class Selector(ABC):
     host: bool = False
     uses_budget: bool = True
     knob: str | None = None
+    late: tuple[str, ...] = ()
     layer: int = 0
     rope: Rope | None = None
     stored: Tensor | None = None
@@ -118,6 +123,22 @@ class Selector(ABC):
             ValueError: a method that cannot: it works on the host, or nobody has said how much room its state needs.
         """
         raise ValueError(f"{self!r} has no step of fixed shapes and addresses: build the KVCache without fixed=True")
+
+    def check_state(self, state: Mapping[str, Tensor], rows: Rows, order: Tensor | None) -> None:
+        """Refuses what no `append(rows)` of an empty instance leaves in its row buffers: a file may hold anything.
+
+        A method that overrides it has its index kept in files where a cache is asked to (`KVCache(indexes=)`); others
+        are built every time. `selectors.loaded` has the usual checks.
+
+        Args:
+            state: attribute -> what its row buffer is to hold, in host memory; buffers that are empty are not in it.
+            rows: what the index was built from.
+            order: what `append` returned, a permutation, or None.
+
+        Raises:
+            ValueError: a name, shape, dtype or number that does not fit.
+        """
+        raise ValueError(f"{self!r} does not say what its state must be (check_state), so it is not read from files")
 
     def stored_keys(self) -> Tensor:
         """`stored`; RuntimeError outside a cache."""
@@ -196,6 +217,13 @@ def check_least(**sizes: tuple[int, int]) -> None:
     for name, (size, least) in sizes.items():
         if size < least:
             raise ValueError(f"{name} is {least} or more, got {size}")
+
+
+def check_most(**sizes: int) -> None:
+    """ValueError for an argument above what a list, or a beam, of one query or key has any use for."""
+    for name, size in sizes.items():
+        if size > MOST:
+            raise ValueError(f"{name} is {MOST:,} or less (a list of so many is half a MiB), got {size:,}")
 
 
 def check_share(share: float) -> None:

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from sparseattn.kernels.scoring import listed_scores
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, check_least, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.loaded import (
+    Loaded,
+    check_equal,
+    check_finite,
+    check_lists,
+    check_no_order,
+    check_scored,
+    check_tensors,
+)
 from sparseattn.selectors.nearest import evenly, load_faiss, nearest, root_of_moment
 from sparseattn.storage import RowBuffer
 
@@ -20,7 +29,7 @@ class QueryBridge(Selector):
 
     Args:
         probes: guides whose lists are united: more find more and scan more.
-        neighbours: keys in a guide's list, its exact nearest ones.
+        neighbours: keys in a guide's list, its exact nearest ones; 65,536 or less, 8 bytes each.
         guides: training queries kept, evenly spaced over the prefill, or the number of centroids; decode queries join
             while there are fewer.
         centroids: k-means centroids of the prefill's queries (faiss, spherical, on the host) serve as guides.
@@ -29,7 +38,7 @@ class QueryBridge(Selector):
 
     Guides are compared with the query by the cosine under the keys' second moment: near are those that rank keys alike
     (at 131,072 synthetic keys, with 2,048 guides, 512 keys each and 8 probes this finds 0.83 of the top 100, the plain
-    cosine 0.67; LOG.md, 2026-11-20). Keys sealed later enter the lists in which they belong; one that enters no list is
+    cosine 0.67; log of 2026-11-20). Keys sealed later enter the lists in which they belong; one that enters no list is
     not found. `scanned` counts guides and distinct keys scored.
 
     Raises:
@@ -43,6 +52,7 @@ class QueryBridge(Selector):
         self, probes: int = 16, neighbours: int = 256, guides: int = 2048, centroids: bool = False, share: float = 1.0
     ) -> None:
         check_least(probes=(probes, 1), neighbours=(neighbours, 1), guides=(guides, 1))
+        check_most(neighbours=neighbours)
         check_share(share)
         load_faiss()
         self.probes, self.neighbours, self.guides, self.centroids = probes, neighbours, guides, centroids
@@ -97,6 +107,21 @@ class QueryBridge(Selector):
                     self._learn(b, h, h * group + g, queries, known, place, int(held[b]), free)
         if without:
             warn_of_keys_as_queries(self, without, batch * heads * group)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        check_no_order(order)
+        batch, heads, new, size = rows.keys.shape
+        group, asked = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
+        guides = (batch, heads * group, min(asked or new, self.guides))
+        vectors, lists = (torch.float32, (*guides, size)), (*guides, self.neighbours)
+        wanted = {"real": (torch.bool, (batch, new)), "root": (torch.float32, (batch, heads, size, size))}
+        wanted |= {"guide": vectors, "direction": vectors}
+        check_tensors(state, {**wanted, "lists": (torch.int32, lists), "scores": (torch.float32, lists)})
+        real = (rows.positions >= 0).cpu()
+        check_equal(state, "real", real)
+        check_finite(state, "guide", "direction", "root")
+        check_lists(state, "lists", real.sum(1))
+        check_scored(state, "lists", "scores")
 
     def _extend(self, batch: int, chosen: int, room: int, size: int, device: torch.device) -> None:
         vectors = torch.zeros(batch, chosen, room, size, device=device)

@@ -21,6 +21,7 @@ from sparseattn.kernels.scoring import bucket_spans
 from sparseattn.rope import Rope
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
+from sparseattn.selectors.loaded import Loaded, Wanted, check_tensors
 from sparseattn.storage import RowBuffer
 
 CHUNK = 1 << 24  # numbers made at once of the keys of a seal, such as products with centroids: 64 MiB
@@ -54,6 +55,40 @@ class Parameters:
         return x if self.rope is None else self.rope.unrotate(x, positions[:, None])
 
 
+class Edges(RowBuffer):
+    """`[B,H,R,C+2]` int32: rows of bucket c in segment r are `edges[c]` to `edges[c+1]`; bucket C is padding."""
+
+    def __init__(self) -> None:
+        super().__init__(2, spare=0)
+        self._slots: list[int] = []  # `most` of what is stored, or of more after `take`; empty: not known yet
+
+    def fresh(self) -> Edges:
+        return Edges()
+
+    def clone(self) -> Edges:
+        twin = super().clone()
+        assert isinstance(twin, Edges)
+        twin._slots = self._slots  # replaced, never changed in place
+        return twin
+
+    def resize(self, rows: int, like: Tensor) -> None:
+        super().resize(rows, like)
+        self._slots = []
+
+    def reset(self) -> None:
+        super().reset()
+        self._slots = []
+
+    def most(self, span: int) -> list[int]:
+        """Entry p: the most slots of `span` rows that p + 1 buckets of a head fill. On a GPU the host waits for it once
+        a seal."""
+        if not self._slots:
+            length = self.data.diff(dim=-1)[..., :-1]  # [B,H,R,C]
+            slots = (length + span - 1).div(span, rounding_mode="floor").sum(2)
+            self._slots = slots.sort(-1, descending=True).values.cumsum(-1).amax((0, 1)).tolist()
+        return self._slots
+
+
 class Partitioned(Selector):
     """Keys in the buckets of a partition trained beforehand; a query reads all rows of the buckets it ranks highest.
 
@@ -81,6 +116,7 @@ class Partitioned(Selector):
     """
 
     knob = "probes"
+    late = ("_held", "_here")
 
     def __init__(self, artefact: str = "reference", probes: int = 32, group: str = "softmax", span: int = 16) -> None:
         if probes < 1:
@@ -89,11 +125,9 @@ class Partitioned(Selector):
             raise ValueError(f"span is a power of two (16, 32, ...), got {span}")
         locate(artefact)
         self.artefact, self.probes, self.group, self.span = artefact, probes, check_group(group), span
-        # [B,H,R,C+2] int32: rows of bucket c in segment r are edges[c] to edges[c+1]; bucket C is padding
-        self.edges = RowBuffer(2, spare=0)
+        self.edges = Edges()
         self._held: Artefact | None = None
         self._here: Parameters | None = None
-        self._slots: list[int] = []  # `_most` of what is stored, or of more after `reorder`; empty: not known yet
 
     # -- the artefact ----------------------------------------------------------------------------------------------
 
@@ -128,7 +162,6 @@ class Partitioned(Selector):
 
     def reset(self) -> None:
         super().reset()
-        self._slots = []
         if self.edges.room is None:  # else a batch of the same shape comes, and a CUDA graph may hold the addresses
             self._here = None
 
@@ -178,13 +211,30 @@ class Partitioned(Selector):
         ends = low + sizes.scatter_add_(2, bucket, torch.ones_like(bucket)).cumsum(2)  # [B,H,C+1]
         edges = torch.nn.functional.pad(ends, (1, 0), value=low)
         self.edges.append(edges[:, :, None].int())
-        self._slots = []
         if self.edges.room is None:
-            self._most()
+            self.edges.most(self.span)
         return bucket.argsort(dim=2, stable=True)
 
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
         """For methods that keep more: called with new rows and the bucket of each, `[B,H,n]`, C for padding."""
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        (batch, heads, new, _), buckets = rows.keys.shape, self._parameters(rows.keys).buckets
+        check_tensors(state, {"edges": (torch.int32, (batch, heads, 1, buckets + 2)), **self.wanted(rows, buckets)})
+        edges, padding = state["edges"][:, :, 0], (rows.positions < 0).cpu()  # [B,H,C+2], [B,n]
+        if bool((edges[..., 0] != 0).any()) or bool((edges[..., -1] != new).any()) or bool((edges.diff() < 0).any()):
+            raise ValueError(f"edges of buckets do not rise from 0 to the {new} rows")
+        if bool((edges.diff()[..., -1] != padding.sum(1)[:, None]).any()):
+            raise ValueError("edges do not leave the rows of padding apart")
+        if order is None:
+            raise ValueError("it holds no order of the rows")
+        last = torch.arange(new) >= edges[..., -2:-1]  # [B,H,n] the places of padding
+        if not torch.equal(padding[:, None].expand_as(last).gather(2, order.cpu()), last):
+            raise ValueError("the order mixes rows of padding with others")
+
+    def wanted(self, rows: Rows, buckets: int) -> Wanted:
+        """For methods that keep more: its dtypes and shapes, of `rows` in C = `buckets`."""
+        return {}
 
     def _stored(self, first: int = 0) -> Tensor:
         """`[B,H,n]` int64: the bucket of every row from segment `first` on; C for padding."""
@@ -193,14 +243,6 @@ class Partitioned(Selector):
         place = torch.arange(low, high, dtype=torch.int32, device=table.device).expand(*table.shape[:2], -1)
         ends = table[..., 1:].flatten(2).contiguous()  # segments follow each other, so these rise
         return torch.searchsorted(ends, place.contiguous(), right=True) % (table.shape[3] - 1)
-
-    def _most(self) -> list[int]:
-        """Entry p: the most slots that p + 1 buckets of a head fill. On a GPU the host waits for it once a seal."""
-        if not self._slots:
-            length = self.edges.data.diff(dim=-1)[..., :-1]  # [B,H,R,C]
-            slots = (length + self.span - 1).div(self.span, rounding_mode="floor").sum(2)
-            self._slots = slots.sort(-1, descending=True).values.cumsum(-1).amax((0, 1)).tolist()
-        return self._slots
 
     # -- the query -------------------------------------------------------------------------------------------------
 
@@ -226,7 +268,7 @@ class Partitioned(Selector):
         ids = scores.topk(probes, dim=-1).indices  # [B,Hs,P]
         slots = budget // self.span + probes * segments  # enough for whatever is chosen
         if not fixed:
-            slots = min(slots, self._most()[probes - 1])
+            slots = min(slots, self.edges.most(self.span)[probes - 1])
         start, length = bucket_spans(ids, table, self.span, budget, slots)
         real = (table[:, :1, :, buckets] > table[:, :1, :, 0]).any(2)  # [B,1] a sequence has any row
         looked_at = (table[:, :1, :, -1] > table[:, :1, :, 0]).sum(2) if fixed else segments  # without spare ones

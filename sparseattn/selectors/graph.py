@@ -19,7 +19,7 @@ from sparseattn.kernels.compiled import ONE_AT_A_TIME as ONE_AT_A_TIME
 from sparseattn.kernels.compiled import fetch, widen
 from sparseattn.kernels.compiled import parts as parts
 
-CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (LOG.md, 2026-11-20)
+CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (docs/log, 2026-11-20)
 
 
 @njit(fastmath=True, inline="always")

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import CHUNK, Parameters, Partitioned
+from sparseattn.selectors.loaded import Loaded, Wanted, check_finite
 from sparseattn.storage import RowBuffer
 
-SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see LOG.md)
+SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see docs/log)
 
 
 class KeyMoments(RowBuffer):
@@ -70,6 +71,22 @@ class KeyMoments(RowBuffer):
         logits = asked @ mean.mT + SPREAD / 2 * asked.square() @ variance.mT
         return logits.masked_fill(number.mT == 0, -torch.inf)
 
+    @staticmethod
+    def wanted(rows: Rows, buckets: int) -> Wanted:
+        """Dtype and shape of `rows` in C = `buckets`, under the name that methods give it."""
+        batch, heads, _, size = rows.keys.shape
+        return {"moments": (torch.float32, (batch, heads, buckets, 2 * size + 1))}
+
+    @staticmethod
+    def check(state: Loaded) -> None:
+        """Loaded moments belong to loaded edges; else ValueError."""
+        check_finite(state, "moments")
+        held, size = state["moments"], state["moments"].shape[-1] // 2
+        if bool((held[..., size : 2 * size] < 0).any()):
+            raise ValueError("moments have a negative variance")
+        if bool((held[..., -1] != state["edges"][:, :, 0].diff()[..., :-1]).any()):
+            raise ValueError("moments count other rows than the buckets hold")
+
     @property
     def read(self) -> int:
         """Bytes of one KV head of one sequence."""
@@ -92,6 +109,13 @@ class Moments(Partitioned):
 
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
         self.moments.add(rows.keys, bucket, own.buckets)
+
+    def wanted(self, rows: Rows, buckets: int) -> Wanted:
+        return KeyMoments.wanted(rows, buckets)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        super().check_state(state, rows, order)
+        KeyMoments.check(state)
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
         return self.moments.logits(query), own.buckets, self.moments.read

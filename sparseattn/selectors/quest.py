@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseattn.kernels.scoring import best_pages, page_scores
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group
+from sparseattn.selectors.loaded import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.storage import RowBuffer
 
 SLACK = 1.25  # a step leaves room for longer keys, so that few of them make the stored bounds be rounded anew
@@ -24,10 +25,10 @@ class Quest(Selector):
         page: rows per page, a power of two; 16 in the paper.
         group: how a query group votes: "sum" (default), "softmax" or "max" of its bounds give one choice per KV head;
             "each" lets every query head choose its own pages. On the reference model "sum" finds 5 to 25 % more
-            attention than "max" at equal rows (LOG.md, 2026-11-20).
+            attention than "max" at equal rows (docs/log, 2026-11-20).
         int8: keep the bounds as 8-bit integers, rounded outwards in steps of one size per channel; a Triton kernel of a
             16-bit model rounds query times step as well. `page=8, int8=True` reads as many bytes of metadata as
-            `page=16` of a 16-bit model and finds more at equal rows (LOG.md, 2026-11-22). Ours, not the paper's.
+            `page=16` of a 16-bit model and finds more at equal rows (docs/log, 2026-11-22). Ours, not the paper's.
 
     The paper's models have one query head per KV head and leave the vote open; its accuracy code expands the keys,
     which is "each". The paper's kernels always read the current, partial page: with `Quest.paper()` the cache's
@@ -66,6 +67,19 @@ class Quest(Selector):
         self.low.append(low)
         self.high.append(high)
         self.real.append(rows.positions[:, :: self.page] >= 0)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        check_no_order(order)
+        batch, heads, new, size = rows.keys.shape
+        bounds = (torch.int8 if self.int8 else rows.keys.dtype, (batch, heads, new // self.page, size))
+        wanted = {"low": bounds, "high": bounds, "real": (torch.bool, (batch, new // self.page))}
+        if self.int8:
+            wanted["step"] = (torch.float32, (batch, heads, size))
+        check_tensors(state, wanted)
+        check_equal(state, "real", (rows.positions[:, :: self.page] >= 0).cpu())
+        check_finite(state, "low", "high", "step")
+        if bool((state["low"] > state["high"]).any()) or bool((state.get("step", torch.ones(1)) <= 0).any()):
+            raise ValueError("a page's least key is above its largest, or a step is not above 0")
 
     def _rounded(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """As int8 in the channels' steps, which grow, those stored before with them, where a bound needs it."""

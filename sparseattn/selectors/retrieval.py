@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, check_least, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.loaded import Loaded, check_finite, check_lists, check_no_order, check_scored, check_tensors
 from sparseattn.selectors.nearest import load_faiss, root_of_moment
 from sparseattn.storage import RowBuffer
 
@@ -34,7 +35,7 @@ class RetrievalAttention(Selector):
             difference of their products with the training queries. The latter is ours, not the paper's.
         guides: training queries kept to place later keys, decode queries if there are fewer; 0 keeps none.
 
-    The paper names RoarGraph and gives no parameters: these are ours, measured in LOG.md (2026-11-20). Left open there
+    The paper names RoarGraph and gives no parameters: these are ours, measured in the log, 2026-11-20. Left open there
     and settled here: similarity is the inner product of keys after RoPE; queries may guide keys that come after them;
     `scanned` counts distinct keys scored, the entry included; generated rows are inserted when they leave the window.
     Unlike RoarGraph's code, distances between keys are Euclidean, a query's first keys are all pivots, lists of queries
@@ -65,6 +66,7 @@ class RetrievalAttention(Selector):
     ) -> None:
         check_least(beam=(beam, 1), neighbours=(neighbours, 1), degree=(degree, 2), pivots=(pivots, 1))
         check_least(build_beam=(build_beam, 1), guides=(guides, 0))
+        check_most(neighbours=neighbours, degree=degree, pivots=pivots, build_beam=build_beam)
         check_share(share)
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
@@ -132,6 +134,34 @@ class RetrievalAttention(Selector):
         self.guide.append(torch.zeros(batch, graphs, guides, size))
         self.lists.append(torch.full((batch, graphs, guides, self.neighbours), -1, dtype=torch.int32))
         self.scores.append(torch.full((batch, graphs, guides, self.neighbours), -torch.inf))
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        check_no_order(order)
+        batch, heads, new, size = rows.keys.shape
+        group, asked = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
+        graphs, guides = (batch, heads * group), min(self.guides, asked or new)
+        wanted = {
+            "adjacency": (torch.int32, (*graphs, new, self.degree)),
+            "parent": (torch.int32, (*graphs, new)),
+            "bias": (torch.float32, (*graphs, new)),
+            "entry": (torch.int32, (*graphs, 1)),
+        }
+        if guides:
+            lists = (*graphs, guides, self.neighbours)
+            wanted |= {"guide": (torch.float32, (*graphs, guides, size))}
+            wanted |= {"lists": (torch.int32, lists), "scores": (torch.float32, lists)}
+        if self.metric == "query":
+            wanted["root"] = (torch.float32, (*graphs, size, size))
+        check_tensors(state, wanted)
+        check_finite(state, "bias", "guide", "root")
+        real = (rows.positions >= 0).sum(1).cpu()
+        check_lists(state, "adjacency", real)
+        if guides:
+            check_lists(state, "lists", real)
+            check_scored(state, "lists", "scores")
+        for b, count in enumerate(real.tolist()):
+            for lists_of, parent, entry in zip(*(state[n][b] for n in ("adjacency", "parent", "entry")), strict=True):
+                _check_tree(lists_of[:count], parent.long(), int(entry), count)
 
     def _link(self, b: int, s: int, keys: Tensor, queries: Tensor, first: int) -> bool:
         """Takes `keys` `[N,D]` from `first` on into graph s of sequence b; whether they had to serve as queries."""
@@ -206,6 +236,30 @@ class RetrievalAttention(Selector):
         base = torch.arange(batch)[:, None] * (step_b // size) + torch.arange(heads) * (step_h // size)
         bits = _compiled()[1].BITS.get(flat.dtype)
         return (flat if bits is None else flat.view(bits)).numpy(), base.repeat_interleave(group, 1).flatten()
+
+
+def _check_tree(adjacency: Tensor, parent: Tensor, entry: int, real: int) -> None:
+    """A tree over the first `real` keys whose root is the entry and whose edges are in the lists; else ValueError.
+
+    Searches begin at the entry, and insertions go down the tree: in a circle they would not end.
+
+    Args:
+        adjacency: `[real,W]`. parent: `[N]`, each row of padding its own.
+    """
+    rest = torch.arange(real, len(parent))
+    if not torch.equal(parent[real:], rest) or not (0 <= entry < real or (entry == -1 and not real)):
+        raise ValueError(f"the entry {entry} or the tree does not fit {real} keys of {len(parent)} rows")
+    parent, key = parent[:real], torch.arange(real)
+    if not real:
+        return
+    if int(parent.min()) < 0 or int(parent.max()) >= real or int(parent[entry]) != entry:
+        raise ValueError(f"parents are keys 0 to {real - 1}, and the entry's is itself")
+    above = parent
+    for _ in range(real.bit_length()):
+        above = above[above]
+    listed = (adjacency[parent] == key[:, None]).any(1) | (key == entry)
+    if not bool((above == entry).all()) or not bool(listed.all()):
+        raise ValueError("a key is not reached from the entry")
 
 
 def joined(old: Tensor, new: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from sparseattn.artefact import Partition
 from sparseattn.kernels.scoring import chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
+from sparseattn.selectors.loaded import Loaded, Wanted
 from sparseattn.selectors.moments import KeyMoments
 
 
@@ -48,6 +49,14 @@ class SAAP(Partitioned):
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
         if self.context:
             self.moments.add(rows.keys, bucket, own.buckets)
+
+    def wanted(self, rows: Rows, buckets: int) -> Wanted:
+        return KeyMoments.wanted(rows, buckets) if self.context else {}
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        super().check_state(state, rows, order)
+        if self.context:
+            KeyMoments.check(state)
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
         classifier = own.partition.classifier

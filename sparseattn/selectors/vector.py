@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, check_least
+from sparseattn.selectors.base import Rows, Selector, check_least, check_most
 from sparseattn.selectors.nearest import load_faiss
 from sparseattn.storage import RowBuffer, State
 
@@ -223,6 +223,7 @@ class HNSW(_Vector):
 
     def __init__(self, degree: int = 32, build_beam: int = 200, beam: int = 128, metric: str = "ip") -> None:
         check_least(degree=(degree, 2), build_beam=(build_beam, 1), beam=(beam, 1))
+        check_most(degree=degree, build_beam=build_beam)
         super().__init__()
         if metric not in ("ip", "l2"):
             raise ValueError(f"metric is ip or l2, got {metric!r}")

@@ -26,6 +26,7 @@ class Example:
         answers: the right answers.
         scoring: a name in `scoring.SCORINGS`.
         meta: length, depth, seed, or where it was read from.
+        others: where several values are asked for, those of the same kind in the context that are not.
     """
 
     task: str
@@ -34,6 +35,7 @@ class Example:
     answers: tuple[str, ...]
     scoring: str
     meta: dict[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -51,12 +53,14 @@ class Draft:
         question: as of `Example`.
         answers: likewise.
         least: distractors without which the task means nothing.
+        others: as of `Example`.
     """
 
     build: Callable[[int], str]
     question: str
     answers: tuple[str, ...]
     least: int = 0
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

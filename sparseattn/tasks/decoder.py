@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,36 +10,26 @@ from torch import Tensor
 
 from sparseattn.budget import Budget
 from sparseattn.hashes import tensors_hash
-from sparseattn.integrations.models import ModelError, load_model, reference_folder
+from sparseattn.integrations.models import ModelError
 from sparseattn.selectors import Selector
 
-REFERENCE = "reference"
 TRACE = 64  # entries of each parameter that tell a model from another
-
-
-def open_model(
-    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> tuple[Any, Any]:
-    """The model of a folder or of the hub and its tokenizer; for `REFERENCE` the one that ships with the package.
-
-    Raises:
-        ModelError: see `load_model`.
-    """
-    if name == REFERENCE:
-        return load_model(reference_folder(), dtype or torch.float32, device)
-    return load_model(name, dtype, device)
 
 
 class ModelDecoder:
     """Decodes with a causal LM of transformers, one sequence at a time.
 
     Args:
-        model: as `open_model` gives it.
+        model: as `load_model` gives it.
         sink, window: rows that every query of a sparse layer reads.
         dense_layers: how many of the first layers stay dense.
         seal: as in `KVCache`; None: the selector's span, so that less than a span of further dense rows flatters it.
         chunk: tokens per forward call of a prefill.
         queries: whether any selector to come learns from the prefill's queries.
+
+    Attributes:
+        positions: tokens that the model can tell apart by place; None: any number.
+        ends: tokens that end a response.
     """
 
     def __init__(
@@ -62,14 +51,14 @@ class ModelDecoder:
                 f"the model has {self.config.num_hidden_layers} layers: of them 0 to "
                 f"{self.config.num_hidden_layers - 1} may be dense, got {dense_layers}"
             )
+        self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
         ends = model.generation_config.eos_token_id
         self.ends: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
-    def check(self, tokens: int, what: str) -> None:
-        """ModelError where the model has no positions for so many tokens."""
-        most = getattr(self.config, "max_position_embeddings", None)
-        if most is not None and tokens > most:
-            raise ModelError(f"the model has {most} positions, {what} takes {tokens}")
+    def check(self, tokens: int, what: str, remedy: str = "") -> None:
+        """ModelError where the model has no positions for so many tokens, with the `remedy` behind it."""
+        if self.positions is not None and tokens > self.positions:
+            raise ModelError(f"the model has {self.positions} positions, {what} takes {tokens}{remedy}")
 
     def fingerprint(self) -> str:
         """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
@@ -87,7 +76,7 @@ class ModelDecoder:
         if selector is None:
             cache = prefill.cache("window", None, dense_layers=self.config.num_hidden_layers)
         else:
-            cache = prefill.cache(selector, None, seal=self.seal or selector.span, **self.settings)
+            cache = prefill.cache(selector, None, seal=self.seal or selector.span, check=True, **self.settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)

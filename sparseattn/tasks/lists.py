@@ -41,7 +41,7 @@ def _words(depth: float, draw: random.Random, filler: Filler) -> Draft:
         return "Some words of this list recur more often than others.\n" + " ".join(listed) + "\n"
 
     question = "What are the three most frequent words? The three most frequent words are"
-    return Draft(build, question, tuple(words[:ASKED]), least=LEAST)
+    return Draft(build, question, tuple(words[:ASKED]), LEAST, tuple(words[ASKED:]))
 
 
 KV = Task(_records, uses_depth=True, scoring="all")

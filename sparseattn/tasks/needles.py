@@ -50,15 +50,14 @@ def _variables(depth: float, draw: random.Random, filler: Filler) -> Draft:
     name = distinct(lambda: letters(draw, 3).upper())
     number = distinct(lambda: digits(draw, 5))
     lines: list[tuple[float, str]] = []  # place in the text, 0 to 1, and assignment
-    asked: tuple[list[str], str] = ([], "")
-    for chain in range(CHAINS):
+    chains: list[tuple[list[str], str]] = []  # variables and their value; the first chain is asked for
+    for _ in range(CHAINS):
         names, value = [name() for _ in range(HOPS + 1)], number()
+        chains.append((names, value))
         places = sorted(draw.random() for _ in names)  # a variable is assigned before it is read
         told = [f"VAR {names[0]} = {value}."]
         told += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
         lines += zip(places, told, strict=True)
-        if chain == 0:
-            asked = (names, value)
     lines.sort()
     sentences = cached(filler(draw))
 
@@ -70,9 +69,10 @@ def _variables(depth: float, draw: random.Random, filler: Filler) -> Draft:
             done = at
         return "".join(parts) + " ".join(text[done:]) + "\n"
 
-    names, value = asked
+    (names, value), *rest = chains
+    others = tuple(name for chain, _ in rest for name in chain)
     question = f"Which {len(names)} variables have the value {value}? The variables with the value {value} are"
-    return Draft(build, question, tuple(names))
+    return Draft(build, question, tuple(names), others=others)
 
 
 PASSKEY = Task(_passkey, uses_depth=True, scoring="all")

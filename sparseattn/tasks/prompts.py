@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from sparseattn.tasks.base import Example
+from sparseattn.tasks.jsonlines import json_object
 
 ANSWERS = ("answers", "answer", "outputs")
 TEMPLATE = "{context}\n\n{question}"
@@ -32,7 +34,8 @@ def read_prompts(
 
     Raises:
         OSError: no such file.
-        ValueError: naming the line, no JSON object or fields missing; a file that is not UTF-8; an unfit template.
+        ValueError: naming file and line, no usable JSON object (see `json_object`) or fields missing; a file that is
+            not UTF-8; an unfit template.
     """
     if template.count("{context}") != 1 or template.count("{question}") != 1 or not _in_order(template):
         raise ValueError(f"a template holds {{context}} and behind it {{question}}, once each, got {template!r}")
@@ -42,8 +45,8 @@ def read_prompts(
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                context, question, answers = _fields(json.loads(line), template, tail)
-            except (json.JSONDecodeError, _Unusable) as error:
+                context, question, answers = _fields(json_object(line), template, tail)
+            except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             meta = {"file": Path(path).name, "line": number}
             examples.append(Example(Path(path).stem, context, question, answers, scoring, meta))
@@ -66,35 +69,38 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start} is 0x{data[error.start]:02x})") from None
 
 
-class _Unusable(Exception):
-    """What is wrong with a line."""
-
-
 def _in_order(template: str) -> bool:
     return template.index("{context}") < template.index("{question}")
 
 
-def _fields(record: Any, template: str, tail: int) -> tuple[str, str, tuple[str, ...]]:
-    if not isinstance(record, dict):
-        raise _Unusable(f"a line is a JSON object, got {type(record).__name__}")
+def _answer(one: Any) -> bool:
+    """Whether it is an answer: text, or a finite number."""
+    if isinstance(one, float):
+        return math.isfinite(one)
+    return isinstance(one, (str, int)) and bool(str(one).strip())
+
+
+def _fields(record: dict[str, Any], template: str, tail: int) -> tuple[str, str, tuple[str, ...]]:
+    """Context, question and answers of a line. ValueError in a sentence for one that lacks them."""
     answers = next((record[name] for name in ANSWERS if name in record), None)
-    answers = [answers] if isinstance(answers, (str, int, float)) else answers
-    if not isinstance(answers, list) or not answers or not all(str(answer).strip() for answer in answers):
-        raise _Unusable(f"answers are a string or a list of strings under {', '.join(ANSWERS)}, got {answers!r}")
+    held = answers if isinstance(answers, list) else [answers]
+    if not held or not all(map(_answer, held)):
+        got = reprlib.repr(answers)
+        raise ValueError(f"answers are a string or a list of strings under {', '.join(ANSWERS)}, got {got}")
     if "context" in record:
         names = [name for name in ("question", "input") if record.get(name)]
         if not names:
-            raise _Unusable("a context comes with a question, under question or input")
+            raise ValueError("a context comes with a question, under question or input")
         before, _, behind = template.partition("{context}")
         context, question = before + str(record["context"]), behind.replace("{question}", str(record[names[0]]))
     else:
         whole = record.get("prompt") or record.get("input")
         if not isinstance(whole, str):
-            raise _Unusable("a prompt is under prompt or input, or in two parts under context and question")
+            raise ValueError("a prompt is under prompt or input, or in two parts under context and question")
         whole += str(record.get("answer_prefix", ""))
         if len(whole) <= tail:
-            raise _Unusable(f"a prompt is longer than its question of {tail} characters, got {len(whole)}")
+            raise ValueError(f"a prompt is longer than its question of {tail} characters, got {len(whole)}")
         context, question = whole[:-tail], whole[-tail:]
     if not context or not question:
-        raise _Unusable("context and question are not empty")
-    return context, question, tuple(str(answer) for answer in answers)
+        raise ValueError("context and question are not empty")
+    return context, question, tuple(map(str, held))

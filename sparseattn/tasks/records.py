@@ -4,17 +4,54 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from sparseattn.files import naming
+from sparseattn.tasks.jsonlines import json_object
 
 Key: TypeAlias = "tuple[Any, ...]"
 
 KEY = ("task", "prompt", "protocol", "method", "budget", "source")  # what tells one record of a file from another
 
 
+NULLABLE = ("budget", "source")  # of full attention, and of methods that do not look at a budget
+MOST = 1e15  # of any number in a record: means of more are no longer what they seem
+
+
 def key_of(record: Mapping[str, Any]) -> Key:
     return tuple(record[name] for name in KEY)
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """ValueError in a sentence for a record that tables and figures could not be made of.
+
+    It has the texts of `KEY`, the number `rows`, and either `score`, from 0 to 1, or `nll` and `scored_tokens`.
+    """
+    for name in KEY:
+        if not (isinstance(record.get(name), str) or (name in NULLABLE and record.get(name) is None)):
+            raise ValueError(f"{name} is text, got {reprlib.repr(record.get(name))}")
+    if "nll" in record:
+        _number(record, "nll")
+        _number(record, "scored_tokens", 1)
+    else:
+        _number(record, "score", 0, 1)
+        if record.get("ruler") is not None:
+            _number(record, "ruler", 0, 1)
+        if not isinstance(record.get("answers", []), list):
+            raise ValueError(f"answers are a list, got {reprlib.repr(record['answers'])}")
+    _number(record, "rows")
+    for name in ("length", "depth"):
+        if record.get(name) is not None:
+            _number(record, name)
+
+
+def _number(record: Mapping[str, Any], name: str, least: float = 0, most: float = MOST) -> None:
+    number = record.get(name)
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not least <= number <= most:  # NaN is not
+        raise ValueError(f"{name} is a number from {least} to {most:g}, got {reprlib.repr(number)}")
 
 
 class Records:
@@ -26,7 +63,7 @@ class Records:
 
     Raises:
         OSError: the file cannot be used.
-        ValueError: it holds records of other settings, or lines that are no records.
+        ValueError: it holds records of other settings, or lines that are no records; names file and line.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
@@ -36,30 +73,45 @@ class Records:
         with open(self.path, "ab+") as file:
             file.seek(0)
             whole = 0
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    self._take(line)
+                    self._take(line, number)
                     whole += len(line)
             file.truncate(whole)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes, number: int) -> None:
         try:
-            record = json.loads(line)
-            key, theirs = key_of(record), dict(record["settings"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path} holds a line that is no record of this command: {line[:60]!r}") from None
+            record = json_object(line)
+            check_record(record)
+            theirs = record.get("settings")
+            if not isinstance(theirs, dict):
+                raise ValueError(f"settings are an object, got {reprlib.repr(theirs)}")
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}, line {number} is a line that is no record of this command: {error}; remove that line or "
+                "file, or name another folder"
+            ) from None
         for name in {**theirs, **self.settings}:
             if theirs.get(name) != self.settings.get(name):
                 raise ValueError(
-                    f"{self.path} holds results with another {name} ({theirs.get(name)!r}, now "
-                    f"{self.settings.get(name)!r}): name another folder, or remove that file"
+                    f"{self.path}, line {number} holds results with another {name} ({reprlib.repr(theirs.get(name))}, "
+                    f"now {self.settings.get(name)!r}): name another folder, or remove that file"
                 )
-        self.found[key] = record
+        self.found[key_of(record)] = record
 
     def add(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends a record and returns it as it reads back; it is on the disk then."""
+        """Appends a record and returns it as it reads back; it is on the disk then.
+
+        Raises:
+            ValueError: it could not be read again (see `check_record`): a model that answers NaN has no perplexity.
+        """
+        try:
+            check_record(record)
+        except ValueError as error:
+            what = ", ".join(f"{name} {record.get(name)}" for name in ("task", "protocol", "method", "budget"))
+            raise ValueError(f"what was measured ({what}) cannot be kept: {error}") from None
         line = json.dumps({**record, "settings": self.settings})
-        with open(self.path, "ab", buffering=0) as file:
+        with naming(self.path), open(self.path, "ab", buffering=0) as file:
             file.write((line + "\n").encode())  # in one piece: a run that is killed leaves all of it or none
             os.fsync(file.fileno())
         kept: dict[str, Any] = json.loads(line)

@@ -26,7 +26,7 @@ from sparseattn.budget import Budget
 from sparseattn.selectors import Selector
 from sparseattn.tasks.base import Example
 from sparseattn.tasks.records import KEY, Key
-from sparseattn.tasks.scoring import score
+from sparseattn.tasks.scoring import ruler, score
 from sparseattn.tasks.tokens import Tokens
 
 PROTOCOLS = ("question", "prefill")
@@ -109,17 +109,22 @@ class Prompt:
         context = [*tokens.before, *tokens.ids(example.context)]
         return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
 
-    def shortened(self, longest: int) -> Prompt:
+    def shortened(self, longest: int, option: str = "longest") -> Prompt:
         """With so much cut out of the middle of the context that prompt and answer have `longest` tokens at most.
 
         Raises:
-            ValueError: question and answer alone have as many.
+            ValueError: naming the `option` that `longest` was given to: question and answer leave no room for 2 tokens
+                of the context.
         """
-        room = longest - len(self.question) - self.limit
+        asked = len(self.question) + self.limit
+        room = longest - asked
         if len(self.context) <= room:
             return self
         if room < 2:
-            raise ValueError(f"{self.name} has {len(self.question)} tokens of a question and {self.limit} of an answer")
+            raise ValueError(
+                f"{self.name} has {len(self.question)} tokens of a question and {self.limit} of an answer: {option} is "
+                f"{asked + min(len(self.context), 2)} or more, got {longest}"
+            )
         cut = self.context[: room // 2] + self.context[-(room - room // 2) :]
         return replace(self, context=cut, facts={**self.facts, "cut": len(self.context) - room})
 
@@ -238,7 +243,8 @@ def _answer(
         "response": response,
         "answers": list(example.answers),
         "scoring": example.scoring,
-        "score": score(example.scoring, response, example.answers),
+        "score": score(example.scoring, response, example.answers, example.others),
+        "ruler": ruler(example.scoring, response, example.answers),
     }
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparseattn.artefact import Classifier
-from sparseattn.training.data import bucket_stream
+from sparseattn.training.recipe import bucket_stream
 
 EPSILON = 1e-5  # of BatchNorm, torch's
 MOMENTUM = 0.1

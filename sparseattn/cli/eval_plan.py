@@ -1,0 +1,139 @@
+"""What `eval` was asked for: options as values, checked before anything is read, loaded or made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from sparseattn.budget import budget_rows, parse_budget
+from sparseattn.cli.common import decimals, integers
+from sparseattn.cli.report import budget_label
+from sparseattn.selectors import make_selector
+from sparseattn.tasks import TASKS
+from sparseattn.tasks.run import PROTOCOLS, Method
+
+PPL = "ppl"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What to measure, whatever the model and the files.
+
+    Args:
+        tasks: names in `TASKS`, and `PPL`.
+        lengths: of generated prompts and of windows of a text, in tokens, ascending.
+        depths: where needles lie.
+        samples: prompts for each length and depth, or windows for each length.
+        seed: of the first prompt.
+        protocols: of `PROTOCOLS`.
+        methods: full attention first.
+        last: tokens that perplexity predicts.
+        answer_tokens: of an answer at most; None: twice the right ones and 8, or `OWN_TOKENS` of the user's prompts.
+        max_length: of the user's prompts with their answers; None: nothing is cut.
+    """
+
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    samples: int
+    seed: int
+    protocols: Sequence[str]
+    methods: Sequence[Method]
+    last: int
+    answer_tokens: int | None
+    max_length: int | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tasks: str,
+        lengths: str,
+        depths: str,
+        samples: int,
+        seed: int,
+        protocols: str,
+        selectors: Sequence[str],
+        budgets: str,
+        last: int,
+        answer_tokens: int | None,
+        max_length: int | None,
+    ) -> Plan:
+        """Of the options as they were given.
+
+        Raises:
+            ValueError: naming the option, a name that is not known or a number out of its range.
+        """
+        counts = sorted(set(integers(lengths, "--lengths") or []))
+        positive(
+            {
+                "--lengths": counts[0],
+                "--samples": samples,
+                "--last": last,
+                "--answer-tokens": answer_tokens,
+                "--max-length": max_length,
+            }
+        )
+        return cls(
+            tasks=names(tasks, "--task", (*TASKS, PPL)),
+            lengths=counts,
+            depths=list(dict.fromkeys(decimals(depths, "--depths"))),
+            samples=samples,
+            seed=seed,
+            protocols=names(protocols, "--protocol", PROTOCOLS),
+            methods=methods(selectors, budgets, counts),
+            last=last,
+            answer_tokens=answer_tokens,
+            max_length=max_length,
+        )
+
+    @property
+    def seeds(self) -> range:
+        return range(self.seed, self.seed + self.samples)
+
+    @property
+    def queries(self) -> bool:
+        """Whether any method learns from the prefill's queries."""
+        return any(method.selector is not None and method.selector.queries_share for method in self.methods)
+
+
+def positive(numbers: Mapping[str, int | None]) -> None:
+    """ValueError naming the option of a number below 1."""
+    for option, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{option} is 1 or more, got {number}")
+
+
+def one_of(option: str, name: str, known: Collection[str]) -> None:
+    """ValueError naming the option for a name that is not among `known`."""
+    if name not in known:
+        raise ValueError(f"{option} is one of {', '.join(known)}, got {name!r}")
+
+
+def names(text: str, option: str, known: Sequence[str]) -> list[str]:
+    """`"a,b"` as a list without repetitions. Raises ValueError for a name that is not among `known`."""
+    found = list(dict.fromkeys(text.split(","))) if text else []
+    for name in found:
+        if name not in known:
+            raise ValueError(f"{option} takes names from {', '.join(known)}, separated by commas, got {name!r}")
+    return found
+
+
+def methods(specs: Sequence[str], text: str, counts: Sequence[int]) -> list[Method]:
+    """Full attention, and every selector at every budget; one that does not look at its budget, once.
+
+    Raises:
+        ValueError: no such selector or budget, a budget below a selector's span, or two selectors of one label.
+    """
+    asked = list(dict.fromkeys(parse_budget(part) for part in text.split(",")))
+    asked.sort(key=lambda budget: budget_rows(budget, counts[-1]))
+    found = [Method()]
+    labels: dict[str, str] = {}
+    for one in map(make_selector, specs):
+        what = f"{one!r} of {one.source()}"
+        if labels.setdefault(one.label(), what) != what:
+            raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
+        for budget in asked if one.uses_budget else [None]:
+            budget_rows(budget, counts[0], one.span, repr(one))
+            found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None))
+    return list({(method.label, method.written): method for method in found}.values())

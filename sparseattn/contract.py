@@ -1,0 +1,85 @@
+"""Whether a selection keeps to the contract: checked in every comparison and every test, never in a step that is timed.
+
+A selector that names more rows than its budget, or a row twice, would look better than it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Selector
+
+
+class ContractError(ValueError):
+    """A selector returned what the contract does not allow, in one sentence: selector, step, head and rows."""
+
+
+def check(
+    selection: Selection,
+    query: Tensor,
+    positions: Tensor,
+    budget: int,
+    sealed: int,
+    real: Tensor | None,
+    selector: Selector,
+) -> None:
+    """The selection names distinct sealed rows, no padding, and at most `budget` of them for each head.
+
+    Makes the host wait for the device.
+
+    Args:
+        selection: what `select` returned.
+        query, positions, budget: what it was given: `[B,H,G,D]`, `[B]` and rows.
+        sealed: rows that the selector has been shown, padding included.
+        real: `[B,H,sealed]` bool, which of them are no padding; None: all.
+        selector: who it was, for the sentence.
+
+    Raises:
+        ContractError: the first violation found.
+    """
+    if not isinstance(selection, Selection):
+        raise ContractError(f"{selector!r} returned {type(selection).__name__} from select, not a Selection")
+    batch, heads, group, _ = query.shape
+    shape = tuple(selection.start.shape[:2])
+    if shape not in ((batch, heads), (batch, heads * group)):
+        raise ContractError(
+            f"{selector!r} returned a selection [B,Hs,S] = {list(selection.start.shape)} for a query "
+            f"{list(query.shape)}: B is {batch} and Hs is {heads} (per KV head) or {heads * group} (per query head)"
+        )
+    start, length = (part.to("cpu", torch.int64) for part in (selection.start, selection.length))
+    kind = "KV head" if shape[1] == heads else "query head"
+
+    def refuse(wrong: Tensor, what: str) -> None:
+        """`wrong` `[B,Hs]` or `[B,Hs,S]`: raises for the first head, and slot, where it is true."""
+        if not bool(wrong.any()):
+            return
+        b, head, *slot = wrong.nonzero()[0].tolist()
+        first, rows = (int(part[b, head, slot[0]]) if slot else 0 for part in (start, length))
+        named = f"rows {first} to {first + rows - 1}" if rows > 1 else f"row {first}"
+        facts = {"rows": named, "first": first, "length": rows, "total": int(length[b, head].sum())}
+        at = f"layer {selector.layer}, position {int(positions[b])}, sequence {b}, {kind} {head}"
+        raise ContractError(f"{selector!r} broke the contract ({at}): {what.format(**facts)}")
+
+    refuse(
+        (length < 0) | (length > selection.span),
+        f"a span of {{length}} rows from row {{first}} on, where a span has 0 to {selection.span}",
+    )
+    used = length > 0
+    refuse(
+        used & ((start < 0) | (start + length > sealed)),
+        "it names {rows}, and " + (f"the rows it was shown are 0 to {sealed - 1}" if sealed else "was shown none"),
+    )
+    # Unused slots go to the end, where they overlap with nothing.
+    ordered, place = torch.where(used, start, sealed).sort(dim=-1)
+    ends = ordered + length.gather(-1, place)
+    twice = torch.zeros_like(used).scatter(-1, place[..., 1:], ordered[..., 1:] < ends[..., :-1])
+    refuse(twice, "it names {rows} of which another span holds some as well: a row is read once")
+    refuse(length.sum(-1) > budget, f"it names {{total}} rows for a budget of {budget}")
+    if real is not None and sealed:
+        before = torch.nn.functional.pad(real.to("cpu", torch.int64).cumsum(-1), (1, 0))  # [B,H,sealed+1]
+        before = before.repeat_interleave(shape[1] // heads, 1)
+        first = torch.where(used, start, 0)
+        count = before.gather(-1, first + torch.where(used, length, 0)) - before.gather(-1, first)
+        refuse(used & (count < length), "it names {rows}, among them padding")

@@ -1,0 +1,361 @@
+"""Where the rows of a cache lie: sink | sealed | recent on one device, or the sealed ones apart in host memory.
+
+Rows are stored, moved into the sealed zone, ordered, dropped and read here; when that happens is `KVCache`'s matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import sparseattn.checks as checks
+from sparseattn.queries import Queries
+from sparseattn.selection import Bounds
+from sparseattn.selectors.base import Rows
+from sparseattn.storage import RowBuffer
+from sparseattn.zones import Zones
+
+
+class StoredRows:
+    """Keys, values and positions of B sequences and H heads, and the queries that wait until their rows are sealed.
+
+    Args:
+        sink: first rows of each sequence, kept apart from the sealed ones.
+        near: rows to allocate at once on the cache's own device.
+        capacity: sealed rows to allocate at once where they lie.
+        apart: the device of the sealed rows; None: between sink and recent rows.
+        share: of the queries to keep, 0 to 1.
+
+    Attributes:
+        zones: which row lies where, as counts.
+        newest: `[B]` int64 on the cache's device, the position of each sequence's newest token; updated in place.
+    """
+
+    def __init__(self, sink: int, near: int, capacity: int, apart: torch.device | None, share: float) -> None:
+        self.sink, self.apart = sink, apart
+        self.keys, self.values = RowBuffer(2, near), RowBuffer(2, near)  # [B,H,N,D]
+        self.apart_keys, self.apart_values = (RowBuffer(2, capacity, pinned=True) for _ in range(2))
+        self.real = RowBuffer(2, capacity)  # [B,H,N] bool, where the sealed rows lie: not padding
+        self.positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
+        self.queries = Queries(share)
+        # What steps on the device read, updated in place: [B] each.
+        self._bounds: Bounds | None = None
+        self.newest = torch.zeros(0, dtype=torch.int64)
+        self._told: tuple[list[int], ...] = ()  # what these hold
+        self.fixed = False
+        self.zones = Zones(0, sink, apart is not None)
+
+    _BUFFERS = ("keys", "values", "apart_keys", "apart_values", "real", "positions", "queries")
+
+    def _buffers(self) -> list[RowBuffer]:
+        return [getattr(self, name) for name in self._BUFFERS]
+
+    @property
+    def _near(self) -> tuple[RowBuffer, RowBuffer, RowBuffer]:
+        """The buffers whose rows lie alike."""
+        return self.keys, self.values, self.positions
+
+    def fix(self, capacity: int) -> None:
+        """Allocates `capacity` rows a sequence at the first append and never again (`RowBuffer.fix`)."""
+        for buffer in self._near:
+            buffer.fix(capacity)
+        self.fixed = True
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Tensor | None:
+        """`[B,H,N,D]`, the storage of the keys on the cache's own device; None before the first row."""
+        return self.keys.full if self.keys.allocated else None
+
+    @property
+    def device(self) -> torch.device:
+        """The cache's own."""
+        return self.keys.full.device
+
+    @property
+    def bounds(self) -> Bounds:
+        """The zones of `keys`, updated in place."""
+        assert self._bounds is not None
+        return self._bounds
+
+    @property
+    def sealed_keys(self) -> Tensor:
+        """`[B,H,N,D]`, a view: the sealed rows in stored order, where they lie."""
+        return self._sealed(self.keys, self.apart_keys)
+
+    @property
+    def sealed_values(self) -> Tensor:
+        """`[B,H,N,D]`, as `sealed_keys`."""
+        return self._sealed(self.values, self.apart_values)
+
+    def _sealed(self, near: RowBuffer, apart: RowBuffer) -> Tensor:
+        zones = self.zones
+        return apart.data if zones.apart else near.full[:, :, zones.sink : zones.start]
+
+    @property
+    def sealed_real(self) -> Tensor | None:
+        """`[B,H,N]` bool, which of the sealed rows are no padding; None: all."""
+        zones = self.zones
+        return self.real.data if any(sealed < zones.zone for sealed in zones.sealed) else None
+
+    def indexed(self) -> tuple[Tensor, int]:
+        """The storage of the keys that a selector may read, and how many rows of it: all behind the sink if fixed."""
+        storage = self.apart_keys.full if self.zones.apart else self.keys.full
+        return storage, storage.shape[2] - self.sink if self.fixed else self.zones.zone
+
+    def shown(self) -> Tensor:
+        """`[B,H,N,D]`, a view: these rows."""
+        return self.keys.full[:, :, self.sink :] if self.fixed else self.sealed_keys
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Every stored row: keys, values `[B,H,N,D]`, and `[B,H,N]` bool, which places hold one (`KVCache`)."""
+        zones, heads = self.zones, self.keys.full.shape[1]
+        row, base = torch.arange(self.keys.rows), zones.start
+        count, end = torch.tensor(zones.count)[:, None], torch.tensor(zones.end)[:, None]
+        near = (row < count.clamp(max=zones.sink)) | ((row >= base) & (row < end))
+        near = near[:, None].expand(-1, heads, -1).to(self.device)  # [B,H,N]
+        sealed = self.real.data.to(self.device) if zones.zone else near[:, :, :0]
+        real = torch.cat([near[:, :, : zones.sink], sealed, near[:, :, base:]], 2)
+        if not (zones.apart and zones.zone):
+            return self.keys.data, self.values.data, real
+        keys, values = (
+            torch.cat([x.data[:, :, :base], y.data.to(self.device), x.data[:, :, base:]], 2)
+            for x, y in ((self.keys, self.apart_keys), (self.values, self.apart_values))
+        )
+        return keys, values, real
+
+    def copied(self, queries_too: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """What another cache appends to hold the same rows, of which none are sealed or of a sink.
+
+        Returns:
+            keys, values `[B,H,N,D]`; with `queries_too`, where all are kept, the queries `[B,H,G,N,D]`; positions
+            `[B,N]`, -1 for padding.
+        """
+        beyond = torch.arange(self.keys.rows) >= torch.tensor(self.zones.end)[:, None]  # [B,N] behind a shorter one
+        keys, values = self.keys.data, self.values.data
+        queries = self.queries.data if queries_too else None
+        if bool(beyond.any()):
+            hidden = beyond[:, None, :, None].to(keys.device)
+            keys, values = keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
+            queries = None if queries is None else queries.masked_fill(hidden[:, :, None], 0.0)
+        return keys, values, queries, self.positions.data.masked_fill(beyond, -1)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries)."""
+        kv = sum(buffer.nbytes for buffer in (self.keys, self.values, self.apart_keys, self.apart_values))
+        return {"kv": kv, "books": sum(buffer.nbytes for buffer in (self.positions, self.real, self.queries))}
+
+    # -- storing -----------------------------------------------------------------------------------------------------
+
+    def begin(self, zones: Zones, keys: Tensor) -> None:
+        """Takes the zones of a new batch, whose first rows are `keys` `[B,H,n,D]`."""
+        self.zones = zones
+        if self.apart is not None:
+            for buffer in (self.apart_keys, self.apart_values):
+                buffer.resize(0, keys[:, :, :0].to(self.apart))
+
+    def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None) -> None:
+        """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on."""
+        zones, (batch, _, new, _) = self.zones, keys.shape
+        counts, first, place, number = [new] * batch, zones.behind(new), None, None
+        if at is None:
+            at = torch.tensor(zones.next)[:, None]
+            at, following = at + torch.arange(new) if new != 1 else at, [next + new for next in zones.next]
+        else:
+            counts = (at >= 0).sum(1).tolist()
+            newest = at.amax(1).tolist() if new else [-1] * batch
+            following = [max(held, last + 1) for held, last in zip(zones.next, newest, strict=True)]
+            first = first if min(counts) == new else None
+        if first is None or (queries is not None and self.queries.share):
+            number = torch.tensor(zones.count)[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] in its sequence
+            place = zones.place(number) if first is None else None
+        zones.add(counts, following)
+        stored = ((self.keys, keys, 2), (self.values, values, 2), (self.positions, at, 1))
+        end = max(zones.end)
+        for buffer, rows, _ in stored:
+            buffer.resize(end, rows)
+        if first is not None:
+            for buffer, rows, dim in stored:
+                buffer.full.narrow(dim, first, new).copy_(rows)
+        elif place is not None:
+            for b in range(batch):
+                real = (at[b] >= 0).nonzero()[:, 0]
+                target = place[b][real]
+                self.positions.full[b].index_copy_(0, target, at[b][real])
+                target, real = target.to(keys.device), real.to(keys.device)
+                for buffer, rows in ((self.keys, keys), (self.values, values)):
+                    buffer.full[b].index_copy_(1, target, rows[b].index_select(1, real))
+        if queries is not None and number is not None and self.queries.share:
+            self.queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
+        self.publish()
+
+    def publish(self) -> None:
+        """Brings what the device reads up to date."""
+        zones = self.zones
+        told = (
+            [min(count, self.sink) for count in zones.count],
+            [zones.start] * len(zones.count),
+            zones.end,
+            [next - 1 for next in zones.next],
+        )
+        held = None if self._bounds is None else self._bounds.rows
+        if held is None or len(held) != len(zones.count) or held.device != self.device:
+            sink, sealed, end = (torch.tensor(numbers, dtype=torch.int32).to(self.device) for numbers in told[:3])
+            self._bounds = Bounds(sink, self.sink, sealed, end)
+            self.newest = torch.tensor(told[3]).to(self.device)
+        elif self._bounds is not None:
+            parts = (self._bounds.sink, self._bounds.sealed, self._bounds.rows, self.newest)
+            for part, numbers, before in zip(parts, told, self._told, strict=True):
+                if numbers == before:
+                    continue
+                if len(set(numbers)) == 1:
+                    part.fill_(numbers[0])
+                else:
+                    part.copy_(torch.tensor(numbers, dtype=part.dtype), non_blocking=True)
+        self._told = told
+
+    # -- sealing -----------------------------------------------------------------------------------------------------
+
+    def seal(self, each: list[int]) -> Rows:
+        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views.
+
+        Raises:
+            ValueError: NaN or infinite rows or queries on a GPU, where single rows were not looked at before.
+        """
+        zones, most = self.zones, max(each)
+        padding = torch.arange(most) >= torch.tensor(each)[:, None]
+        positions = self.positions.full[:, zones.start : zones.start + most].masked_fill(padding, -1)  # [B,n]
+        if zones.apart:
+            self._move_apart(each)
+        else:
+            self._make_room(each)
+        zones.seal(each)
+        new = slice(zones.zone - most, zones.zone)
+        keys, values = self.sealed_keys[:, :, new], self.sealed_values[:, :, new]
+        if self.keys.full.is_cuda:
+            checks.finite(keys=keys, values=values)
+        queries, sampled = self._take_queries(positions)
+        if queries is not None and self.keys.full.is_cuda:
+            checks.finite(queries=queries)
+        self.real.append((~padding).to(keys.device)[:, None].expand(-1, keys.shape[1], -1))
+        return Rows(keys, values, positions.to(keys.device), queries, sampled)
+
+    def arrange(self, order: Tensor, new: int) -> None:
+        """Stores the last sealed rows in a selector's `order` `[B,H,m]`: the `new` ones, and others if m is more.
+
+        Raises:
+            ValueError: no permutation of so many rows.
+        """
+        keys, values = self.sealed_keys, self.sealed_values
+        checks.order(order, keys, new)
+        for rows in (keys, values, self.real.data[..., None]):
+            moved = rows[:, :, rows.shape[2] - order.shape[2] :]
+            moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
+
+    def _make_room(self, each: list[int]) -> None:
+        """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
+        low, most = self.zones.start, max(each)
+        later_rows = [recent - sealed for recent, sealed in zip(self.zones.recent, each, strict=True)]
+        end = low + most + max(later_rows)
+        for buffer in self._near:
+            buffer.resize(end, buffer.full)
+        for b, (sealed, left) in enumerate(zip(each, later_rows, strict=True)):
+            if sealed == most:
+                continue
+            for buffer in self._near:
+                rows = buffer.full[b].movedim(buffer.dim - 1, 0)  # [N,...]
+                later = rows[low + sealed : low + sealed + left].clone()
+                rows[low + sealed : low + most] = 0
+                rows[low + most : low + most + left] = later
+
+    def _move_apart(self, each: list[int]) -> None:
+        """Copies the rows that seal behind the sealed ones, zeros their padding, and keeps the rest in new storage."""
+        zones, most = self.zones, max(each)
+        low, zone = zones.start, zones.zone
+        later_rows = [recent - sealed for recent, sealed in zip(zones.recent, each, strict=True)]
+        end = low + max(later_rows)
+        for near, apart in ((self.keys, self.apart_keys), (self.values, self.apart_values)):
+            apart.resize(zone + most, apart.full)
+            for b, rows in enumerate(each):
+                for h in range(near.full.shape[1]):  # a head is contiguous, so that no other copy is made on the device
+                    apart.full[b, h, zone : zone + rows].copy_(near.full[b, h, low : low + rows])
+                apart.full[b, :, zone + rows : zone + most] = 0
+        for buffer in self._near:
+            held = buffer.full
+            buffer.reset()
+            buffer.resize(end, held)
+            for b, (rows, left) in enumerate(zip(each, later_rows, strict=True)):
+                source, target = (x[b].movedim(buffer.dim - 1, 0) for x in (held, buffer.full))  # [N,...]
+                target[:low] = source[:low]
+                target[low : low + left] = source[low + rows : low + rows + left]
+
+    def _take_queries(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The sampled queries `[B,H,G,m,D]` of the rows being sealed and their positions `[B,m]`, where those lie."""
+        if not self.queries.share:
+            return None, None
+        queries, at = self.queries.hand_over(positions)
+        if self.apart is not None and queries.device != self.apart:
+            there = torch.empty(queries.shape, dtype=queries.dtype, device=self.apart)
+            for b in range(queries.shape[0]):
+                for h in range(queries.shape[1]):
+                    there[b, h].copy_(queries[b, h])
+            queries = there
+        return queries, at.to(queries.device)
+
+    # -- editing -----------------------------------------------------------------------------------------------------
+
+    def crop(self, gone: Sequence[int]) -> None:
+        """Forgets the newest `gone` rows of each sequence; ValueError where those are sealed."""
+        zones, before = self.zones, self.zones.end
+        first = zones.crop(gone)
+        zones.next = [  # the next token takes the position of the first one dropped
+            int(self.positions.full[b, place]) if rows else held
+            for b, (rows, place, held) in enumerate(zip(gone, first, zones.next, strict=True))
+        ]
+        if self.queries.share:
+            row = torch.arange(min(zones.end), max(before))
+            kept = (row < torch.tensor(zones.end)[:, None]) | (row >= torch.tensor(before)[:, None])
+            self.queries.drop(self.positions.full[:, row].masked_fill(kept, -1))
+        for buffer in self._near:
+            buffer.resize(max(zones.end), buffer.full)
+        self.publish()
+
+    def take(self, index: Tensor) -> None:
+        """Sequence b becomes what sequence `index[b]` was; ValueError where fixed storage has another batch."""
+        for buffer in self._buffers():
+            buffer.take(index)
+        self.zones.take(index.tolist())
+        self.publish()
+
+    def clone(self) -> StoredRows:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.zones = copy.copy(self.zones)  # its counts are replaced, never changed in place
+        for name in self._BUFFERS:
+            setattr(twin, name, getattr(self, name).clone())
+        twin._bounds = None
+        if self.zones.count:
+            twin.publish()
+        return twin
+
+    def reset(self) -> None:
+        """Forgets every row, and frees the storage unless it is fixed."""
+        for buffer in self._buffers():
+            buffer.reset()
+        self.zones = Zones(0, self.sink, self.apart is not None)
+        if not self.fixed:
+            self._bounds = None
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves what does not lie apart."""
+        for buffer in (self.keys, self.values, self.queries):
+            buffer.to(device)
+        if self.apart is None:
+            self.real.to(device)
+        if self.zones.count:
+            self.publish()

@@ -1,0 +1,151 @@
+"""No wrong selector looks good: what the contract forbids ends a comparison with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from sparseattn import Exact, KVCache, Rows, Selection, Selector, decode, evaluate
+from sparseattn.cli import app
+from sparseattn.contract import ContractError, check
+from sparseattn.curves import curve
+from sparseattn.synthetic import synthetic
+
+B, H, G, D = 2, 2, 3, 8
+AT = torch.tensor([70, 71])
+
+
+class Wrong(Selector):
+    """Names the spans that `name(sealed, budget)` gives, `[S]` each, in the last KV head; others are honest."""
+
+    span = 4
+
+    def __init__(self, name: Callable[[int, int], tuple[list[int], list[int]]]) -> None:
+        self.name, self.sealed = name, 0
+
+    def append(self, rows: Rows) -> None:
+        self.sealed += rows.keys.shape[2]
+
+    def reset(self) -> None:
+        super().reset()
+        self.sealed = 0
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        start, length = (torch.tensor(part, dtype=torch.int32) for part in self.name(self.sealed, budget))
+        honest = torch.zeros(*query.shape[:2], len(start), dtype=torch.int32)
+        honest_length = honest.clone()
+        honest[..., -1, :], honest_length[..., -1, :] = start, length
+        return Selection(honest, honest_length, 4)
+
+    def __repr__(self) -> str:
+        return "Wrong()"
+
+
+WRONG = {
+    "more than its budget": (lambda n, budget: (list(range(0, n - 3, 4)), [4] * (n // 4)), r"it names \d+ rows for a"),
+    "past the end": (lambda n, budget: ([n - 2], [4]), r"it names rows \d+ to \d+, and the rows it was shown are 0 to"),
+    "before the start": (lambda n, budget: ([-1], [2]), r"it names rows -1 to 0"),
+    "twice": (lambda n, budget: ([0, 8, 2], [4, 4, 1]), r"names row 2 of which another span holds some"),
+    "the same span": (lambda n, budget: ([8, 8], [4, 4]), r"names rows 8 to 11 of which another"),
+    "a long span": (lambda n, budget: ([0], [5]), r"a span of 5 rows from row 0 on, where a span has 0 to 4"),
+    "a negative span": (lambda n, budget: ([0], [-1]), r"a span of -1 rows"),
+}
+CASES = pytest.mark.parametrize(("name", "sentence"), WRONG.values(), ids=WRONG)
+
+
+@CASES
+def test_evaluate_refuses(name: Callable, sentence: str) -> None:
+    trace = synthetic(96, heads=H, group=G, size=D, layers=1)
+    where = r"^Wrong\(\) broke the contract \(layer 0, position 92, sequence 0, KV head 1\): "
+    with pytest.raises(ContractError, match=where) as error:
+        evaluate(trace, Wrong(name), 16, sink=2, window=4, last=4)
+    assert error.match(sentence)
+
+
+@CASES
+def test_recall_refuses(name: Callable, sentence: str) -> None:
+    layer = synthetic(96, heads=H, group=G, size=D, layers=1).layer(0)
+    with pytest.raises(ContractError, match=sentence):
+        curve(Wrong(name), layer.keys, layer.query[:, :, -4:], k=16)
+
+
+@CASES
+def test_a_cache_refuses_if_asked(name: Callable, sentence: str) -> None:
+    keys, values = torch.randn(2, B, H, 64, D)
+    query = torch.randn(B, H, G, D)
+    checked = KVCache(Wrong(name), sink=2, window=4, seal=4, check=True)
+    checked.append(keys, values)
+    with pytest.raises(ContractError, match=sentence):
+        decode(query, checked, 16)
+    assert checked.clone().check, "copies are checked too"
+
+
+def test_decode_does_not_look() -> None:
+    cache = KVCache(Wrong(WRONG["more than its budget"][0]), sink=2, window=4, seal=4, check=False)
+    cache.append(*torch.randn(2, B, H, 64, D))
+    assert torch.isfinite(decode(torch.randn(B, H, G, D), cache, 16)).all()
+
+
+def test_padding_is_refused() -> None:
+    """The shorter sequence of a batch has padding in its sealed zone, which an honest selector never names."""
+
+    def every_row(n: int, budget: int) -> tuple[list[int], list[int]]:
+        return list(range(0, n, 4)), [4] * (n // 4)
+
+    cache = KVCache(Wrong(every_row), sink=2, window=4, seal=4, check=True)
+    at = torch.stack([torch.arange(64), torch.arange(64) - 40]).clamp(min=-1)
+    cache.append(*torch.randn(2, B, H, 64, D), None, at)
+    with pytest.raises(
+        ContractError, match=r"position 23, sequence 1, KV head 1\): it names rows 16 to 19, among them"
+    ):
+        decode(torch.randn(B, H, G, D), cache, None)
+
+
+def test_shapes_and_types() -> None:
+    query, nothing = torch.randn(B, H, G, D), torch.zeros(B, H * G, 1, dtype=torch.int32)
+    check(Selection(nothing, nothing, 1), query, AT, 1, 10, None, Exact())
+    with pytest.raises(ContractError, match=r"\[2, 1, 1\] for a query \[2, 2, 3, 8\]: B is 2 and Hs is 2 .+ or 6"):
+        check(Selection(nothing[:, :1], nothing[:, :1], 1), query, AT, 1, 10, None, Exact())
+    with pytest.raises(ContractError, match="returned tuple from select, not a Selection"):
+        check((nothing, nothing), query, AT, 1, 10, None, Exact())  # type: ignore[arg-type]
+    one = nothing.clone()
+    one[1, 5] = 1
+    with pytest.raises(
+        ContractError, match=r"layer 0, position 71, sequence 1, query head 5\): it names row 9, and was"
+    ):
+        check(Selection(nothing + 9, one, 1), query, AT, 1, 0, None, Exact())
+
+
+class Greedy(Exact):
+    """Ignores its budget."""
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        return super().select(query, positions, 10 * budget)
+
+
+def test_bench_ends_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "t.safetensors"
+    synthetic(300, heads=1, group=2, size=8, layers=1).save(trace)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    command = ["bench", str(trace), "--selector", "test_contract:Greedy", "--budget", "20", "--last", "2"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out"), "--no-figures"])
+    assert done.exit_code == 2
+    assert "Greedy(" in done.stderr
+    assert "rows for a budget of 20" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_eval_ends_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    command = ["eval", "--task", "passkey", "--lengths", "300", "--depths", "0.5", "--samples", "1", "--budget", "20"]
+    done = CliRunner().invoke(
+        app, [*command, "--selector", "test_contract:Greedy", "--out", str(tmp_path), "--no-figures"]
+    )
+    assert done.exit_code == 2
+    assert "rows for a budget of 20" in done.stderr
+    assert "Traceback" not in done.output
