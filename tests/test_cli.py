@@ -676,11 +676,15 @@ def test_capture_then_bench(tmp_path: Path) -> None:
     assert record["trace_meta"]["config_hash"]
 
 
-@pytest.mark.slow
-def test_bench_without_arguments_runs_on_the_builtin_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layers", [["--layers", "1"], pytest.param([], marks=pytest.mark.slow)], ids=["one layer", "every layer"]
+)
+def test_bench_without_arguments_runs_on_the_builtin_traces(
+    layers: list[str], builtin_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its table, figures and verdict; and the two observations of the papers, on a few tokens."""
-    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
-    done = run("bench", "--last", "2", "--out", tmp_path / "out")
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
+    done = run("bench", "--last", "2", *layers, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert "recall: last 2 of 8192 tokens" in done.output
     assert "text: last 2 of 8192 tokens" in done.output

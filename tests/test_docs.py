@@ -89,7 +89,7 @@ def _obeys_the_main_laws(method) -> None:
     case = Case("documented", method, method)
     for apart in (None, "cpu"):
         test_exhaustive_and_unlimited_is_full_attention(case, apart)
-        test_output_is_attention_over_exactly_the_rows_named(case, 4, 8, 32, apart)
+        test_output_is_attention_over_exactly_the_rows_named(case, (4, 8, 32), apart)
 
 
 def test_the_selectors_that_documents_show_are_tested_against_the_laws() -> None:

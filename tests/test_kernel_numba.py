@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from cases import heads
+from conftest import numba_cache
 from torch import Tensor
 
 from sparseattn import Bounds, Quest, Selection, attend, kernels
@@ -16,6 +19,7 @@ from sparseattn.selectors.base import GROUPS
 
 pytest.importorskip("numba")
 from sparseattn.kernels import numba_cpu
+from sparseattn.selectors import graph
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -302,3 +306,11 @@ def test_attend_takes_queries_in_the_order_of_a_model() -> None:
     selection = Selection.tokens(torch.randint(0, 40, (2, 3, 1)))
     got, expected = (attend(query, keys, values, selection, impl=impl)[0] for impl in ("numba", "reference"))
     torch.testing.assert_close(got, expected)
+
+
+def test_compiled_code_outlives_this_clone() -> None:
+    """The tests keep it by its source alone; numba would keep it by this clone's path, and compile anew in the next."""
+    if os.environ["NUMBA_CACHE_DIR"] != str(numba_cache()):
+        pytest.skip("NUMBA_CACHE_DIR names another folder")
+    for kernel, folder in ((numba_cpu._attend, "kernels"), (graph.search_heads, "selectors")):
+        assert Path(kernel.stats.cache_path).resolve() == numba_cache().resolve() / folder
