@@ -413,7 +413,7 @@ def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) 
         changed.write_bytes(data)
         done = run("info", changed)
         assert (done.exit_code, done.stdout) == (2, "")
-        assert f"{changed.name} is damaged: its tensors are not" in " ".join(done.stderr.split())
+        assert f"{changed.name} is damaged: its tensors or metadata are not" in " ".join(done.stderr.split())
     save_file({"x": torch.zeros(3)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("hello world")
     for name, sentence in (
