@@ -142,8 +142,8 @@ def test_retrieval_layers_look_far_back(builtin_cache: Path, monkeypatch: pytest
     monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
     trace = builtin_trace("recall")
     for layer in (1, 2):
-        assert sparseattn.evaluate(trace, "exact", 64, window=64, layers=[layer]).mean("indexed_mass") > 0.5
-    assert sparseattn.evaluate(trace, "exact", 64, window=64, layers=[0]).mean("indexed_mass") < 0.5
+        assert sparseattn.evaluate(trace, "exact", 64, window=64, last=128, layers=[layer]).mean("indexed_mass") > 0.5
+    assert sparseattn.evaluate(trace, "exact", 64, window=64, last=128, layers=[0]).mean("indexed_mass") < 0.5
 
 
 def command(work: Path, *options: str) -> list[str]:
