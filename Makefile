@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` installs and runs the benchmark on the built-in reference model, `make test`
-# installs and runs all checks. Both make .venv if it is not there.
-.PHONY: demo test lint clean
+# installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
+.PHONY: demo test test-all lint clean
 
 # Idle OpenMP threads sleep instead of spinning: where another process wants the cores too, spinning made the demo
 # fifteen times slower.
@@ -9,8 +9,15 @@ export OMP_WAIT_POLICY ?= passive
 demo: .venv/demo
 	.venv/bin/python -m sparseattn bench --out bench
 
+# A worker for each core takes its share of the files in their order, which keeps tests with a fixture in common together,
+# and then half of what another has left. More than four workers bring little and take a gigabyte of memory each.
+PYTEST = .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
 test: .venv/dev lint
-	.venv/bin/python -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/dev lint
+	$(PYTEST)
 
 lint: .venv/dev
 	.venv/bin/python -m ruff check .
@@ -26,4 +33,9 @@ lint: .venv/dev
 	@touch $@
 
 clean:
-	rm -rf .venv bench
+	rm -rf .venv bench site
+
+# The documentation site, strictly and without a network, into site/.
+.PHONY: docs
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict

@@ -17,10 +17,10 @@ from torch import Tensor
 from benchmarks import records
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, spread
+from benchmarks.records import RESULTS
+from sparseattn.devices import usable_device
 from sparseattn.environment import machine, versions
 from sparseattn.selectors.nearest import nearest
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def faiss_gpu() -> str | None:
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--size", type=int, default=128, help="D")
     out.add_argument("--count", type=int, default=100, help="nearest keys of a query")
     out.add_argument("--repeats", type=int, default=3)
-    out.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    out.add_argument("--device", help="default a CUDA device where there is one, else cpu")
     out.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
     return out
 
@@ -79,6 +79,10 @@ def main(arguments: Sequence[str] | None = None, say: Callable[[str], None] = pr
     for name in ("rows", "queries", "size", "count", "repeats"):
         if getattr(options, name) < 1:
             command.error(f"--{name} is 1 or more, got {getattr(options, name)}")
+    try:
+        options.device = str(usable_device(options.device))
+    except ValueError as error:
+        command.error(str(error))
     inputs = Inputs(Shape(1, 1, 1, options.rows, options.size, "float32", "cpu"), learned=True)
     keys, _ = inputs.rows(0, options.rows)
     queries = inputs.queries(0, options.queries)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from sparseattn.files import write_atomic
 
+RESULTS = Path(__file__).parent / "results"  # where records go by default
 WIDE = 120  # columns of the tables, where standard output is no terminal
 
 

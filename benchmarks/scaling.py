@@ -27,11 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import records
+from benchmarks.bench import Bench
+from benchmarks.common import add_common, header, settle_common
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Timer, peak_memory
-from benchmarks.speed import Bench, Copy, Method, add_common, check_fit, filled, header, settle_common
+from benchmarks.methods import Method, check_fit
+from benchmarks.rounds import Copy
+from benchmarks.step import filled
 from sparseattn.budget import parse_budget
 from sparseattn.cli.common import integers
+from sparseattn.cli.lines import name_ends, room, style
+from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.environment import machine
 from sparseattn.selectors.buckets import Partitioned
 
@@ -158,21 +164,21 @@ def short(size: int) -> str:
 
 
 def picture(record: Mapping[str, Any], path: Path) -> None:
-    """A panel a sweep: steps solid, their attention dashed, dense black. ImportError without matplotlib."""
+    """A panel a sweep: steps solid, their attention dotted, dense crossed. ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    from sparseattn.cli import plots
-
     sweeps = {name: one for name, one in record["sweeps"].items() if one["points"]}
-    figure = Figure(figsize=(4.2 * len(sweeps), 3.8), layout="constrained")
+    specs = dict.fromkeys(spec for one in sweeps.values() for spec in one["slopes"])
+    beside, height = room(["best dense", *(f"{spec}: {name}" for spec in specs for name in ("step", "attend"))])
+    figure = Figure(figsize=((4.2 + beside) * len(sweeps), max(3.8, height)), layout="constrained")
     panels: Any = figure.subplots(1, len(sweeps), squeeze=False)[0]
     for axis, (sweep, result) in zip(panels, sweeps.items(), strict=True):
         for k, spec in enumerate(result["slopes"]):
             own = [point for point in result["points"] if point["selector"] == spec]
             sizes = [point["at"] for point in own]
-            look = {"color": plots.COLOURS[k % len(plots.COLOURS)], "marker": plots.MARKERS[k % len(plots.MARKERS)]}
-            for name, line in (("step", "-"), ("attend", "--")):
-                axis.plot(sizes, [medians(point)[name] * 1e3 for point in own], line, label=f"{spec}: {name}", **look)
+            for name, line in (("step", "-"), ("attend", ":")):
+                look = {**style(k, f"{spec}: {name}"), "linestyle": line}
+                axis.plot(sizes, [medians(point)[name] * 1e3 for point in own], **look)
         first = [point for point in result["points"] if point["selector"] == next(iter(result["slopes"]))]
         sizes = [point["at"] for point in first]
         axis.plot(sizes, [medians(point)["dense"] * 1e3 for point in first], "k-x", label="best dense")
@@ -183,10 +189,10 @@ def picture(record: Mapping[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     panels[0].set_ylabel("ms a step")
-    panels[0].legend(fontsize=8)
     devices = [one["name"] for one in record["machine"]["cuda_devices"]] or [record["machine"]["processor"]]
     made = f"{record['dtype']}, D {record['size']}, G {record['group']}"
     figure.suptitle(f"{made}; {devices[0]}, torch {record['versions']['torch']}", fontsize=10)
+    name_ends(figure, panels)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -201,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--rows", type=int, default=131_072, help="budget sweep: of the context")
     out.add_argument("--batch-rows", type=int, default=8192, help="batch sweep: of each context")
     out.add_argument("--budget", default="2048", help="rows and batch sweep")
-    out.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+    out.add_argument("--dtype", default="bfloat16", help=f"one of {', '.join(STORED)}")
     out.add_argument(
         "--selector", action="append", help=f"SPEC or SPEC@sink=..,window=..; more; default {' '.join(SELECTED)}"
     )
@@ -222,8 +228,7 @@ def settle(options: argparse.Namespace) -> list[Method]:
         sizes = sorted(set(integers(getattr(options, f"{sweep}_sizes"), f"--{sweep}-sizes") or []))
         setattr(options, f"{sweep}_sizes", sizes)
         least[f"{sweep}_sizes"] = sizes[0]
-    if options.dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"--dtype is bfloat16, float16 or float32, got {options.dtype!r}")
+    stored_dtype(options.dtype, "--dtype")
     options.budget, options.cycles = parse_budget(options.budget), 0
     settle_common(options, least)
     if options.memory is None:

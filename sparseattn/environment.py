@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparseattn.kernels import IMPLEMENTATIONS, why_not_numba, why_not_triton
+from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 
 PACKAGES = ("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib")
 
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 def kernels() -> dict[str, str]:
     """Implementation of `attend` -> "runs", or why not, on this machine's best device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts = dict.fromkeys(IMPLEMENTATIONS, f"runs on {device.type}")
+    facts = dict.fromkeys(ATTEND, f"runs on {device.type}")
     reason = why_not_numba(torch.device("cpu"), torch.float16)
     facts["numba"] = "runs on cpu" if reason is None else f"does not run: {reason}"
     reason = why_not_triton(device, torch.float16)

@@ -21,6 +21,7 @@ from torch import Tensor
 from sparseattn import checks
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.cache import KVCache
+from sparseattn.devices import usable_device
 from sparseattn.kernels import attend, reference
 from sparseattn.selection import Selection
 from sparseattn.selectors import as_selector
@@ -148,6 +149,7 @@ def evaluate(
     layers: Sequence[int] | None = None,
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
@@ -161,10 +163,13 @@ def evaluate(
         layers: model layers to measure, default all that attend to the whole context.
         seal: as in `KVCache`; default the selector's span, so that less than a span of further dense rows flatters it.
         indexes: folder of index files, as in `KVCache`; default none are kept.
+        device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
+            in host memory. `settings` say which it was.
         progress: called with 1 after every decoded token of a layer.
 
     Raises:
-        ValueError: settings that leave no row to select, a layer that is not there or slides, or an unfit budget.
+        ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, or a
+            device that is not there or that the selector cannot work on.
         ContractError: the selector named rows that it must not (`contract.check`).
     """
     return evaluate_budgets(
@@ -177,6 +182,7 @@ def evaluate(
         layers=layers,
         seal=seal,
         indexes=indexes,
+        device=device,
         progress=progress,
     )[0]
 
@@ -197,28 +203,32 @@ def evaluate_budgets(
     layers: Sequence[int] | None = None,
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     _is_trace(trace)
     method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
     seal = method.span if seal is None else seal
+    place = replay_device(method, device)
     indices = usable_layers(trace, layers)
     check_replay(trace, budgets, method, sink, window, last, seal)
+    positions = trace.positions.to(place)
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
-        layer = trace.layer(index)
+        layer = _on(place, trace.layer(index))
         mine = method.for_layer(index, layer.rope)
         cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
-        _append(cache, layer, trace.positions, 0, trace.tokens - last)
+        _append(cache, layer, positions, 0, trace.tokens - last)
         cache.seal()
-        per_layer.append([_replay(cache.clone(), layer, trace.positions, budget, last, progress) for budget in budgets])
+        per_layer.append([_replay(cache.clone(), layer, positions, budget, last, progress) for budget in budgets])
     settings = {
         "sink": sink,
         "window": window,
         "seal": seal,
         "last": last,
         "tokens": trace.tokens,
+        "device": str(place),
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic, and of the cache whose bytes are counted
     }
@@ -234,6 +244,21 @@ def evaluate_budgets(
         )
         for i, budget in enumerate(budgets)
     ]
+
+
+def replay_device(method: Selector, device: torch.device | str | None) -> torch.device:
+    """Where `evaluate` replays traces for this selector; ValueError for a device on which it cannot."""
+    if method.host and device is None:
+        return torch.device("cpu")
+    place = usable_device(device)
+    if method.host and place.type != "cpu":
+        raise ValueError(f"{method!r} works in host memory: its device is cpu, or none is named, got {place}")
+    return place
+
+
+def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
+    """The layer's rows on a device."""
+    return replace(layer, query=layer.query.to(device), keys=layer.keys.to(device), values=layer.values.to(device))
 
 
 def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
@@ -320,7 +345,8 @@ def _replay(
             total[name] = total[name] + value if name in total else value
         if progress is not None:
             progress(1)
-    return {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
+    means = {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
+    return {name: value.cpu() for name, value in means.items()}
 
 
 def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
@@ -349,7 +375,9 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
-    unknown = torch.full((1, heads, 1), torch.nan, dtype=torch.float64)  # a selector that does not say what it cost
+    unknown = torch.full(
+        (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
+    )  # a selector that does not say what it cost
     scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
     read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
     row_bytes = 2 * size * keys.element_size()  # a key and a value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +200,35 @@ def by_name(cases: list[Case]) -> pytest.MarkDecorator:
     """Parametrizes `case`; what cannot run here skips with the reason."""
     marks = {case.name: [pytest.mark.skip(reason=why)] if (why := missing(case)) else [] for case in cases}
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks[case.name]) for case in cases])
+
+
+def pairs(**factors: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrizes over the full product of the factors (each: values by their ids), all but few of it `slow`.
+
+    Every two values of two factors meet in one of the few: what goes wrong hardly ever needs three to go wrong.
+    """
+    every = list(itertools.product(*(values.items() for values in factors.values())))
+    meeting = [[(i, a[0], b[0]) for i, (a, b) in enumerate(itertools.combinations(one, 2))] for one in every]
+    times = dict.fromkeys(itertools.chain(*meeting), 0)
+    few: set[int] = set()
+
+    def gain(at: int) -> tuple[int, int]:  # pairs that have not met yet; then, how seldom the others have
+        met = [times[pair] for pair in meeting[at]]
+        return met.count(0), -sum(met)
+
+    while not all(times.values()):
+        few.add(best := max(range(len(every)), key=gain))
+        for pair in meeting[best]:
+            times[pair] += 1
+    parameters = [
+        pytest.param(
+            *(value for _, value in one),
+            id="-".join(name for name, _ in one),
+            marks=[] if at in few else [pytest.mark.slow],
+        )
+        for at, one in enumerate(every)
+    ]
+    return pytest.mark.parametrize(tuple(factors), parameters)
 
 
 ON_DEVICE = [case for case in CASES if on_device(case)]

@@ -1,12 +1,51 @@
-"""Shared set-up: without a GPU, Triton kernels run under its interpreter, which must be chosen before its import."""
+"""Shared set-up: what must be chosen before imports, caches that last between runs, one GPU test at a time."""
 
+from __future__ import annotations
+
+import contextlib
+import hashlib
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import pytest
-import torch
+PACKAGE = Path(__file__).parent.parent / "sparseattn"
 
-if not torch.cuda.is_available():
+
+def numba_cache() -> Path:
+    """A folder for what numba compiles that outlives this clone, named after all that numba compiles.
+
+    Of itself numba looks at the one file that a function stands in, not at those whose functions it calls, and keeps
+    code by the path of that file: a link for each of our folders lets every clone of the same source find it.
+    """
+    sources = {path: path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
+    compiled = {path: source for path, source in sources.items() if b"from numba import" in source}
+    base = os.environ.get("XDG_CACHE_HOME")
+    kept = Path(base) if base else Path.home() / ".cache"
+    kept = kept / "sparseattn" / "tests" / f"numba-{hashlib.sha256(b''.join(compiled.values())).hexdigest()[:16]}"
+    for folder in {path.parent for path in compiled}:
+        (kept / folder.name).mkdir(parents=True, exist_ok=True)
+        link = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}"  # numba's name for a folder of source
+        with contextlib.suppress(FileExistsError):
+            (kept / link).symlink_to(folder.name)
+    return kept
+
+
+# One thread for each worker: the tests' tensors are small, a second thread costs more than it brings. Those that a test
+# asks for sleep when idle, as spinning would take the core of the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "NUMBA_CACHE_DIR" not in os.environ:
+    os.environ["NUMBA_CACHE_DIR"] = str(numba_cache())
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
+
+if not torch.cuda.is_available():  # Triton kernels run under its interpreter, which must be chosen before its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(1)  # whatever OMP_NUM_THREADS was
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,9 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
-
-
-torch.set_num_threads(1)  # the tests' tensors are small: a second thread costs more than it brings
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +68,51 @@ def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder that all workers of a run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time_on_a_gpu(request: pytest.FixtureRequest, shared: Path) -> Iterator[None]:
+    """Tests marked `gpu` wait for each other: some fill the device's memory, some watch how much of it is taken."""
+    if "gpu" not in request.keywords:
+        yield
+        return
+    with FileLock(shared / "gpu.lock"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`once(name, make)`: a folder that `make(folder)` fills in one worker; the others wait for it and only read it."""
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        folder, part = shared / name, shared / f"{name}.part"
+        with FileLock(shared / f"{name}.lock"):
+            if not folder.exists():
+                shutil.rmtree(part, ignore_errors=True)  # of a worker that failed
+                part.mkdir()
+                make(part)
+                part.rename(folder)
+        return folder
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def builtin_cache(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """A cache folder in which both built-in traces lie, made by this run."""
+    from sparseattn.builtin import BUILTIN, builtin_trace
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SPARSEATTN_CACHE", str(folder))
+            for name in BUILTIN:
+                builtin_trace(name)
+
+    return once("builtin-traces", make)

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import generate
-from benchmarks.generate import Way
+from benchmarks import decoding, generate
+from benchmarks.decoding import Way
 from benchmarks.measure import Clock
+from benchmarks.models import prompt, random_model, with_attention
 from sparseattn.cache import KVCache
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.transformers import SparseCache, restore
@@ -26,7 +27,7 @@ SMALL = (
 
 @pytest.fixture
 def model() -> Any:
-    return generate.random_model("tiny", None, torch.float32, "cpu")
+    return random_model("tiny", None, torch.float32, "cpu")
 
 
 def settled(*more: str) -> Any:
@@ -48,9 +49,9 @@ def test_the_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ways = {way["name"]: way for way in one["ways"]}
         assert list(ways) == ["sdpa", "eager", "static", "quest", "window"]
         assert ways[one["dense"]]["speed_up"] == 1
-        dense = [ways[name]["seconds_per_step"]["wall"] for name in generate.DENSE]
+        dense = [ways[name]["seconds_per_step"]["wall"] for name in decoding.DENSE]
         assert ways[one["dense"]]["seconds_per_step"]["wall"] == min(dense)
-        assert {name: ways[name]["same_token_as_dense"] for name in generate.DENSE} == dict.fromkeys(generate.DENSE, 1)
+        assert {name: ways[name]["same_token_as_dense"] for name in decoding.DENSE} == dict.fromkeys(decoding.DENSE, 1)
         # Sink, window and the tokens fed, 1 to 8, none of which is sealed yet; quest seals whole pages of 16.
         assert ways["window"]["rows"] == 4 + 16 + 4.5
         assert ways["window"]["rows"] + 32 <= ways["quest"]["rows"] < ways["window"]["rows"] + 32 + 16
@@ -68,17 +69,17 @@ def test_the_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_every_way_computes_the_same(model: Any) -> None:
     """At an unlimited budget the sparse ways are full attention too, behind several steps and a seal."""
     options = settled("--budget", "all", "--selector", "exact", "--selector", "quest")
-    ids = generate.prompt(None, 256, 200 + generate.beyond(options))
-    models = {name: generate.with_attention(model, name) for name in ("sdpa", "eager")}
+    ids = prompt(None, 256, 200 + generate.beyond(options))
+    models = {name: with_attention(model, name) for name in ("sdpa", "eager")}
     try:
         prefill = Prefill(model, ids[:, :200], chunk=128, queries=False)
-        ways = generate.dense_ways(prefill, models, ids.shape[1])
-        ways += [generate.sparse_way(prefill, model, spec, options, ids.shape[1]) for spec in options.selector]
+        ways = decoding.dense_ways(prefill, models, ids.shape[1])
+        ways += [decoding.sparse_way(prefill, model, spec, options, ids.shape[1]) for spec in options.selector]
         for t in range(200, 206):
             logits = torch.stack([way.feed(ids[:, t : t + 1]) for way in ways])
             torch.testing.assert_close(logits, logits[:1].expand_as(logits), atol=1e-4, rtol=1e-4)
         before = int(ways[-1].cache.layers[0].rows.sealed)
-        assert generate.sealing(ways[-1], ids[:, 206:286]).wall > 0
+        assert decoding.sealing(ways[-1], ids[:, 206:286]).wall > 0
         assert int(ways[-1].cache.layers[0].rows.sealed) >= before + 64
         for way in ways[:-1]:
             way.feed(ids[:, 206:286])
@@ -89,7 +90,7 @@ def test_every_way_computes_the_same(model: Any) -> None:
 
 
 def test_a_twin_shares_the_weights_and_nothing_else(model: Any) -> None:
-    twin = generate.with_attention(model, "eager")
+    twin = with_attention(model, "eager")
     assert twin is not model
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert mine is its
@@ -113,7 +114,7 @@ def test_ways_take_turns_and_see_the_same_tokens() -> None:
     ways = [Fed(name, None, None) for name in "ab"]
     for way in ways:
         way.log = log
-    generate.take_turns(ways, torch.tensor([[5, 6, 7, 8]]), 2, lambda: None)
+    decoding.take_turns(ways, torch.tensor([[5, 6, 7, 8]]), 2, lambda: None)
     assert log == [("a", 5), ("a", 6), ("b", 5), ("b", 6), ("b", 7), ("b", 8), ("a", 7), ("a", 8)]
     assert all(way.tokens == [5, 6, 7, 8] and [len(steps) for steps in way.rounds] == [2, 2] for way in ways)
 
@@ -124,22 +125,22 @@ def test_figures() -> None:
         return Way(name, None, None, Clock(9.0, 9.0), rounds, [1, 2, 3, len(name)])
 
     dense, fast = way("dense", 4.0, 6.0, 8.0), way("fast", 1.0, 1.0, 3.0)
-    one = generate.figures(fast, dense, Clock(1.0, 0.0), None, 7.5)
+    one = decoding.figures(fast, dense, Clock(1.0, 0.0), None, 7.5)
     assert one["seconds_per_step"] == {"wall": 1.0, "processor": 2.0}
     assert one["tokens_per_second"] == 0.5  # a second for the step, one for its share of sealing
     assert (one["speed_up"], one["speed_up_range"]) == (2.0, [2.0, 3.0])  # of 2, 3, 2
     assert one["speed_up_processor"] == 4.0  # of 4, 6, 2.67
     assert one["same_token_as_dense"] == 0.75
     assert (one["rows"], one["index_seconds"]["wall"]) == (7.5, 9.0)
-    assert generate.figures(dense, dense, None, None, None)["speed_up"] == 1
+    assert decoding.figures(dense, dense, None, None, None)["speed_up"] == 1
 
 
 def test_the_stopwatch_lets_go() -> None:
     held = KVCache.append
     rows = KVCache(generate.make_selector("window"))
-    with generate.stopwatch(torch.device("cpu")) as spent:
+    with decoding.stopwatch(torch.device("cpu")) as spent:
         rows.append(*torch.randn(2, 1, 1, 5, 8))
-    with pytest.raises(ValueError, match="of one shape"), generate.stopwatch(torch.device("cpu")):
+    with pytest.raises(ValueError, match="of one shape"), decoding.stopwatch(torch.device("cpu")):
         rows.append(torch.zeros(1), torch.zeros(2))
     assert KVCache.append is held
     assert spent["store"] > 0
@@ -171,7 +172,7 @@ def test_what_is_measured_by_default() -> None:
         ("--layers 0", "--layers is 1 or more, of a --random model, got 0"),
         ("--dense-layers 2", "--dense-layers 2 leaves no layer of the model to be sparse"),
         ("--tokens 100000000000 --selector window", "5 copies of the keys and values of 100000000000 tokens take"),
-        ("--device nowhere", "nowhere"),
+        ("--device nowhere", "device nowhere is not a torch device, such as cpu or cuda"),
     ],
 )
 def test_what_it_refuses(arguments: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from cases import full, heads
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
 
-from benchmarks import dense, nearest, scaling, speed
+from benchmarks import dense, nearest, rounds, scaling, speed, step
+from benchmarks.bench import Bench
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Temporaries, Timer, spread
+from benchmarks.methods import Method
 from sparseattn import KVCache, Quest, Selection, decode, make_selector
 from sparseattn.artefact import Artefact
 from sparseattn.rope import Rope
@@ -121,10 +123,10 @@ def test_bytes_of_a_step_count_a_row_once() -> None:
     ids = torch.tensor([[[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]])
     shape = Shape(1, 1, 2, 30, 8, "float32", "cpu")
     chosen = Selection.tokens(ids, scan_bytes=torch.tensor([[100]]))
-    assert speed.cost(cache, chosen, shape) == {"rows": 13.0, "rows_bytes": 13 * 2 * 8 * 4, "scan_bytes": 100}
+    assert step.cost(cache, chosen, shape) == {"rows": 13.0, "rows_bytes": 13 * 2 * 8 * 4, "scan_bytes": 100}
     whole = Selection.pages(torch.tensor([[[0, 2]]]), 4)
-    assert speed.cost(cache, whole, shape) == {"rows": 14.0, "rows_bytes": 14 * 64, "scan_bytes": None}
-    assert speed.cost(cache, Selection.none(1, 1), shape)["rows"] == 6
+    assert step.cost(cache, whole, shape) == {"rows": 14.0, "rows_bytes": 14 * 64, "scan_bytes": None}
+    assert step.cost(cache, Selection.none(1, 1), shape)["rows"] == 6
 
 
 def test_figures() -> None:
@@ -140,7 +142,7 @@ def test_figures() -> None:
         "read": [1.0, 1.0, 1.0],
     }
     costs = [{"rows": 10, "rows_bytes": 60, "scan_bytes": 40}] * 2
-    one = speed.figures(taken, costs, 800, {"copy": 200, "read": 100})
+    one = rounds.figures(taken, costs, 800, {"copy": 200, "read": 100})
     assert one["dense"] == "a"
     assert [one["speed_up"][name] for name in ("median", "min", "max")] == [4.0, 2.0, 8.0]
     assert one["bandwidth_gb_s"] == {"copy": 0.0, "read": 0.0}  # 100 bytes a second
@@ -150,7 +152,7 @@ def test_figures() -> None:
     assert one["attend_share_of_bandwidth"] == 1.2
     assert one["dense_share_of_bandwidth"] == 1.0
     assert one["seconds"]["step"] == {"median": 2.0, "q25": 1.5, "q75": 3.0, "min": 1.0, "max": 4.0}
-    unknown = speed.figures(taken, [{"rows": 10, "rows_bytes": 60, "scan_bytes": None}], 800, {"copy": 1, "read": 1})
+    unknown = rounds.figures(taken, [{"rows": 10, "rows_bytes": 60, "scan_bytes": None}], 800, {"copy": 1, "read": 1})
     assert "bound" not in unknown
     assert unknown["scan_bytes"] is None
 
@@ -159,18 +161,18 @@ def test_ways_take_turns() -> None:
     log: list[str] = []
     calls = {name: (lambda name=name: log.append(name)) for name in "abc"}
     query, asked = torch.zeros(1), [torch.ones(1), torch.full((1,), 2.0)]
-    taken = speed.rounds(calls, asked, query, Timer("cpu", 0), 2)
+    taken = rounds.rounds(calls, asked, query, Timer("cpu", 0), 2)
     assert "".join(log[-6:]) == "abcbca"
     assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    assert len(log) == 3 * (2 + speed.WARM)
+    assert len(log) == 3 * (2 + rounds.WARM)
     assert float(query) == 2.0
 
 
 def test_dense_ways_worth_rounds() -> None:
     looks = {"a": spread([1.0]), "b": spread([1.9]), "c": spread([2.1]), dense.OURS: spread([0.1])}
-    assert speed.in_rounds(looks) == ["a", "b", dense.OURS]
+    assert rounds.in_rounds(looks) == ["a", "b", dense.OURS]
     with pytest.raises(RuntimeError, match="no way of dense attention runs"):
-        speed.in_rounds({dense.OURS: spread([0.1])})
+        rounds.in_rounds({dense.OURS: spread([0.1])})
 
 
 def test_dense_reads_rows_of_its_own_without_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +181,10 @@ def test_dense_reads_rows_of_its_own_without_gaps(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(dense, "ways", lambda *parts: given.append(parts) or known(*parts))
     inputs = Inputs(Shape(1, 2, 2, 200, 16, "float32", "cpu"))
     chosen = options()
-    bench = speed.Bench(inputs, tmp_path, Timer("cpu", 0), speed.Copy("cpu", 1), chosen)
+    one = Bench(inputs, tmp_path, Timer("cpu", 0), rounds.Copy("cpu", 1), chosen)
     for spec in ("window", "quest"):
-        cache = speed.filled(speed.Method(spec, 4, 16, 64), inputs, tmp_path, chosen).cache
-        ways = bench.dense_ways(bench.asked()[0], cache)
+        cache = step.filled(Method(spec, 4, 16, 64), inputs, tmp_path, chosen).cache
+        ways = one.dense_ways(one.asked()[0], cache)
     ((query, keys, values, _),) = given
     assert not cache.keys.is_contiguous()
     assert keys.is_contiguous()
@@ -194,11 +196,11 @@ def test_dense_reads_rows_of_its_own_without_gaps(tmp_path: Path, monkeypatch: p
 
 def test_launches_in_order() -> None:
     events = [("k2", 5.0, 6.0), ("k1", 0.0, 3.0), ("k1", 10.0, 11.0), ("k2", 15.0, 19.0)]
-    assert speed.launches(events, 2) == [{"name": "k1", "us": 2.0}, {"name": "k2", "us": 2.5}]
+    assert step.launches(events, 2) == [{"name": "k1", "us": 2.0}, {"name": "k2", "us": 2.5}]
     with pytest.raises(ValueError, match="3 launches are not 2 equal steps"):
-        speed.launches(events[:3], 2)
+        step.launches(events[:3], 2)
     with pytest.raises(ValueError, match="4 launches are not 2 equal steps"):
-        speed.launches([*events[:3], ("k3", 15.0, 19.0)], 2)
+        step.launches([*events[:3], ("k3", 15.0, 19.0)], 2)
 
 
 def test_the_timer_writes_before_each_call() -> None:
@@ -225,9 +227,9 @@ def test_temporaries_are_those_that_live_at_once() -> None:
 def test_appending_counts_its_seals(tmp_path: Path) -> None:
     inputs = Inputs(Shape(1, 2, 2, 200, 16, "float32", "cpu"))
     chosen = options("--cycles", "3")
-    cache = speed.filled(speed.Method("quest", 4, 16, 64), inputs, tmp_path, chosen).cache
+    cache = step.filled(Method("quest", 4, 16, 64), inputs, tmp_path, chosen).cache
     assert int(cache.sealed[0]) == (200 - 4 - 16) // 16 * 16
-    one = speed.appending(cache, inputs, 1.0, chosen)
+    one = step.appending(cache, inputs, 1.0, chosen)
     assert (one["seals"], one["tokens"]) == (3, 3 * 32 - (200 - 4 - 16) % 16)
     assert int(cache.sealed[0]) == (200 - 4 - 16) // 16 * 16 + 3 * 32
     assert one["seconds_per_token"] == pytest.approx(one["share_of_step"], abs=1e-4)
@@ -357,7 +359,7 @@ def test_what_is_measured_by_default() -> None:
     assert [text.partition("@")[0] for text in speed.SELECTED] == everything
     quick = [method.spec for method in speed.settle(options("--rows", "2000", "--quick"))]
     assert set(everything) - set(quick) == {"bridge:share=0.25", "retrieval:share=0.25"}
-    paper = speed.Method.of(speed.PAPER, options())
+    paper = Method.of(speed.PAPER, options())
     assert (paper.sink, paper.window, paper.budget) == (128, 512, 100)
 
 
@@ -370,7 +372,7 @@ def test_what_is_measured_by_default() -> None:
         ("--rounds 0", "--rounds is 1 or more, got 0"),
         ("--cycles -1", "--cycles is 0 or more, got -1"),
         ("--index-heads 0", "--index-heads is 1 or more, got 0"),
-        ("--dtype int8", "--dtype is of bfloat16, float16, float32, got 'int8'"),
+        ("--dtype int8", "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         ("--budget none", 'a budget is rows ("64"), a share ("1%") or "all", got \'none\''),
         ("--selector qwest", "did you mean 'quest'?"),
         ("--selector quest@sinks=4", "behind @ come sink, window, budget as name=rows, got 'sinks=4'"),
@@ -380,7 +382,8 @@ def test_what_is_measured_by_default() -> None:
         ("--seal 8 --selector quest", "seal is at least the span of"),
         ("--impl fast", "--impl is one of reference, gather"),
         ("--rows 100000000000 --selector window", "100000000000 rows of 1 x 2 KV heads take"),
-        ("--device nowhere", "nowhere"),
+        ("--device nowhere", "device nowhere is not a torch device, such as cpu or cuda"),
+        ("--device meta", "device meta holds shapes without numbers"),
     ],
 )
 def test_what_it_refuses(arguments: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -397,7 +400,7 @@ def test_what_it_refuses(arguments: str, sentence: str, capsys: pytest.CaptureFi
         ("speed", "a sweep is one of rows, batch, budget, got 'speed'"),
         ("--rows-sizes 0,5", "--rows-sizes is 1 or more, got 0"),
         ("--memory 0", "--memory is more than 0 GiB, got 0"),
-        ("--dtype int8", "--dtype is bfloat16, float16 or float32, got 'int8'"),
+        ("--dtype int8", "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         ("--budget-sizes 8,64", "a budget of 8 rows is less than one span of quest"),
         ("--rows-sizes 20", "leave less than a span of 16 of 20 rows to select (quest)"),
     ],
@@ -417,7 +420,7 @@ def test_a_step_is_what_decode_gives() -> None:
     queries, keys, values = heads(1, 2, 2, 300, 16)
     cache.append(keys, values)
     query = queries[:, :, :, -1].clone()
-    calls = speed.Calls(cache, query, 64, None, False).named({"own": lambda query: query})
+    calls = step.Calls(cache, query, 64, None, False).named({"own": lambda query: query})
     assert set(calls) == {"step", "select", "attend", "dense:own"}
     torch.testing.assert_close(calls["step"](), decode(query, cache, 64))
     torch.testing.assert_close(calls["attend"]()[0], decode(query, cache, 64))

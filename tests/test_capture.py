@@ -20,7 +20,10 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import builtin  # noqa: E402
-from sparseattn.cli import app  # noqa: E402
+from sparseattn.cli import (
+    app,
+    common,
+)
 from sparseattn.integrations import capture as recording  # noqa: E402
 from sparseattn.integrations import models  # noqa: E402
 from sparseattn.integrations.capture import capture  # noqa: E402
@@ -804,7 +807,7 @@ def test_several_texts_by_one_command(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / name).write_bytes(bytes(text(40 + number)[0].tolist()))
     out, loads = tmp_path / "new" / "traces", []
     load = models.load_model
-    monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: loads.append(1) or load(*args, **kwargs))
+    monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: loads.append(1) or load(*args, **kwargs))
 
     def run(*options: str | Path) -> Any:
         texts = ("--text", books, "--text", tmp_path / "c.txt")

@@ -125,12 +125,56 @@ def test_lookups_are_a_column_where_there_are_some() -> None:
     for factor, shown in ((8.0, True), (0.0, False)):
         scaled = TraceLayer(0, layer.query * factor, layer.keys, layer.values, layer.scale)
         result = evaluate(Trace.build([scaled], made.positions), "exact", 16, window=8, last=2)
-        for width in (80, report.WIDE):
-            screen = Console(width=width, file=io.StringIO())
-            screen.print(report.table([result], False, width == report.WIDE))
-            text = screen.file.getvalue()  # type: ignore[attr-defined]
-            assert ("lookups" in text) is shown
-            assert ("1.00" in text) or not shown, "the oracle finds them"
+        screen = Console(width=report.WIDE, file=io.StringIO())
+        screen.print(report.table([result], False, True))
+        text = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert ("lookups" in text) is shown
+        assert ("1.00" in text) or not shown, "the oracle finds them"
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_the_table_is_what_80_characters_hold_and_wide_is_everything(trace: Path, per_head: bool) -> None:
+    result = evaluate(Trace.open(trace), "quest:group=each", 16, sink=2, window=8, last=2)
+    titles = {}
+    for width, wide in ((80, False), (report.WIDE, True)):
+        screen = Console(width=width, file=io.StringIO())
+        screen.print(report.table([result], per_head, wide))
+        lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert not any("…" in line for line in lines), "nothing is cut off"
+        assert sum("Quest(group='each')" in line for line in lines) == (8 if per_head else 1), "nor folded"
+        titles[wide] = next(" ".join(line.split()) for line in lines if line.startswith(" selector"))
+    heads = "layer head " if per_head else ""
+    assert titles[False] == f"selector budget {heads}rows bytes % error % recovered"
+    for title, *_ in report.COLUMNS:
+        assert (title in titles[True]) or title == "lookups"
+
+
+def test_wide_is_an_option(trace: Path, tmp_path: Path) -> None:
+    plain = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "window", "--no-figures")
+    wide = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "window", "--no-figures", "--wide")
+    assert ("R@100" in plain.output, "R@100" in wide.output) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("nowhere", "device nowhere is not a torch device, such as cpu or cuda"),
+        ("meta", "device meta holds shapes without numbers"),
+        ("cuda:99", "device cuda:99: torch sees no"),
+    ],
+)
+def test_bench_refuses_a_device_before_any_file_is_made(
+    device: str, sentence: str, trace: Path, tmp_path: Path
+) -> None:
+    done = run("bench", trace, *SMALL, "--out", tmp_path / "out", "--selector", "window", "--device", device)
+    assert done.exit_code == 2
+    assert sentence in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_record_says_on_which_device_it_was_replayed(trace: Path, tmp_path: Path) -> None:
+    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "window", "--json", "--device", "cpu")
+    assert [json.loads(line)["device"] for line in done.stdout.splitlines()] == ["cpu"]
 
 
 def test_per_head_lists_every_head(trace: Path, tmp_path: Path) -> None:
@@ -191,7 +235,7 @@ def test_budgets_stand_in_rising_order_once(trace: Path, tmp_path: Path) -> None
 
 
 def test_a_table_row_is_the_record(trace: Path, tmp_path: Path) -> None:
-    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "quest:group=each", "--no-figures")
+    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "quest:group=each", "--no-figures", "--wide")
     mean = json.loads((tmp_path / "bench.jsonl").read_text().splitlines()[0])["mean"]
     title = next(line for line in done.output.splitlines() if line.startswith(" selector"))
     row = next(line for line in done.output.splitlines() if line.startswith(" Quest(group="))
@@ -369,7 +413,7 @@ def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) 
         changed.write_bytes(data)
         done = run("info", changed)
         assert (done.exit_code, done.stdout) == (2, "")
-        assert f"{changed.name} is damaged: its tensors are not" in " ".join(done.stderr.split())
+        assert f"{changed.name} is damaged: its tensors or metadata are not" in " ".join(done.stderr.split())
     save_file({"x": torch.zeros(3)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("hello world")
     for name, sentence in (
@@ -632,11 +676,18 @@ def test_capture_then_bench(tmp_path: Path) -> None:
     assert record["trace_meta"]["config_hash"]
 
 
-@pytest.mark.slow
-def test_bench_without_arguments_runs_on_the_builtin_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one layer", "whole"])
+def test_bench_without_arguments_runs_on_the_builtin_traces(
+    whole: bool, builtin_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its table, figures and verdict; and the two observations of the papers, on a few tokens."""
-    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
-    done = run("bench", "--last", "2", "--out", tmp_path / "out")
+    layers: list[str] = []
+    if not whole:  # most of the time goes into RetrievalAttention's graphs
+        layers = ["--layers", "1"]
+        small = {"retrieval": "retrieval:degree=8,neighbours=4,share=0.1"}
+        monkeypatch.setattr(bench, "SELECTED", tuple(small.get(name, name) for name in bench.SELECTED))
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
+    done = run("bench", "--last", "2", *layers, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert "recall: last 2 of 8192 tokens" in done.output
     assert "text: last 2 of 8192 tokens" in done.output
@@ -726,7 +777,7 @@ def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path
 
 
 def test_recall_is_repeatable_and_is_what_the_library_measures(tmp_path: Path) -> None:
-    from sparseattn.curves import Problem, curves
+    from sparseattn.sweep import Problem, curves
 
     def again(*more: str) -> list[dict]:
         done = run("recall", *FEW, "--selector", "ivf", "--values", "2,9", *more, "--json", "--out", tmp_path)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from sparseattn import Exact, KVCache, Rows, Selection, Selector, decode, evaluate
 from sparseattn.cli import app
 from sparseattn.contract import ContractError, check
-from sparseattn.curves import curve
+from sparseattn.sweep import curve
 from sparseattn.synthetic import synthetic
 
 B, H, G, D = 2, 2, 3, 8

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from sparseattn.contract import ContractError
-from sparseattn.curves import Curve, Problem, check, crossing, curve, curves, ladder, nearest, within
+from sparseattn.curves import Curve, crossing, within
 from sparseattn.selection import Selection
 from sparseattn.selectors import IVF, Exact, Flat, Quest, Rows
+from sparseattn.sweep import Problem, check, curve, curves, ladder, top_keys
 from sparseattn.synthetic import synthetic
 
 KEYS, QUERIES = 2000, 16
@@ -82,7 +83,7 @@ def test_recall_counts_the_exact_top_keys() -> None:
     assert math.isnan(one.points[0].mean("scanned_share")), "it does not say"
     assert one.records()[0]["mean"]["scanned_share"] is None
     one = curve(First(page=1), keys, queries, k=5)
-    top = nearest(keys, queries, 5)
+    top = top_keys(queries, keys, 5)
     by_hand = [[len(set(range(5)) & set(q.tolist())) / 5 for q in g] for h in top for g in h]
     assert one.points[0].heads["recall"].tolist() == pytest.approx([sum(head) / 4 for head in by_hand])
     scores = (queries.double() @ keys.double()[:, None].mT).argsort(-1, descending=True)

@@ -26,16 +26,34 @@ def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"compare.py", "generate.py", "own_selector.py"}
 
 
-def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The question has an answer: full attention and the selector give it, and a window does not."""
+    lines = {}
+    for selector in ("quest", "window"):
+        run("generate.py", "--tokens", "1024", "--selector", selector, "--budget", "25%", monkeypatch=monkeypatch)
+        lines[selector] = capsys.readouterr().out.splitlines()
+    right, dense, quest, counts = lines["quest"]
+    answer = re.findall(r"'(\d{5})'", right)[0]
+    assert f"' {answer}" in dense
+    assert f"' {answer}" in quest
+    assert answer not in lines["window"][2]
+    assert re.match(r"\d+ sparse attention calls, .* fed from 9\d\d$", counts)
+
+
+def test_generate_continues_a_text_of_yours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     text = tmp_path / "text"
     text.write_text("The licence says so, and so does the licence. " * 12)
     run(
-        *("generate.py", "--text", str(text), "--new", "8", "--selector", "quest:page=8", "--budget", "10%"),
+        *("generate.py", "--text", str(text), "--selector", "quest:page=8", "--budget", "10%"),
         monkeypatch=monkeypatch,
     )
-    new, counts = capsys.readouterr().out.splitlines()[-2:]
+    dense, sparse, counts = capsys.readouterr().out.splitlines()
+    new = sparse.partition(": ")[2].strip("'")
     assert len(new) == 8
     assert new in "The licence says so, and so does the licence. " * 2
+    assert dense == f"dense: {new!r}"
     assert counts.startswith("28 sparse attention calls")
 
 

@@ -9,7 +9,8 @@ import torch
 from cases import CASES, ON_DEVICE, Case, by_name, full, heads
 from torch import Tensor
 
-from sparseattn import KVCache, Quest, attend, decode
+from sparseattn import KVCache, Quest, attend, decode, evaluate
+from sparseattn.synthetic import synthetic
 
 pytestmark = pytest.mark.gpu
 BY_NAME = by_name(CASES)
@@ -169,3 +170,12 @@ def test_device_memory_does_not_grow_with_the_context() -> None:
         held.append(torch.cuda.memory_allocated() - before)
         del cache, keys, values, query
     assert held[2] <= held[1] + 65536, held
+
+
+@pytest.mark.parametrize("spec", ["exact", "quest", "window"])
+def test_a_replay_measures_what_the_cpu_measures(spec: str) -> None:
+    trace = synthetic(600, heads=2, group=2, size=32, layers=2, clusters=8)
+    here, there = (evaluate(trace, spec, 64, window=8, last=4, device=device) for device in ("cpu", "cuda"))
+    assert (here.settings["device"], there.settings["device"]) == ("cpu", "cuda")
+    for name, expected in here.heads.items():
+        torch.testing.assert_close(there.heads[name], expected, rtol=1e-3, atol=1e-3, equal_nan=True)

@@ -48,8 +48,9 @@ ARROWS = {
         *("devices", "integrations", "files", "locks", "places", "__version__"),
     ),
     "environment": ("kernels",),
-    "curves": ("budget", "cache", "checks", "contract", "rope", "selectors", "traces"),
-    "metrics": ("budget", "cache", "checks", "kernels", "selection", "selectors", "traces"),
+    "curves": (),
+    "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
+    "metrics": ("budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
     "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
     "training": (
         *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
@@ -57,7 +58,7 @@ ARROWS = {
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(f"kernels/{name}.py" for name in ("spans", "pages", "probes", "lists", "ahead")),
+    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "ahead")),
     "transformers": (
         "integrations/models.py",
         "integrations/gguf.py",
@@ -68,7 +69,7 @@ HOMES = {
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
-    "numba": ("kernels/compiled.py", "selectors/graph.py"),
+    "numba": ("kernels/numba_cpu.py", "selectors/graph.py"),
 }
 
 

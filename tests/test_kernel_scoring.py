@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from cases import pairs
 from torch import Tensor
 
 from sparseattn.selection import Selection
@@ -97,10 +98,13 @@ def test_best_pages_become_spans(count: int) -> None:
     assert torch.equal(found.attended, 16 * (~expected.isneginf()).sum(-1))
 
 
-@pytest.mark.parametrize("span", [1, 4, 16])
-@pytest.mark.parametrize("each", [1, 3])
-@pytest.mark.parametrize(("visited", "segments", "budget"), [(5, 3, 1000), (5, 3, 37), (12, 1, 1), (40, 5, 300)])
-def test_probing_is_what_selection_runs_gives(span: int, each: int, visited: int, segments: int, budget: int) -> None:
+@pairs(
+    lists={"-".join(map(str, one)): one for one in [(5, 3, 1000), (5, 3, 37), (12, 1, 1), (40, 5, 300)]},
+    each={"1": 1, "3": 3},
+    span={"1": 1, "4": 4, "16": 16},
+)
+def test_probing_is_what_selection_runs_gives(lists: tuple[int, int, int], each: int, span: int) -> None:
+    visited, segments, budget = lists
     batch, heads, buckets = 2, 2, 60
     sizes = torch.randint(0, 9, (batch, heads, segments, buckets + 1), device=DEVICE)
     sizes[:, :, :, ::7] = 0

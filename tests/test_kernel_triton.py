@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import ahead, spans  # noqa: E402
+from sparseattn.kernels import ahead, triton_gpu  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32, bf16 = torch.float16, torch.float32, torch.bfloat16
@@ -184,7 +184,7 @@ def check_kernel(x: Inputs, splits: tuple[int | None, ...] = (1,)) -> None:
     truth = Truth.of(x)
     for number in splits:
         with poisoned_empty():
-            out, lse = x.run(spans, splits=number)
+            out, lse = x.run(triton_gpu, splits=number)
         assert out.dtype == x.query.dtype
         assert out.shape == x.query.shape
         truth.check(out, lse)
@@ -226,7 +226,7 @@ def test_sequence_without_rows_gives_zero_and_minus_infinity() -> None:
     x = replace(x, keys=keys, values=values, bounds=bounds)
     for splits in (1, 2):
         with poisoned_empty():
-            out, lse = x.run(spans, splits=splits)
+            out, lse = x.run(triton_gpu, splits=splits)
         assert (out[1] == 0).all()
         assert (lse[1] == -torch.inf).all()
     check_kernel(x, (1, 2))
@@ -261,7 +261,7 @@ def test_rows_with_gaps_between_their_elements_are_refused() -> None:
     x = make(Case(64, 1))
     keys = x.keys.mT.contiguous().mT
     with pytest.raises(ValueError, match="last stride of keys and values must be 1, got 403 and 1"):
-        replace(x, keys=keys).run(spans)
+        replace(x, keys=keys).run(triton_gpu)
 
 
 def test_weights_far_apart_and_large_logits() -> None:
@@ -274,21 +274,21 @@ def test_weights_far_apart_and_large_logits() -> None:
 def test_splits_fill_the_multiprocessors_in_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     gpu = torch.device("cuda", 0)
-    tile = spans.Tile(64, 4, 5, resident=2, waves=1)
-    assert spans._splits(8, 100_000, 0, tile, gpu) == 33  # 8 * 33 = 2 * 132
-    assert spans._splits(100, 100_000, 0, tile, gpu) == 2  # rounded down
-    assert spans._splits(1000, 100_000, 0, tile, gpu) == 1
-    assert spans._splits(8, 1000, 0, tile, gpu) == 16  # no more than tiles
-    assert spans._splits(1, 100_000, 0, tile, gpu) == spans.MOST_SPLITS
+    tile = triton_gpu.Tile(64, 4, 5, resident=2, waves=1)
+    assert triton_gpu._splits(8, 100_000, 0, tile, gpu) == 33  # 8 * 33 = 2 * 132
+    assert triton_gpu._splits(100, 100_000, 0, tile, gpu) == 2  # rounded down
+    assert triton_gpu._splits(1000, 100_000, 0, tile, gpu) == 1
+    assert triton_gpu._splits(8, 1000, 0, tile, gpu) == 16  # no more than tiles
+    assert triton_gpu._splits(1, 100_000, 0, tile, gpu) == triton_gpu.MOST_SPLITS
 
 
 def test_more_programs_than_run_at_once_where_lists_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    gpu, tile = torch.device("cuda", 0), spans.Tile(64, 4, 5, resident=2, waves=4)
-    assert spans._splits(256, 100_000, 2048, tile, gpu) == 4  # 4 * 264 / 256
-    assert spans._splits(64, 100_000, 2048, tile, gpu) == 8  # of 4 tiles each, though 16 would make four waves
-    assert spans._splits(256, 100_000, 128, tile, gpu) == 1  # 2 tiles are too few to divide
-    assert spans._splits(8, 100_000, 2048, tile, gpu) == 33  # the device is filled first
+    gpu, tile = torch.device("cuda", 0), triton_gpu.Tile(64, 4, 5, resident=2, waves=4)
+    assert triton_gpu._splits(256, 100_000, 2048, tile, gpu) == 4  # 4 * 264 / 256
+    assert triton_gpu._splits(64, 100_000, 2048, tile, gpu) == 8  # of 4 tiles each, though 16 would make four waves
+    assert triton_gpu._splits(256, 100_000, 128, tile, gpu) == 1  # 2 tiles are too few to divide
+    assert triton_gpu._splits(8, 100_000, 2048, tile, gpu) == 33  # the device is filled first
 
 
 @pytest.mark.parametrize("used", [0, 1, 5, 255, 256, 257, 600])
@@ -297,7 +297,7 @@ def test_work_is_divided_by_the_slots_used(used: int) -> None:
 
     Rows read are told by the partial sums of weights: with equal keys, exp(lse - logit) counts them.
     """
-    slots, splits, rows = 600, 4, spans.tile_of(4, 16).rows
+    slots, splits, rows = 600, 4, triton_gpu.tile_of(4, 16).rows
     length = torch.zeros(1, 1, slots, dtype=torch.int32, device=DEVICE)
     seen: list[Tensor] = []
     length[..., :used] = 1
@@ -305,8 +305,8 @@ def test_work_is_divided_by_the_slots_used(used: int) -> None:
     query, keys = torch.zeros(1, 1, 1, 16, device=DEVICE), torch.zeros(1, 1, slots + 9, 16, device=DEVICE)
     bounds = Bounds(ints([3]), 4, ints([604]), ints([609]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "merge_splits", Watched(spans.merge_splits, seen))
-        spans.attend(query, keys, keys, Selection(start, length, 1), bounds, 1.0, splits=splits)
+        patch.setattr(triton_gpu, "merge_splits", Watched(triton_gpu.merge_splits, seen))
+        triton_gpu.attend(query, keys, keys, Selection(start, length, 1), bounds, 1.0, splits=splits)
     read = seen[0].exp().flatten().round().long().tolist()
     assert sum(read) == used + 3 + 5
     tiles = [math.ceil(number / rows) for number in read]
@@ -329,11 +329,11 @@ class Watched:
 
 
 def test_tuned_cuts_otherwise_and_computes_the_same() -> None:
-    x, held = make(Case(64, 4, 16, fp32, slots=20)), dict(spans.TILES)
-    with spans.tuned(spans.Tile(16, 1, 2)):
-        assert spans.tile_of(4, 64) == spans.Tile(16, 1, 2)
+    x, held = make(Case(64, 4, 16, fp32, slots=20)), dict(triton_gpu.TILES)
+    with triton_gpu.tuned(triton_gpu.Tile(16, 1, 2)):
+        assert triton_gpu.tile_of(4, 64) == triton_gpu.Tile(16, 1, 2)
         check_kernel(x, (1, 3))
-    assert held == spans.TILES
+    assert held == triton_gpu.TILES
 
 
 def test_public_attend_runs_the_kernel() -> None:
@@ -381,8 +381,8 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     near = Bounds.of(1, 64, sealed=0, device=DEVICE)
     selection = Selection.none(1, 1, DEVICE)
     far = Bounds.of(1, stored, sealed=stored - 64, device=DEVICE)
-    expected = spans.attend(query, keys[:, :, -64:], values[:, :, -64:], selection, near, 0.1)
-    for got, want in zip(spans.attend(query, keys, values, selection, far, 0.1), expected, strict=True):
+    expected = triton_gpu.attend(query, keys[:, :, -64:], values[:, :, -64:], selection, near, 0.1)
+    for got, want in zip(triton_gpu.attend(query, keys, values, selection, far, 0.1), expected, strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -391,11 +391,11 @@ def test_cuda_graph_follows_growing_bounds_and_new_selections() -> None:
     x = make(Case(128, 4, 16, bf16, False, 4096, 4, 32))
     keys, values = torch.randn(2, *x.keys.shape, device=DEVICE, dtype=bf16)
     x = replace(x, keys=keys, values=values)
-    x.run(spans)  # compiles, which a capture must not do
+    x.run(triton_gpu)  # compiles, which a capture must not do
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = x.run(spans)
+        out, lse = x.run(triton_gpu)
     ends = x.bounds.rows.clone()
     for step in range(3):
         x.bounds.rows.copy_(ends - 40 + 13 * step)

@@ -1,7 +1,10 @@
 """gather and numba's code equal reference equals float64; merge of any partition equals the whole. Triton has its own
-file."""
+file, but for logits that are all -inf, of which all four are asked."""
 
 from __future__ import annotations
+
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparseattn import Bounds, Selection, attend, merge
-from sparseattn.kernels import why_not_numba
+from sparseattn import Bounds, Selection, attend, kernels, merge
+from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 
@@ -90,6 +93,74 @@ def test_every_implementation_equals_float64(
         assert bool((out[empty] == 0).all())
 
 
+# Of query lanes that make up Triton's tile: their zeros times infinite keys are NaN, which numpy says and nobody reads.
+PADDED = pytest.mark.filterwarnings("ignore:(invalid value encountered|All-NaN slice):RuntimeWarning")
+RUN = [
+    *("reference", "gather"),
+    *["numba"] * (why_not_numba(torch.device("cpu"), torch.float32) is None),
+    *["triton"] * (why_not_triton(torch.device("cpu"), torch.float32) is None),
+]
+
+
+@PADDED
+@pytest.mark.parametrize("impl", RUN)
+@pytest.mark.parametrize(
+    ("dtype", "parts", "paged"), [(torch.float32, 1, False), (torch.float32, 5, True), (torch.float16, 5, False)]
+)
+@pytest.mark.parametrize(
+    "lost", [slice(0, 0), slice(0, 96), slice(64, 128), slice(96, 160), slice(0, 159), slice(0, 160)], ids=str
+)
+def test_logits_of_minus_infinity_weigh_nothing(
+    impl: str, dtype: torch.dtype, parts: int, paged: bool, lost: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tiles, whole parts and whole heads of them, between others: as if the rows were not named; alone, 0 and
+    -inf. Sequence 1 has none. The rows are 16 of a sink, 128 selected and 16 recent ones, in 1 or 5 parts."""
+    queries, keys, values = heads(2, 1, 5, 160, 16, dtype)
+    query = queries[:, :, :, 0].abs() + 0.1
+    keys[0, 0, lost, 3] = -torch.inf
+    keys[0, 0, lost, 5] = -torch.finfo(dtype).max
+    bounds = Bounds.of(2, 160, sink=16, sealed=144)
+    selection = Selection.pages(torch.arange(8).expand(2, 1, -1), 16)
+    kept = torch.ones(160, dtype=torch.bool)
+    kept[lost] = False
+    at = kept.nonzero()[:, 0].expand(1, 1, -1)
+    exact = [x.double() for x in (query, keys, values)]
+    first = attend(*(x[:1] for x in exact), Selection.tokens(at), impl="reference")
+    second = attend(*(x[1:] for x in exact), Selection(selection.start[1:], selection.length[1:], 16),
+                    Bounds.of(1, 160, sink=16, sealed=144), impl="reference")  # fmt: skip
+    if impl == "numba":
+        from sparseattn.kernels import numba_cpu
+
+        monkeypatch.setattr(numba_cpu, "PARTS", 2 * parts)  # of two lists
+        monkeypatch.setattr(numba_cpu, "PART_ROWS", 1)
+    elif impl == "triton":
+        from sparseattn.kernels import triton_gpu
+
+        monkeypatch.setattr(triton_gpu, "_splits", lambda *_: parts)
+    table = None
+    if paged:  # [blocks,H,8,D]
+        keys, values = (x.unflatten(2, (-1, 8)).transpose(1, 2).flatten(0, 1).contiguous() for x in (keys, values))
+        table = torch.arange(40, dtype=torch.int32).view(2, 20)
+    out, lse = attend(query, keys, values, selection, bounds, impl=impl, block_table=table)
+    for b, (right, right_lse) in enumerate((first, second)):
+        torch.testing.assert_close(out[b].double(), right[0], rtol=0, atol=2e-5 if dtype == torch.float32 else 4e-3)
+        torch.testing.assert_close(lse[b].double(), right_lse[0], rtol=1e-5, atol=1e-5)
+    if lost == slice(0, 160):
+        assert bool((out[0] == 0).all())
+        assert bool(lse[0].isneginf().all())
+
+
+@PADDED
+@pytest.mark.parametrize("impl", RUN)
+def test_a_row_that_is_no_number_shows_among_logits_of_minus_infinity(impl: str) -> None:
+    queries, keys, values = heads(1, 1, 5, 100, 16)
+    keys[..., 3], keys[0, 0, 50] = -torch.inf, torch.nan
+    everything = Selection.tokens(torch.arange(100).expand(1, 1, -1))
+    out, lse = attend(queries[:, :, :, 0].abs() + 0.1, keys, values, everything, impl=impl)
+    assert bool(out.isnan().all())
+    assert bool(lse.isnan().all())
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), parts=st.integers(1, 6), rows=st.sampled_from([1, 5, 63]))
 def test_merge_of_any_partition_is_the_whole(seed: int, parts: int, rows: int) -> None:
@@ -135,6 +206,9 @@ def test_one_selection_for_a_group_equals_the_same_for_each_of_its_heads() -> No
         ({"query": torch.zeros(1, 2, 2, 64, dtype=torch.float16)}, "share one dtype"),
         ({"selection": Selection.tokens(torch.zeros(1, 3, 1, dtype=torch.int64))}, "Hs = 2"),
         ({"impl": "fast"}, "impl is one of reference, gather, numba, triton"),
+        ({"scale": math.nan}, r"scale is a finite number, or None for 1/sqrt\(D\), got nan"),
+        ({"scale": -math.inf}, "a finite number.*, got -inf"),
+        ({"scale": "1"}, "a finite number.*, got '1'"),
         ({"bounds": Bounds.of(1, 10, sink=11)}, "bounds.sink lies within the 10 rows"),
         ({"bounds": Bounds.of(1, 20)}, "bounds.sealed lies within the 10 rows"),
         ({"bounds": Bounds.of(2, 10)}, r"int32 \[B\] = \[1\]"),
@@ -149,6 +223,22 @@ def test_what_does_not_fit_is_refused_with_both_sides(change: dict, sentence: st
     }
     with pytest.raises(ValueError, match=sentence):
         attend(**{**good, **change})
+
+
+@pytest.mark.parametrize("impl", RUN)
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.3, 1])
+def test_a_scale_may_be_any_finite_number(impl: str, scale: float) -> None:
+    queries, keys, values = heads(1, 2, 3, 90, 16)
+    query, everything = queries[:, :, :, 0], Selection.tokens(torch.arange(90).expand(1, 2, -1))
+    right = attend(query.double(), keys.double(), values.double(), everything, scale=scale, impl="reference")
+    for got, wanted in zip(attend(query, keys, values, everything, scale=scale, impl=impl), right, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_table_of_implementations_names_their_files() -> None:
+    folder = Path(kernels.__file__).parent
+    for impl in ATTEND:
+        assert len(list(folder.glob(f"{impl}*.py"))) == 1
 
 
 def test_a_head_size_above_256_is_refused() -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, attention, full, together
+from cases import CASES, Case, attention, full, pairs, together
 
 from sparseattn import KVCache, Selection, attend, decode
 from sparseattn.kernels import reference
 
-BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+NAMED = {case.name: case for case in CASES}
+APART = {"joint": None, "apart": "cpu"}  # every law holds with sealed rows in a storage of their own too
+BY_NAME = pairs(case=NAMED, apart=APART)
+ZONES = {"-".join(map(str, one)): one for one in [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)]}
+LENGTHS = {"even": (100, 100), "ragged": (100, 3)}
 B, H, G, D = 2, 2, 3, 32
 
 
@@ -27,12 +31,6 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-@pytest.fixture(params=[None, "cpu"], ids=["joint", "apart"])
-def apart(request: pytest.FixtureRequest) -> str | None:
-    """Every law holds with sealed rows in a storage of their own too."""
-    return request.param
 
 
 def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: int | None = None):
@@ -88,11 +86,11 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@BY_NAME
-@pytest.mark.parametrize(("sink", "window", "seal"), [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)])
+@pairs(case=NAMED, zones=ZONES, apart=APART)
 def test_output_is_attention_over_exactly_the_rows_named(
-    case: Case, sink: int, window: int, seal: int, apart: str | None
+    case: Case, zones: tuple[int, int, int], apart: str | None
 ) -> None:
+    sink, window, seal = zones
     queries, keys, values = attention(B, H, G, 240, D)
     cache = KVCache(case.make(), sink=sink, window=window, seal=seal, sealed_device=apart)
     for t, query, selection in replay(cache, queries, keys, values, 120, 33):
@@ -127,9 +125,7 @@ def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case, apart: st
     assert torch.equal(outs[0], outs[2])
 
 
-@BY_NAME
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("budget", [40, None])
+@pairs(case=NAMED, budget={"40": 40, "all": None}, side={"left": "left", "right": "right"}, apart=APART)
 def test_a_padded_batch_equals_the_unpadded_sequences(
     case: Case, budget: int | None, side: str, apart: str | None
 ) -> None:
@@ -234,8 +230,7 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart:
         cache.crop(100)
 
 
-@BY_NAME
-@pytest.mark.parametrize("lengths", [(100, 100), (100, 3)])
+@pairs(case=NAMED, lengths=LENGTHS, apart=APART)
 def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 140, D)
     at = torch.stack([torch.arange(100) - (100 - n) for n in lengths]).clamp(min=-1)

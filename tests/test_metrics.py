@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseattn import Exact, Quest, Selection, Window, evaluate
+from sparseattn import Exact, Quest, Selection, Window, evaluate, metrics
 from sparseattn.metrics import MEASURES, evaluate_budgets
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace, TraceLayer
@@ -284,3 +284,20 @@ def test_settings_are_checked_without_loading_a_layer(trace: Trace, tmp_path: Pa
     assert (opened.shapes, opened.dtype) == (trace.shapes, torch.float32)
     evaluate_budgets(opened, "window", [1, 2], sink=SINK, window=WINDOW, last=LAST)
     assert loaded == [0, 1]
+
+
+def test_a_replay_is_where_it_is_asked_for_and_a_host_selectors_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnHost(Quest):
+        host = True
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(metrics, "usable_device", lambda name=None: gpu if name is None else torch.device(name))
+    assert metrics.replay_device(Quest(), None) == gpu
+    assert metrics.replay_device(Quest(), "cpu") == torch.device("cpu")
+    assert metrics.replay_device(OnHost(), None) == torch.device("cpu")
+    with pytest.raises(ValueError, match="works in host memory: its device is cpu, or none is named, got cuda:1"):
+        metrics.replay_device(OnHost(), "cuda:1")
+    trace = synthetic(300, heads=2, group=2, size=32, clusters=8)
+    assert evaluate(trace, OnHost(), 16, window=8, last=2).settings["device"] == "cpu"
+    with pytest.raises(ValueError, match="works in host memory"):
+        evaluate(trace, OnHost(), 16, window=8, last=2, device="cuda:1")

@@ -473,7 +473,6 @@ def command(folder: Path, out: Path, *options: str) -> list[str]:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
 
 
-@pytest.mark.slow
 def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     """kill -9 in the middle of the classifier, twice; the weights are those of a run that was not disturbed."""
     options = ("--steps", "400", "--validate", "100", "--save-every", "10", "--patience", "100")
@@ -505,18 +504,17 @@ def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     same_weights(Artefact.load(out), whole)
 
 
-@pytest.mark.slow
 def test_two_ranks(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "ranks.safetensors"
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
-    options = ("--steps", "200", "--validate", "50")
+    options = ("--steps", "60", "--validate", "20")
     done = subprocess.run(
         run + command(folder, out, *options)[2:], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert not Path(f"{out}.partial").exists()
     alone = train(
-        [folder], tmp_path / "alone.safetensors", Recipe(**{**SMALL, "batch": 64, "steps": 200, "validate": 50})
+        [folder], tmp_path / "alone.safetensors", Recipe(**{**SMALL, "batch": 64, "steps": 60, "validate": 20})
     )
     assert alone is not None
     same_weights(Artefact.load(out), alone)

@@ -29,7 +29,7 @@ from sparseattn.cli.common import (
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.indexes import usable_folder
-from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, usable_layers
+from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
 from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
@@ -67,11 +67,18 @@ def bench(
     indexes: Annotated[
         Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="To replay on; default a CUDA device if there is one, for selectors that can work there."),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the records, bench.jsonl, and the figures; an earlier run's are replaced.")
     ] = Path("bench"),
     per_head: Annotated[
         bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")
+    ] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Every measure in the table; default rows, bytes, error, recovered.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")] = False,
     figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNG frontiers into --out.")] = True,
@@ -84,6 +91,8 @@ def bench(
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
+    for method in methods:
+        replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
     with progress_bar() as bar:
@@ -96,7 +105,7 @@ def bench(
             check_replay(trace, budgets, method, sink, window, last, seal)
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
-            evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices).far(far)
+            evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
     results_folder(out)
 
     partial = out / "bench.partial.jsonl"
@@ -105,7 +114,8 @@ def bench(
     context = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
     if indexes is not None:
         usable_folder(indexes)
-    settings = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal, "indexes": indexes}
+    settings: dict[str, Any] = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
+    settings |= {"indexes": indexes, "device": device}
     for i, every in _measure(opened, methods, budgets, settings):
         new = [one.far(far) for one in every] if far else every
         found[i] += new
@@ -117,9 +127,11 @@ def bench(
     partial.replace(out / "bench.jsonl")
     if not json:
         # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
-        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen()
+        if not sys.stdout.isatty() or (wide and screen.width < report.WIDE):
+            screen = Screen(width=report.WIDE)
         for results in found:
-            screen.print(report.table(results, per_head, screen.width >= report.WIDE))
+            screen.print(report.table(results, per_head, wide))
     if figures:
         for results, name in zip(found, report.figure_names(found), strict=True):
             plots.frontier(results, out / name)

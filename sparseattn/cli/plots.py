@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseattn.cli import eval_report
+from sparseattn.cli import eval_report, intervals
 from sparseattn.cli.common import plain
+from sparseattn.cli.lines import name_ends, room, style
 from sparseattn.cli.report import Column
 from sparseattn.curves import Curve
 from sparseattn.files import write_atomic
@@ -26,18 +27,14 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'sparseattn[plots]', or pass --no-figures") from error
 
-# Okabe-Ito: told apart by colour-blind readers; markers repeat the distinction for grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
-MARKERS = "osD^vPX*"
 COUNT = FuncFormatter(lambda value, _: f"{value:g}")
 SHARE = FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
 
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
-    """Quality against cost for every selector of one trace, a point a budget, as a PNG."""
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    """Quality against bytes read and against rows, for every selector of one trace, a point a budget, as a PNG."""
     methods = list(dict.fromkeys(one.label for one in results))
+    figure, axes = _panels(2, 2, (4.6, 3.2), methods, sharex="col", sharey="row")
     columns = (("bytes_share", "bytes read / bytes of the cache"), ("attended", "rows attended per query head"))
     rows = (("mass", "recovered attention mass"), ("relative_error", "relative output error"))
     for i, (quality, quality_label) in enumerate(rows):
@@ -45,16 +42,16 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
             axis = axes[i][j]
             for k, method in enumerate(methods):
                 points = sorted((one.mean(cost), one.mean(quality)) for one in results if one.label == method)
-                axis.plot(*zip(*points, strict=True), **_style(k, method))
+                axis.plot(*zip(*points, strict=True), **style(k, method))
             axis.set_xscale("log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_major_formatter(SHARE if cost == "bytes_share" else COUNT)
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3)
             if quality == "relative_error":
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter(SHARE)
                 axis.axhline(0.01, color="grey", linestyle="--", linewidth=1)
+                axis.set_yscale("log")  # behind the line, as matplotlib warns of a scale that spans one value
+                axis.yaxis.set_major_formatter(SHARE)
                 axis.set_xlabel(cost_label)
             if j == 0:
                 axis.set_ylabel(quality_label)
@@ -64,15 +61,14 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
         f"{one.settings['sink']}, window {one.settings['window']}; a point a budget, mean over layers and heads",
         fontsize=10,
     )
-    _legend(figure, methods, ncols=3)
+    name_ends(figure, axes.flat)
     _save(figure, path)
 
 
 def recall(columns: Sequence[Column], level: float, path: Path) -> None:
     """Recall against the share of keys scanned: a column a source, queries to keys above, keys to keys below."""
-    figure = Figure(figsize=(max(7.5, 0.6 + 3.1 * len(columns)), 6.6), layout="constrained")
-    axes: Any = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)
     labels = list(columns[0].asked)
+    figure, axes = _panels(2, len(columns), (3.0, 3.0), labels, sharex=True, sharey=True)
     every = [curve for column in columns for curves in (column.asked, column.control) for curve in curves.values()]
     shares = [point.mean("scanned_share") for curve in every for point in curve.points]
     shares = [share for share in shares if share > 0]  # neither none nor unknown
@@ -82,7 +78,7 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
         for axis, curves in zip((axes[0][j], axes[1][j]), (column.asked, column.control), strict=True):
             for label, curve in curves.items():
                 points = sorted((point.mean("scanned_share"), point.mean("recall")) for point in curve.points)
-                axis.plot(*zip(*points, strict=True), **_style(labels.index(label), label))
+                axis.plot(*zip(*points, strict=True), **style(labels.index(label), label))
             axis.axhline(level, color="grey", linestyle="--", linewidth=1)
             axis.set_xlim(min(shares, default=0.01) / 1.3, max(shares, default=1.0) * 1.3)
             axis.set_xscale("log")
@@ -98,7 +94,7 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
     shared = "; keys to keys knows no gap" if len({id(column.control) for column in columns}) < len(columns) else ""
     title = f"Recall against keys scanned: a point a setting of the index, mean over heads{shared}"
     figure.suptitle(title, fontsize=10)
-    _legend(figure, labels, ncols=max(3, min(2 * len(columns), 5)))
+    name_ends(figure, axes.flat)
     _save(figure, path)
 
 
@@ -109,9 +105,8 @@ def scaling(
 
     `lines`: label -> for each column (`titles`) the number of keys -> its curve.
     """
-    figure = Figure(figsize=(max(7.5, 0.6 + 3.4 * len(titles)), 6.6), layout="constrained")
-    axes: Any = figure.subplots(2, len(titles), sharex=True, sharey="row", squeeze=False)
     labels = list(lines)
+    figure, axes = _panels(2, len(titles), (3.2, 3.0), labels, sharex=True, sharey="row")
     for i, (measure, unit) in enumerate(((Curve.scanned_at, SHARE), (_milliseconds_at, COUNT))):
         reached = {
             label: [{n: measure(curve, level) for n, curve in sorted(column.items())} for column in columns]
@@ -120,7 +115,7 @@ def scaling(
         some = any(value > 0 for columns in reached.values() for column in columns for value in column.values())
         for j, axis in enumerate(axes[i]):
             for label, columns in reached.items():
-                axis.plot(list(columns[j]), list(columns[j].values()), **_style(labels.index(label), label))
+                axis.plot(list(columns[j]), list(columns[j].values()), **style(labels.index(label), label))
             axis.set_xscale("log", base=2)
             axis.set_xticks(sorted({n for columns in reached.values() for n in columns[j]}))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:.3g}k"))
@@ -139,7 +134,7 @@ def scaling(
     figure.suptitle(
         f"To find {level:g} of the exact top rows; a point is missing where that was not reached", fontsize=10
     )
-    _legend(figure, labels, ncols=max(3, min(2 * len(titles), 5)))
+    name_ends(figure, axes.flat)
     _save(figure, path)
 
 
@@ -148,36 +143,47 @@ def _milliseconds_at(curve: Curve, level: float) -> float:
 
 
 def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Scores against the budget, a panel a task and protocol; what has no budget is a level."""
+    """Scores against the budget, a panel a task and protocol; what has no budget is a level.
+
+    Over few prompts every mean has a bar: the interval of 95 % (`intervals`).
+    """
     panels = [
         (task, protocol, ours)
         for protocol, mine in eval_report.by(records, "protocol").items()
         for task, ours in eval_report.by(mine, "task").items()
     ]
     columns = min(3, len(eval_report.by(records, "task")))
-    figure = Figure(figsize=(max(6.0, 3.8 * columns), 0.9 + 2.9 * -(-len(panels) // columns)), layout="constrained")
-    axes: Any = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
     methods = list(dict.fromkeys(one["method"] for one in records))
+    figure, axes = _panels(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
+    barred = False
     for axis, (task, protocol, mine) in zip(axes.flat, panels, strict=False):
         budgets = list(dict.fromkeys(one["budget"] for one in mine if one["budget"] is not None))
+        fewest = min(len(eval_report.select(mine, row)) for row in eval_report.rows_of(mine))
+        barred |= fewest < intervals.FEW
         for k, method in enumerate(methods):
-            levels = [
-                (budget, eval_report.value(eval_report.select(mine, (method, budget))))
-                for budget in (*budgets, None)
-                if eval_report.select(mine, (method, budget))
-            ]
-            style = _style(k, _shown(method))
-            if [budget for budget, _ in levels] == [None]:
+            beside = 0.05 * (k - (len(methods) - 1) / 2) if fewest < intervals.FEW else 0.0  # so that bars are seen
+            rows = {budget: eval_report.select(mine, (method, budget)) for budget in (*budgets, None)}
+            held = [(budget, ours) for budget, ours in rows.items() if ours]
+            if not held:
+                continue
+            look = style(k, plain(method))
+            if [budget for budget, _ in held] == [None]:
                 dashes = "--" if method == FULL else ":"
-                axis.axhline(levels[0][1], color=style["color"], linestyle=dashes, linewidth=1.4, label=style["label"])
+                level = eval_report.value(held[0][1])
+                axis.axhline(level, color=look["color"], linestyle=dashes, linewidth=1.4, label=look["label"])
+                places = [-0.5 + 0.5 * beside]
             else:
-                axis.plot([budgets.index(budget) for budget, _ in levels], [level for _, level in levels], **style)
+                places = [budgets.index(budget) + beside for budget, _ in held]
+                axis.plot(places, [eval_report.value(ours) for _, ours in held], **look)
+            for place, (_, ours) in zip(places, held, strict=True):
+                if len(ours) < intervals.FEW:
+                    axis.vlines(place, *_interval(ours), color=look["color"], linewidth=1, alpha=0.7)
         axis.set_xticks(range(len(budgets)), list(map(_shown, budgets)))
-        axis.set_xlim(-0.3, max(len(budgets), 1) - 0.7)
+        axis.set_xlim(-0.75, max(len(budgets), 1) - 0.5)
         axis.set_xlabel("budget")
-        axis.set_title(_shown(f"{task}, {protocol}"), fontsize=10)
+        axis.set_title(_shown(f"{task}, {protocol}, {_prompts(fewest)}"), fontsize=10)
         axis.grid(alpha=0.3)
         if "nll" in mine[0]:
             axis.set_ylabel("perplexity")
@@ -185,10 +191,21 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_ylabel("score")
             axis.set_ylim(-0.03, 1.03)
             axis.yaxis.set_major_formatter(SHARE)
+    bars = "\nbars: intervals of 95%, as prompts are few" if barred else ""
     model = records[0]["settings"]["model"]
-    figure.suptitle(_shown(f"{model}: mean over lengths, depths and samples"), fontsize=10)
-    _legend(figure, list(map(_shown, methods)), ncols=3 if columns == 1 else 5)
+    figure.suptitle(_shown(f"{model}: mean over lengths, depths and samples") + bars, fontsize=10)
+    name_ends(figure, axes.flat[: len(panels)])
     _save(figure, path)
+
+
+def _interval(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    if "nll" in records[0]:
+        return intervals.perplexity([one["nll"] for one in records], [one["scored_tokens"] for one in records])
+    return intervals.wilson([one["score"] for one in records])
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'s' * (count != 1)}"
 
 
 def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -231,25 +248,12 @@ def _shown(text: str) -> str:
     return plain(text).replace("$", r"\$")
 
 
-def _style(number: int, label: str) -> dict[str, Any]:
-    return {
-        "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],  # 64 pairs of colour and marker
-        "color": COLOURS[number % len(COLOURS)],
-        "label": label,
-        "markersize": 5,
-        "linewidth": 1.4,
-    }
-
-
-def _legend(figure: Figure, labels: Sequence[str], ncols: int) -> None:
-    """Every label once, below the axes, whichever of them it is drawn in."""
-    held: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            held.setdefault(label, handle)
-    figure.legend(
-        [held[label] for label in labels], labels, loc="outside lower center", ncols=min(ncols, len(labels)), fontsize=9
-    )
+def _panels(rows: int, columns: int, size: tuple[float, float], labels: Sequence[str], **shared: Any) -> Any:
+    """A figure and its panels `[rows,columns]`, of `size` inches at least, with room for the names of lines."""
+    beside, height = room(labels)
+    wide, high = max(6.5, 0.6 + columns * (size[0] + beside)), 0.7 + rows * max(size[1], 0.5 + height)
+    figure = Figure(figsize=(wide, high), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
 def _save(figure: Figure, path: Path) -> None:

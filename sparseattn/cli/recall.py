@@ -27,11 +27,12 @@ from sparseattn.cli.common import (
     progress_bar,
     results_folder,
 )
-from sparseattn.curves import Curve, Problem, check, curves
+from sparseattn.curves import Curve
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.metrics import usable_layers
 from sparseattn.selectors import Selector, make_selector
+from sparseattn.sweep import Problem, check, curves
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 

@@ -16,11 +16,11 @@ from sparseattn.curves import Curve
 from sparseattn.metrics import COUNTED, Evaluation
 
 TOLERANCE = 0.01
-WIDE = 150  # columns that the whole table needs
+WIDE = 150  # characters that the table of all measures needs
 
 
 def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
-    """A row a measurement of one trace, or a row a head; without `wide`, the columns that 80 characters hold."""
+    """A row a measurement of one trace, or a row a head; with `wide` every measure, else those of `SHOWN`."""
     one = results[0]
     settings = one.settings
     heads = "heads"
@@ -36,9 +36,10 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    columns = [column for column in COLUMNS if wide or column[0] in NARROW]
-    columns = [c for c in columns if c[1] not in COUNTED or any(one.mean(COUNTED[c[1]]) > 0 for one in results)]
-    out.add_column("selector")
+    columns = [c for c in COLUMNS if c[1] not in COUNTED or any(one.mean(COUNTED[c[1]]) > 0 for one in results)]
+    if not wide:
+        columns = [next(column for column in COLUMNS if column[0] == name) for name in SHOWN]
+    out.add_column("selector", overflow="fold")
     for name in ("budget", *(["layer", "head"] if per_head else []), *(column[0] for column in columns)):
         out.add_column(name, justify="right", no_wrap=True)
     for one in results:
@@ -69,7 +70,12 @@ COLUMNS = (
     ("rows %", "attended_share", 1, 100, False),
     ("bytes %", "bytes_share", 1, 100, False),
 )
-NARROW = ("rows", "R@100", "lookups", "error %", "bytes %")  # what a terminal of 80 columns can hold
+SHOWN = (
+    "rows",
+    "bytes %",
+    "error %",
+    "recovered",
+)  # without --wide: what is read, and what that gives, in 80 characters
 
 
 def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[int, int] | None) -> str:

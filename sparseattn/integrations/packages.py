@@ -175,11 +175,9 @@ def _watched(folder: Path, size: int, report: Progress, words: str) -> Iterator[
 
     def look() -> None:
         while not stop.wait(GLANCE):
-            held = 0
-            for path in folder.rglob("*"):
-                with contextlib.suppress(OSError):  # moved away meanwhile
-                    held += path.stat().st_size if path.is_file() else 0
-            report(words, min(held, size), size)
+            with contextlib.suppress(OSError):  # pip moves files and folders away meanwhile
+                held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                report(words, min(held, size), size)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

@@ -1,8 +1,9 @@
 """One operation, `attend`, in four implementations with one signature.
 
-`reference` is the specification, `gather` runs anywhere at a cost proportional to the budget, `compiled` is numba's
-code for the CPU, `spans` the fused Triton kernel. `merge` combines attention over disjoint rows; `scoring` is what
-selectors compute to choose.
+The file of an implementation begins with its name: `impl="reference"` is `reference.py`, the specification; "gather"
+is `gather.py`, torch that runs anywhere at a cost proportional to the budget; "numba" is `numba_cpu.py`, compiled for
+the CPU; "triton" is `triton_gpu.py`, the fused kernel. `ATTEND` is the table of them. `merge` combines attention over
+disjoint rows; `scoring` is what selectors compute to choose, in Triton in `pages.py`, `probes.py` and `lists.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +24,8 @@ from sparseattn.kernels import gather, paged, reference
 from sparseattn.kernels.merge import merge
 from sparseattn.selection import Bounds, Selection
 
-__all__ = ["IMPLEMENTATIONS", "attend", "merge", "why_not_numba", "why_not_triton"]
+__all__ = ["ATTEND", "attend", "merge", "why_not_numba", "why_not_triton"]
 
-IMPLEMENTATIONS = ("reference", "gather", "numba", "triton")
 DTYPES = (*STORED.values(), torch.float64)
 
 
@@ -59,6 +62,31 @@ def _missing_numba() -> str | None:
     return None
 
 
+def _anywhere(device: torch.device, dtype: torch.dtype) -> None:
+    """Nothing keeps an implementation in torch from running."""
+
+
+def _numba(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from sparseattn.kernels import numba_cpu  # imported on first use: numba is optional
+
+    return numba_cpu.attend(*inputs)
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from sparseattn.kernels import triton_gpu  # imported on first use: Triton is optional
+
+    return triton_gpu.attend(*inputs)
+
+
+# impl -> (why it cannot run on a device and dtype, or None; the function that runs).
+ATTEND: dict[str, tuple[Callable[[torch.device, torch.dtype], str | None], Callable[..., tuple[Tensor, Tensor]]]] = {
+    "reference": (_anywhere, reference.attend),
+    "gather": (_anywhere, gather.attend),
+    "numba": (why_not_numba, _numba),
+    "triton": (why_not_triton, _triton),
+}
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -78,7 +106,7 @@ def attend(
         selection: rows chosen, counted from `bounds.base`; spans of one head are disjoint.
         bounds: the zones; None means no sink and no window, and a selection counted from row 0. They lie within N,
             which is checked on the CPU only: on a GPU the check would make the host wait.
-        scale: factor of the logits, default `1/sqrt(D)`.
+        scale: factor of the logits, a finite number, default `1/sqrt(D)`.
         impl: "reference", "gather", "numba" or "triton". None takes Triton on a CUDA device that has it; on the CPU
             numba's code where it is installed, for float32, float16 and bfloat16 rows whose elements are adjacent; and
             gather elsewhere. A named implementation runs or raises, it is never replaced by another.
@@ -94,41 +122,26 @@ def attend(
         logarithm of the sum of exponentiated logits. A head that reads no row gives 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or an unknown `impl`.
+        ValueError: shapes, dtypes or devices that do not fit, a scale that is no finite number, or an unknown `impl`.
         RuntimeError: `impl="triton"` or "numba" where it cannot run.
     """
     _check(query, keys, values, selection, bounds, block_table)
-    batch = query.shape[0]
-    rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
-    if bounds is None:
-        bounds = Bounds.of(batch, rows, device=keys.device)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
+    elif not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ValueError(f"scale is a finite number, or None for 1/sqrt(D), got {scale!r}")
+    if bounds is None:
+        rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
+        bounds = Bounds.of(query.shape[0], rows, device=keys.device)
     if impl is None:
         impl = _default(query, keys, values)
-    if block_table is not None and impl == "reference":
-        keys, values = (paged.flatten(store, block_table) for store in (keys, values))
-    if block_table is not None and impl == "gather":
-        keys, values, selection, bounds = paged.compact(keys, values, selection, bounds, block_table)
-    if impl == "reference":
-        return reference.attend(query, keys, values, selection, bounds, scale)
-    if impl == "gather":
-        return gather.attend(query, keys, values, selection, bounds, scale)
-    if impl == "numba":
-        reason = why_not_numba(query.device, query.dtype)
-        if reason is not None:
-            raise RuntimeError(f'impl="numba" cannot run: {reason}')
-        from sparseattn.kernels import compiled
-
-        return compiled.attend(query, keys, values, selection, bounds, scale, block_table)
-    if impl == "triton":
-        reason = why_not_triton(query.device, query.dtype)
-        if reason is not None:
-            raise RuntimeError(f'impl="triton" cannot run: {reason}')
-        from sparseattn.kernels import spans  # the one file that needs triton
-
-        return spans.attend(query, keys, values, selection, bounds, scale, block_table)
-    raise ValueError(f"impl is one of {', '.join(IMPLEMENTATIONS)} or None, got {impl!r}")
+    elif impl not in ATTEND:
+        raise ValueError(f"impl is one of {', '.join(ATTEND)} or None, got {impl!r}")
+    why_not, run = ATTEND[impl]
+    reason = why_not(query.device, query.dtype)
+    if reason is not None:
+        raise RuntimeError(f'impl="{impl}" cannot run: {reason}')
+    return run(query, keys, values, selection, bounds, scale, block_table)
 
 
 def _default(query: Tensor, keys: Tensor, values: Tensor) -> str:

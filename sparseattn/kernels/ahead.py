@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseattn.kernels import lists, pages, probes, spans
+from sparseattn.kernels import lists, pages, probes, triton_gpu
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 Arguments = list[str | int | None]
@@ -54,20 +54,20 @@ def compile_ahead(
     Raises:
         RuntimeError: in a process with TRITON_INTERPRET=1, where Triton does not compile.
     """
-    constants, options = spans.launch(dtype.itemsize, size, span, group, 1 if per_query_head else group, page)
+    constants, options = triton_gpu.launch(dtype.itemsize, size, span, group, 1 if per_query_head else group, page)
     element, table = ELEMENT[dtype], "*i32" if page else None
     steps = [1 << 20, 1 << 16, size]  # of b, h and n: what counts is which are multiples of 16
     arguments: Arguments = [*[element] * 3, *["*i32"] * 5, table, "*fp32", "*fp32"]
     arguments += ["i32", "i32", "i32", "fp32", *steps, *steps]
     tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
     row_bytes = 2 * size * dtype.itemsize + 8 / span + (4 if page else 0)
-    return _compile(spans.attend_split, arguments, constants, options, arch, tile_bytes, row_bytes)
+    return _compile(triton_gpu.attend_split, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
 def compile_merge_ahead(dtype: torch.dtype, size: int, arch: int = 90) -> Compiled:
     """As `compile_ahead`, for the kernel that merges the splits."""
     arguments: Arguments = ["*fp32", "*fp32", ELEMENT[dtype], "*fp32", "i32"]
-    return _compile(spans.merge_splits, arguments, *spans.launch_merge(size), arch)
+    return _compile(triton_gpu.merge_splits, arguments, *triton_gpu.launch_merge(size), arch)
 
 
 def compile_pages_ahead(

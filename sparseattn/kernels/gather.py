@@ -8,13 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.kernels import paged
 from sparseattn.selection import Bounds, Selection
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selection: Selection,
+    bounds: Bounds,
+    scale: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sparseattn.kernels.attend`, accumulated in float32 (float64 for float64). On a GPU it synchronises."""
+    if block_table is not None:
+        keys, values, selection, bounds = paged.compact(keys, values, selection, bounds, block_table)
     batch, heads, group, size = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q = query.to(wide) * scale

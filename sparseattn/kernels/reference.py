@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.kernels import paged
 from sparseattn.selection import Bounds, Selection
 
 
@@ -21,9 +22,17 @@ def named(selection: Selection, bounds: Bounds, heads: int, rows: int) -> Tensor
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selection: Selection,
+    bounds: Bounds,
+    scale: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sparseattn.kernels.attend`; float64 inputs are computed and returned in float64, all others in float32."""
+    if block_table is not None:
+        keys, values = (paged.flatten(store, block_table) for store in (keys, values))
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     reads = named(selection, bounds, keys.shape[1], keys.shape[2])  # [B,H,Hs/H,N]
     logits = query.to(wide) @ keys.to(wide).mT * scale  # [B,H,G,N]

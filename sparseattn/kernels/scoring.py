@@ -12,11 +12,11 @@ from torch import Tensor
 from sparseattn.kernels import why_not_numba, why_not_triton
 from sparseattn.selection import Selection
 
-IMPLEMENTATIONS = ("torch", "numba", "triton")
+SCORING = {"torch": None, "numba": why_not_numba, "triton": why_not_triton}  # impl -> why it cannot run
 GROUPS = ("max", "sum", "softmax", "each")
 
 
-def chosen(impl: str | None, device: torch.device, dtype: torch.dtype, there: tuple[str, ...] = IMPLEMENTATIONS) -> str:
+def chosen(impl: str | None, device: torch.device, dtype: torch.dtype, there: tuple[str, ...] = tuple(SCORING)) -> str:
     """The implementation that `impl` means for tensors of a device and dtype, of those that are `there`.
 
     Raises:
@@ -29,10 +29,10 @@ def chosen(impl: str | None, device: torch.device, dtype: torch.dtype, there: tu
         return "numba" if "numba" in there and why_not_numba(device, dtype) is None else "torch"
     if impl not in there:
         raise ValueError(f"impl is one of {', '.join(there)} or None, got {impl!r}")
-    reason = {"torch": None, "numba": why_not_numba, "triton": why_not_triton}[impl]
-    why = None if reason is None else reason(device, dtype)
-    if why is not None:
-        raise RuntimeError(f'impl="{impl}" cannot run: {why}')
+    why_not = SCORING[impl]
+    reason = None if why_not is None else why_not(device, dtype)
+    if reason is not None:
+        raise RuntimeError(f'impl="{impl}" cannot run: {reason}')
     return impl
 
 
@@ -57,9 +57,9 @@ def vote(scores: Tensor, group: str, impl: str | None = None) -> Tensor:
     if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
         impl = "torch"
     if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
-        from sparseattn.kernels import compiled
+        from sparseattn.kernels import numba_cpu
 
-        return compiled.vote_softmax(scores)
+        return numba_cpu.vote_softmax(scores)
     total = scores.logsumexp(-1, keepdim=True)  # log of the summed probabilities, so that small ones still rank
     return (scores - torch.where(total.isinf(), 0.0, total)).logsumexp(2)
 
@@ -115,9 +115,9 @@ def page_scores(
     if step is not None:
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * step[:, :, None]
     if impl == "numba":
-        from sparseattn.kernels import compiled
+        from sparseattn.kernels import numba_cpu
 
-        scores = compiled.page_scores(query, low, high, real, "each" if group == "softmax" else group)
+        scores = numba_cpu.page_scores(query, low, high, real, "each" if group == "softmax" else group)
         return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
     bound = page_bounds(query, low, high) / query.shape[-1] ** 0.5
     return vote(bound.masked_fill(~real[:, None, None], -torch.inf), group, impl)
@@ -168,9 +168,9 @@ def linear(
     if bias is None:
         bias = weight.new_zeros(weight.shape[:2], dtype=torch.float32)
     if chosen(impl, x.device, weight.dtype, ("torch", "numba")) == "numba":
-        from sparseattn.kernels import compiled
+        from sparseattn.kernels import numba_cpu
 
-        return compiled.linear(x, weight, bias, relu)
+        return numba_cpu.linear(x, weight, bias, relu)
     out = torch.baddbmm(bias[:, None], x, weight.to(x.dtype).mT)
     return out.relu_() if relu else out
 
@@ -196,9 +196,9 @@ def bucket_spans(
 
         return probes.spans(ids, edges, span, budget, slots)
     if impl == "numba":
-        from sparseattn.kernels import compiled
+        from sparseattn.kernels import numba_cpu
 
-        return compiled.bucket_spans(ids, edges, span, budget, slots)
+        return numba_cpu.bucket_spans(ids, edges, span, budget, slots)
     (batch, named, probed), (heads, segments) = ids.shape, edges.shape[1:3]
     place = ids.reshape(batch, heads, 1, -1).expand(-1, -1, segments, -1)
     start = edges.gather(3, place)  # [B,H,R,each*P]
@@ -232,9 +232,9 @@ def listed_scores(query: Tensor, keys: Tensor, ids: Tensor, impl: str | None = N
 
         return lists.scores(query, keys, ids)
     if impl == "numba":
-        from sparseattn.kernels import compiled
+        from sparseattn.kernels import numba_cpu
 
-        return compiled.listed_scores(query, keys, ids)
+        return numba_cpu.listed_scores(query, keys, ids)
     batch, named = ids.shape[:2]
     b = torch.arange(batch, device=ids.device)[:, None, None]
     h = (torch.arange(named, device=ids.device) // query.shape[2])[None, :, None]

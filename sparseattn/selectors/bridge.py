@@ -38,7 +38,7 @@ class QueryBridge(Selector):
 
     Guides are compared with the query by the cosine under the keys' second moment: near are those that rank keys alike
     (at 131,072 synthetic keys, with 2,048 guides, 512 keys each and 8 probes this finds 0.83 of the top 100, the plain
-    cosine 0.67; LOG.md, 2026-11-20). Keys sealed later enter the lists in which they belong; one that enters no list is
+    cosine 0.67; log of 2026-11-20). Keys sealed later enter the lists in which they belong; one that enters no list is
     not found. `scanned` counts guides and distinct keys scored.
 
     Raises:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sparseattn.kernels.compiled import BITS as BITS
-from sparseattn.kernels.compiled import ONE_AT_A_TIME as ONE_AT_A_TIME
-from sparseattn.kernels.compiled import fetch, widen
-from sparseattn.kernels.compiled import parts as parts
+from sparseattn.kernels.numba_cpu import BITS as BITS
+from sparseattn.kernels.numba_cpu import ONE_AT_A_TIME as ONE_AT_A_TIME
+from sparseattn.kernels.numba_cpu import fetch, widen
+from sparseattn.kernels.numba_cpu import parts as parts
 
-CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (LOG.md, 2026-11-20)
+CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (docs/log, 2026-11-20)
 
 
 @njit(fastmath=True, inline="always")

@@ -13,7 +13,7 @@ from sparseattn.selectors.buckets import CHUNK, Parameters, Partitioned
 from sparseattn.selectors.loaded import Loaded, Wanted, check_finite
 from sparseattn.storage import RowBuffer
 
-SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see LOG.md)
+SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see docs/log)
 
 
 class KeyMoments(RowBuffer):

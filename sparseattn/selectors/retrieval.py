@@ -35,7 +35,7 @@ class RetrievalAttention(Selector):
             difference of their products with the training queries. The latter is ours, not the paper's.
         guides: training queries kept to place later keys, decode queries if there are fewer; 0 keeps none.
 
-    The paper names RoarGraph and gives no parameters: these are ours, measured in LOG.md (2026-11-20). Left open there
+    The paper names RoarGraph and gives no parameters: these are ours, measured in the log, 2026-11-20. Left open there
     and settled here: similarity is the inner product of keys after RoPE; queries may guide keys that come after them;
     `scanned` counts distinct keys scored, the entry included; generated rows are inserted when they leave the window.
     Unlike RoarGraph's code, distances between keys are Euclidean, a query's first keys are all pivots, lists of queries

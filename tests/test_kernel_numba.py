@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from cases import heads
+from conftest import numba_cache
 from torch import Tensor
 
 from sparseattn import Bounds, Quest, Selection, attend, kernels
@@ -15,7 +18,8 @@ from sparseattn.kernels import scoring
 from sparseattn.selectors.base import GROUPS
 
 pytest.importorskip("numba")
-from sparseattn.kernels import compiled
+from sparseattn.kernels import numba_cpu
+from sparseattn.selectors import graph
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -55,8 +59,8 @@ def test_parts_of_one_length_are_the_whole(share: int, monkeypatch: pytest.Monke
     selection = Selection(start, length, 1024)
     expected = attend(queries[:, :, :, 0], keys, values, selection, impl="reference")
     for parts, rows in ((1, 1), (3, 1), (32, 1), (5000, 1), (32, 128)):
-        monkeypatch.setattr(compiled, "PARTS", parts)
-        monkeypatch.setattr(compiled, "PART_ROWS", rows)
+        monkeypatch.setattr(numba_cpu, "PARTS", parts)
+        monkeypatch.setattr(numba_cpu, "PART_ROWS", rows)
         found = attend(queries[:, :, :, 0], keys, values, selection, impl="numba")
         for got, right in zip(found, expected, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
@@ -93,13 +97,13 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_default_takes_numba_where_it_fits_and_gather_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.dtype] = []
-    run = compiled.attend
+    run = numba_cpu.attend
 
     def watched(*args):
         ran.append(args[0].dtype)
         return run(*args)
 
-    monkeypatch.setattr(compiled, "attend", watched)
+    monkeypatch.setattr(numba_cpu, "attend", watched)
     queries, keys, values = heads(1, 2, 2, 40, 16)
     selection = Selection.tokens(torch.arange(8).expand(1, 2, -1))
     for dtype in (*DTYPES, torch.float64):
@@ -120,7 +124,7 @@ def test_layouts_and_sizes_do_not_compile_anew() -> None:
         attend(queries[:, :, :, 0], spare(keys), spare(values), Selection.pages(ids, 4), bounds, impl="numba")
         real = torch.ones(batch, rows + 5, dtype=torch.bool)[:, :rows]
         scoring.page_scores(queries[:, :, :, 0], spare(keys), spare(values), real, "max", impl="numba")
-    for kernel in (compiled._attend, compiled._page_scores):
+    for kernel in (numba_cpu._attend, numba_cpu._page_scores):
         kinds = {str(signature) for signature in kernel.signatures}
         assert len(kinds) <= len(DTYPES), kinds
 
@@ -302,3 +306,11 @@ def test_attend_takes_queries_in_the_order_of_a_model() -> None:
     selection = Selection.tokens(torch.randint(0, 40, (2, 3, 1)))
     got, expected = (attend(query, keys, values, selection, impl=impl)[0] for impl in ("numba", "reference"))
     torch.testing.assert_close(got, expected)
+
+
+def test_compiled_code_outlives_this_clone() -> None:
+    """The tests keep it by its source alone; numba would keep it by this clone's path, and compile anew in the next."""
+    if os.environ["NUMBA_CACHE_DIR"] != str(numba_cache()):
+        pytest.skip("NUMBA_CACHE_DIR names another folder")
+    for kernel, folder in ((numba_cpu._attend, "kernels"), (graph.search_heads, "selectors")):
+        assert Path(kernel.stats.cache_path).resolve() == numba_cache().resolve() / folder

@@ -3,6 +3,10 @@
 Numbers of 16 bits are widened in registers, so that memory is read at its stored size; sums are float32. The list of
 rows of each head is cut into parts of one length, whatever the lengths of its spans, and the parts are merged in their
 order: the result does not depend on how many threads there are.
+
+This is one long file on purpose: numba keeps compiled code on disk by the time stamp of the file that a function stands
+in, and does not see a change in another file whose functions it compiled in. So what is compiled together stands
+together, under a headline for each task.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
@@ -231,6 +235,11 @@ def _tile(asked, share, size, keys, values, key_at, value_at, count, weights, pe
         w, highest = g * TILE, peak[g]
         for t in range(count):
             highest = max(highest, weights[w + t])
+        if highest == -np.inf:  # so far logits of -inf alone, which weigh nothing; -inf - -inf would be NaN
+            for t in range(whole):  # but what is NaN stays
+                weights[w + t] = weights[w + t] if t < count and weights[w + t] != -np.inf else np.float32(0)
+                total[g] += weights[w + t]
+            continue
         shrink = _exp2(peak[g] - highest) if peak[g] > -np.inf else np.float32(0)
         added = np.float32(0)
         for t in range(count):

@@ -1,0 +1,140 @@
+"""Pictures: lines are told apart, named at their ends without overlap, and means over few prompts have intervals."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseattn.cli import intervals, lines
+from sparseattn.metrics import Evaluation
+from sparseattn.tasks.run import FORCED, FULL
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from sparseattn.cli import plots
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved while a test runs."""
+    made: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (made.append(self), save(self, *a, **k)))
+    return made
+
+
+def test_ten_lines_have_ten_colours_and_markers_and_a_hundred_no_twin() -> None:
+    ten = [lines.style(n, "") for n in range(10)]
+    assert len({one["color"] for one in ten}) == len({one["marker"] for one in ten}) == 10
+    assert len({(one["color"], one["marker"]) for one in (lines.style(n, "") for n in range(100))}) == 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wanted=st.lists(st.floats(0, 1), min_size=1, max_size=12).map(sorted),
+    height=st.sampled_from([0.01, 0.05, 0.08, 0.2]),
+    tall=st.integers(0, 11),
+)
+def test_names_never_overlap_and_stay_in_the_panel_where_there_is_room(
+    wanted: list[float], height: float, tall: int
+) -> None:
+    heights = [height * (2 if i == tall else 1) for i in range(len(wanted))]
+    found = lines.apart(wanted, heights)
+    for (low, a), (high, b) in pairwise(zip(found, heights, strict=True)):
+        assert high - low >= (a + b) / 2 - 1e-9
+    if sum(heights) < 1:
+        assert found[0] - heights[0] / 2 >= -1e-9
+        assert found[-1] + heights[-1] / 2 <= 1 + 1e-9
+    if all(b - a > 2 * height for a, b in pairwise(wanted)) and wanted[0] > height and wanted[-1] < 1 - height:
+        assert found == pytest.approx(wanted), "what does not touch stays"
+
+
+def measured(method: str, budget: int, mass: float) -> Evaluation:
+    shares = {"bytes_share": budget / 100, "attended": budget, "mass": mass, "relative_error": 1 - mass}
+    heads = {name: torch.full((1, 1), float(value), dtype=torch.float64) for name, value in shares.items()}
+    facts = {"tokens": 300, "last": 4, "sink": 2, "window": 8}
+    return Evaluation("trace", method, method, budget, facts, (0,), heads)
+
+
+def test_every_line_is_named_beside_its_panel_and_no_two_names_touch(tmp_path: Path, drawn: list[Figure]) -> None:
+    """Twelve methods that end at one point, the worst there is."""
+    methods = [f"Method{n}(argument='value')" for n in range(12)]
+    results = [measured(one, budget, 0.9) for one in methods for budget in (10, 20)]
+    plots.frontier(results, tmp_path / "f.png")
+    (figure,) = drawn
+    assert not figure.legends
+    assert [axis.get_xlabel() for axis in figure.axes[2:]] == [
+        "bytes read / bytes of the cache",
+        "rows attended per query head",
+    ]
+    figure.draw_without_rendering()  # at the resolution of its own, as all boxes below
+    whole = figure.bbox
+    for axis in figure.axes:
+        assert sorted(text.get_text() for text in axis.texts) == sorted(map(lines.broken, methods))
+        boxes = sorted((Text.get_window_extent(text) for text in axis.texts), key=lambda box: box.y0)
+        for low, high in pairwise(boxes):
+            assert high.y0 >= low.y1 - 1
+        for box in boxes:
+            assert box.x0 > axis.bbox.x1
+            assert whole.x0 <= box.x0 < box.x1 <= whole.x1, "not cut off"
+
+
+def test_one_method_at_one_budget_is_drawn_without_a_warning(tmp_path: Path, drawn: list[Figure]) -> None:
+    plots.frontier([measured("Window", 10, 0.9)], tmp_path / "f.png")
+    assert [text.get_text() for axis in drawn[0].axes for text in axis.texts] == ["Window"] * 4
+
+
+def test_a_line_without_a_point_in_the_panel_has_no_name() -> None:
+    figure = Figure()
+    axis = figure.subplots()
+    axis.plot([1, 2], [torch.nan, torch.nan], label="nothing")
+    axis.plot([1, 2, 3], [1, 2, torch.nan], label="ends early")
+    axis.plot([0.0], [1.5], label="left of a logarithmic axis")
+    axis.axhline(1.5)
+    axis.set_xscale("log")
+    lines.name_ends(figure, [axis])
+    (name,) = axis.texts
+    assert name.get_text() == "ends early"
+    assert axis.transAxes.transform(name.xy) == pytest.approx(axis.transData.transform((2, 2)))
+
+
+def test_intervals() -> None:
+    """Wilson's, against published values; of perplexity, around it."""
+    assert intervals.wilson([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert intervals.wilson([1.0] * 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert intervals.wilson([1.0, 0.0] * 5) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    low, high = intervals.perplexity([1.0, 1.2, 1.4], [10, 10, 20])
+    assert 2.718 <= low < 3.56 < high <= 4.06
+    assert intervals.perplexity([1.0, 1.2, 1.4], [10, 10, 20]) == (low, high)
+    assert intervals.perplexity([0.0], [7]) == (1.0, 1.0)
+    assert intervals.perplexity([1e6], [7]) == (torch.inf, torch.inf)
+
+
+@pytest.mark.parametrize(("prompts", "bars"), [(8, True), (30, False)])
+@pytest.mark.parametrize("protocol", ["question", FORCED])
+def test_few_prompts_have_intervals(
+    prompts: int, bars: bool, protocol: str, tmp_path: Path, drawn: list[Figure]
+) -> None:
+    def made(method: str, budget: str | None, n: int) -> dict[str, Any]:
+        score = {"nll": 1.0 + n / 10, "scored_tokens": 5} if protocol == FORCED else {"score": float(n % 2)}
+        facts = {"task": "kv", "protocol": protocol, "method": method, "budget": budget, "prompt": n}
+        return facts | score | {"settings": {"model": "m"}}
+
+    rows = ((FULL, None), ("Window", None), ("Quest", "16"), ("Quest", "64"))
+    plots.accuracy([made(*row, n) for row in rows for n in range(prompts)], tmp_path / "a.png")
+    (axis,) = drawn[0].axes
+    assert axis.get_title() == f"kv, {protocol}, {prompts} prompts"
+    assert len(axis.collections) == (4 if bars else 0)
+    assert ("intervals of 95%" in drawn[0].get_suptitle()) is bars
+    assert sorted(text.get_text() for text in axis.texts) == ["Quest", "Window", "full"]
+    if bars and protocol == "question":
+        spans = [segment[:, 1].tolist() for bar in axis.collections for segment in bar.get_segments()]
+        assert spans == [pytest.approx(intervals.wilson([0.0, 1.0] * 4))] * 4
