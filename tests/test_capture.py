@@ -20,10 +20,7 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import builtin  # noqa: E402
-from sparseattn.cli import (
-    app,
-    common,
-)
+from sparseattn.cli import app, common  # noqa: E402
 from sparseattn.integrations import capture as recording  # noqa: E402
 from sparseattn.integrations import models  # noqa: E402
 from sparseattn.integrations.capture import capture  # noqa: E402
