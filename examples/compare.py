@@ -18,16 +18,17 @@ from torch.nn.functional import cross_entropy
 
 from sparseattn.budget import parse_budget
 from sparseattn.builtin import text_bytes
-from sparseattn.integrations.models import encode, load_model, reference_folder
+from sparseattn.integrations.models import encode, load_model
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.transformers import SparseCache, restore
 
+MODEL = "reference, smollm2, gemma3-270m, a folder, a GGUF file or a name on the Hugging Face hub"
 SELECTORS = ("quest", "exact:group=softmax", "window")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=reference_folder(), help="a folder, or a name on the Hugging Face hub")
+    parser.add_argument("--model", default="reference", help=MODEL)
     parser.add_argument("--text", type=Path, help="default: a text of 8,192 bytes that ships")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens of the text to keep")
     parser.add_argument("--last", type=int, default=64, help="tokens at its end to decode and to take the loss of")

@@ -1,7 +1,7 @@
 """Generate with a selector, beside full attention.
 
-python examples/generate.py                                     # asks the built-in reference model for a pass key
-python examples/generate.py --selector window                   # ... which nothing but a search finds
+python examples/generate.py                      # asks the built-in reference model for a pass key
+python examples/generate.py --selector window    # ... through the window alone, which does not hold the key
 python examples/generate.py --model PATH_OR_HUB_ID --text FILE --selector quest:page=32 --budget 5% --dense-layers 2
 
 Without a text the prompt hides a pass key in the middle of made-up sentences and asks for it, so that there is a right
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from sparseattn.budget import parse_budget
-from sparseattn.integrations.models import encode, load_model, reference_folder
+from sparseattn.integrations.models import encode, load_model
 from sparseattn.integrations.transformers import SparseCache
 from sparseattn.tasks import byte_count, example
+
+MODEL = "reference, smollm2, gemma3-270m, a folder, a GGUF file or a name on the Hugging Face hub"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=reference_folder(), help="a folder, or a name on the Hugging Face hub")
+    parser.add_argument("--model", default="reference", help=MODEL)
     parser.add_argument("--text", type=Path, help="a prompt of yours; default: a question with an answer")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt, at most")
     parser.add_argument("--new", type=int, default=8, help="tokens to generate")

@@ -11,6 +11,7 @@ import re
 import shlex
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,15 @@ def anchors(path: Path) -> set[str]:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    import sparseattn
+
+    paths = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    shown = [getattr(import_module(module), name) for module, _, name in (path.rpartition(".") for path in paths)]
+    missing = [name for name in sparseattn.__all__ if name != "SELECTORS" and getattr(sparseattn, name) not in shown]
+    assert not missing, f"docs/api.md lacks {missing}"
 
 
 def test_the_site_names_every_page() -> None:

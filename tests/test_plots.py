@@ -132,9 +132,23 @@ def test_few_prompts_have_intervals(
     plots.accuracy([made(*row, n) for row in rows for n in range(prompts)], tmp_path / "a.png")
     (axis,) = drawn[0].axes
     assert axis.get_title() == f"kv, {protocol}, {prompts} prompts"
+    assert axis.get_xlabel() == "budget, rows beyond sink and window"
     assert len(axis.collections) == (4 if bars else 0)
     assert ("intervals of 95%" in drawn[0].get_suptitle()) is bars
     assert sorted(text.get_text() for text in axis.texts) == ["Quest", "Window", "full"]
     if bars and protocol == "question":
         spans = [segment[:, 1].tolist() for bar in axis.collections for segment in bar.get_segments()]
         assert spans == [pytest.approx(intervals.wilson([0.0, 1.0] * 4))] * 4
+
+
+def test_budgets_that_are_shares_are_not_called_rows(tmp_path: Path, drawn: list[Figure]) -> None:
+    one = {
+        "task": "kv",
+        "protocol": "question",
+        "method": "Quest",
+        "prompt": 1,
+        "score": 1.0,
+        "settings": {"model": "m"},
+    }
+    plots.accuracy([one | {"budget": budget} for budget in ("64", "5%")], tmp_path / "a.png")
+    assert drawn[0].axes[0].get_xlabel() == "budget beyond sink and window"

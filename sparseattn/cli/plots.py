@@ -182,7 +182,8 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                     axis.vlines(place, *_interval(ours), color=look["color"], linewidth=1, alpha=0.7)
         axis.set_xticks(range(len(budgets)), list(map(_shown, budgets)))
         axis.set_xlim(-0.75, max(len(budgets), 1) - 0.5)
-        axis.set_xlabel("budget")
+        unit = ", rows" if all(budget.isdigit() for budget in budgets) else ""  # a share says its unit itself
+        axis.set_xlabel(f"budget{unit} beyond sink and window")
         axis.set_title(_shown(f"{task}, {protocol}, {_prompts(fewest)}"), fontsize=10)
         axis.grid(alpha=0.3)
         if "nll" in mine[0]:

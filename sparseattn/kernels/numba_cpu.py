@@ -37,7 +37,7 @@ PAGES = 512  # scored by one part
 LINE = 64  # bytes of a cache line
 OUTPUTS = 128  # of a linear layer, computed by one part
 EXPONENTIAL = 20  # multiplications that take as long as the exponentials and logarithms of one score's vote
-ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (LOG.md, 2026-11-22)
+ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (docs/log, 2026-11-22)
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 # Sums may be reordered, which vector instructions need, and rounded once; NaN and infinity keep their meaning.
 FAST = ("reassoc", "contract", "nsz")
