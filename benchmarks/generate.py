@@ -40,8 +40,9 @@ from benchmarks.measure import Clock, peak_memory
 from benchmarks.models import SHAPES, prompt, random_model, with_attention
 from benchmarks.records import RESULTS
 from sparseattn.budget import parse_budget
-from sparseattn.cli.common import integers, progress_bar
+from sparseattn.cli.common import MODEL_HELP, integers, progress_bar
 from sparseattn.devices import usable_device
+from sparseattn.dtypes import STORED
 from sparseattn.environment import machine, versions
 from sparseattn.integrations.models import REFERENCE, load_model
 from sparseattn.integrations.prefill import Prefill
@@ -193,12 +194,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--budget", default="256", help="rows, a share of the context (1%%) or all")
     out.add_argument("--steps", type=int, default=64, help="that count, of every way")
     out.add_argument("--block", type=int, default=8, help="steps of a way before the next one's turn")
-    out.add_argument("--model", default=REFERENCE, help=f"folder or hub name; {REFERENCE!r} ships with the package")
+    out.add_argument("--model", default=REFERENCE, help=MODEL_HELP)
     out.add_argument("--random", choices=SHAPES, help="instead of --model: a Llama of random weights")
     out.add_argument("--layers", type=int, help="of a --random model; default all of its shape")
-    out.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: the model's; random: bfloat16"
-    )
+    out.add_argument("--dtype", choices=STORED, help="default: the model's; random: bfloat16")
     out.add_argument("--sink", type=int, default=4)
     out.add_argument("--window", type=int, default=64)
     out.add_argument("--seal", type=int, default=1024, help="rows that wait before they are sealed")

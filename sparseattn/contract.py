@@ -1,6 +1,6 @@
 """Whether a selection keeps to the contract: checked in every comparison and every test, never in a step that is timed.
 
-A selector that names more rows than its budget, or a row twice, would look better than it is.
+A selector that names more rows than its budget, a row twice, or a cost below nothing, would look better than it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def check(
     real: Tensor | None,
     selector: Selector,
 ) -> None:
-    """The selection names distinct sealed rows, no padding, and at most `budget` of them for each head.
+    """The selection names distinct sealed rows, no padding, and at most `budget` of them for each head, and what it
+    says of its cost are counts of the right shape.
 
     Makes the host wait for the device.
 
@@ -48,6 +49,18 @@ def check(
             f"{selector!r} returned a selection [B,Hs,S] = {list(selection.start.shape)} for a query "
             f"{list(query.shape)}: B is {batch} and Hs is {heads} (per KV head) or {heads * group} (per query head)"
         )
+    costs = {"scanned": (selection.scanned, shape), "scan_bytes": (selection.scan_bytes, (batch, heads))}
+    for name, (cost, wanted) in costs.items():
+        if cost is None:
+            continue
+        if tuple(cost.shape) != wanted or cost.dtype != torch.int64:
+            letters = "[B,Hs]" if name == "scanned" else "[B,H]"
+            raise ContractError(
+                f"{selector!r} reports {name} as {cost.dtype} {list(cost.shape)}: it is None or int64 {letters} = "
+                f"{list(wanted)}"
+            )
+        if bool((cost < 0).any()):
+            raise ContractError(f"{selector!r} reports {name} of {int(cost.min())}: counts are 0 or more")
     start, length = (part.to("cpu", torch.int64) for part in (selection.start, selection.length))
     kind = "KV head" if shape[1] == heads else "query head"
 

@@ -121,6 +121,21 @@ def test_shapes_and_types() -> None:
         check(Selection(nothing + 9, one, 1), query, AT, 1, 0, None, Exact())
 
 
+@pytest.mark.parametrize(
+    ("name", "cost", "sentence"),
+    [
+        ("scan_bytes", torch.full((B, H), -(10**7)), "reports scan_bytes of -10000000: counts are 0 or more"),
+        ("scanned", torch.full((B, H), -1), "reports scanned of -1"),
+        ("scanned", torch.full((B, H), torch.nan), r"scanned as torch.float32 \[2, 2\]: it is None or int64 \[B,Hs\]"),
+        ("scan_bytes", torch.zeros(B, 1, dtype=torch.int64), r"int64 \[2, 1\]: it is None or int64 \[B,H\] = \[2, 2\]"),
+    ],
+)
+def test_costs_are_counts(name: str, cost: Tensor, sentence: str) -> None:
+    rows = torch.zeros(B, H, 1, dtype=torch.int32)
+    with pytest.raises(ContractError, match=sentence):
+        check(Selection(rows, rows, 1, **{name: cost}), torch.randn(B, H, G, D), AT, 1, 10, None, Exact())
+
+
 class Greedy(Exact):
     """Ignores its budget."""
 

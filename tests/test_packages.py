@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -139,6 +142,57 @@ def test_what_is_no_gguf_file(tmp_path: Path) -> None:
         load_model(str(wrong))
     cache = tmp_path / "cache" / "models"
     assert not cache.exists() or not list(cache.iterdir()), "nothing is left"
+
+
+def test_code_beside_a_gguf_file_is_not_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that brings Python code lies in the same folder, as such folders come from the hub."""
+    shutil.copy(file, tmp_path / "tiny.gguf")
+    (tmp_path / "tok.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
+    own = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks whether to run it"))
+    with contextlib.suppress(ModelError):  # or the code is passed over
+        load_model(str(tmp_path / "tiny.gguf"), device="cpu")
+    assert not (tmp_path / "ran").exists()
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_ctrl_c_and_a_full_disk_while_a_gguf_file_is_converted(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import PreTrainedModel
+
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("trying to pop from empty mode stack") from error
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: File too large (os error 27)")
+
+    for method, fault, expected, words in (
+        ("from_pretrained", interrupted, KeyboardInterrupt, None),
+        ("save_pretrained", full, ModelError, r"tiny-[0-9a-f]{16} cannot be written: .*File too large"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(PreTrainedModel, method, fault)
+            with pytest.raises(expected, match=words):
+                load_model(str(file), device="cpu")
+    cache = tmp_path / "cache" / "models"
+    left = cache / f".{gguf.folder_of(file).name}.part"
+    assert not list(cache.iterdir()), "nothing is left"
+    left.mkdir()  # of a process that was killed
+    load_model(str(file), device="cpu")
+    assert [path.name for path in cache.iterdir()] == [gguf.folder_of(file).name]
+
+
+def test_the_table_of_models_steers_no_terminal(file: Path, tmp_path: Path) -> None:
+    shutil.copy(file, tmp_path / "esc\x1b[31m[red]x[slash red].gguf")
+    load_model(str(tmp_path / "esc\x1b[31m[red]x[slash red].gguf"), device="cpu")
+    done = CliRunner().invoke(app, ["models"])
+    assert "\x1b" not in done.stdout
+    assert "esc[31m[red]x[slash red]" in "".join(done.stdout.split("\n"))
 
 
 @pytest.fixture

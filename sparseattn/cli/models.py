@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from sparseattn.cli.common import in_a_sentence, model_progress, say_terms
+from sparseattn.cli.common import Screen, in_a_sentence, model_progress, say_terms
 from sparseattn.places import cache_folder
 
 
@@ -53,7 +52,7 @@ def models(
     for row in rows:
         size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:.0f}"
         out.add_row(row["name"], size, f"{row['about']} ({row['licence']})" if row["licence"] else row["about"])
-    screen = Console(highlight=False)
+    screen = Screen()
     screen.print(out)
     screen.print(
         f"kept in {cache_folder() / 'models'}; any folder, hub id or GGUF file is a --model too", soft_wrap=True

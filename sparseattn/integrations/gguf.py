@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import io
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparseattn.integrations.errors import ModelError, reason
+from sparseattn.files import naming
+from sparseattn.integrations.errors import ModelError, in_a_sentence
+from sparseattn.locks import locked
 from sparseattn.places import cache_folder
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # what is being done, bytes or steps done, of how many
@@ -36,11 +37,25 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 def converted(path: Path, progress: Progress | None = None) -> Path:
     """The model folder made of the GGUF file `path`, in the cache; made now if it is not there.
 
-    A file is known again by its place, size and time of change, so that gigabytes need not be read to see that.
     `progress` is called with what is being done, steps done and steps.
 
     Raises:
         ModelError: see `convert`.
+    """
+    folder = folder_of(path)
+    if not (folder / "config.json").is_file():
+        report = progress or (lambda what, done, total: None)
+        report(f"convert {path.name}", 0, 1)
+        convert(path.expanduser().resolve(), folder)
+        report(f"convert {path.name}", 1, 1)
+    return folder
+
+
+def folder_of(path: Path) -> Path:
+    """Where the GGUF file `path` lies once it is converted.
+
+    A file is known again by its place, size and time of change, so that gigabytes need not be read to see that.
+    ModelError where there is no such file.
     """
     try:
         real = path.expanduser().resolve(strict=True)
@@ -48,22 +63,17 @@ def converted(path: Path, progress: Progress | None = None) -> Path:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     known = f"{real}|{facts.st_size}|{facts.st_mtime_ns}|{RECIPE}"
-    folder = cache_folder() / "models" / f"{real.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
-    if not (folder / "config.json").is_file():
-        report = progress or (lambda what, done, total: None)
-        report(f"convert {real.name}", 0, 1)
-        convert(real, folder)
-        report(f"convert {real.name}", 1, 1)
-    return folder
+    return cache_folder() / "models" / f"{real.stem}-{hashlib.sha256(known.encode(errors='replace')).hexdigest()[:16]}"
 
 
 def convert(path: Path, folder: Path) -> None:
     """Writes the GGUF file `path` as the model folder `folder`: safetensors in bfloat16, configuration and tokenizer.
 
-    The folder appears whole or not at all.
+    The folder appears whole or not at all. Python code that lies beside the file is not run.
 
     Raises:
         ModelError: no GGUF file, of an architecture that transformers does not know, packages missing, or no room.
+        ValueError: another process is converting it.
     """
     try:
         with path.open("rb") as file:
@@ -75,33 +85,33 @@ def convert(path: Path, folder: Path) -> None:
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(f"reading GGUF files needs {' and '.join(missing)}: pip install 'sparseattn[models]'")
-    try:
-        with _quietly():
-            model, tokenizer = _read(path)
-    except Exception as error:  # gguf and transformers raise types of their own
-        raise ModelError(f"{path} cannot be converted: {reason(error)}") from error
-    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.mkdir(parents=True)
-        with _quietly():
-            model.save_pretrained(part)
-            tokenizer.save_pretrained(part)
-        with contextlib.suppress(OSError):  # another process was first, and its folder is like this one
-            part.rename(folder)
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} cannot be written: something else is there")
-    except OSError as error:
-        raise ModelError(f"{folder} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}.part")
+    with naming(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f".{folder.name}.lock"), f"the conversion of {path.name}"):
+        if (folder / "config.json").is_file():  # by another process, just now
+            return
+        try:
+            with in_a_sentence(f"{path} cannot be converted", str(path)), _quietly():
+                model, tokenizer = _read(path)
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            with in_a_sentence(f"{folder} cannot be written", str(path)), _quietly():
+                part.mkdir()
+                model.save_pretrained(part)
+                tokenizer.save_pretrained(part)
+                part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def _read(path: Path) -> tuple[Any, Any]:
     """The model in bfloat16, as if it had never been a GGUF file, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    held = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
+    held = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.bfloat16, trust_remote_code=False
+    )
     weights = held.state_dict()
     packed = [name for name, tensor in weights.items() if not tensor.is_floating_point()]
     if packed:

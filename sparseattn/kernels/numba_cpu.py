@@ -6,7 +6,8 @@ order: the result does not depend on how many threads there are.
 
 This is one long file on purpose: numba keeps compiled code on disk by the time stamp of the file that a function stands
 in, and does not see a change in another file whose functions it compiled in. So what is compiled together stands
-together, under a headline for each task.
+together, under a headline for each task. `fetch` and `widen` are compiled into `selectors/graph.py` as well: whoever
+changes one of them touches that file too.
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.
