@@ -20,6 +20,7 @@ from sparseattn.keeping import append_first
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors import Selector, as_selector
 from sparseattn.stored import StoredRows
+from sparseattn.tensors import only_tensors
 from sparseattn.zones import Zones
 
 
@@ -225,7 +226,11 @@ class KVCache:
                 queries; a selector that serves another cache; more rows than a `fixed` cache has. Nothing is stored
                 then.
         """
-        checks.tensors(keys=keys, values=values, queries=queries, positions=positions)
+        only_tensors(keys=keys, values=values)
+        if queries is not None:
+            only_tensors(queries=queries)
+        if positions is not None:
+            only_tensors(positions=positions)
         first = self.batch == 0
         if first:
             checks.unused(self.selector)
@@ -359,26 +364,25 @@ class KVCache:
         """Forgets the newest rows of every sequence, as speculative decoding does with rejected tokens.
 
         Args:
-            drop: rows, an int for all sequences or int64 `[B]`.
+            drop: rows, an int for all sequences or integers `[B]`.
 
         Raises:
-            ValueError: `drop` reaches into sealed rows, which never change: construct the cache with a larger
-                `rollback`.
+            ValueError: `drop` is neither, or reaches into sealed rows, which never change: construct the cache with a
+                larger `rollback`.
         """
         self._require_rows()
         checks.repeatable(self._stored.keys.full, "dropping rows")
-        self._stored.crop(torch.as_tensor(drop, dtype=torch.int64, device="cpu").expand(self.batch).tolist())
+        self._stored.crop(checks.dropped(drop, self.batch))
         self._show()
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search); `index` `[B']` may repeat and omit.
 
-        ValueError where the storage is `fixed` and B' is not B.
+        ValueError for another `index`, or where the storage is `fixed` and B' is not B.
         """
         self._require_rows()
         checks.repeatable(self._stored.keys.full, "reordering sequences")
-        if index.ndim != 1 or index.dtype != torch.int64 or not bool(((index >= 0) & (index < self.batch)).all()):
-            raise ValueError(f"reorder takes int64 [B'] indices below the batch of {self.batch}, got {index}")
+        checks.indices(index, self.batch)
         self._stored.take(index)
         self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
         self._show()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from sparseattn.selectors.base import Selector
+from sparseattn.tensors import only_tensors
 
 
 def unused(selector: Selector) -> None:
@@ -27,15 +29,6 @@ def reachable(selector: Selector, device: torch.device, sealed_device: torch.dev
             f"{selector!r} works in host memory, these rows are on {device}: keep the sealed ones there with "
             f'KVCache(..., sealed_device="cpu")'
         )
-
-
-def tensors(**parts: object) -> None:
-    """Each is a tensor of torch, or None; else ValueError with the name."""
-    for name, part in parts.items():
-        if part is not None and not isinstance(part, Tensor):
-            kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
-            made = "torch.from_numpy" if kind == "numpy.ndarray" else "torch.tensor"
-            raise ValueError(f"{name} is a torch.Tensor, got a {kind}: {made}({name}) makes one")
 
 
 def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
@@ -121,6 +114,23 @@ def positions(at: Tensor, batch: int, new: int, after: Sequence[int]) -> Tensor:
     return at
 
 
+def dropped(given: int | Tensor, batch: int) -> list[int]:
+    """Rows to drop from each of B sequences, given as one integer or as integers `[B]`; else ValueError."""
+    drop = torch.tensor(given) if isinstance(given, Integral) else given
+    whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if not isinstance(drop, Tensor) or drop.dtype not in whole or [*drop.shape] not in ([], [1], [batch]):
+        raise ValueError(f"crop takes the rows to drop as an int or as integers [B] = [{batch}], got {given!r}")
+    each: list[int] = drop.expand(batch).tolist()
+    return each
+
+
+def indices(given: Tensor, batch: int) -> None:
+    """`[B']` int64 numbers of sequences below `batch`; else ValueError."""
+    only_tensors(index=given)
+    if given.ndim != 1 or given.dtype != torch.int64 or not bool(((given >= 0) & (given < batch)).all()):
+        raise ValueError(f"reorder takes int64 [B'] indices below the batch of {batch}, got {given}")
+
+
 def share(selector: Selector) -> float:
     """The selector's `queries_share`, from 0 to 1; else ValueError."""
     given = selector.queries_share
@@ -138,7 +148,7 @@ def sealed_device(given: torch.device | str | None) -> torch.device | None:
 
 def query(asked: Tensor, held: Tensor) -> None:
     """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
-    tensors(query=asked)
+    only_tensors(query=asked)
     if (
         asked.ndim != 4
         or asked.shape[:2] != held.shape[:2]

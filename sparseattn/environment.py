@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sparseattn.devices import usable_device
 from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 
 PACKAGES = ("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib")
@@ -46,8 +47,8 @@ def machine() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, str]:
-    """Implementation of `attend` -> "runs", or why not, on this machine's best device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Implementation of `attend` -> "runs", or why not, on the device that work goes to here."""
+    device = usable_device()
     facts = dict.fromkeys(ATTEND, f"runs on {device.type}")
     reason = why_not_numba(torch.device("cpu"), torch.float16)
     facts["numba"] = "runs on cpu" if reason is None else f"does not run: {reason}"

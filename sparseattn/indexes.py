@@ -82,32 +82,10 @@ def append_kept(selector: Selector, rows: Rows, folder: str | os.PathLike[str]) 
     return order
 
 
-def save_index(
-    selector: Selector, rows: Rows, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str] = ()
-) -> None:
-    """Writes what `selector` built from `rows`, whole or not at all.
-
-    Args:
-        selector: just shown `rows`, and nothing else.
-        rows: what it was shown.
-        order: what its `append` returned.
-        said: what it warned of; `load_index` says it again.
-
-    Raises:
-        IndexFileError: a selector whose state is not tensors or that has no `check_state`, or a file that cannot be
-            written.
-    """
-    _save(selector, rows, _rows_hash(rows), order, path, said)
-
-
 def _save(
     selector: Selector, rows: Rows, known: str, order: Tensor | None, path: str | os.PathLike[str], said: Sequence[str]
 ) -> None:
-    if not kept(selector):
-        raise IndexFileError(
-            f"{selector!r} keeps state that is no tensor, or has no check_state to read it by, so it cannot be written "
-            f"to {os.fspath(path)}"
-        )
+    """Writes what `selector` built from `rows`, whole or not at all; `said` is what `_load` warns of again."""
     tensors = {name: state.data.cpu() for name, state in _filled(selector)}
     try:
         selector.check_state(tensors, rows, None if order is None else order.cpu())
@@ -194,7 +172,8 @@ def _arguments(selector: Selector) -> str:
 
 
 def _identity(selector: Selector, rows_hash: str) -> str:
-    known = (_class(selector), _arguments(selector), rows_hash)
+    # With the version a file of another release has another name: it is passed over, and the index is built.
+    known = (VERSION, _class(selector), _arguments(selector), rows_hash)
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 

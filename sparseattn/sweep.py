@@ -20,7 +20,7 @@ from sparseattn.budget import budget_rows
 from sparseattn.cache import KVCache
 from sparseattn.curves import MEASURES, Curve, Point
 from sparseattn.rope import Rope
-from sparseattn.selectors import make_selector
+from sparseattn.selectors import as_selector
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import TraceLayer
 
@@ -141,10 +141,11 @@ def curves(
         progress: called with (what is being done, steps done, steps).
 
     Raises:
-        ValueError: tasks over different keys, a `k` or values that do not fit, or missing training queries.
+        ValueError: no selector, tasks over different keys, a `k` or values that do not fit, or missing training
+            queries.
         ContractError: the selector named more than k rows, the same one twice, or one that is not there.
     """
-    method = make_selector(selector) if isinstance(selector, str) else selector
+    method = as_selector(selector)
     if values is not None and (not values or min(values) < 1):
         raise ValueError(f"values of a knob are 1 or more, got {list(values)}")
     problems = list(tasks.values())

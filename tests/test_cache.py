@@ -159,6 +159,16 @@ def good() -> KVCache:
         (lambda c: decode(torch.zeros(1, 2, 3, 32), c, 16, scale=math.nan), "scale is a finite number.* got nan"),
         (lambda c: c.crop(-1), "0 or more"),
         (lambda c: c.reorder(torch.tensor([1])), "below the batch of 1"),
+        (lambda c: c.reorder([0]), r"index is a torch.Tensor, got a list: torch.tensor\(index\) makes one"),
+        (lambda c: c.reorder(np.array([0])), r"index is a .*, got a numpy.ndarray: torch.from_numpy\(index\)"),
+        (lambda c: c.append(None, torch.zeros(1, 2, 1, 32)), "keys is a torch.Tensor, got None"),
+        (lambda c: c.append(torch.zeros(1, 2, 1, 32), None), "values is a torch.Tensor, got None"),
+        (lambda c: c.select(None, 4), "query is a torch.Tensor, got None"),
+        (lambda c: c.crop(torch.tensor(1.5)), r"an int or as integers \[B\] = \[1\], got tensor\(1.5"),
+        (lambda c: c.crop(1.5), r"an int or as integers \[B\] = \[1\], got 1.5"),
+        (lambda c: c.crop(True), "got True"),
+        (lambda c: c.crop(None), "got None"),
+        (lambda c: c.crop(torch.tensor([1, 1])), r"\[B\] = \[1\], got tensor\(\[1, 1"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_stored(act, sentence: str) -> None:

@@ -256,6 +256,7 @@ def test_what_does_not_fit_is_refused(tasks: dict[str, list[Problem]]) -> None:
         (lambda: check(Quest(), 50, 8), "less than one span"),
         (lambda: curve("ivf", keys, queries, k=5, values=[0]), "1 or more"),
         (lambda: curve("ivf", keys, queries, k=5, values=[]), "1 or more"),
+        (lambda: curve(5, keys, queries, k=5), "an instance of a Selector, such as Quest\\(\\), got 5"),
         (lambda: curve("iv", keys, queries, k=5), "did you mean 'ivf'"),
         (lambda: curves("flat", {}, k=5), "needs a task"),
         (lambda: curves("flat", {"a": []}, k=5), "needs a task"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from cases import CASES, Case, attention, drawn
 
 from sparseattn import (
-    HNSW,
     SAAP,
     KMeans,
     KVCache,
@@ -21,7 +21,7 @@ from sparseattn import (
     Selector,
     decode,
 )
-from sparseattn.indexes import FORMAT, VERSION, IndexFileError, kept, load_index, save_index
+from sparseattn.indexes import FORMAT, VERSION, IndexFileError, append_kept, kept, load_index
 from sparseattn.storage import RowBuffer
 from sparseattn.tensorfiles import load_tensors, save_tensors
 
@@ -43,6 +43,13 @@ def shown() -> Rows:
     queries, keys, values = attention(B, H, G, 128, D)
     at = torch.arange(128).repeat(B, 1)
     return Rows(keys, values, at, queries, at)
+
+
+def written(selector: Selector, rows: Rows, folder: Path) -> Path:
+    """The file of the index that `selector` builds from `rows`, the only one in `folder`."""
+    append_kept(selector, rows, folder)
+    (path,) = folder.iterdir()
+    return path
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -75,10 +82,25 @@ def test_the_second_cache_builds_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         prefilled(RetrievalAttention(degree=8), tmp_path)
 
 
+def test_an_earlier_releases_file_is_passed_over(tmp_path: Path) -> None:
+    """Version 1 had no version in its files' names."""
+    rows, selector = shown(), Quest()
+    path = written(selector, rows, tmp_path)
+    metadata, state = load_tensors(path, FORMAT, VERSION, "an index")
+    known = "\n".join(metadata[name] for name in ("selector", "arguments", "rows"))
+    old = path.with_name(f"Quest-{hashlib.sha256(known.encode()).hexdigest()[:24]}.safetensors")
+    save_tensors(old, state, {**metadata, "version": "1"})
+    path.unlink()
+    before, fresh = old.read_bytes(), Quest()
+    append_kept(fresh, rows, tmp_path)
+    assert torch.equal(fresh.low.data, selector.low.data)
+    assert old.read_bytes() == before
+    assert set(tmp_path.iterdir()) == {old, path}
+
+
 def test_files_are_refused_where_they_do_not_belong(tmp_path: Path) -> None:
-    rows, path = shown(), tmp_path / "index.safetensors"
-    selector = Quest()
-    save_index(selector, rows, selector.append(rows), path)
+    rows, selector = shown(), Quest()
+    path = written(selector, rows, tmp_path)
     fresh = Quest()
     load_index(fresh, rows, path)
     assert torch.equal(fresh.low.data, selector.low.data)
@@ -92,14 +114,11 @@ def test_files_are_refused_where_they_do_not_belong(tmp_path: Path) -> None:
         load_index(Quest(), other, path)
     with pytest.raises(IndexFileError, match="no file"):
         load_index(Quest(), rows, tmp_path / "none")
-    with pytest.raises(IndexFileError, match="no tensor"):
-        save_index(HNSW(), rows, None, path)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    rows, path = shown(), tmp_path / "index.safetensors"
-    selector = RetrievalAttention()
-    save_index(selector, rows, selector.append(rows), path)
+    rows = shown()
+    path = written(RetrievalAttention(), rows, tmp_path)
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[: len(whole) // 2], b"", b"not a file of tensors", whole[:9] + b"?" + whole[10:]):
         path.write_bytes(damaged)
@@ -163,9 +182,8 @@ def test_metadata_is_under_the_hash(tmp_path: Path, entry: str) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    rows, path = shown(), tmp_path / "index.safetensors"
-    selector = Quest()
-    save_index(selector, rows, selector.append(rows), path)
+    rows, selector = shown(), Quest()
+    path = written(selector, rows, tmp_path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     save_file(load_file(path), path, {**metadata, entry: '["said by nobody"]'})
@@ -268,8 +286,8 @@ WRONG = [
 def test_wrong_contents_under_a_right_hash_are_refused(number: int, tmp_path: Path) -> None:
     """Compiled code would read past the end of the keys, or rows of padding would be found."""
     make, change, sentence = WRONG[number]
-    rows, path, selector = padded(), tmp_path / "index.safetensors", make()
-    save_index(selector, rows, selector.append(rows), path)
+    rows = padded()
+    path = written(make(), rows, tmp_path)
     metadata, state = load_tensors(path, FORMAT, VERSION, "an index")
     load_index(make(), rows, path)
     change(state)
@@ -282,8 +300,8 @@ def test_wrong_contents_under_a_right_hash_are_refused(number: int, tmp_path: Pa
 
 @pytest.mark.parametrize("said", ["{", "7", "[7]", "null", "[" * 9999])
 def test_warnings_that_are_no_texts_are_refused(said: str, tmp_path: Path) -> None:
-    rows, path, selector = shown(), tmp_path / "index.safetensors", Quest()
-    save_index(selector, rows, selector.append(rows), path)
+    rows = shown()
+    path = written(Quest(), rows, tmp_path)
     metadata, state = load_tensors(path, FORMAT, VERSION, "an index")
     save_tensors(path, state, {**metadata, "warnings": said})
     fresh = Quest()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import heads
@@ -200,6 +201,12 @@ def test_one_selection_for_a_group_equals_the_same_for_each_of_its_heads() -> No
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (
+            {"query": np.zeros((1, 2, 2, 64), np.float32)},
+            r"query is .* a numpy.ndarray: torch.from_numpy\(query\)",
+        ),
+        ({"keys": [[0.0]]}, r"keys is a torch.Tensor, got a list: torch.tensor\(keys\)"),
+        ({"values": None}, "values is a torch.Tensor, got None"),
         ({"query": torch.zeros(1, 2, 64)}, r"query \[B,H,G,D\]"),
         ({"query": torch.zeros(1, 3, 2, 64)}, "agree in B, H and D"),
         ({"values": torch.zeros(1, 2, 9, 64)}, r"\[B,H,N,D\]"),

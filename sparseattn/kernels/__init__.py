@@ -23,6 +23,7 @@ from sparseattn.dtypes import STORED
 from sparseattn.kernels import gather, paged, reference
 from sparseattn.kernels.merge import merge
 from sparseattn.selection import Bounds, Selection
+from sparseattn.tensors import only_tensors
 
 __all__ = ["ATTEND", "attend", "merge", "why_not_numba", "why_not_triton"]
 
@@ -122,7 +123,8 @@ def attend(
         logarithm of the sum of exponentiated logits. A head that reads no row gives 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a scale that is no finite number, or an unknown `impl`.
+        ValueError: no tensors; shapes, dtypes or devices that do not fit, a scale that is no finite number, or an
+            unknown `impl`.
         RuntimeError: `impl="triton"` or "numba" where it cannot run.
     """
     _check(query, keys, values, selection, bounds, block_table)
@@ -155,6 +157,7 @@ def _default(query: Tensor, keys: Tensor, values: Tensor) -> str:
 def _check(
     query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds | None, table: Tensor | None
 ) -> None:
+    only_tensors(query=query, keys=keys, values=values)
     if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
         raise ValueError(
             f"attend takes query [B,H,G,D] and keys and values [B,H,N,D], got {list(query.shape)}, "

@@ -6,7 +6,9 @@ Text is compared in lower case, NFKC-normalised, with every minus sign a hyphen.
   number where neither a word nor a closing bracket stands before it (`10-12` are two numbers); commas before exactly
   three digits are marks of thousands. Digits behind leading zeros (`007`) or with more than one point (`1.2.3`) are
   words: nobody means a quantity.
-- words, with the signs that end them (`C#`, `C++`, `A-`) or begin them behind a space (`.NET`).
+- words, with the signs that end them (`C#`, `C++`, `A-`) or begin them behind a space (`.NET`), and with an apostrophe
+  between letters (`don't`), but for those that a possessive or a French elision adds to a word (`Anna's`, `l'Italie`).
+- characters of Chinese and Japanese, one by one: no spaces say where their words end.
 - every other character but white space.
 """
 
@@ -16,14 +18,26 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-_THOUSANDS = re.compile(r"(?<![\w.,])([1-9]\d{0,2}(?:,\d{3})+)(?!\d|,\d)")
-_MINUS_MONEY = re.compile(r"(?<![\w)\]%-])-([$€£¥])(?=\.?\d)")
+# Han, Hiragana and Katakana
+_SINGLE = (
+    r"\u3005-\u3007\u3021-\u3029\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff"
+    r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_W = rf"[^\W{_SINGLE}]"  # of a word with spaces around it
+_THOUSANDS = re.compile(rf"(?<!{_W})(?<![.,])([1-9]\d{{0,2}}(?:,\d{{3}})+)(?!\d|,\d)")
+_MINUS_MONEY = re.compile(rf"(?<!{_W})(?<![)\]%-])-([$€£¥])(?=\.?\d)")
+_APOSTROPHE = rf"(?<![\W\d_])(?<!\b[cdjlmnst])(?<!\bqu)'(?=[^\W\d_])(?!s(?!{_W}))"
 _PIECE = re.compile(
-    r"(?P<number>(?:(?<![\w)\]%+-])[+-])?(?:(?:0|[1-9]\d*)(?:\.\d+)?|(?<![\w.])\.\d+)(?!\w|\.\d))"
-    r"|(?P<word>(?:(?<!\S)\.)?\w+(?:(?<=\d)\.\d\w*)*(?:\+\+\w*|[#+-](?![\w#+-]))?)"
+    rf"(?P<number>(?:(?<!{_W})(?<![)\]%+-])[+-])?"
+    rf"(?:(?:0|[1-9]\d*)(?:\.\d+)?|(?<!{_W})(?<!\.)\.\d+)(?!{_W}|\.\d))"
+    rf"|(?P<word>(?:(?<!\S)\.)?{_W}+(?:(?<=\d)\.\d{_W}*|{_APOSTROPHE}{_W}+)*"
+    rf"(?:\+\+{_W}*|[#+](?!{_W}|[#+-])|-(?![\w#+-]))?)"
     r"|(?P<sign>\S)"
 )
-_MARKS = r"\s\"'`\u2018-\u201f\u00ab\u00bb*_()\[\]{},;:!?\u00a1\u00bf"  # quotes, emphasis, brackets, stops
+# Quotes, emphasis, brackets, stops, and those of Chinese and Japanese
+_MARKS = r"\s\"'`\u2018-\u201f\u00ab\u00bb*_()\[\]{},;:!?\u00a1\u00bf\u3001\u3002\u3008-\u3011\u3014-\u301b"
+_EAST_MARKS = re.compile(r"[\u3001\u3002\u3008-\u3011\u3014-\u301b\u30fb]")
+_SINGLE_ONE = re.compile(f"[{_SINGLE}]")
 _AROUND = re.compile(rf"^(?:[{_MARKS}]|\.\.+|\.(?!\w)|-(?=\s))+|[{_MARKS}.]+$")
 
 
@@ -40,13 +54,23 @@ def bare(text: str) -> str:
 def pieces(text: str) -> list[str]:
     """The words, numbers and other characters of a text; equal numbers are equal strings."""
     text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), normal(text))
-    text = _MINUS_MONEY.sub(r"\1-", text)
+    text = _MINUS_MONEY.sub(r"\1-", text).replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
     return [_value(match["number"]) if match["number"] else match[0] for match in _PIECE.finditer(text)]
+
+
+def spaced(text: str) -> str:
+    """The text with spaces around every character of Chinese and Japanese, and without their marks."""
+    return _SINGLE_ONE.sub(r" \g<0> ", _EAST_MARKS.sub(" ", text))
 
 
 def is_number(piece: str) -> bool:
     """Whether a piece is a number, by its value."""
     return re.fullmatch(r"-?(?:0|[1-9]\d*)(?:\.\d+)?", piece) is not None
+
+
+def is_unspaced(piece: str) -> bool:
+    """Whether a piece is a character of Chinese or Japanese."""
+    return _SINGLE_ONE.fullmatch(piece) is not None
 
 
 def is_word(piece: str) -> bool:

@@ -10,7 +10,8 @@ is *found* where its words and numbers stand in the response one behind the othe
 - `exact`: 1 if the response is an answer, white space, quotes, brackets, emphasis and the marks of a sentence around
   both aside, else 0; numbers are compared by value here too.
 - `f1`: of words shared with the nearest answer, without articles and punctuation: SQuAD's formula as in LongBench's QA,
-  left as it is for the sake of comparison, so that "-5" and "5" are one word to it.
+  left as it is for the sake of comparison, so that "-5" and "5" are one word to it. Each character of Chinese and
+  Japanese is a word.
 
 Beside `score`, `ruler` is the figure that RULER (https://arxiv.org/abs/2404.06654) would give the same response.
 """
@@ -21,7 +22,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sparseattn.tasks.pieces import bare, normal, pieces, places
+from sparseattn.tasks.pieces import bare, normal, pieces, places, spaced
 from sparseattn.tasks.unasked import unasked
 
 EDITION = 2  # of the formulas here: what was scored by another is not compared with it
@@ -87,7 +88,7 @@ def _f1(response: str, answers: Sequence[str]) -> float:
 
 
 def _words(text: str) -> list[str]:
-    plain = normal(text).translate(str.maketrans("", "", string.punctuation))
+    plain = spaced(normal(text)).translate(str.maketrans("", "", string.punctuation))
     return [word for word in plain.split() if word not in ("a", "an", "the")]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from sparseattn.tasks.pieces import bare, is_number, is_word, pieces, places
+from sparseattn.tasks.pieces import bare, is_number, is_unspaced, is_word, pieces, places
 
-SEPARATORS = (",", ";", "|", "/", "&", "•", "*", ".", "and", "or")
+SEPARATORS = (",", ";", "|", "/", "&", "•", "*", ".", "、", "。", "and", "or")
 FREE, ASKED = -1, 0  # of a piece: part of no known value, of an answer; 1 and up: of one that was not asked for
 
 
@@ -19,7 +19,7 @@ def unasked(response: str, answers: Sequence[str], others: Sequence[str] = ()) -
     - where the answers are numbers, every other number but those that count a list ("1. ... 2. ...");
     - else every item of a list (between commas, "and" and the like) of no more words than the longest answer, in
       which no answer stands; where the answers are single words, a list may be separated by white space too: then
-      every word behind its first answer counts.
+      every word behind its first answer counts, but no character of Chinese or Japanese.
 
     Longer items are prose. What stands before a colon introduces the values, unless one stands there already.
 
@@ -83,4 +83,4 @@ def _item(item: Sequence[tuple[str, int]], longest: int, numbers: bool) -> set[s
     if longest > 1 or sum(mark != FREE for _, mark in words[start:]) < 2:
         return set()
     before = {piece for piece, _ in words[:start]}  # "VAR a VAR b": what introduces the first introduces all
-    return {piece for piece, mark in words[start:] if mark == FREE} - before
+    return {piece for piece, mark in words[start:] if mark == FREE and not is_unspaced(piece)} - before
