@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import os
 import platform
+import re
 import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
+
+FAR = 1 << 30  # Windows locks bytes, and a locked one cannot be read: this one lies behind what a lock file says
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its place when the block ends; when the block raises, the old file stays.
 
-    Nothing else is left in either case. What a killed process left is removed by the next one that replaces the same
-    file on the same host (not on Windows, and not where the file system has no locks). Of a symbolic link, the file it
-    leads to is replaced.
+    Nothing else is left in either case. What a killed process left is removed by the next one that replaces any file
+    of the folder on the same host (not on Windows, and not where the file system has no locks). Of a symbolic link, the
+    file it leads to is replaced.
 
     Raises:
         OSError: the file cannot be made or its bytes cannot be kept; it may name the new file instead of `path`.
@@ -30,7 +36,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with contextlib.suppress(FileNotFoundError):
         os.stat(path)  # a loop of symbolic links is an error here, where `realpath` returns it as it is
     target = Path(os.path.realpath(path))
-    _remove_abandoned(target)
+    _remove_abandoned(target.parent)
     temporary, file = _begun(target)
     lock = os.dup(file.fileno())  # held until the file has its name: without it another process would remove it
     try:
@@ -77,39 +83,57 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 # A process holds a lock on the file that it writes. The system lets go of it however the process ends, which no process
 # number tells: numbers are given again, and mean others in another container. The name says the host all the same,
 # since on some network file systems locks are known to one host alone.
-def _prefix(target: Path) -> str:
-    return f".{target.name}.{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def _begun(target: Path) -> tuple[Path, BinaryIO]:
     """A new file beside `target`, and its lock if there are locks."""
     while True:
-        path = target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}.part")
+        path = target.with_name(f".{target.name}.{_host()}-{secrets.token_hex(4)}.part")
         file = open(path, "xb")  # noqa: SIM115 (a `with` would let a failing close hide the first error)
-        _locked(file, wait=True)
+        if sys.platform == "win32":  # where nothing is taken for abandoned
+            return path, file
+        take_lock(file, wait=True)
         if path.exists():  # not taken for abandoned between the two lines above
             return path, file
         file.close()
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Removes the unfinished files beside `target` that no process holds."""
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the unfinished files of this host in a folder that no process holds."""
     if sys.platform == "win32":
         return
+    ours = re.compile(rf"\..+\.{_host()}-[0-9a-f]{{8}}\.part", re.DOTALL)
     with contextlib.suppress(OSError):  # no such folder, or one that may not be listed
-        for path in target.parent.iterdir():
-            if path.name.startswith(_prefix(target)) and path.name.endswith(".part"):
+        for path in folder.iterdir():
+            if ours.fullmatch(path.name):
                 with contextlib.suppress(OSError), path.open("r+b") as file:
-                    if _locked(file, wait=False):
+                    if take_lock(file) is Lock.OURS:
                         path.unlink()
 
 
-def _locked(file: BinaryIO, wait: bool) -> bool:
-    """Whether this process has the file's lock now; False where another has it, or the file system has none."""
-    if sys.platform == "win32":
-        return False
+class Lock(enum.Enum):
+    """What came of asking for a file's lock: this process has it, another one has, or the file system has no locks."""
+
+    OURS = enum.auto()
+    OTHERS = enum.auto()
+    NONE = enum.auto()
+
+
+def take_lock(file: IO[bytes], wait: bool = False) -> Lock:
+    """Asks for the lock of an open file, which ends with the file's last descriptor; `wait` for it, not on Windows."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if sys.platform == "win32":
+            file.seek(FAR)
+            try:
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            finally:
+                file.seek(0)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # Linux and macOS say the one, Windows the other
+        return Lock.OTHERS
     except OSError:
-        return False
-    return True
+        return Lock.NONE
+    return Lock.OURS

@@ -2,14 +2,19 @@
 
 The base class reorders, clones, moves and resets what is `State`. A tensor or a list beside it would stay as it was for
 other sequences, which no result shows.
+
+Not seen: what lies deeper than `DEPTH` objects within objects, what C code keeps out of Python's sight, and a tensor's
+`.data` written to so that the sum of its bits stays.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import types
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +23,11 @@ from sparseattn.hashes import tensors_hash
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.storage import State
 
-DEPTH = 4  # of objects within objects
+DEPTH = 8  # of objects within objects
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 WHOLE = (type, types.FunctionType, types.MethodType, types.ModuleType)  # not looked into
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+Seen: TypeAlias = "dict[int, tuple[int, object]]"  # the object with its depth, as an id lasts as long as its object
 
 
 def append_first(selector: Selector, rows: Rows) -> Tensor | None:
@@ -34,7 +41,7 @@ def append_first(selector: Selector, rows: Rows) -> Tensor | None:
     before = {name: (value, _look(value, selector)) for name, value in _named(selector).items()}
     order = selector.append(rows)
     for name, value in _named(selector).items():
-        if name in before and (isinstance(value, State) or before[name][1] == _look(value, selector)):
+        if name in before and before[name][1] == _look(value, selector):
             continue
         if isinstance(value, PLAIN):
             continue
@@ -51,7 +58,18 @@ def append_first(selector: Selector, rows: Rows) -> Tensor | None:
 
 
 def _named(selector: Selector) -> dict[str, Any]:
-    return {name: value for name, value in vars(selector).items() if name != "stored" and name not in selector.late}
+    return {n: value for n, value in _attributes(selector).items() if n != "stored" and n not in selector.late}
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """What an object keeps by name, in its `__dict__` and in the `__slots__` of its classes."""
+    named = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # an empty slot
+                    named[name] = slot.__get__(value)
+    return named
 
 
 class _Held:
@@ -74,7 +92,14 @@ class _HeldTensor(_Held):
 
     @staticmethod
     def _version(value: Tensor) -> object:
-        return tensors_hash({"": value}) if value.is_inference() else value._version  # the former count no versions
+        """The count of writes and, as none through `.data` counts, a sum of the bits, which is found on the device."""
+        if value.is_inference():  # has no count
+            return tensors_hash({"": value})
+        integers = INTEGERS.get(value.element_size())
+        if integers is None or value.layout != torch.strided or value.is_meta:
+            return value._version
+        plain = value.detach().resolve_conj().resolve_neg()
+        return value._version, int(plain.view(integers).sum(dtype=torch.int64))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _HeldTensor):
@@ -87,8 +112,13 @@ class _HeldTensor(_Held):
     __hash__ = None
 
 
-def _look(value: Any, selector: Selector, depth: int = DEPTH) -> object:
-    """What is compared before and after: numbers and what containers hold, which object it is and what is in it."""
+def _look(value: Any, selector: Selector, depth: int = DEPTH, seen: Seen | None = None) -> object:
+    """What is compared before and after: numbers and what containers hold, which object it is and what is in it.
+
+    Args:
+        depth: how much deeper it looks.
+        seen: what was looked into and how deep, by id, so that a circle ends.
+    """
     if isinstance(value, PLAIN):
         return type(value), repr(value)
     if isinstance(value, State):
@@ -98,13 +128,31 @@ def _look(value: Any, selector: Selector, depth: int = DEPTH) -> object:
         return _HeldTensor(value)
     if hasattr(value, "__array_interface__"):
         return type(value), value.shape, value.tobytes()
-    if depth == 0 or isinstance(value, WHOLE):
+    if (content := _writable_bytes(value)) is not None:
+        return type(value), hashlib.sha256(content).digest()
+    seen = {} if seen is None else seen
+    if isinstance(value, WHOLE) or value is selector:  # whose own attributes are looked at, one after the other
         return _Held(value)
+    if depth <= seen.get(id(value), (0, None))[0]:
+        return _Held(value)
+    seen[id(value)] = depth, value
+
+    def inside(part: object) -> object:
+        return _look(part, selector, depth - 1, seen)
+
     if isinstance(value, Mapping):
-        return type(value), [(_look(k, selector, depth - 1), _look(v, selector, depth - 1)) for k, v in value.items()]
+        return type(value), [(inside(k), inside(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return type(value), [_look(item, selector, depth - 1) for item in value]
+        return type(value), [inside(item) for item in value]
     if isinstance(value, torch.nn.Module):
         return _Held(value, [_HeldTensor(part) for part in (*value.parameters(), *value.buffers())])
-    named = getattr(value, "__dict__", {})
-    return _Held(value, {n: _look(v, selector, depth - 1) for n, v in named.items() if not isinstance(v, PLAIN)})
+    return _Held(value, {n: inside(v) for n, v in _attributes(value).items() if not isinstance(v, PLAIN)})
+
+
+def _writable_bytes(value: object) -> bytes | None:
+    """The content of an array.array, a bytearray or the like; None where nothing can be written."""
+    try:
+        with memoryview(value) as view:  # type: ignore[arg-type]
+            return None if view.readonly else view.tobytes()
+    except (TypeError, ValueError, BufferError):  # it shows no bytes, or not any more
+        return None

@@ -7,21 +7,12 @@ import datetime
 import json
 import os
 import socket
-import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO
 
-from sparseattn.files import naming
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
-File: TypeAlias = "IO[bytes]"
-
-FAR = 1 << 30  # Windows locks bytes, and a locked one cannot be read: this one lies behind the holder's facts
+from sparseattn.files import Lock, naming, take_lock
 
 
 @contextlib.contextmanager
@@ -29,6 +20,7 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """Holds the lock of the file `path` within the block; the file is there only as long.
 
     The operating system keeps the lock, so that a process that is killed leaves none behind, whatever file it leaves.
+    Where the file system has no locks, it warns and goes on without.
 
     Args:
         path: a file that is nothing but the lock; its folder exists.
@@ -36,14 +28,21 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
     Raises:
         ValueError: another process has it; names that process, its host and since when.
-        OSError: the file cannot be made, or its file system knows no locks; naming `path`.
+        OSError: the file cannot be made; naming `path`.
     """
     path = Path(path)
     with naming(path):
-        file = _taken(path)
-    if file is None:
+        file, lock = _opened(path)
+    if lock is Lock.OTHERS:
+        file.close()
         raise ValueError(f"{what} is in use by {_holder(path)}: wait until it ends")
     try:
+        if lock is Lock.NONE:
+            warnings.warn(
+                f"nothing keeps {what} for one process, as the file system of {path} has no locks: two runs there at "
+                f"once would write every record twice",
+                stacklevel=3,
+            )
         with naming(path):
             file.truncate(0)
             file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}).encode())
@@ -54,35 +53,22 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         file.close()
 
 
-def _taken(path: Path) -> File | None:
-    """The locked file, or None where another process holds the lock."""
+def _opened(path: Path) -> tuple[IO[bytes], Lock]:
+    """The file, and whose its lock is now."""
     while True:
         # Not "w": what the holder wrote stays until the lock is ours. Not "a": facts are written at the beginning.
         file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)  # noqa: SIM115
         try:
-            if not _lock(file):
-                file.close()
-                return None
+            lock = take_lock(file)
+            if lock is not Lock.OURS:
+                return file, lock
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    return file
+                    return file, lock
             file.close()  # its last holder removed the file between our opening and locking it
         except BaseException:
             file.close()
             raise
-
-
-def _lock(file: File) -> bool:
-    try:
-        if sys.platform == "win32":
-            file.seek(FAR)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            file.seek(0)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # Linux and macOS say the one, Windows the other
-        return False
-    return True
 
 
 def _now() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -470,8 +472,22 @@ def test_nbytes_names_its_parts() -> None:
     }
 
 
+@dataclass(slots=True)
+class Slotted:
+    """An object without `__dict__`."""
+
+    rows: list[int] = field(default_factory=list)
+    made: torch.Tensor | None = None
+
+
+class Below(Slotted):
+    """One that has both, the slots in the class above."""
+
+
 class Wrong(Window):
     """Keeps something of the rows outside `State`, in one of the ways of `HOW`."""
+
+    __slots__ = ("__own",)
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -483,6 +499,14 @@ class Wrong(Window):
         self.nested = ([[]], {"a": {}})
         self.inner = Quest()
         self.made: torch.Tensor | None = None
+        self.slotted, self.below = Slotted(), Below()
+        self.numbers, self.bytes = array.array("d", [0.0]), bytearray(8)
+        self.view = memoryview(bytearray(8))
+        self.deep = [[[[[[[]]]]]]]
+        self.__own = RowBuffer(1)
+
+    def fill_own(self, rows: torch.Tensor) -> None:
+        self.__own.append(rows)
 
     def append(self, rows: Rows) -> None:
         HOW[self.how](self, rows.keys[0, 0])
@@ -505,6 +529,17 @@ HOW = {
     "an object": lambda s, keys: setattr(s, "thing", object()),
     "the state of another selector": lambda s, keys: s.inner.append(Rows(keys[None, None], keys[None, None], AT)),
     "a state that the constructor did not make": lambda s, keys: setattr(s, "late_one", RowBuffer(1)),
+    "a state in a slot, which reorder does not find": lambda s, keys: s.fill_own(keys.mean(1)[None]),
+    "a list in a slot": lambda s, keys: s.slotted.rows.append(len(keys)),
+    "a tensor in a slot": lambda s, keys: setattr(s.slotted, "made", keys.mean(0)),
+    "a list in a slot of the class above": lambda s, keys: s.below.rows.append(len(keys)),
+    "numbers in an array.array": lambda s, keys: s.numbers.__setitem__(0, float(keys[0, 0])),
+    "more numbers in an array.array": lambda s, keys: s.numbers.append(0.0),
+    "bytes in a bytearray": lambda s, keys: s.bytes.__setitem__(0, s.bytes[0] + 1),
+    "bytes in a view": lambda s, keys: s.view.__setitem__(0, s.view[0] + 1),
+    "a list deep in lists": lambda s, keys: s.deep[0][0][0][0][0][0].append(len(keys)),
+    "a tensor's data written to": lambda s, keys: s.tensor.data.add_(1),
+    "a tensor's data in place of its own": lambda s, keys: setattr(s.tensor, "data", keys.mean(0)),
 }
 AT = torch.arange(64)[None]
 
@@ -536,6 +571,11 @@ class Right(Window):
         self.basis = torch.randn(8, 8)
         self.tables = {"steps": [1, 2], "basis": self.basis}
         self.module = torch.nn.Linear(8, 8)
+        self.slotted, self.numbers, self.bytes = Slotted([1]), array.array("d", [1.0]), bytearray(8)
+        self.views = [torch.randn(2, 8).T, torch.randn(3, dtype=torch.complex64).conj(), torch.empty(2, device="meta")]
+        self.views += [torch.eye(2).to_sparse(), torch.tensor(1, dtype=torch.bfloat16), torch.zeros(2, 0).bool()]
+        self.circle: list[object] = [self]
+        self.circle.append(self.circle)
         self.model: torch.Tensor | None = None
 
     def append(self, rows: Rows) -> None:

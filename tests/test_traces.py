@@ -213,8 +213,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path, monkey
     assert not path.exists()
     (left,) = tmp_path.iterdir()
     assert left.stat().st_size > 2 * 5 * 100 * 8 * 4, "of full size"
-    others = [tmp_path / name for name in (".x.safetensors.00c0ffee-01234567.part", f".y{left.name}", "notes.part")]
-    for other in others:  # of another host, of another target, anybody's
+    gone = tmp_path / left.name.replace(".x.", ".y.")  # of another file
+    others = [tmp_path / name for name in (".x.safetensors.00c0ffee-01234567.part", left.name[1:], "notes.part")]
+    for other in (gone, *others):  # the others are of another host and anybody's
         other.write_bytes(b"")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0) if left.exists() else usage)
@@ -224,7 +225,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path, monkey
 
 
 def test_what_a_living_process_is_writing_stays(tmp_path: Path) -> None:
-    """Of this process and of another one: both end with their own bytes, the last one's stay."""
+    """Of this process and of another one: both end with their own bytes, the last one's stay; so with another file."""
     path = tmp_path / "x"
     code = "import sys; from sparseattn.files import write_atomic; write_atomic(sys.argv[1], b'other')"
     with replacing(path) as slow:
@@ -233,22 +234,23 @@ def test_what_a_living_process_is_writing_stays(tmp_path: Path) -> None:
         assert path.read_bytes() == b"fast"
         subprocess.run([sys.executable, "-c", code, str(path)], check=True)
         assert path.read_bytes() == b"other"
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "y")], check=True)
     assert path.read_bytes() == b"slow"
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "y"]
 
 
 def test_a_file_taken_for_abandoned_before_it_is_held_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, taken = files._locked, []
+    real, taken = files.take_lock, []
 
-    def late(file: Any, wait: bool) -> bool:
+    def late(file: Any, wait: bool = False) -> files.Lock:
         if wait and not taken:
             taken.append(Path(file.name))
             taken[0].unlink()
         return real(file, wait)
 
-    monkeypatch.setattr(files, "_locked", late)
+    monkeypatch.setattr(files, "take_lock", late)
     write_atomic(tmp_path / "x", b"new")
     assert len(taken) == 1
     assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"new"]
