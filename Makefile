@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` installs and runs the benchmark on the built-in reference model, `make test`
 # installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint style clean
 
 # Idle OpenMP threads sleep instead of spinning: where another process wants the cores too, spinning made the demo
 # fifteen times slower.
@@ -13,16 +13,21 @@ demo: .venv/demo
 # and then half of what another has left. More than four workers bring little and take a gigabyte of memory each.
 PYTEST = .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-test: .venv/dev lint
-	$(PYTEST) -m "not slow"
+# Types are checked beside the tests, on a core that these do not always fill.
+TYPES = .venv/bin/python -m mypy
 
-test-all: .venv/dev lint
-	$(PYTEST)
+test: .venv/dev style
+	$(TYPES) & types=$$!; $(PYTEST) -m "not slow" && wait $$types
 
-lint: .venv/dev
+test-all: .venv/dev style
+	$(TYPES) & types=$$!; $(PYTEST) && wait $$types
+
+lint: .venv/dev style
+	$(TYPES)
+
+style: .venv/dev
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
-	.venv/bin/python -m mypy
 
 .venv/demo: pyproject.toml scripts/venv
 	scripts/venv transformers,plots,faiss,numba

@@ -78,6 +78,7 @@ def test_steps_together_are_the_steps_apart() -> None:
         torch.testing.assert_close(tensor, torch.cat([fit.model.state_dict()[name] for fit in each]))
 
 
+@pytest.mark.slow
 def test_memory_of_fresh_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     one = records(capsys, tmp_path, "memory")["memory"]
     assert [row["prompts"] for row in one["table"]] == [2, 3]

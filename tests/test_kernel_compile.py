@@ -238,6 +238,7 @@ def test_rows_are_loaded_sixteen_bytes_at_once(compiled: Rows) -> None:
             assert row["loads"].get("2", 0) <= 1, row
 
 
+@pytest.mark.slow
 def test_compiling_ahead_gives_what_a_launch_compiles() -> None:
     for kernel in elsewhere("launch"):
         assert kernel["launched"] == kernel["ahead"]
