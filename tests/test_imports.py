@@ -47,9 +47,11 @@ ARROWS = {
     "synthetic": ("dtypes", "hashes", "rope", "traces"),
     "builtin": ("places", "traces", "integrations"),
     "places": (),
+    "wheels": (),
+    "texts": ("files", "locks", "places", "wheels"),
     "integrations": (
         *("attention", "budget", "cache", "rope", "selectors", "traces", "tracewriter"),
-        *("devices", "integrations", "files", "locks", "places", "__version__"),
+        *("devices", "integrations", "files", "locks", "places", "wheels", "__version__"),
     ),
     "environment": ("devices", "kernels"),
     "curves": (),

@@ -13,9 +13,9 @@ import importlib.util
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -23,8 +23,8 @@ from sparseattn.files import naming
 from sparseattn.integrations.errors import ModelError, in_a_sentence
 from sparseattn.locks import locked
 from sparseattn.places import cache_folder
+from sparseattn.wheels import Progress
 
-Progress: TypeAlias = Callable[[str, int, int], None]  # what is being done, bytes or steps done, of how many
 MAGIC = b"GGUF"
 RECIPE = 1  # to be raised when what is made of the same file changes
 

