@@ -22,9 +22,9 @@ from sparseattn.cli.common import (
     in_a_sentence,
     integers,
     open_trace,
-    plain,
     progress_bar,
     results_folder,
+    say_differences,
 )
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
@@ -98,8 +98,7 @@ def bench(
     with progress_bar() as bar:
         opened = [open_trace(name, bar) for name in names]
     for trace in opened:
-        for layer, reason in trace.meta.get("attention_differs", {}).items():
-            errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
+        say_differences(trace)
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
@@ -133,7 +132,7 @@ def bench(
         for results in found:
             screen.print(report.table(results, per_head, wide))
     if figures:
-        for results, name in zip(found, report.figure_names(found), strict=True):
+        for results, name in zip(found, report.figure_names([trace.name for trace in opened]), strict=True):
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)

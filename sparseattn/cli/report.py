@@ -125,11 +125,11 @@ def verdict(results: Sequence[Evaluation]) -> str:
     )
 
 
-def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
-    """`frontier-NAME.png` for the results of each trace, numbered where names repeat."""
+def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
+    """`frontier-NAME.png` for the name of each trace, numbered where names repeat."""
     names: list[str] = []
-    for results in found:
-        base = f"frontier-{Path(results[0].trace).stem}"
+    for trace in traces:
+        base = f"{what}-{Path(trace).stem}"
         same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
         names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
     return names
