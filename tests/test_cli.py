@@ -25,6 +25,7 @@ from sparseattn.cli.common import progress_bar
 from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
+from sparseattn.texts import TEXTS
 from sparseattn.traces import Trace, TraceLayer
 
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
@@ -741,6 +742,21 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         done = run("capture", *arguments)
         assert done.exit_code == 2
         assert sentence in " ".join(done.output.split())
+
+
+def test_capture_knows_texts_by_name_and_files_of_such_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("alice").write_text("of mine")
+    one = ["capture", "--model", "reference", "--tokens", "64", "--device", "cpu"]
+    assert run(*one, "--text", "alice").exit_code == 0
+    assert Trace.open("trace.safetensors").meta["text"] == {"name": "alice", "sha256": TEXTS["alice"].sha256}
+    assert run(*one, "--text", "./alice").exit_code == 0
+    assert Trace.open("trace.safetensors").tokens == len("of mine")
+    assert run(*one, "--text", "workshop", "--text", "apache-2.0", "--out", "two").exit_code == 0
+    assert {path.name for path in Path("two").iterdir()} == {"workshop.safetensors", "apache-2.0.safetensors"}
+    done = run(*one, "--text", "./worksop")
+    assert "./worksop is neither a file nor a text known by name (alice, " in " ".join(done.output.split())
+    assert "did you mean 'workshop'?" in run(*one, "--text", "worksop").output
 
 
 FEW = ["--keys", "1500", "--gap", "0.26,0.4", "--queries", "8", "--size", "32", "--k", "50"]
