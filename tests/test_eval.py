@@ -46,7 +46,9 @@ class Scripted:
         self.reads.append(BYTES.text(tokens))
         return BYTES.text(tokens)
 
-    def index(self, prefill: Any, tail: Sequence[int], selector: Selector | None) -> tuple[str, str]:
+    def index(
+        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+    ) -> tuple[str, str]:
         label = FULL if selector is None else selector.label()
         self.indexed.append((label, prefill + BYTES.text(tail)))
         return self.indexed[-1]
@@ -313,7 +315,7 @@ def test_all_tasks_and_protocols_in_one_run(folder: Path, tmp_path: Path) -> Non
     )
     out = tmp_path / "deep" / "out"
     done = run(
-        *["--model", folder, *SMALL, "--task", ",".join([*TASKS, "ppl"]), "--text", text, "--last", "8"],
+        *["--model", folder, *SMALL, "--task", ",".join([*TASKS, "agreement"]), "--text", text, "--last", "8"],
         *["--filler", text, "--prompts", own, "--scoring", "f1", "--answer-tokens", "3"],
         *["--protocol", "question,prefill", "--selector", "quest", "--selector", "window"],
         *["--budget", "10%,32", "--out", out],
@@ -321,8 +323,8 @@ def test_all_tasks_and_protocols_in_one_run(folder: Path, tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
     records = lines(out)
     methods = [("full", None), ("Quest", "32"), ("Quest", "10%"), ("Window", None)]
-    for task in (*TASKS, "own", "ppl"):
-        for protocol in [FORCED] if task == "ppl" else ["question", "prefill"]:
+    for task in (*TASKS, "own", "agreement"):
+        for protocol in [FORCED] if task == "agreement" else ["question", "prefill"]:
             mine = [one for one in records if one["task"] == task and one["protocol"] == protocol]
             assert [(one["method"], one["budget"]) for one in mine] == methods
             assert len({one["prompt"] for one in mine}) == 1
@@ -337,10 +339,12 @@ def test_all_tasks_and_protocols_in_one_run(folder: Path, tmp_path: Path) -> Non
             assert 10 < one["rows"] <= 2 + 8 + 15 + 32  # a page less one row waits to be sealed
     assert [one["scoring"] for one in records if one["task"] == "own"] == ["f1"] * 8
     said = " ".join(done.output.split())  # a table breaks lines where the model's path ends
-    for protocol in ("question", "prefill", FORCED):
+    for protocol in ("question", "prefill"):
         assert f"protocol {protocol}" in said
         assert f"{protocol}: full attention has " in said
-    assert sorted(path.name for path in out.iterdir()) == ["accuracy.png", "eval.jsonl"]
+    assert "agreement with full attention: book.txt (a file), 560 tokens, 1 window, so no interval" in said
+    assert "agreement at 560 tokens (book.txt; 1 window): " in said
+    assert sorted(path.name for path in out.iterdir()) == ["accuracy.png", "agreement.png", "eval.jsonl"]
 
 
 def test_a_killed_run_goes_on_where_it_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,10 +440,16 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--task", "passkeys"], "--task takes names from passkey, multikey, kv, variables, words, ppl"),
+        (["--task", "passkeys"], "--task takes names from passkey, multikey, kv, variables, words, agreement"),
         (["--protocol", "both"], "--protocol takes names from question, prefill, separated by commas, got 'both'"),
-        (["--task", "ppl"], "--task ppl and --text FILE go together"),
-        (["--text", "x.txt"], "--task ppl and --text FILE go together"),
+        (["--task", "agreement"], "--task agreement and --text go together"),
+        (["--text", "x.txt"], "--task agreement and --text go together"),
+        (["--task", "agreement", "--text", "none.txt"], "none.txt is neither a file nor a text known by name (alice, "),
+        (["--task", "agreement", "--text", "apache-2.0", "--last", "600"], "does not hold --last 600 and 2 before"),
+        (["--sparse-layers", "1-0"], '--sparse-layers takes layers and ranges of them separated by commas, such as "'),
+        (["--sparse-layers", "1-"], "or all, got '1-'"),
+        (["--sparse-layers", "1,2"], "--sparse-layers names layers of 0, 1, which attend to the whole context and are"),
+        (["--dense-layers", "1", "--sparse-layers", "0"], "names layers of 1, which attend to the whole context and"),
         (["--scoring", "rouge"], "--scoring is one of all, part, exact, f1, got 'rouge'"),
         (["--dtype", "int8"], "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         (["--samples", "0"], "--samples is 1 or more, got 0"),
@@ -453,7 +463,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--selector", "quests"], "no selector is called 'quests'"),
         (["--budget", "8"], "a budget of 8 rows is less than one span"),
         (["--prompts", "none.jsonl"], "cannot use none.jsonl: No such file or directory"),
-        (["--filler", "none.txt"], "cannot use none.txt: No such file or directory"),
+        (["--filler", "none.txt"], "none.txt is neither a file nor a text known by name (alice, "),
         (["--model", "./none"], "no such model folder: ./none"),
         (["--model", "reference", "--device", "nowhere"], "nowhere is not a torch device"),
     ],
