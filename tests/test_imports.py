@@ -50,7 +50,7 @@ ARROWS = {
     "wheels": (),
     "texts": ("files", "locks", "places", "wheels"),
     "integrations": (
-        *("attention", "budget", "cache", "rope", "selectors", "traces", "tracewriter"),
+        *("attention", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
         *("devices", "integrations", "files", "locks", "places", "wheels", "__version__"),
     ),
     "environment": ("devices", "kernels"),
