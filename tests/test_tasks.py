@@ -450,7 +450,7 @@ def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
     kept = first.add(RECORD)
     assert kept == {**RECORD, "settings": {"model": "m", "sink": 4}}
     again = Records(path, {"model": "m", "sink": 4})
-    key = ("kv", "p", "question", "Quest", "64", RECORD["source"], None)  # no layers, as in records of before: all of them
+    key = ("kv", "p", "question", "Quest", "64", RECORD["source"], None)  # records of before name no layers: all
     assert again.found == {key: kept}
 
 
