@@ -73,21 +73,21 @@ def _table(place: tuple[str, str, int], records: Sequence[Record]) -> Table:
             row[1] or "-",
             f"{mean(one['rows'] for one in mine):,.0f}",
             "?" if math.isnan(share) else f"{100 * share:.1f}",
-            _cell(mine, "kl", 0.0),
-            _cell(mine, "same_top", 0.0, 100, 1),
-            _cell(mine, "nll_difference", -math.inf),
+            _cell(mine, "kl", (0.0, math.inf)),
+            _cell(mine, "same_top", (0.0, 100.0), 100, 1),
+            _cell(mine, "nll_difference", (-math.inf, math.inf)),
             f"{perplexity(mine):.3f}",
         )
     return out
 
 
-def _cell(records: Sequence[Record], name: str, least: float, times: float = 1, digits: int = 4) -> str:
-    """A mean and its interval, which ends at the `least` that there can be."""
+def _cell(records: Sequence[Record], name: str, ends: tuple[float, float], times: float = 1, digits: int = 4) -> str:
+    """A mean and its interval, within the `ends` that there can be."""
     values = [times * one[name] for one in records]
     level, around = f"{mean(values):.{digits}f}", student(values)
     if around is None or records[0]["method"] == FULL:  # which is what it is compared with
         return level
-    return f"{level} ({max(around[0], least):.{digits}f} to {around[1]:.{digits}f})"
+    return f"{level} ({max(around[0], ends[0]):.{digits}f} to {min(around[1], ends[1]):.{digits}f})"
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
@@ -97,9 +97,10 @@ def verdicts(records: Sequence[Record]) -> list[str]:
         texts = list(by(mine, "text"))
         windows = len({one["prompt"] for one in mine})
         where = f"{', '.join(texts)}; {windows} window{'s' * (windows > 1)}"
-        sparse = [{**one, "layers": one.get("layers")} for one in mine if one["method"] != FULL]
-        for layers, ours in by(sparse, "layers").items():
+        sparse = [{"layers": None, **one} for one in mine if one["method"] != FULL]
+        for layers, theirs in by(sparse, "layers").items():
             sets = "" if layers is None else f", sparse in layers {layers}"
+            ours = [{**one, "layers": None} for one in theirs]  # named once
             said.append(f"agreement at {length:,} tokens{sets} ({where}): {_finding(ours, len(texts))}")
     return said
 
