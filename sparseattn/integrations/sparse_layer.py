@@ -180,7 +180,7 @@ class SparseLayer(CacheLayerMixin):
         self._always += stored - sealed  # sink and rows not sealed
         self._stored += stored
         self.sparse_calls += 1
-        if rows.check:  # a comparison, which pays for looking
+        if self.rows.check:  # a comparison, which pays for looking
             self._read = self._read + self._share_read(chosen, stored, stored - sealed)
 
     def _share_read(self, chosen: Selection, stored: float, always: float) -> float | Tensor:
