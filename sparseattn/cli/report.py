@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,13 +125,16 @@ def verdict(results: Sequence[Evaluation]) -> str:
     )
 
 
-def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
-    """`frontier-NAME.png` for the results of each trace, numbered where names repeat."""
+def stems(traces: Iterable[str]) -> list[str]:
+    """What stands for each trace in the names of its figures: its own name, numbered where it repeats."""
     names: list[str] = []
-    for results in found:
-        base = f"frontier-{Path(results[0].trace).stem}"
-        same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
-        names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
+    for trace in traces:
+        base = name = Path(trace).stem
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}-{number}"
+        names.append(name)
     return names
 
 
