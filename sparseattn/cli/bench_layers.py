@@ -38,8 +38,11 @@ def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
 
 def chosen_bytes(asked: str | None) -> float:
     """The share of the cache's bytes to compare at, `BYTES` if none is asked for; ValueError for what is no share."""
-    share = BYTES if asked is None else parse_budget(asked)
-    if not isinstance(share, float) or not 0 < share <= 1:
+    try:
+        share = BYTES if asked is None else parse_budget(asked)
+    except ValueError:
+        share = None
+    if not isinstance(share, float):
         raise ValueError(f"--bytes is a share of the cache's bytes, such as 10%, got {asked}")
     return share
 
@@ -52,7 +55,7 @@ def compared(results: Sequence[Evaluation], rows: Budget, share: float) -> tuple
             made.append(compare())
             said += sentences(made[-1])
         except NothingToCompare as error:
-            said.append(f"By layer: {error}.")
+            said.append(f"by layer: {error}.")
     return made, [plain(f"{results[0].trace}, {sentence}") for sentence in said]
 
 
@@ -143,25 +146,22 @@ def sentences(one: Comparison) -> list[str]:
         rest = f"; of these miss too: {', '.join(others)}" if gone and others else ""
         out.append(f"{best} recovers less than {MISSED:.0%} at {gone} of {total} heads{rest}.")
     if len(rivals) > 1:
-        wins = {label: count for label, count in one.wins().items() if count}
         layers = _layers_of(one.winners())
-        parts = [
-            f"{label} at {count} heads"
-            + (f" and in layers {', '.join(map(str, layers[label]))}" if label in layers else "")
-            for label, count in sorted(wins.items(), key=lambda item: -item[1])
-        ]
-        out.append(f"Of the methods that do not score every key, most is recovered by {'; '.join(parts)}.")
+        parts = []
+        for label, count in sorted(one.wins().items(), key=lambda item: -item[1]):
+            where = f" and in layers {', '.join(map(str, layers[label]))}" if label in layers else ""
+            parts += [f"{label} at {count}{where}"] if count or where else []
+        out.append(f"Of the methods that do not score every key, heads where one recovers most: {'; '.join(parts)}.")
+    ranks = one.correlation().tolist()
     pairs = [
-        (float(value), a, b)
-        for (i, a), (j, b) in combinations(enumerate(labels), 2)
-        if not math.isnan(value := float(one.correlation()[i, j]))
+        (ranks[i][j], f"{labels[i]} and {labels[j]}")
+        for i, j in combinations(range(len(labels)), 2)
+        if not math.isnan(ranks[i][j])
     ]
-    if len(pairs) > 1:
-        (low, *least), (high, *most) = min(pairs), max(pairs)
-        out.append(
-            f"By what they recover, methods order the heads alike to a rank correlation of {low:.2f} "
-            f"({' and '.join(least)}) to {high:.2f} ({' and '.join(most)})."
-        )
+    if pairs:
+        low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
+        span = low if len(pairs) == 1 else f"{low} to {high}"
+        out.append(f"Methods rank the heads by what they recover alike to a correlation of {span}.")
     return [f"{condition(one)}: {sentence}" for sentence in out]
 
 

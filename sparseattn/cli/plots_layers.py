@@ -35,21 +35,28 @@ def by_layer(compared: Sequence[Comparison], path: Path) -> None:
 
 
 def alike(compared: Sequence[Comparison], path: Path) -> None:
-    """Spearman's rank correlation of the heads of every two methods: a panel a condition of one trace."""
+    """Spearman's rank correlation of the heads of every two methods: a panel a condition of one trace.
+
+    Methods that recover the same at every head, such as the window nothing, have no order and are left out.
+    """
     most = max(len(one.readings) for one in compared)
     figure, axes = _panels(1, len(compared), (2.2 + 0.55 * most, 1.5 + 0.5 * most), ())
     for axis, one in zip(axes[0], compared, strict=True):
-        names = [broken(_shown(label)) for label in one.readings]
-        ranks = one.correlation().tolist()
-        image = axis.imshow(ranks, vmin=-1.0, vmax=1.0, cmap="coolwarm")
-        for i, row in enumerate(ranks):
-            for j, value in enumerate(row):
-                text = "-" if value != value else f"{value:.2f}"
-                axis.text(j, i, text, ha="center", va="center", fontsize=7)
+        ranks = one.correlation()
+        ordered = ~ranks.diagonal().isnan()
+        names = [broken(_shown(label)) for label, kept in zip(one.readings, ordered.tolist(), strict=True) if kept]
+        cells = ranks[ordered][:, ordered].tolist()
+        axis.set_title(f"at {condition(one)}, {one.count()} heads", fontsize=10)
         axis.set_xticks(range(len(names)), names, fontsize=7, rotation=45, ha="right", rotation_mode="anchor")
         axis.set_yticks(range(len(names)), names, fontsize=7)
-        axis.set_title(f"at {condition(one)}, {one.count()} heads", fontsize=10)
-    figure.colorbar(image, ax=axes, label="rank correlation", shrink=0.8)
+        if not names:
+            continue
+        image = axis.imshow(cells, vmin=-1.0, vmax=1.0, cmap="coolwarm")
+        for i, row in enumerate(cells):
+            for j, value in enumerate(row):
+                colour = "white" if abs(value) > 0.75 else "black"  # on the ends of the scale, which are dark
+                axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        figure.colorbar(image, ax=axis, label="rank correlation", shrink=0.8)
     trace = next(iter(compared[0].readings.values())).low.trace
     figure.suptitle(_shown(f"{trace}: do methods fail at the same heads? By the share recovered"), fontsize=10)
     _save(figure, path)
