@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.budget import Budget
-from sparseattn.metrics import Evaluation
+from sparseattn.metrics import Evaluation, json_number
 
 JUDGED = ("recovered", "relative_error")  # what methods are compared by
 MISSED = 0.5  # a head of whose weight on indexed rows a method recovers less is missed
@@ -136,8 +136,8 @@ class Comparison:
                     "selector": reading.low.selector,
                     "budgets": list(reading.budgets),
                     "part": reading.part,
-                    "mean": {name: _number(reading.mean(name)) for name in (*JUDGED, "bytes_share", "attended")},
-                    **{name: [_number(value) for value in reading.layers(name).tolist()] for name in JUDGED},
+                    "mean": {name: json_number(reading.mean(name)) for name in (*JUDGED, "bytes_share", "attended")},
+                    **{name: [json_number(value) for value in reading.layers(name).tolist()] for name in JUDGED},
                     "scans_all": reading.scans_all,
                     "missed": int(both[i, i]),
                     "wins": wins.get(label),
@@ -147,13 +147,10 @@ class Comparison:
             "left_out": self.left_out,
             "missed_by_both": both.tolist(),
             "spearman": {
-                name: [[_number(value) for value in row] for row in self.correlation(name).tolist()] for name in JUDGED
+                name: [[json_number(value) for value in row] for row in self.correlation(name).tolist()]
+                for name in JUDGED
             },
         }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:

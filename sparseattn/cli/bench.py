@@ -28,6 +28,7 @@ from sparseattn.cli.common import (
 )
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
+from sparseattn.heads import Comparison
 from sparseattn.indexes import usable_folder
 from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
 from sparseattn.selectors import Selector, make_selector
@@ -155,39 +156,49 @@ def bench(
     if not json:
         for results in found:
             screen.print(report.table(results, per_head, wide))
-    stems = report.stems(trace.name for trace in opened)
     if figures:
-        for results, stem in zip(found, stems, strict=True):
-            path = out / f"frontier-{stem}.png"
-            plots.frontier(results, path)
-            errors.print(f"figure: {path}", soft_wrap=True)
+        for results, name in zip(found, report.figure_names([trace.name for trace in opened]), strict=True):
+            plots.frontier(results, out / name)
+            errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
     if by_layer:
-        compared = [bench_layers.compared(results, *equal) for results in found]
-        lines = [
-            json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
-            for (conditions, _), trace in zip(compared, opened, strict=True)
-            for one in conditions
-        ]
-        write_atomic(out / "by-layer.jsonl", ("\n".join(lines) + "\n").encode())
-        if json:
-            typer.echo("\n".join(lines))
-        for (conditions, said), stem in zip(compared, stems, strict=True):
-            if not json:
-                for table in (table for one in conditions for table in bench_layers.tables(one)):
-                    screen.print(table)
-            if figures and conditions:
-                for draw, path in (
-                    (plots_layers.by_layer, out / f"by-layer-{stem}.png"),
-                    (plots_layers.alike, out / f"heads-{stem}.png"),
-                ):
-                    draw(conditions, path)
-                    errors.print(f"figure: {path}", soft_wrap=True)
-            for sentence in said:
-                (errors if json else screen).print(sentence, soft_wrap=True)
-        errors.print(f"records: {out / 'by-layer.jsonl'}", soft_wrap=True)
+        compared = _by_layer(found, opened, equal, out / "by-layer.jsonl", context, None if json else screen)
+        if figures:
+            for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
+                for ones, name in zip(compared, report.figure_names([one.name for one in opened], what), strict=True):
+                    if ones:
+                        draw(ones, out / name)
+                        errors.print(f"figure: {out / name}", soft_wrap=True)
     closing = report.verdict([one for results in found for one in results])
     (errors if json else Screen()).print(closing, soft_wrap=True)
+
+
+def _by_layer(
+    found: Sequence[Sequence[Evaluation]],
+    traces: Sequence[Trace],
+    equal: tuple[Budget, float],
+    path: Path,
+    context: dict[str, Any],
+    screen: Screen | None,
+) -> list[list[Comparison]]:
+    """Compares each trace's methods under each condition, writes the records, and shows them on `screen` or as JSON."""
+    compared = [bench_layers.compared(results, *equal) for results in found]
+    lines = [
+        json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
+        for (ones, _), trace in zip(compared, traces, strict=True)
+        for one in ones
+    ]
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    if screen is None and lines:
+        typer.echo("\n".join(lines))
+    for ones, said in compared:
+        for table in (table for one in ones for table in bench_layers.tables(one)):
+            if screen is not None:
+                screen.print(table)
+        for sentence in said:
+            (screen or errors).print(sentence, soft_wrap=True)
+    errors.print(f"records: {path}", soft_wrap=True)
+    return [ones for ones, _ in compared]
 
 
 def _measure(

@@ -48,8 +48,7 @@ class Source:
 
     Args:
         name: "synthetic", or the trace's.
-        family: what sources that differ in the number of their keys alone have in common: a trace's name in the names
-            of files, "" for synthetic keys.
+        growth: file name of the picture that sources share which differ in the number of their keys alone.
         titles: task -> title; a task is a kind of queries. The control, held-out keys, is one task more.
         facts: of every record.
         gaps: task -> gap, for synthetic ones.
@@ -58,7 +57,7 @@ class Source:
     """
 
     name: str
-    family: str
+    growth: str
     titles: dict[str, str]
     facts: dict[str, Any]
     gaps: dict[str, float]
@@ -138,9 +137,9 @@ def recall(
         with progress_bar() as bar:
             opened = [open_trace(name, bar) for name in traces or BUILTIN]
         learners = [method for _, method in methods if method.queries_share]
-        for family, trace in zip(report.stems(one.name for one in opened), opened, strict=True):
+        for growth, trace in zip(report.figure_names([one.name for one in opened], "scaling"), opened, strict=True):
             cut = [trace if length is None else trace.first(length) for length in lengths]
-            sources += [_trace(one, family, queries, sink, indices, learners, k) for one in cut]
+            sources += [_trace(one, growth, queries, sink, indices, learners, k) for one in cut]
     for source in sources:
         for _, method in methods:
             check(method, source.keys, k)
@@ -175,27 +174,25 @@ def recall(
             where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
             screen.print(report.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
     if figures:
-        largest = {source.family: source.keys for source in sorted(sources, key=lambda source: source.keys)}
+        largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
         drawn = [
             column
             for source, mine in zip(sources, columns, strict=True)
             for column in mine
-            if source.keys == largest[source.family]
+            if source.keys == largest[source.growth]
         ]
         plots.recall(drawn, report.LEVEL, out / "recall.png")
         errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
-        for family in largest:
-            grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.family == family]
-            if len(grown) < 2:
-                continue
-            names = [*grown[0][0].titles, CONTROL]
-            growth = {
-                label: [{source.keys: tasks[name][label] for source, tasks in grown} for name in names]
-                for label, _ in methods
-            }
-            path = out / (f"scaling-{family}.png" if family else "scaling.png")
-            plots.scaling(names, growth, report.LEVEL, path, plain(grown[0][0].name))
-            errors.print(f"figure: {path}", soft_wrap=True)
+        for name in largest:
+            grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.growth == name]
+            if len(grown) > 1:
+                names = [*grown[0][0].titles, CONTROL]
+                by_label = {
+                    label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
+                    for label, _ in methods
+                }
+                plots.scaling(names, by_label, report.LEVEL, out / name, grown[0][0].name)
+                errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
         (errors if json else Screen()).print(report.recall_verdict(column), soft_wrap=True)
@@ -253,7 +250,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
     return Source(
         "synthetic",
-        "",
+        "scaling.png",
         {f"gap {gap:g}": f"gap {gap:g}, {keys:,} keys" for gap in gaps},
         {"recipe": {**recipe, "seeds": seeds, "sinks": 0}},
         {f"gap {gap:g}": gap for gap in gaps},
@@ -263,7 +260,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
 
 def _trace(
-    trace: Trace, family: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
+    trace: Trace, growth: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
 ) -> Source:
     """The end of a trace looks for the keys before it."""
     chosen = usable_layers(trace, layers)
@@ -292,4 +289,4 @@ def _trace(
 
     facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
     titles = {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}
-    return Source(trace.name, family, titles, facts, {}, keys, load)
+    return Source(trace.name, growth, titles, facts, {}, keys, load)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from sparseattn.budget import Budget
 from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
+from sparseattn.heads import SCANS_ALL
 from sparseattn.metrics import COUNTED, Evaluation
 
 TOLERANCE = 0.01
@@ -110,7 +111,7 @@ def verdict(results: Sequence[Evaluation]) -> str:
         read = sum(one.mean("bytes_share") for one in ones) / len(ones)
         if math.isnan(read):
             continue  # it does not say what it reads to choose, so it cannot be called cheap
-        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > 0.5 else ""
+        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > SCANS_ALL else ""
         facts = f"error {error:.2%}, worst head {worst:.1%}, {read:.1%} of the cache's bytes read"
         scored.append((error, read, f"{method} at budget {budget}{oracle}: {facts}."))
     if not scored:
@@ -125,16 +126,13 @@ def verdict(results: Sequence[Evaluation]) -> str:
     )
 
 
-def stems(traces: Iterable[str]) -> list[str]:
-    """What stands for each trace in the names of its figures: its own name, numbered where it repeats."""
+def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
+    """`frontier-NAME.png` for the name of each trace, numbered where names repeat."""
     names: list[str] = []
     for trace in traces:
-        base = name = Path(trace).stem
-        number = 1
-        while name in names:
-            number += 1
-            name = f"{base}-{number}"
-        names.append(name)
+        base = f"{what}-{Path(trace).stem}"
+        same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
+        names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
     return names
 
 
