@@ -123,19 +123,20 @@ class Evaluation:
             "budget": self.budget,
             **self.settings,
             "layers": list(self.layers),
-            "mean": {name: _number(self.mean(name)) for name in self.heads},
-            "worst": {name: _number(self.worst(name)) for name in self.heads},
+            "mean": {name: json_number(self.mean(name)) for name in self.heads},
+            "worst": {name: json_number(self.worst(name)) for name in self.heads},
         }
         if per_head:
             out["heads"] = {
-                name: [[_number(value) for value in layer] for layer in values.tolist()]
+                name: [[json_number(value) for value in layer] for layer in values.tolist()]
                 for name, values in self.heads.items()
             }
         return out
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
+def json_number(value: float) -> float | None:
+    """The number, or None where it is NaN or infinite, which JSON cannot hold."""
+    return value if math.isfinite(value) else None
 
 
 def evaluate(

@@ -57,6 +57,7 @@ ARROWS = {
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
+    "heads": ("budget", "metrics"),
     "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
     "training": (
         *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),

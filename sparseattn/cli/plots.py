@@ -99,9 +99,9 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
 
 
 def scaling(
-    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path
+    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path, source: str
 ) -> None:
-    """What it takes to reach `level` as keys grow: keys scanned above, time below.
+    """What it takes to reach `level` as the keys of `source` grow: keys scanned above, time below.
 
     `lines`: label -> for each column (`titles`) the number of keys -> its curve.
     """
@@ -132,7 +132,8 @@ def scaling(
     axes[0][0].set_ylabel("keys scanned / keys")
     axes[1][0].set_ylabel("ms per token and layer")
     figure.suptitle(
-        f"To find {level:g} of the exact top rows; a point is missing where that was not reached", fontsize=10
+        _shown(f"{source}: to find {level:g} of the exact top rows; a point is missing where that was not reached"),
+        fontsize=10,
     )
     name_ends(figure, axes.flat)
     _save(figure, path)
