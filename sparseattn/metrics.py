@@ -188,7 +188,8 @@ def evaluate(
     )[0]
 
 
-def _is_trace(trace: object) -> None:
+def is_trace(trace: object) -> None:
+    """ValueError for anything but a trace."""
     if not isinstance(trace, Trace):
         raise ValueError(f"trace is a Trace (Trace.open(path), builtin_trace(name), synthetic(...)), got {trace!r}")
 
@@ -208,7 +209,7 @@ def evaluate_budgets(
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
-    _is_trace(trace)
+    is_trace(trace)
     method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
     seal = method.span if seal is None else seal
     place = replay_device(method, device)

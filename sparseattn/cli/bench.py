@@ -22,9 +22,9 @@ from sparseattn.cli.common import (
     in_a_sentence,
     integers,
     open_trace,
-    plain,
     progress_bar,
     results_folder,
+    say_differences,
 )
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
@@ -122,8 +122,7 @@ def bench(
     with progress_bar() as bar:
         opened = [open_trace(name, bar) for name in names]
     for trace in opened:
-        for layer, reason in trace.meta.get("attention_differs", {}).items():
-            errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
+        say_differences(trace)
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
