@@ -708,7 +708,7 @@ def test_builtin_traces_follow_the_weights(injected: Path) -> None:
     (injected / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="the reference model's weights are missing"):
         builtin.builtin_trace("text")
-    with pytest.raises(TraceError, match="no built-in trace 'x', there are prose, .* recall and text"):
+    with pytest.raises(TraceError, match=r"no built-in trace 'x', there are prose, .* recall and text"):
         builtin.builtin_trace("x")
 
 
