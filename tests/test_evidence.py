@@ -19,8 +19,8 @@ from scripts.evidence.step import OUT, RESULTS, Step
 from scripts.evidence.steps import STEPS
 from scripts.evidence.views import VIEWS
 
-# What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document: parts
-# of lines, with the reason.
+# What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document:
+# parts of lines, with the reason.
 DESIGNED: dict[str, tuple[str, ...]] = {
     "README.md": (
         "20 % means that nothing was found",  # one needle of five lies in the window
