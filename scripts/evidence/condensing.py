@@ -13,11 +13,15 @@ from sparseattn.files import write_atomic
 Line: TypeAlias = "dict[str, Any]"
 
 ONCE = ("date", "versions", "machine")  # of a run, not of a measurement
+BY_LAYER = "by-layer.jsonl"  # what `bench --by-layer` leaves beside its own lines
+LISTED = ("records", "by_layer")  # of a record, with a line of its file for each entry
 DIGITS = 5  # that a measurement keeps
 
 
-def keep(step: Step, folder: Path, path: Path) -> None:
+def keep(step: Step, folder: Path, path: Path, seconds: float | None = None) -> None:
     """Puts the record of a step at `path`: the file that its command left there, or what its lines say.
+
+    `seconds` are what the command took.
 
     Raises:
         ValueError: the lines are none, or none of a known command; the file is no finished record.
@@ -30,9 +34,17 @@ def keep(step: Step, folder: Path, path: Path) -> None:
             raise ValueError(f"{left} holds a run that was not finished")
         write_atomic(path, left.read_bytes())
         return
-    read = [json.loads(line) for line in left.read_text().splitlines()]
-    lines = [one for line in read for one in (line if isinstance(line, list) else [line])]
-    write_atomic(path, dumped(condensed(step, lines)).encode())
+    record = condensed(step, _lines(left))
+    record["seconds"] = None if seconds is None else round(seconds, 1)
+    if (beside := folder / BY_LAYER).exists():
+        record["by_layer"] = [_by_layer(one) for one in _lines(beside)]
+    write_atomic(path, dumped(record).encode())
+
+
+def _lines(path: Path) -> list[Line]:
+    """JSON objects, a line each, or several in one list."""
+    read = [json.loads(line) for line in path.read_text().splitlines()]
+    return [one for line in read for one in (line if isinstance(line, list) else [line])]
 
 
 def condensed(step: Step, lines: Sequence[Line]) -> Line:
@@ -56,8 +68,11 @@ def condensed(step: Step, lines: Sequence[Line]) -> Line:
 
 def dumped(record: Mapping[str, Any]) -> str:
     """As JSON, with a line for each measurement."""
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in record["records"])
-    return json.dumps({**record, "records": []}, indent=1).replace('"records": []', f'"records": [\n{rows}\n ]') + "\n"
+    text = json.dumps({**record, **{name: [] for name in LISTED if name in record}}, indent=1)
+    for name in LISTED:
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in record.get(name, ()))
+        text = text.replace(f'"{name}": []', f'"{name}": [\n{rows}\n ]')
+    return text + "\n"
 
 
 def rows(record: Mapping[str, Any]) -> list[Line]:
@@ -66,9 +81,11 @@ def rows(record: Mapping[str, Any]) -> list[Line]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to five digits, in lists too."""
+    """Numbers to five digits, in lists and objects too."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
     return [rounded(one) for one in value] if isinstance(value, list) else value
 
 
@@ -103,16 +120,26 @@ def _trace(line: Line) -> Line:
     return {f"trace.{name}": meta[name] for name in ("model", "text", "dtype") if isinstance(meta.get(name), str)}
 
 
+def _by_layer(line: Line) -> Line:
+    """A comparison of methods at equal rows or bytes: what it says by layer and of heads, without its settings."""
+    kept = ("trace", "equal", "at", "layers", "heads", "methods", "left_out", "missed_by_both", "spearman")
+    return rounded({name: line[name] for name in kept})
+
+
 def _recall(line: Line) -> Line:
     return flattened(line, ("trace_meta", "recipe")) | _trace(line)
 
 
+# Of an answer: what no table is made of.
+EVAL_DROPPED = ("prompt", "response", "answers", "source", "settings", "prefill_seconds", "index_seconds")
+
+
 def _eval(line: Line) -> Line:
-    return flattened(line, ("prompt", "response", "answers", "source", "logits", "tail"))
+    return flattened(line, EVAL_DROPPED) | line["settings"]
 
 
 def _inspect(line: Line) -> Line:
-    return flattened(line, ("trace_meta",)) | _trace(line)
+    return flattened(line, ("trace_meta", "heads")) | _trace(line)
 
 
 def instructions(line: Line) -> Line:

@@ -20,6 +20,58 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 KEYWORD = b"Records"  # of the text in a picture that holds the SHA-256 of the records it shows
 
 
+def frontier(record: Record, path: Path) -> None:
+    """Quality of every method of a trace against bytes and rows."""
+    from sparseattn.cli import plots
+
+    plots.frontier([_evaluation(one) for one in rows(record)], path)
+
+
+def _evaluation(one: Record) -> Evaluation:
+    """A measurement as `bench` has it, of its means alone."""
+    means = {name.removeprefix("mean."): value for name, value in one.items() if name.startswith("mean.")}
+    heads = {name: torch.tensor([[float("nan") if value is None else value]]) for name, value in means.items()}
+    settings = {name: one[name] for name in ("tokens", "last", "sink", "window")}
+    return Evaluation(one["trace"], one["selector"], one["label"], one["budget"], settings, tuple(one["layers"]), heads)
+
+
+def recall(*records_and_path: Any) -> None:
+    """Recall against keys scanned, of the most keys of each record."""
+    from sparseattn.cli import plots
+
+    *records, path = records_and_path
+    columns = []
+    for record in records:
+        found = Swept(record)
+        keys = found.keys[-1]
+        control = {label: found.curve(label, keys, CONTROL) for label in found.labels}
+        for gap in found.gaps:
+            title = f"trace {found.name}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
+            asked = {label: found.curve(label, keys, ASKED, gap) for label in found.labels}
+            columns.append(Column(title, asked, control))
+    plots.recall(columns, LEVEL, path)
+
+
+def growth(record: Record, path: Path) -> None:
+    """Keys scanned and time as the keys of a trace grow."""
+    from sparseattn.cli import plots
+
+    found = Swept(record)
+    lines = {
+        label: [{keys: found.curve(label, keys, direction) for keys in found.keys} for direction in (ASKED, CONTROL)]
+        for label in found.labels
+    }
+    plots.scaling([ASKED, CONTROL], lines, LEVEL, path, found.name)
+
+
+def agreement(*records_and_path: Any) -> None:
+    """Divergence from full attention against rows and bytes."""
+    from sparseattn.cli import plots
+
+    *records, path = records_and_path
+    plots.agreement([{**one, "settings": record["settings"]} for record in records for one in rows(record)], path)
+
+
 def accuracy(record: Record, path: Path) -> None:
     """Score against budget."""
     from sparseattn.cli import plots

@@ -85,6 +85,7 @@ def _one(step: Step, results: Path, work: Path) -> None:
         status = subprocess.run(step.words(folder), cwd=REPOSITORY, stdout=log, env=environment).returncode
     if status:
         raise RuntimeError(f"exit status {status}; what it printed is in {folder / LOG}, run it again to go on")
-    condensing.keep(step, folder, step.record(results))
-    made.note(step, time.perf_counter() - began, results)
+    took = time.perf_counter() - began
+    condensing.keep(step, folder, step.record(results), took)
+    made.note(step, took, results)
     shutil.rmtree(folder)  # traces and lines of a step that is done are not needed any more

@@ -4,15 +4,136 @@ from __future__ import annotations
 
 from scripts.evidence.step import Step
 
+# What bench, agreement and questions compare on SmolLM2; the artefact of the bucket methods is that model's.
+TRAINED = (
+    "--selector saap:artefact=smollm2 --selector kmeans:artefact=smollm2 --selector moments:artefact=smollm2"
+)
+COMPARED = (
+    "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
+    "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
+)
+JUDGED = "--selector exact --selector quest --selector quest:page=8,int8=True"
 ASKED = "--selector exact --selector moments --selector saap --selector quest --selector quest:group=each"
 CONTROLS = "--selector random --selector window"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
+
+
+def bench(trace: str, more: str, minutes: float) -> Step:
+    """Every method on one trace, by layer and head."""
+    return Step(
+        f"bench-{trace}",
+        f"every method on the trace {trace}, by layer and head, at equal rows and at equal bytes",
+        f"sparseattn bench {trace} --by-layer {COMPARED} {more}{CONTROLS} --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def inspect(trace: str, minutes: float) -> Step:
+    """Why methods find or miss rows of a trace."""
+    return Step(
+        f"inspect-{trace}",
+        f"distances, needed rows and Quest's bounds on the trace {trace}",
+        f"sparseattn inspect {trace} --out OUT",
+        minutes,
+        "inspect.jsonl",
+    )
+
+
+def agreement(model: str, texts: str, length: int, more: str, minutes: float) -> Step:
+    """How far predictions are from full attention's."""
+    named = " ".join(f"--text {text}" for text in texts.split())
+    return Step(
+        f"agreement-{model.partition('-')[0]}-{length}",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens",
+        f"sparseattn eval --model {model} --task agreement {named} --lengths {length} --last 64 --samples 4 "
+        f"{JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def asked(model: str, lengths: str, more: str, minutes: float) -> Step:
+    """Prompts with known answers."""
+    return Step(
+        f"asked-{model.partition('-')[0]}",
+        f"passkey, multi-needle and key-value questions to {model} at {lengths.replace(',', ' and ')} tokens",
+        f"sparseattn eval --model {model} --task passkey,multikey,kv --lengths {lengths} --depths 0,0.25,0.5,0.75,1 "
+        f"--samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def generate(model: str, tokens: str, minutes: float) -> Step:
+    """Tokens a second."""
+    return Step(
+        f"generate-{model.partition('-')[0]}-cpu",
+        f"tokens a second with {model} at {tokens.replace(',', ', ')} tokens",
+        f"python -m benchmarks.generate --model {model} --dtype float32 --tokens {tokens} --selector quest "
+        "--selector quest:page=8,int8=True --selector exact --selector window --results OUT",
+        minutes,
+        "generate-cpu.json",
+    )
+
+
 STEPS = (
+    Step(
+        "demo",
+        "what `make demo` prints, and its time",
+        "sparseattn bench --out OUT",
+        4,
+        "bench.jsonl",
+    ),
+    bench("prose", f"{TRAINED} ", 8),
+    bench("code", f"{TRAINED} ", 8),
+    bench("needles", f"{TRAINED} ", 8),
+    bench("long", "", 12),
+    Step(
+        "bench-changing",
+        "how the rows that matter change from token to token",
+        "sparseattn bench prose code --selector exact --selector exact:refresh=20 --budget 1% --last 20 --sink 0 "
+        "--window 0 --no-figures --out OUT",
+        2,
+        "bench.jsonl",
+    ),
+    inspect("prose", 2),
+    inspect("code", 2),
+    inspect("needles", 2),
+    inspect("long", 5),
+    Step(
+        "recall-prose",
+        "keys scanned by index on SmolLM2's queries",
+        "sparseattn recall prose --layers 2,14,26 --out OUT",
+        15,
+        "recall.jsonl",
+    ),
+    Step(
+        "recall-long",
+        "keys scanned by index on Gemma's queries, as keys grow to 32,768",
+        "sparseattn recall long --tokens 4096,8192,16384,32768 --out OUT",
+        40,
+        "recall.jsonl",
+    ),
+    Step(
+        "recall-synthetic",
+        "keys scanned by index on the generator's keys",
+        "sparseattn recall --keys 131072 --gap 0,0.26,0.4 --out OUT",
+        16,
+        "recall.jsonl",
+    ),
+    agreement("smollm2", "alice workshop click", 8192, f"{TRAINED} ", 60),
+    agreement("gemma3-270m", "workshop click", 16384, "", 30),
+    agreement("gemma3-270m", "workshop click", 32768, "", 60),
+    asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
+    asked("gemma3-270m", "8000", "", 60),
+    generate("smollm2", "2048,4096,8192", 8),
+    generate("gemma3-270m", "16384,32768", 15),
     Step(
         "eval-reference-cpu",
         "passkey and key-value retrieval by the reference model",
-        "sparseattn eval --lengths 4096 --depths 0,0.25,0.5,0.75,1 --samples 4 --seed 100 "
+        "sparseattn eval --model reference --lengths 4096 --depths 0,0.25,0.5,0.75,1 --samples 4 --seed 100 "
         f"{ASKED} {CONTROLS} --budget 16,64,256,1024 --out OUT",
         14,
         "eval.jsonl",

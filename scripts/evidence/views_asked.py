@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import bullets, parts, table, text, ticked
+from scripts.evidence.views_traces import spec
 from sparseattn.cli.intervals import wilson
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -152,3 +153,30 @@ def facts(record: Record) -> str:
         f"at 1,024 rows, a quarter of the context. `moments` answers {answered('kv', 'Moments', '256')} at 256, "
         f"`exact` {answered('kv', 'Exact', '16')} at 16.",
     )
+
+
+def grid(*records: Record) -> str:
+    """A record of any model: a row a method and budget, a column a task and length; full attention first."""
+    return parts(*(part for record in records for part in _grid(record)))
+
+
+def _grid(record: Record) -> list[str]:
+    found = rows(record)
+    one = found[0]
+    columns = list(dict.fromkeys((each["task"], each["length"]) for each in found))
+    asked = list(dict.fromkeys((each["method"], each["budget"]) for each in found))
+    mine = {row: [each for each in found if (each["method"], each["budget"]) == row] for row in asked}
+    fewest = min(sum((each["task"], each["length"]) == column for each in mine[FULL, None]) for column in columns)
+    words = text(
+        f"`{one['model']}`, {fewest} prompts of each, protocol {one['protocol']}, sink {one['sink']}, window "
+        f"{one['window']}, {one['dense_layers']} dense layers; share answered:"
+    )
+    lines = []
+    for method, budget in asked:
+        scores = []
+        for column in columns:
+            held = [each["score"] for each in mine[method, budget] if (each["task"], each["length"]) == column]
+            scores.append(f"{100 * sum(held) / len(held):.0f} %" if held else "")
+        label = "full attention" if method == FULL else ticked(spec(method))
+        lines.append([label + (f", {int(budget):,}" if budget else ""), *scores])
+    return [words, table(["method, budget", *(f"{task}, {length:,}" for task, length in columns)], lines)]

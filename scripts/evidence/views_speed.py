@@ -196,9 +196,8 @@ BESIDE = ("sdpa", "eager")  # transformers' own ways that are slower
 def generate(record: Record) -> str:
     """Tokens a second, and how often dense attention's token was the likeliest."""
     lengths = record["lengths"]
-    model = (
-        "the reference model (3 M parameters, 4 layers)" if record["model"] == "reference" else f"`{record['model']}`"
-    )
+    shape = record["shape"]
+    model = f"`{record['model']}` ({shape['parameters'] / 1e6:.0f} M parameters, {shape['num_hidden_layers']} layers)"
     default = [f"{_found(one, 'sdpa')['tokens_per_second']:.0f}" for one in lengths]
     words = text(
         f"Decoding with {model} on {_machine(record)}, torch {record['versions']['torch']}, {record['dtype']}, budget "
@@ -250,3 +249,16 @@ def generate_notes(record: Record) -> str:
         f"Ratios range by round (Quest {low:.1f} to {high:.1f} at {lengths[0]['tokens']:,} tokens). The second length "
         "is twice the positions that this model was made for.",
     )
+
+
+def generate_parts(record: Record) -> str:
+    """Where a step's milliseconds go, by length: the model itself and what sparse attention takes."""
+    head = ["ms a token", "the model", "storing", "choosing", "attending", "other"]
+    names = ("model", "store", "select", "attend", "other")
+    lines = []
+    for length in record["lengths"]:
+        for way in length["ways"]:
+            if way["parts_seconds"]:
+                cells = [significant(1e3 * way["parts_seconds"][name]) for name in names]
+                lines.append([f"{ticked(way['name'])}, {length['tokens']:,} tokens", *cells])
+    return parts(text("With clocks around the parts, which slow a step:"), table(head, lines))
