@@ -1,4 +1,4 @@
-"""What the subcommands share: one-sentence errors, lists in options, traces by name, screens, a progress bar."""
+"""What the subcommands share: one-sentence errors, lists in options, traces and texts by name, screens, progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import tempfile
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,8 @@ from sparseattn.files import naming
 from sparseattn.integrations.models import NAMED, load_model
 from sparseattn.integrations.packages import PACKAGED
 from sparseattn.selectors import SELECTORS
+from sparseattn.tasks.prompts import read_text
+from sparseattn.texts import TEXTS, read_named
 from sparseattn.traces import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -50,6 +52,8 @@ MODEL_HELP = (
     f"{', '.join(NAMED)} (see `sparseattn models`); or the folder, the GGUF file or the name on the Hugging Face hub "
     f"of a transformers causal LM."
 )
+
+TEXT_HELP = f"a UTF-8 file, or a text by name: {', '.join(TEXTS)} (a file of such a name is meant by ./NAME)."
 
 
 def plain(text: object) -> str:
@@ -142,14 +146,48 @@ def open_trace(name: str, bar: Progress) -> Trace:
     """A trace file, or a built-in trace, which is made on first use. Raises ValueError for neither."""
     if name not in BUILTIN:
         if not Path(name).exists():
-            near = difflib.get_close_matches(name, BUILTIN, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){hint}")
+            raise ValueError(
+                f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){_near(name, BUILTIN)}"
+            )
         return Trace.open(name)
     task = bar.add_task(f"built-in trace {name}", total=None)
     trace = builtin_trace(name, lambda done, total: bar.update(task, completed=done, total=total))
     bar.remove_task(task)
     return trace
+
+
+def named_text(name: str) -> str | Path:
+    """A name of `TEXTS` as it is, or the path of a file or folder. Raises ValueError for neither."""
+    if name in TEXTS:
+        return name
+    if not Path(name).exists():
+        raise ValueError(f"{name} is neither a file nor a text known by name ({', '.join(TEXTS)}){_near(name, TEXTS)}")
+    return Path(name)
+
+
+def open_text(name: str) -> tuple[str, str]:
+    """Name and words of a text of `TEXTS`, fetched on first use, or of a UTF-8 file (see `TEXT_HELP`).
+
+    Raises:
+        ValueError: neither, not UTF-8, or a text that has to be fetched and cannot be.
+        OSError: the file cannot be read, or the cache folder cannot be written.
+    """
+    source = named_text(name)
+    if isinstance(source, Path):
+        return source.name, read_text(source)
+    with model_progress() as progress:
+        return source, read_named(source, progress)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def say_differences(trace: Trace) -> None:
+    """Says for which layers of a trace full attention over its rows is not what the model computed, and why."""
+    for layer, reason in trace.meta.get("attention_differs", {}).items():
+        errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
 
 
 def results_folder(out: Path) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from sparseattn.budget import Budget
 from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
+from sparseattn.heads import SCANS_ALL
 from sparseattn.metrics import COUNTED, Evaluation
 
 TOLERANCE = 0.01
@@ -110,7 +111,7 @@ def verdict(results: Sequence[Evaluation]) -> str:
         read = sum(one.mean("bytes_share") for one in ones) / len(ones)
         if math.isnan(read):
             continue  # it does not say what it reads to choose, so it cannot be called cheap
-        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > 0.5 else ""
+        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > SCANS_ALL else ""
         facts = f"error {error:.2%}, worst head {worst:.1%}, {read:.1%} of the cache's bytes read"
         scored.append((error, read, f"{method} at budget {budget}{oracle}: {facts}."))
     if not scored:
@@ -125,11 +126,11 @@ def verdict(results: Sequence[Evaluation]) -> str:
     )
 
 
-def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
-    """`frontier-NAME.png` for the results of each trace, numbered where names repeat."""
+def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
+    """`frontier-NAME.png` for the name of each trace, numbered where names repeat."""
     names: list[str] = []
-    for results in found:
-        base = f"frontier-{Path(results[0].trace).stem}"
+    for trace in traces:
+        base = f"{what}-{Path(trace).stem}"
         same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
         names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
     return names
