@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparseattn.cli import eval_report, intervals
+from sparseattn.cli import agreement_report, eval_report, intervals
 from sparseattn.cli.common import plain
 from sparseattn.cli.lines import COLOURS, name_ends, room, style
 from sparseattn.cli.report import Column
@@ -104,9 +104,9 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
 
 
 def scaling(
-    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path
+    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path, source: str
 ) -> None:
-    """What it takes to reach `level` as keys grow: keys scanned above, time below.
+    """What it takes to reach `level` as the keys of `source` grow: keys scanned above, time below.
 
     `lines`: label -> for each column (`titles`) the number of keys -> its curve.
     """
@@ -137,7 +137,8 @@ def scaling(
     axes[0][0].set_ylabel("keys scanned / keys")
     axes[1][0].set_ylabel("ms per token and layer")
     figure.suptitle(
-        f"To find {level:g} of the exact top rows; a point is missing where that was not reached", fontsize=10
+        _shown(f"{source}: to find {level:g} of the exact top rows; a point is missing where that was not reached"),
+        fontsize=10,
     )
     name_ends(figure, axes.flat)
     _save(figure, path)
@@ -158,7 +159,7 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         for task, ours in eval_report.by(mine, "task").items()
     ]
     columns = min(3, len(eval_report.by(records, "task")))
-    methods = list(dict.fromkeys(one["method"] for one in records))
+    methods = list(dict.fromkeys(map(eval_report.named, records)))
     figure, axes = _panels(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
@@ -184,19 +185,17 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axis.plot(places, [eval_report.value(ours) for _, ours in held], **look)
             for place, (_, ours) in zip(places, held, strict=True):
                 if len(ours) < intervals.FEW:
-                    axis.vlines(place, *_interval(ours), color=look["color"], linewidth=1, alpha=0.7)
+                    around = intervals.wilson([one["score"] for one in ours])
+                    axis.vlines(place, *around, color=look["color"], linewidth=1, alpha=0.7)
         axis.set_xticks(range(len(budgets)), list(map(_shown, budgets)))
         axis.set_xlim(-0.75, max(len(budgets), 1) - 0.5)
         unit = ", rows" if all(budget.isdigit() for budget in budgets) else ""  # a share says its unit itself
         axis.set_xlabel(f"budget{unit} beyond sink and window")
         axis.set_title(_shown(f"{task}, {protocol}, {_prompts(fewest)}"), fontsize=10)
         axis.grid(alpha=0.3)
-        if "nll" in mine[0]:
-            axis.set_ylabel("perplexity")
-        else:
-            axis.set_ylabel("score")
-            axis.set_ylim(-0.03, 1.03)
-            axis.yaxis.set_major_formatter(SHARE)
+        axis.set_ylabel("score")
+        axis.set_ylim(-0.03, 1.03)
+        axis.yaxis.set_major_formatter(SHARE)
     bars = "\nbars: intervals of 95%, as prompts are few" if barred else ""
     model = records[0]["settings"]["model"]
     figure.suptitle(_shown(f"{model}: mean over lengths, depths and samples") + bars, fontsize=10)
@@ -204,10 +203,55 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def _interval(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    if "nll" in records[0]:
-        return intervals.perplexity([one["nll"] for one in records], [one["scored_tokens"] for one in records])
-    return intervals.wilson([one["score"] for one in records])
+def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Divergence from full attention against rows, and bytes if all say what they read: a row of panels for each text
+    and length, a point a budget. Bars are intervals over windows; what does not diverge has no place on the axis."""
+    panels = agreement_report.panels(records)
+    sparse = {place: [one for one in mine if one["method"] != FULL] for place, mine in panels.items()}
+    methods = list(dict.fromkeys(eval_report.named(one) for mine in sparse.values() for one in mine))
+    costs = [("rows read per query head of a sparse layer", _rows, COUNT)]
+    if all(one.get("bytes_share") is not None for mine in sparse.values() for one in mine):
+        costs.append(("bytes read / bytes of the cache", agreement_report.bytes_share, SHARE))
+    figure, axes = _panels(len(panels), len(costs), (4.2, 2.8), methods, sharex="col", sharey="row")
+    for line, (place, mine) in zip(axes, sparse.items(), strict=True):
+        lines = {
+            name: [eval_report.select(mine, row) for row in eval_report.rows_of(mine) if row[0] == name]
+            for name in methods
+        }
+        means = [eval_report.mean(one["kl"] for one in point) for points in lines.values() for point in points]
+        floor = min((mean for mean in means if mean > 0), default=1.0) / 2
+        for axis, (_, cost, unit) in zip(line, costs, strict=True):
+            for k, (name, points) in enumerate(lines.items()):
+                look = style(k, plain(name))
+                placed = sorted((cost(point), [one["kl"] for one in point]) for point in points)
+                placed = [(x, kl) for x, kl in placed if sum(kl) > 0]
+                axis.plot([x for x, _ in placed], [sum(kl) / len(kl) for _, kl in placed], **look)
+                for x, kl in placed:
+                    if (around := intervals.student(kl)) is not None:
+                        low, high = max(around[0], floor), max(around[1], floor)
+                        axis.vlines(x, low, high, color=look["color"], linewidth=1, alpha=0.7)
+            axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(unit)
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            if any(mean > 0 for mean in means):  # without a value, a logarithmic axis is an error
+                axis.set_yscale("log")
+                axis.set_ylim(bottom=floor)
+            axis.yaxis.set_major_formatter(COUNT)
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.grid(alpha=0.3)
+        line[0].set_ylabel("KL, nats a token")
+        line[0].set_title(_shown(agreement_report.title(place, mine)), fontsize=10, loc="left")
+    for axis, (label, _, _) in zip(axes[-1], costs, strict=True):
+        axis.set_xlabel(label)
+    head = f"{records[0]['settings']['model']}: divergence of the next token's distribution from full attention's"
+    figure.suptitle(_shown(head) + "\nbars: 95% intervals over windows, cut at the foot", fontsize=10)
+    name_ends(figure, axes.flat)
+    _save(figure, path)
+
+
+def _rows(records: Sequence[Mapping[str, Any]]) -> float:
+    return eval_report.mean(one["rows"] for one in records)
 
 
 def _prompts(count: int) -> str:
