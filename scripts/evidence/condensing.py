@@ -139,7 +139,7 @@ def _eval(line: Line) -> Line:
 
 
 def _inspect(line: Line) -> Line:
-    return flattened(line, ("trace_meta", "heads")) | _trace(line)
+    return flattened(line, ("trace_meta",)) | _trace(line)
 
 
 def instructions(line: Line) -> Line:

@@ -80,7 +80,7 @@ def _one(step: Step, results: Path, work: Path) -> None:
     folder = step.folder(work)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(folder / LOG, "wb") as log:
         status = subprocess.run(step.words(folder), cwd=REPOSITORY, stdout=log, env=environment).returncode
     if status:
