@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_docs import check, commands
@@ -19,6 +21,12 @@ from scripts.evidence.running import order, run
 from scripts.evidence.step import OUT, RESULTS, Step
 from scripts.evidence.steps import STEPS
 from scripts.evidence.views import VIEWS
+from sparseattn.heads import at_bytes, at_rows
+from sparseattn.inspection import inspect_trace
+from sparseattn.metrics import evaluate_budgets
+from sparseattn.selectors import make_selector
+from sparseattn.sweep import Problem, curves
+from sparseattn.synthetic import synthetic
 
 # What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document:
 # parts of lines, with the reason.
@@ -213,3 +221,88 @@ def test_a_picture_says_which_records_it_shows(tmp_path: Path) -> None:
     again = pictures.marked(png.replace(b"tEXtRecords", b"tEXtNothing"), "abc")
     assert pictures.stamped(again) == "abc"
     assert pictures.stamped(pictures.SIGNATURE) is None
+
+
+def record_of(name: str, left: str, lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """A record as a step would keep it, read back from its file's text."""
+    made_of = Step(name, "a test", "a command", 1, left)
+    shared = {"machine": {"cores": 2, "processor": "a", "cuda_devices": []}, "trace_meta": {}}
+    record = condensing.condensed(made_of, [{**json.loads(json.dumps(one)), **shared} for one in lines])
+    return json.loads(condensing.dumped({**record, "seconds": 1.0}))
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, dict[str, Any]]:
+    """Records of a tiny trace, by the functions that the commands call."""
+    trace = synthetic(1200, heads=1, group=2, size=16, gap=0.3, sinks=1)
+    found = [
+        one
+        for name, budgets in (("exact", (256, 1024)), ("quest", (256, 1024)), ("window", (256,)))
+        for one in evaluate_budgets(trace, name, budgets, last=2)
+    ]
+    bench = record_of("bench", "bench.jsonl", [one.record(per_head=True) for one in found])
+    bench["by_layer"] = [
+        condensing.compared(json.loads(json.dumps(one.record()))) for one in (at_rows(found, 256), at_bytes(found, 0.3))
+    ]
+    task = {"queries to keys": [Problem.of(trace.layer(0), trace.positions, 8)]}
+    task["keys to keys"] = [Problem.of(trace.layer(0), trace.positions, 8, held_out=True)]
+    lines = [
+        {"source": "a", "direction": direction, "label": "Bridge", "gap": None, **one}
+        for direction, curve in curves(make_selector("bridge"), task, k=20, values=[1, 4]).items()
+        for one in curve.records()
+    ]
+    return {
+        "bench": bench,
+        "recall": record_of("recall", "recall.jsonl", lines),
+        "inspect": record_of("inspect", "inspect.jsonl", inspect_trace(trace, last=2).records()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        ("bench-table", "| `quest`, 256 |"),
+        ("bench-short", "| `window` |"),
+        ("bench-layers", "of the cache's bytes, share recovered"),
+        ("bench-heads", "at 256 rows**: of the methods that do not score every key `quest` recovers"),
+        ("demo-printed", "Quest       1024"),
+        ("inspect-short", "| `synthetic"),
+        ("inspect-layers", "| all |"),
+        ("recall-table", "| `bridge` |"),
+    ],
+)
+def test_views_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], view: str, words: str) -> None:
+    assert words in VIEWS[view](traced["bench" if view.startswith(("bench", "demo")) else view.partition("-")[0]])
+
+
+def test_views_of_agreement() -> None:
+    shared = {"task": "agreement", "kind": "novel", "length": 512, "prompt": "x", "protocol": "forced"}
+    name = "bench" if view.startswith(("bench", "demo")) else view.partition("-")[0]
+    assert words in VIEWS[view](traced[name])
+        "scored_tokens": 16,
+        "nll": 1.0,
+        "nll_difference": 0.5,
+        "same_top": 0.75,
+        "rows": 9.0,
+        "bytes_share": 0.1,
+    }
+    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+    lines = [
+        {**shared, "text": name, "start": at, "method": method, "budget": budget, "kl": kl, "settings": settings}
+        for name in ("a", "b")
+        for at, kl in ((0, 0.25), (1, 0.75))
+        for method, budget in (("full", None), ("Quest", "64"), ("Window", None))
+    ]
+    record = record_of("agreement", "eval.jsonl", lines)
+    assert record["settings"]["model"] == "m"
+    assert "| `quest`, 64 | 9 | 10 % | 0.500 (0.000-3.676) | 75 % |" in VIEWS["agreement-table"](record)
+    assert "| `window` | 0.500, 75 % |" in VIEWS["agreement-short"](record)
+    assert "| `window` | +0.500 | +0.500 |" in VIEWS["agreement-perplexity"](record)
+
+
+@pytest.mark.parametrize("name", ["frontier-prose", "layers-prose", "inspect-prose", "recall-traces"])
+def test_pictures_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [traced[one.partition("-")[0]] for one in pictures.PICTURES[name].records]
+    pictures.PICTURES[name].draw(records, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(pictures.SIGNATURE)
