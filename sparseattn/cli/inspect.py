@@ -18,6 +18,7 @@ from sparseattn.cli.common import (
     errors,
     in_a_sentence,
     integers,
+    model_progress,
     open_trace,
     progress_bar,
     results_folder,
@@ -54,8 +55,8 @@ def inspect(
     indices = integers(layers, "--layers")
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
-    with progress_bar() as bar:
-        opened = [open_trace(name, bar) for name in traces]
+    with model_progress() as progress:
+        opened = [open_trace(name, progress) for name in traces]
     chosen = [check_inspection(trace, sink, window, last, indices) for trace in opened]
     for trace in opened:
         say_differences(trace)
