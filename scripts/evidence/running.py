@@ -82,9 +82,10 @@ def _one(step: Step, results: Path, work: Path) -> None:
     began = time.perf_counter()
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(folder / LOG, "wb") as log:
-        status = subprocess.run(step.words(folder), cwd=REPOSITORY, stdout=log, env=environment).returncode
-    if status:
-        raise RuntimeError(f"exit status {status}; what it printed is in {folder / LOG}, run it again to go on")
+        for words in step.runs(folder):
+            status = subprocess.run(words, cwd=REPOSITORY, stdout=log, env=environment).returncode
+            if status:
+                raise RuntimeError(f"exit status {status}; what it printed is in {folder / LOG}, run it again to go on")
     took = time.perf_counter() - began
     condensing.keep(step, folder, step.record(results), took)
     made.note(step, took, results)
