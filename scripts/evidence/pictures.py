@@ -133,7 +133,12 @@ def agreement(records: Sequence[Record], path: Path) -> None:
     """Divergence from full attention against rows and bytes."""
     from sparseattn.cli import plots
 
-    plots.agreement([{**one, "settings": record["settings"]} for record in records for one in rows(record)], path)
+    windows = [
+        {**one, "settings": record["settings"], "prompt": f"{one['text']} {one['start']}"}
+        for record in records
+        for one in rows(record)
+    ]
+    plots.agreement(windows, path)
 
 
 def accuracy(records: Sequence[Record], path: Path) -> None:
