@@ -1,0 +1,200 @@
+"""Documents are what the records give, and the steps that make records go on, skip, and fail one by one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from test_docs import check, commands
+
+pytest.importorskip("rich")
+
+from scripts.evidence import condensing, made, pictures
+from scripts.evidence.__main__ import main
+from scripts.evidence.documents import BLOCK, FENCE, documents, drawn, loader, stray
+from scripts.evidence.running import order, run
+from scripts.evidence.step import OUT, RESULTS, Step
+from scripts.evidence.steps import STEPS
+from scripts.evidence.views import VIEWS
+
+# What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document:
+# parts of lines, with the reason.
+DESIGNED: dict[str, tuple[str, ...]] = {
+    "README.md": (
+        "20 % means that nothing was found",  # one needle of five lies in the window
+        "5 % of the rows",  # a budget
+    ),
+    "docs/index.md": ("20 % means that nothing was found",),
+    "docs/results/eval.md": ("so **20 % is nothing found**",),
+    "docs/choosing.md": (
+        "5 % of the rows",  # a budget
+        "take 6.2 % of the memory",  # 1/16, and a byte a page
+        "to stay within 1 % mean output error",  # a bound
+    ),
+    "docs/memory.md": ("",),  # tests/test_memory.py evaluates every formula and table of the page
+    "docs/quickstart.md": ("89 and 227 MiB", "260 and 543 MiB"),  # sizes of files pinned by their hash
+    "docs/troubleshooting.md": ("is 5 %", "takes 1.2 GB"),  # a budget; a formula of docs/training.md
+    # The plan's formulas in numbers; a test holds the first line to real files.
+    "docs/training.md": (
+        *("| a trace on disk", "| all traces", "| the same with all queries", "| memory of capture"),
+        *(
+            "| memory of training",
+            "| states of training",
+            "| artefact, float16",
+            "come on top: 200 kB",
+            "takes 296 GB",
+            "17 GB a prompt",
+        ),
+    ),
+}
+# Pages that are about to be drawn from records of real models
+LATER = ("docs/results/traces.md", "docs/results/indexes.md", "docs/saap.md", "docs/methods.md")
+
+
+def test_documents_are_what_the_records_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_no_measured_number_is_typed_by_hand() -> None:
+    for path in documents():
+        name = path.relative_to(RESULTS.parent.parent).as_posix()
+        if name in LATER:
+            continue
+        typed = [line for line in stray(path.read_text()) if not any(one in line for one in DESIGNED.get(name, ()))]
+        assert not typed, f"{name}: measured numbers outside of blocks:\n" + "\n".join(typed)
+
+
+def test_every_record_is_made_by_a_step_that_parses() -> None:
+    assert {path.stem for path in RESULTS.glob("*.json")} - {"made"} <= {step.name for step in STEPS}
+    known = [step.name for step in STEPS]
+    for at, step in enumerate(STEPS):
+        assert OUT in step.command or step.left == "output.txt"
+        assert set(step.needs) <= set(known[:at]), f"{step.name} comes before what it needs"
+        (words,) = commands(step.command)
+        check(words)
+
+
+def test_every_record_is_shown_and_every_view_is_used() -> None:
+    blocks = [found for path in documents() for found in BLOCK.finditer(path.read_text())]
+    assert {found["view"] for found in blocks} <= set(VIEWS)
+    assert blocks
+
+
+def test_a_block_is_what_its_view_makes_of_its_record() -> None:
+    views = {"twice": lambda record: f"{2 * record['ms']} ms"}
+    text = "# A\n\n<!-- from a: twice -->\nold\n<!-- end -->\n\nb\n"
+    new, wrong = drawn(text, views, {"a": {"ms": 3}}.__getitem__)
+    assert new == text.replace("old", "6 ms")
+    assert not wrong
+    assert drawn(new, views, {"a": {"ms": 3}}.__getitem__) == (new, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!-- from b: twice -->\n<!-- end -->\n", "no record b.json"),
+        ("<!-- from a: thrice -->\n<!-- end -->\n", "no view 'thrice'"),
+        ("<!-- from a: twice -->\n", "not closed"),
+    ],
+)
+def test_a_block_without_its_record_is_left_and_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    new, (wrong,) = drawn(text, {"twice": lambda record: "x"}, loader(tmp_path))
+    assert new == text
+    assert words in wrong
+
+
+def test_numbers_outside_of_blocks_are_found() -> None:
+    text = "<!-- from a: b -->\n3 ms\n<!-- end -->\n\n```text\n5 %\n```\n\n`7 s`, 8 heads, 16 bits\n\nIt took 9.5 s.\n"
+    assert stray(text) == ["It took 9.5 s."]
+    assert FENCE.search(text)
+
+
+WRITES = 'open(sys.argv[1] + "/bench.jsonl", "a").write({!r})'
+
+
+def step(name: str, value: int = 1, **more: object) -> Step:
+    """Of a command that measures `value`."""
+    return made_by(name, WRITES.format(f'{{"x": {value}}}\n'), **more)
+
+
+def made_by(name: str, code: str, **more: object) -> Step:
+    command = shlex.join(["python", "-c", f"import sys; {code}", OUT])
+    return Step(name, "a test", command, 0.1, "bench.jsonl", **more)  # type: ignore[arg-type]
+
+
+def test_what_is_there_is_skipped_and_what_differs_runs_again(tmp_path: Path) -> None:
+    results, work, said = tmp_path / "results", tmp_path / "work", []
+    table = (step("a"), step("b", needs=("a",)))
+    assert run(table, table, said.append, results, work) == {}
+    assert [made.state(one, made.read(results), results) for one in table] == [made.MADE] * 2
+    assert not any(work.iterdir())
+    record = json.loads((results / "a.json").read_text())
+    assert condensing.rows(record) == [{"x": 1}]
+
+    stamp = (results / "a.json").stat().st_mtime_ns
+    said.clear()
+    assert run(table, table, said.append, results, work) == {}
+    assert said == ["2 of 2 steps are there already"]
+    assert (results / "a.json").stat().st_mtime_ns == stamp
+
+    other = step("a", 2)
+    assert made.state(other, made.read(results), results) == made.OTHER
+    run((other,), table, said.append, results, work)
+    assert condensing.rows(json.loads((results / "a.json").read_text())) == [{"x": 2}]
+    (results / "a.json").write_text("{}")
+    assert made.state(other, made.read(results), results) == made.CHANGED
+    (results / "a.json").unlink()
+    assert made.state(other, made.read(results), results) == made.MISSING
+
+
+def test_a_step_that_fails_is_told_and_does_not_lose_the_others(tmp_path: Path) -> None:
+    results, work, said = tmp_path / "results", tmp_path / "work", []
+    fails = made_by("fails", "print('why'); sys.exit(3)")
+    empty = made_by("empty", WRITES.format(""))
+    table = (fails, step("after", needs=("fails",)), empty, step("last"))
+    failed = run(table, table, said.append, results, work)
+    assert list(failed) == ["fails", "after", "empty"]
+    assert "exit status 3" in failed["fails"]
+    assert "needs fails" in failed["after"]
+    assert "measured nothing" in failed["empty"]
+    assert (fails.folder(work) / "output.txt").read_text() == "why\n"  # a step that failed goes on in its folder
+    assert [path.name for path in results.glob("*.json")] != []
+    assert made.state(table[-1], made.read(results), results) == made.MADE
+
+
+def test_a_run_that_was_not_finished_is_no_record(tmp_path: Path) -> None:
+    half = Step("half", "a test", "python x OUT", 1, "speed-cpu.json")
+    (tmp_path / "speed-cpu.json").write_text('{"complete": false}')
+    with pytest.raises(ValueError, match="not finished"):
+        condensing.keep(half, tmp_path, tmp_path / "half.json")
+
+
+def test_names_of_steps() -> None:
+    table = (step("a"), step("b"))
+    assert [one.name for one in order(table, ["b"])] == ["b"]
+    assert order(table, []) == list(table)
+    with pytest.raises(ValueError, match="no step 'c'; there are a, b"):
+        order(table, ["c"])
+
+
+def test_a_record_is_small() -> None:
+    lines = [
+        {"a": 1, "mean": {"mass": 0.123456789}, "heads": {"mass": [[0.5, None], [1.0, 0.0]]}, "date": "x", "b": n}
+        for n in range(2)
+    ]
+    record = condensing.condensed(step("a"), lines)
+    assert record["settings"] == {"a": 1, "mean.mass": 0.123456789, "layers.mass": [0.5, 0.5]}
+    assert record["columns"] == ["b"]
+    assert record["date"] == "x"
+    assert json.loads(condensing.dumped(record)) == record
+    assert condensing.rounded([0.123456789, 7, None]) == [0.12346, 7, None]
+
+
+def test_a_picture_says_which_records_it_shows(tmp_path: Path) -> None:
+    png = (RESULTS.parent.parent / "docs" / "scaling-cpu.png").read_bytes()
+    again = pictures.marked(png.replace(b"tEXtRecords", b"tEXtNothing"), "abc")
+    assert pictures.stamped(again) == "abc"
+    assert pictures.stamped(pictures.SIGNATURE) is None
