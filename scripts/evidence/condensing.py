@@ -37,7 +37,7 @@ def keep(step: Step, folder: Path, path: Path, seconds: float | None = None) -> 
     record = condensed(step, _lines(left))
     record["seconds"] = None if seconds is None else round(seconds, 1)
     if (beside := folder / BY_LAYER).exists():
-        record["by_layer"] = [_by_layer(one) for one in _lines(beside)]
+        record["by_layer"] = [compared(one) for one in _lines(beside)]
     write_atomic(path, dumped(record).encode())
 
 
@@ -120,7 +120,7 @@ def _trace(line: Line) -> Line:
     return {f"trace.{name}": meta[name] for name in ("model", "text", "dtype") if isinstance(meta.get(name), str)}
 
 
-def _by_layer(line: Line) -> Line:
+def compared(line: Line) -> Line:
     """A comparison of methods at equal rows or bytes: what it says by layer and of heads, without its settings."""
     kept = ("trace", "equal", "at", "layers", "heads", "methods", "left_out", "missed_by_both", "spearman")
     return rounded({name: line[name] for name in kept})
@@ -139,7 +139,7 @@ def _eval(line: Line) -> Line:
 
 
 def _inspect(line: Line) -> Line:
-    return flattened(line, ("trace_meta", "heads")) | _trace(line)
+    return flattened(line, ("trace_meta",)) | _trace(line)
 
 
 def instructions(line: Line) -> Line:

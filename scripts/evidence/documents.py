@@ -23,7 +23,7 @@ MARK = re.compile(r"^<!-- (?:from\b.*|end) -->$", re.M)
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 DATED = ("CHANGELOG.md", "docs/log")  # history is not drawn anew
 UNITS = "%|ms|s|seconds|minutes|hours|h|times|KiB|MiB|GiB|kB|MB|GB|GB/s|rows/s|tokens/s"
-# A number with a unit in which one measures, outside code: what `stray` looks for.
+# What `stray` looks for outside code: a number with a unit in which one measures, and a cell of numbers with a point.
 MEASURED = re.compile(rf"(?<![\w.,`-])\d[\d,.]*(?: (?:{UNITS})|%)(?![\w/`])")
 
 
@@ -54,20 +54,22 @@ def loader(results: Path = RESULTS) -> Callable[[str], Mapping[str, Any]]:
 def drawn(text: str, views: Mapping[str, View], load: Callable[[str], Mapping[str, Any]]) -> tuple[str, list[str]]:
     """A document with its blocks drawn anew, and what is wrong with it.
 
-    A block whose record or view is not there stays as it is and is among what is wrong.
+    A block whose record is not there is empty, since a number without its record is nobody's; it is among what is
+    wrong, as is a block whose view is not there, which stays as it is.
     """
     wrong: list[str] = []
 
     def draw(found: re.Match[str]) -> str:
-        names = [name.strip() for name in found["records"].split(",")]
-        try:
-            if found["view"] not in views:
-                raise LookupError(f"there is no view {found['view']!r}; there are {', '.join(sorted(views))}")
-            body = views[found["view"]](*(load(name) for name in names))
-        except LookupError as error:
-            wrong.append(f"block {found['records']}: {found['view']}: {error.args[0]}")
+        title = f"{found['records']}: {found['view']}"
+        if found["view"] not in views:
+            wrong.append(f"block {title}: there is no view {found['view']!r}; there are {', '.join(sorted(views))}")
             return found[0]
-        return f"<!-- from {found['records']}: {found['view']} -->\n{body}\n<!-- end -->"
+        try:
+            body = views[found["view"]](*(load(name.strip()) for name in found["records"].split(","))) + "\n"
+        except LookupError as error:
+            wrong.append(f"block {title}: {error.args[0]}")
+            body = ""
+        return f"<!-- from {title} -->\n{body}<!-- end -->"
 
     marks, blocks = len(MARK.findall(text)), len(BLOCK.findall(text))
     if marks != 2 * blocks:
@@ -100,8 +102,11 @@ def differing(text: str, new: str) -> list[str]:
     ]
 
 
+CELL = re.compile(r"\|[ <>~]*-?\d[\d,]*\.\d+(?:, \d[\d.]*)* *\|")
+
+
 def stray(text: str) -> list[str]:
-    """Numbers with a unit of measurement that stand outside of blocks and code, each with its line."""
+    """Lines with numbers that look measured and stand outside of blocks and code."""
     bare = FENCE.sub("", BLOCK.sub("", text))
     bare = re.sub(r"`[^`\n]*`", "`", bare)
-    return [line.strip() for line in bare.splitlines() if MEASURED.search(line)]
+    return [line.strip() for line in bare.splitlines() if MEASURED.search(line) or CELL.search(line)]

@@ -80,11 +80,12 @@ def _one(step: Step, results: Path, work: Path) -> None:
     folder = step.folder(work)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(folder / LOG, "wb") as log:
-        status = subprocess.run(step.words(folder), cwd=REPOSITORY, stdout=log, env=environment).returncode
-    if status:
-        raise RuntimeError(f"exit status {status}; what it printed is in {folder / LOG}, run it again to go on")
+        for words in step.runs(folder):
+            status = subprocess.run(words, cwd=REPOSITORY, stdout=log, env=environment).returncode
+            if status:
+                raise RuntimeError(f"exit status {status}; what it printed is in {folder / LOG}, run it again to go on")
     took = time.perf_counter() - began
     condensing.keep(step, folder, step.record(results), took)
     made.note(step, took, results)

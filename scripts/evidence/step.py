@@ -21,7 +21,7 @@ class Step:
     Args:
         name: of the record, `benchmarks/results/NAME.json`.
         why: what it is for, in a phrase.
-        command: as one types it in the repository root, with `OUT` for its folder.
+        command: as one types it in the repository root, with `OUT` for its folder; several are joined by `&&`.
         minutes: that it takes on two quiet cores; what it makes on first use (models, traces) is not counted.
         left: what it leaves in its folder: a record as it is (`speed-cpu.json`), or lines of measurements that
             `condensing.py` makes a record of (`bench.jsonl`).
@@ -43,7 +43,14 @@ class Step:
         """Where its command writes: another command of the same name begins in another folder."""
         return work / f"{self.name}-{hashlib.sha256(self.command.encode()).hexdigest()[:8]}"
 
-    def words(self, folder: Path) -> list[str]:
-        """The command to run: this Python for `python` and for `sparseattn`."""
-        first, *rest = (word.replace(OUT, str(folder)) for word in shlex.split(self.command))
-        return [sys.executable, *(("-m", "sparseattn") if first == "sparseattn" else ()), *rest]
+    def commands(self) -> list[list[str]]:
+        """The words of each command."""
+        return [shlex.split(one) for one in self.command.split(" && ")]
+
+    def runs(self, folder: Path) -> list[list[str]]:
+        """What to run, one after another: this Python for `python` and for `sparseattn`."""
+        every = []
+        for first, *rest in self.commands():
+            start = [sys.executable, *(("-m", "sparseattn") if first == "sparseattn" else ())]
+            every.append([*start, *(word.replace(OUT, str(folder)) for word in rest)])
+        return every

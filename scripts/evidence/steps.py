@@ -5,9 +5,7 @@ from __future__ import annotations
 from scripts.evidence.step import Step
 
 # What bench, agreement and questions compare on SmolLM2; the artefact of the bucket methods is that model's.
-TRAINED = (
-    "--selector saap:artefact=smollm2 --selector kmeans:artefact=smollm2 --selector moments:artefact=smollm2"
-)
+TRAINED = "--selector saap:artefact=smollm2 --selector kmeans:artefact=smollm2 --selector moments:artefact=smollm2"
 COMPARED = (
     "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
     "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
@@ -16,7 +14,6 @@ JUDGED = "--selector exact --selector quest --selector quest:page=8,int8=True"
 ASKED = "--selector exact --selector moments --selector saap --selector quest --selector quest:group=each"
 CONTROLS = "--selector random --selector window"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
-
 
 
 def bench(trace: str, more: str, minutes: float) -> Step:

@@ -13,6 +13,7 @@ from scripts.evidence import (
     views_training,
 )
 from scripts.evidence.documents import View
+from scripts.evidence.pictures import PICTURES
 
 VIEWS: dict[str, View] = {
     "agreement-short": views_agreement.short,
@@ -50,4 +51,5 @@ VIEWS: dict[str, View] = {
     "training-saap": views_training.saap,
     "training-memory": views_training.memory,
     "training-heads": views_training.heads,
+    **{f"picture-{name}": one.line for name, one in PICTURES.items()},
 }
