@@ -187,7 +187,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["eval", *(str(argument) for argument in arguments)])
+    """With the byte model where none is named: what leads there has to be fetched."""
+    model = [] if "--model" in arguments else ["--model", "reference"]
+    return CliRunner().invoke(app, ["eval", *model, *(str(argument) for argument in arguments)])
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

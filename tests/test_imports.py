@@ -56,7 +56,7 @@ ARROWS = {
     "tracewriter": ("files", "rope", "traceformat"),
     "traces": ("rope", "traceformat", "tracewriter"),
     "synthetic": ("dtypes", "hashes", "rope", "traces"),
-    "builtin": ("places", "traces", "integrations"),
+    "builtin": ("places", "traces", "integrations", "tasks", "texts", "wheels"),
     "places": (),
     "wheels": (),
     "texts": ("files", "locks", "places", "wheels"),

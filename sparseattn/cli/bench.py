@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from sparseattn.budget import Budget, budget_rows, parse_budget
-from sparseattn.builtin import BUILTIN
+from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import bench_layers, report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
@@ -21,6 +21,8 @@ from sparseattn.cli.common import (
     errors,
     in_a_sentence,
     integers,
+    leading_traces,
+    model_progress,
     open_trace,
     progress_bar,
     results_folder,
@@ -30,12 +32,14 @@ from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
 from sparseattn.heads import Comparison
 from sparseattn.indexes import usable_folder
+from sparseattn.integrations.models import REFERENCE
 from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
 from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
-SELECTED = ("exact", "exact:group=softmax", "quest", "quest:group=each", "retrieval", "random", "window")
-TRAINED = ("saap", "kmeans", "moments")  # for the built-in traces, whose model the artefact that ships is for
+SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "retrieval", "random", "window")
+# Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
+TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments")}
 
 
 @in_a_sentence
@@ -43,13 +47,14 @@ def bench(
     traces: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default the built-in ones."
+            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}."
         ),
     ] = None,
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}; for the built-in traces {' '.join(TRAINED)} as well."
+            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model "
+            f"as well."
         ),
     ] = None,
     budget: Annotated[
@@ -106,21 +111,21 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    names = traces or list(BUILTIN)
-    default = SELECTED + (TRAINED if set(names) <= set(BUILTIN) else ())
-    methods = list({repr(one): one for one in map(make_selector, selector or default)}.values())
+    methods = _methods(selector or [])
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
     if not by_layer and (rows is not None or bytes_read is not None):
         raise ValueError("--rows and --bytes say where --by-layer compares: give it too")
     equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
-    for method in methods:
+    for method in methods or _methods(SELECTED):
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
         from sparseattn.cli import plots, plots_layers  # fails at once if matplotlib is missing, before any work
-    with progress_bar() as bar:
-        opened = [open_trace(name, bar) for name in names]
+    names = traces or leading_traces()
+    methods = methods or _methods(_defaults(names))
+    with model_progress() as progress:
+        opened = [open_trace(name, progress) for name in names]
     for trace in opened:
         say_differences(trace)
         usable_layers(trace, indices)
@@ -168,8 +173,19 @@ def bench(
                     if ones:
                         draw(ones, out / name)
                         errors.print(f"figure: {out / name}", soft_wrap=True)
-    closing = report.verdict([one for results in found for one in results])
-    (errors if json else Screen()).print(closing, soft_wrap=True)
+    every = [one for results in found for one in results]
+    for closing in filter(None, (report.verdict(every), report.finding(every))):
+        (errors if json else Screen()).print(closing, soft_wrap=True)
+
+
+def _defaults(names: Sequence[str]) -> tuple[str, ...]:
+    """The selectors to compare on these traces where none is named."""
+    models = {BUILTIN[name].model if name in BUILTIN else "" for name in names}
+    return SELECTED + (TRAINED.get(models.pop(), ()) if len(models) == 1 else ())
+
+
+def _methods(specs: Sequence[str]) -> list[Selector]:
+    return list({repr(one): one for one in map(make_selector, specs)}.values())
 
 
 def _by_layer(

@@ -30,15 +30,18 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from sparseattn.builtin import BUILTIN, builtin_trace
+from sparseattn.builtin import BUILTIN, BYTES, LEADING, builtin_trace, prepare
 from sparseattn.files import naming
-from sparseattn.integrations.models import NAMED, load_model
-from sparseattn.integrations.packages import PACKAGED
+from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.models import NAMED, REFERENCE, load_model
+from sparseattn.integrations.packages import PACKAGED, fetched
 from sparseattn.selectors import SELECTORS
 from sparseattn.tasks.prompts import read_text
 from sparseattn.texts import TEXTS, read_named
 from sparseattn.traces import Trace
+from sparseattn.wheels import FetchError
 
+LEAD = "smollm2"  # the model that is asked where none is named
 Command = TypeVar("Command", bound=Callable[..., Any])
 Number = TypeVar("Number", int, float)
 
@@ -142,7 +145,7 @@ def _numbers(text: str, option: str, kind: Callable[[str], Number], what: str) -
         raise ValueError(f"{option} takes {what} separated by commas, got {text!r}") from None
 
 
-def open_trace(name: str, bar: Progress) -> Trace:
+def open_trace(name: str, progress: Callable[[str, int, int], None]) -> Trace:
     """A trace file, or a built-in trace, which is made on first use. Raises ValueError for neither."""
     if name not in BUILTIN:
         if not Path(name).exists():
@@ -150,10 +153,40 @@ def open_trace(name: str, bar: Progress) -> Trace:
                 f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){_near(name, BUILTIN)}"
             )
         return Trace.open(name)
-    task = bar.add_task(f"built-in trace {name}", total=None)
-    trace = builtin_trace(name, lambda done, total: bar.update(task, completed=done, total=total))
-    bar.remove_task(task)
-    return trace
+    if not BUILTIN[name].path.is_file():
+        say_terms(BUILTIN[name].model)
+    return builtin_trace(name, progress)
+
+
+def leading_traces() -> list[str]:
+    """The built-in traces to measure where none is named: `LEADING`; `BYTES` where these cannot be had, and says so."""
+    try:
+        with model_progress() as progress:
+            for name in LEADING:
+                if not BUILTIN[name].path.is_file():
+                    say_terms(BUILTIN[name].model)
+                prepare(name, progress)
+    except (ModelError, FetchError) as error:
+        _instead(error, f"the byte model's traces {' and '.join(BYTES)}")
+        return list(BYTES)
+    return list(LEADING)
+
+
+def leading_model() -> str:
+    """The model to ask where none is named: `LEAD`; the byte model where that cannot be had, and says so."""
+    say_terms(LEAD)
+    try:
+        with model_progress() as progress:
+            fetched(PACKAGED[LEAD], progress)
+    except ModelError as error:
+        _instead(error, f"the byte model, {REFERENCE}")
+        return REFERENCE
+    return LEAD
+
+
+def _instead(error: Exception, what: str) -> None:
+    said = f"sparseattn: {LEAD} cannot be had here, so this takes {what}, which say little of language models: {error}"
+    errors.print(plain(said), style="yellow", soft_wrap=True)
 
 
 def named_text(name: str) -> str | Path:

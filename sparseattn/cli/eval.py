@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, TEXT_HELP, in_a_sentence, open_model, results_folder
+from sparseattn.cli.common import (
+    LEAD,
+    MODEL_HELP,
+    SELECTOR_HELP,
+    TEXT_HELP,
+    in_a_sentence,
+    leading_model,
+    open_model,
+    results_folder,
+)
 from sparseattn.cli.eval_plan import ALL_LAYERS, Plan, one_of, positive
 from sparseattn.cli.eval_report import marked
 from sparseattn.cli.eval_run import measured
@@ -33,7 +42,9 @@ GENERATED = "passkey,kv"
 
 @in_a_sentence
 def evaluate(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = REFERENCE,
+    model: Annotated[
+        str | None, typer.Option(help=f"{MODEL_HELP} Default: {LEAD}; {REFERENCE} where that cannot be had.")
+    ] = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -156,7 +167,8 @@ def evaluate(
     results_folder(out)
 
     with locked(out / "eval.lock", f"--out {out}"):  # of two runs, each would write every record
-        loaded, tokenizer = open_model(model, stored, place)
+        name = leading_model() if model is None else model
+        loaded, tokenizer = open_model(name, stored, place)
         tokens = Tokens(tokenizer, chat)
         rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
         decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)
@@ -164,7 +176,7 @@ def evaluate(
             decoder.check_layers(method.layers or [], "--sparse-layers")
         asked = sources(plan, files, decoder, tokens)
         settings = {
-            "model": model,
+            "model": name,
             "weights": decoder.fingerprint(),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             **rows,

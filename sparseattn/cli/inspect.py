@@ -18,6 +18,7 @@ from sparseattn.cli.common import (
     errors,
     in_a_sentence,
     integers,
+    model_progress,
     open_trace,
     progress_bar,
     results_folder,
@@ -54,8 +55,8 @@ def inspect(
     indices = integers(layers, "--layers")
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
-    with progress_bar() as bar:
-        opened = [open_trace(name, bar) for name in traces]
+    with model_progress() as progress:
+        opened = [open_trace(name, progress) for name in traces]
     chosen = [check_inspection(trace, sink, window, last, indices) for trace in opened]
     for trace in opened:
         say_differences(trace)
@@ -76,7 +77,9 @@ def inspect(
             typer.echo("\n".join(fresh))
     partial.replace(out / "inspect.jsonl")
     if not json:
-        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen()
+        if not sys.stdout.isatty() or (per_head and screen.width < report.WIDE):
+            screen = Screen(width=report.WIDE)  # a pipe has no width, and heads take a column more than 80 can hold
         for one in found:
             for table in inspect_report.tables(one, per_head):
                 screen.print(table)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.builtin import BUILTIN
+from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
@@ -22,6 +22,8 @@ from sparseattn.cli.common import (
     errors,
     in_a_sentence,
     integers,
+    leading_traces,
+    model_progress,
     open_trace,
     plain,
     progress_bar,
@@ -37,7 +39,7 @@ from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 
 SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
-KEYS = "131072"
+KEYS = "16384,131072"
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
 
@@ -78,8 +80,8 @@ def recall(
     keys: Annotated[
         str | None,
         typer.Option(
-            help=f"Synthetic keys, such as 16384,131072. Traces or --keys, only what is named is measured; neither: "
-            f"{KEYS} synthetic keys and the built-in traces."
+            help=f"Synthetic keys, such as {KEYS}. Traces or --keys, only what is named is measured; neither: "
+            f"the traces {', '.join(LEADING)}."
         ),
     ] = None,
     tokens: Annotated[
@@ -128,14 +130,15 @@ def recall(
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
     sources: list[Source] = []
-    if keys or not traces:
+    if keys:
         recipe = {"size": size, "spread": spread}
         gaps, seeds = list(dict.fromkeys(decimals(gap, "--gap"))), integers(seed, "--seed") or []
-        counts = sorted(set(integers(keys or KEYS, "--keys") or []))
+        counts = sorted(set(integers(keys, "--keys") or []))
         sources += [_synthetic(count, queries, gaps, list(dict.fromkeys(seeds)), recipe) for count in counts]
     if traces or not keys:
-        with progress_bar() as bar:
-            opened = [open_trace(name, bar) for name in traces or BUILTIN]
+        named = traces or leading_traces()
+        with model_progress() as progress:
+            opened = [open_trace(name, progress) for name in named]
         learners = [method for _, method in methods if method.queries_share]
         for growth, trace in zip(report.figure_names([one.name for one in opened], "scaling"), opened, strict=True):
             cut = [trace if length is None else trace.first(length) for length in lengths]
