@@ -126,7 +126,7 @@ STEPS = (
     asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
     asked("gemma3-270m", "8000", "", 60),
     generate("smollm2", "2048,4096,7936", 8),
-    generate("gemma3-270m", "16384,32768", 15),
+    generate("gemma3-270m", "16384,31488", 15),
     Step(
         "eval-reference-cpu",
         "passkey and key-value retrieval by the reference model",
