@@ -71,7 +71,7 @@ def generate(model: str, tokens: str, minutes: float) -> Step:
         f"python -m benchmarks.generate --model {model} --dtype float32 --tokens {tokens} --selector quest "
         "--selector quest:page=8,int8=True --selector exact --selector window --results OUT",
         minutes,
-        "generate-cpu.json",
+        f"generate-{model}-float32-cpu.json",
     )
 
 
@@ -125,8 +125,8 @@ STEPS = (
     agreement("gemma3-270m", "workshop click", 32768, "", 60),
     asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
     asked("gemma3-270m", "8000", "", 60),
-    generate("smollm2", "2048,4096,8192", 8),
-    generate("gemma3-270m", "16384,32768", 15),
+    generate("smollm2", "2048,4096,7936", 8),
+    generate("gemma3-270m", "16384,31488", 15),
     Step(
         "eval-reference-cpu",
         "passkey and key-value retrieval by the reference model",
@@ -182,7 +182,7 @@ STEPS = (
         "python -m benchmarks.generate --tokens 16384,32768 --selector quest --selector saap --selector moments "
         "--selector exact --selector window --selector retrieval:share=0.25 --results OUT",
         4,
-        "generate-cpu.json",
+        "generate-reference-float32-cpu.json",
     ),
     Step(
         "training-time-cpu",
