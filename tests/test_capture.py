@@ -243,6 +243,17 @@ def test_chunks_make_no_difference(family: str, implementation: str, tmp_path: P
     assert model.config._attn_implementation == implementation
 
 
+def test_the_first_tokens_are_what_a_capture_that_ended_there_holds(tmp_path: Path) -> None:
+    model, ids = tiny("gemma3"), text()
+    cut = capture(model, ids, tmp_path / "whole").first(40)
+    short = capture(model, ids[:, :40], tmp_path / "short")
+    assert (cut.tokens, cut.layers) == (short.tokens, short.layers)
+    for index in cut.layers:
+        a, b = cut.layer(index), short.layer(index)
+        for x, y in ((a.query, b.query), (a.keys, b.keys), (a.values, b.values)):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model, ids = tiny("llama").train(), text()
     model.model.layers[1].eval()  # as where a part is frozen

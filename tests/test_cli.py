@@ -893,6 +893,36 @@ def test_the_recall_figures_draw_what_was_measured(tmp_path: Path, monkeypatch: 
         assert list(axis.lines[0].get_xdata()) == [500, 1000]
 
 
+def test_recall_grows_along_a_trace(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from sparseattn.sweep import Problem, curves
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    arguments = ["--tokens", "300,150", "--queries", "8", "--k", "20", "--selector", "ivf", "--values", "4"]
+    done = run("recall", trace, *arguments, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"recall.jsonl", "recall.png", "scaling-small.png"}
+    records = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
+    assert [(one["source"], one["tokens"], one["keys"]) for one in records[::2]] == [
+        ("small", 150, 138),
+        ("small", 300, 288),
+    ]
+    whole = Trace.open(trace)
+    problems = [Problem.of(layer, torch.arange(150), 8, 4) for layer in map(whole.first(150).layer, whole.layers)]
+    assert torch.equal(problems[0].queries, whole.layer(0).query[:, :, 142:150].float()), "those at that point ask"
+    same = curves("ivf", {"": problems}, k=20, values=[4])[""].points[0]
+    assert records[0]["mean"]["recall"] == pytest.approx(same.mean("recall"))
+    curve, scaling = drawn
+    assert curve.axes[0].get_title() == "trace small, 288 keys", "the most keys"
+    assert "small: to find 0.95" in scaling.get_suptitle()
+    assert [axis.get_title() for axis in scaling.axes[:2]] == ["queries to keys", "keys to keys"]
+    for axis in scaling.axes:
+        assert list(axis.lines[0].get_xdata()) == [138, 288]
+
+
 def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recall.jsonl").write_text("of an earlier run")
     real, calls = recall.curves, []
@@ -930,6 +960,9 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["--sink", "-1"], "--sink 0 or more"),
         (["TRACE", "--queries", "290"], "there are 6 keys, fewer than --k 50"),
         (["TRACE", "--layers", "9"], "not [9]"),
+        (["TRACE", "--tokens", "301"], "small has 300 tokens, its first 301 are not among them"),
+        (["TRACE", "--tokens", "x"], "--tokens takes integers"),
+        (["--tokens", "100"], "--tokens cuts traces, and --keys alone measures none"),
         (["missing.safetensors"], "missing.safetensors is neither a file"),
         (["reccall"], "did you mean 'recall'"),
     ],

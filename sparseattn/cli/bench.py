@@ -14,7 +14,7 @@ import typer
 
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.builtin import BUILTIN, LEADING
-from sparseattn.cli import report
+from sparseattn.cli import bench_layers, report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
     Screen,
@@ -24,12 +24,13 @@ from sparseattn.cli.common import (
     leading_traces,
     model_progress,
     open_trace,
-    plain,
     progress_bar,
     results_folder,
+    say_differences,
 )
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
+from sparseattn.heads import Comparison
 from sparseattn.indexes import usable_folder
 from sparseattn.integrations.models import REFERENCE
 from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
@@ -82,6 +83,26 @@ def bench(
     per_head: Annotated[
         bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")
     ] = False,
+    by_layer: Annotated[
+        bool,
+        typer.Option(
+            "--by-layer",
+            help="Layers and heads too: where methods fail, at equal rows and at equal bytes, by-layer.jsonl.",
+        ),
+    ] = False,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of --by-layer: the one of --budget to compare at; default {bench_layers.ROWS} or the middle."
+        ),
+    ] = None,
+    bytes_read: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes",
+            help=f"Of --by-layer: the share of the cache's bytes to compare at; default {bench_layers.BYTES:.0%}.",
+        ),
+    ] = None,
     wide: Annotated[
         bool, typer.Option("--wide", help="Every measure in the table; default rows, bytes, error, recovered.")
     ] = False,
@@ -94,17 +115,19 @@ def bench(
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
+    if not by_layer and (rows is not None or bytes_read is not None):
+        raise ValueError("--rows and --bytes say where --by-layer compares: give it too")
+    equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
     for method in methods or _methods(SELECTED):
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
-        from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
+        from sparseattn.cli import plots, plots_layers  # fails at once if matplotlib is missing, before any work
     names = traces or leading_traces()
     methods = methods or _methods(_defaults(names))
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in names]
     for trace in opened:
-        for layer, reason in trace.meta.get("attention_differs", {}).items():
-            errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
+        say_differences(trace)
         usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal)
@@ -130,18 +153,26 @@ def bench(
         if json:
             typer.echo("\n".join(fresh))
     partial.replace(out / "bench.jsonl")
+    # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
+    screen = Screen()
+    if not sys.stdout.isatty() or (wide and screen.width < report.WIDE):
+        screen = Screen(width=report.WIDE)
     if not json:
-        # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
-        screen = Screen()
-        if not sys.stdout.isatty() or (wide and screen.width < report.WIDE):
-            screen = Screen(width=report.WIDE)
         for results in found:
             screen.print(report.table(results, per_head, wide))
     if figures:
-        for results, name in zip(found, report.figure_names(found), strict=True):
+        for results, name in zip(found, report.figure_names([trace.name for trace in opened]), strict=True):
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
+    if by_layer:
+        compared = _by_layer(found, opened, equal, out / "by-layer.jsonl", context, None if json else screen)
+        if figures:
+            for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
+                for ones, name in zip(compared, report.figure_names([one.name for one in opened], what), strict=True):
+                    if ones:
+                        draw(ones, out / name)
+                        errors.print(f"figure: {out / name}", soft_wrap=True)
     every = [one for results in found for one in results]
     for closing in filter(None, (report.verdict(every), report.finding(every))):
         (errors if json else Screen()).print(closing, soft_wrap=True)
@@ -155,6 +186,34 @@ def _defaults(names: Sequence[str]) -> tuple[str, ...]:
 
 def _methods(specs: Sequence[str]) -> list[Selector]:
     return list({repr(one): one for one in map(make_selector, specs)}.values())
+
+
+def _by_layer(
+    found: Sequence[Sequence[Evaluation]],
+    traces: Sequence[Trace],
+    equal: tuple[Budget, float],
+    path: Path,
+    context: dict[str, Any],
+    screen: Screen | None,
+) -> list[list[Comparison]]:
+    """Compares each trace's methods under each condition, writes the records, and shows them on `screen` or as JSON."""
+    compared = [bench_layers.compared(results, *equal) for results in found]
+    lines = [
+        json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
+        for (ones, _), trace in zip(compared, traces, strict=True)
+        for one in ones
+    ]
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    if screen is None and lines:
+        typer.echo("\n".join(lines))
+    for ones, said in compared:
+        for table in (table for one in ones for table in bench_layers.tables(one)):
+            if screen is not None:
+                screen.print(table)
+        for sentence in said:
+            (screen or errors).print(sentence, soft_wrap=True)
+    errors.print(f"records: {path}", soft_wrap=True)
+    return [ones for ones, _ in compared]
 
 
 def _measure(

@@ -217,6 +217,12 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def say_differences(trace: Trace) -> None:
+    """Says for which layers of a trace full attention over its rows is not what the model computed, and why."""
+    for layer, reason in trace.meta.get("attention_differs", {}).items():
+        errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
+
+
 def results_folder(out: Path) -> None:
     """Makes the folder `out`; one that cannot be written fails here, not after the work."""
     if out.exists() and not out.is_dir():

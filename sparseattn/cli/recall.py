@@ -50,6 +50,7 @@ class Source:
 
     Args:
         name: "synthetic", or the trace's.
+        growth: file name of the picture that sources share which differ in the number of their keys alone.
         titles: task -> title; a task is a kind of queries. The control, held-out keys, is one task more.
         facts: of every record.
         gaps: task -> gap, for synthetic ones.
@@ -58,6 +59,7 @@ class Source:
     """
 
     name: str
+    growth: str
     titles: dict[str, str]
     facts: dict[str, Any]
     gaps: dict[str, float]
@@ -82,6 +84,13 @@ def recall(
             f"the traces {', '.join(LEADING)}."
         ),
     ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="First tokens of traces to keep, such as 4096,16384: the last of them ask; several show the growth. "
+            "Default: all."
+        ),
+    ] = None,
     gap: Annotated[
         str, typer.Option(help="How far synthetic queries look away from the directions in which keys vary.")
     ] = "0,0.26,0.4",
@@ -103,8 +112,9 @@ def recall(
 ) -> None:
     """Measure recall@k against the share of keys scanned, for attention's queries and, as a control, for keys.
 
-    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the largest --keys; with several --keys also
-    scaling.png. Selectors that learn from queries learn from those of the indexed tokens, in the control from the keys.
+    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the most keys of each source; with several
+    --keys also scaling.png, with several --tokens scaling-NAME.png for each trace. Selectors that learn from queries
+    learn from those of the indexed tokens, in the control from the keys.
     """
     methods = _by_label([make_selector(spec) for spec in selector or SELECTED])
     turns, indices = integers(values, "--values"), integers(layers, "--layers")
@@ -112,6 +122,11 @@ def recall(
         raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {queries} and {sink}")
     if turns is not None and min(turns) < 1:
         raise ValueError(f"--values are 1 or more, got {values!r}")
+    lengths: list[int | None] = [None]
+    if tokens is not None:
+        lengths = [*sorted(set(integers(tokens, "--tokens") or []))]
+        if keys and not traces:
+            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
     sources: list[Source] = []
@@ -125,7 +140,9 @@ def recall(
         with model_progress() as progress:
             opened = [open_trace(name, progress) for name in named]
         learners = [method for _, method in methods if method.queries_share]
-        sources += [_trace(trace, queries, sink, indices, learners, k) for trace in opened]
+        for growth, trace in zip(report.figure_names([one.name for one in opened], "scaling"), opened, strict=True):
+            cut = [trace if length is None else trace.first(length) for length in lengths]
+            sources += [_trace(one, growth, queries, sink, indices, learners, k) for one in cut]
     for source in sources:
         for _, method in methods:
             check(method, source.keys, k)
@@ -160,24 +177,25 @@ def recall(
             where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
             screen.print(report.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
     if figures:
-        largest = max((source.keys for source in sources if source.gaps), default=0)
+        largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
         drawn = [
             column
             for source, mine in zip(sources, columns, strict=True)
             for column in mine
-            if not source.gaps or source.keys == largest
+            if source.keys == largest[source.growth]
         ]
         plots.recall(drawn, report.LEVEL, out / "recall.png")
         errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
-        grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.gaps]
-        if len(grown) > 1:
-            names = [*grown[0][0].gaps, CONTROL]
-            growth = {
-                label: [{source.keys: tasks[name][label] for source, tasks in grown} for name in names]
-                for label, _ in methods
-            }
-            plots.scaling(names, growth, report.LEVEL, out / "scaling.png")
-            errors.print(f"figure: {out / 'scaling.png'}", soft_wrap=True)
+        for name in largest:
+            grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.growth == name]
+            if len(grown) > 1:
+                names = [*grown[0][0].titles, CONTROL]
+                by_label = {
+                    label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
+                    for label, _ in methods
+                }
+                plots.scaling(names, by_label, report.LEVEL, out / name, grown[0][0].name)
+                errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
         (errors if json else Screen()).print(report.recall_verdict(column), soft_wrap=True)
@@ -235,6 +253,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
     return Source(
         "synthetic",
+        "scaling.png",
         {f"gap {gap:g}": f"gap {gap:g}, {keys:,} keys" for gap in gaps},
         {"recipe": {**recipe, "seeds": seeds, "sinks": 0}},
         {f"gap {gap:g}": gap for gap in gaps},
@@ -244,7 +263,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
 
 def _trace(
-    trace: Trace, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
+    trace: Trace, growth: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
 ) -> Source:
     """The end of a trace looks for the keys before it."""
     chosen = usable_layers(trace, layers)
@@ -272,4 +291,5 @@ def _trace(
         return tasks
 
     facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
-    return Source(trace.name, {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}, facts, {}, keys, load)
+    titles = {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}
+    return Source(trace.name, growth, titles, facts, {}, keys, load)

@@ -13,6 +13,7 @@ from rich.table import Table
 from sparseattn.budget import Budget
 from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
+from sparseattn.heads import SCANS_ALL
 from sparseattn.metrics import COUNTED, Evaluation
 from sparseattn.selectors import Window
 
@@ -101,11 +102,17 @@ def budget_label(budget: Budget) -> str:
     return f"{budget:.6g}" if isinstance(budget, int) else f"{100 * budget:.6g}%"
 
 
-def verdict(results: Sequence[Evaluation]) -> str:
-    """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
+def _pairs(results: Sequence[Evaluation]) -> dict[tuple[str, str], list[Evaluation]]:
+    """Method and budget -> what was measured of them, a trace each."""
     pairs: dict[tuple[str, str], list[Evaluation]] = {}
     for one in results:
         pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
+    return pairs
+
+
+def verdict(results: Sequence[Evaluation]) -> str:
+    """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
+    pairs = _pairs(results)
     scored = []
     for (method, budget), ones in pairs.items():
         error = max(one.mean("relative_error") for one in ones)
@@ -113,7 +120,7 @@ def verdict(results: Sequence[Evaluation]) -> str:
         read = sum(one.mean("bytes_share") for one in ones) / len(ones)
         if math.isnan(read):
             continue  # it does not say what it reads to choose, so it cannot be called cheap
-        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > 0.5 else ""
+        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > SCANS_ALL else ""
         facts = f"error {error:.2%}, worst head {worst:.1%}, {read:.1%} of the cache's bytes read"
         scored.append((error, read, f"{method} at budget {budget}{oracle}: {facts}."))
     if not scored:
@@ -135,15 +142,13 @@ def finding(results: Sequence[Evaluation]) -> str | None:
     reaches; methods that score every key, and such as read as much as full attention does, do not count. None where
     there is none.
     """
-    pairs: dict[tuple[str, str], list[Evaluation]] = {}
-    for one in results:
-        pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
+    pairs = _pairs(results)
     errors = {pair: [one.mean("relative_error") for one in ones] for pair, ones in pairs.items()}
     read = {pair: sum(one.mean("bytes_share") for one in ones) / len(ones) for pair, ones in pairs.items()}
     sparse = [
         pair
         for pair, ones in pairs.items()
-        if read[pair] < 1 and pair[0] != WINDOW and min(one.mean("scanned_share") for one in ones) <= 0.5
+        if read[pair] < 1 and pair[0] != WINDOW and min(one.mean("scanned_share") for one in ones) <= SCANS_ALL
     ]
     if not sparse:
         return None
@@ -166,11 +171,11 @@ def finding(results: Sequence[Evaluation]) -> str | None:
     return f"{said}; reading only the first and last rows, {read[bare]:.1%}, it is off by {off(bare)}."
 
 
-def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
-    """`frontier-NAME.png` for the results of each trace, numbered where names repeat."""
+def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
+    """`frontier-NAME.png` for the name of each trace, numbered where names repeat."""
     names: list[str] = []
-    for results in found:
-        base = f"frontier-{Path(results[0].trace).stem}"
+    for trace in traces:
+        base = f"{what}-{Path(trace).stem}"
         same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
         names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
     return names

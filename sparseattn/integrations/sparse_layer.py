@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from sparseattn.cache import KVCache
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.routing import Call, delegate, not_held
 from sparseattn.integrations.upstream import CacheLayerMixin
+from sparseattn.selection import Selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,7 @@ class SparseLayer(CacheLayerMixin):
         # Rows chosen, read anyway and stored, summed over sparse calls; a tensor, so that no step waits for a GPU.
         self._chosen: float | Tensor = 0.0
         self._always, self._stored = 0.0, 0.0
+        self._read: float | Tensor = 0.0
 
     @property
     def mean_rows(self) -> float:
@@ -78,6 +81,12 @@ class SparseLayer(CacheLayerMixin):
     def mean_context(self) -> float:
         """Rows stored at a sparse call, mean over calls and sequences; 0 without any."""
         return self._stored / max(self.sparse_calls, 1)
+
+    @property
+    def bytes_share(self) -> float:
+        """Bytes read to choose and to attend over bytes stored, mean over calls, sequences and KV heads; NaN without
+        any, where the cache was made without `check`, and where the selector does not say what it reads."""
+        return float(self._read) / self.sparse_calls if self.sparse_calls and self.rows.check else math.nan
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +180,24 @@ class SparseLayer(CacheLayerMixin):
         self._always += stored - sealed  # sink and rows not sealed
         self._stored += stored
         self.sparse_calls += 1
+        if self.rows.check:  # a comparison, which pays for looking
+            self._read = self._read + self._share_read(chosen, stored, stored - sealed)
+
+    def _share_read(self, chosen: Selection, stored: float, always: float) -> float | Tensor:
+        """Bytes read to choose and to attend over bytes stored, mean over KV heads; NaN where the selector is silent.
+
+        Query heads that choose apart read a row once that several of them chose.
+        """
+        if chosen.scan_bytes is None:
+            return math.nan
+        keys = self.rows.sealed_keys
+        heads = keys.shape[1]
+        if chosen.length.shape[1] == heads:
+            distinct = chosen.attended
+        else:
+            distinct = chosen.mask(keys.shape[2]).unflatten(1, (heads, -1)).any(2).sum(-1)
+        row = 2 * keys.shape[3] * keys.element_size()  # bytes of a key and a value
+        return (always + distinct.double().mean() + chosen.scan_bytes.double().mean() / row) / stored
 
     def keep_unsealed(self, tokens: int) -> None:
         """From now on the newest `tokens` or more stay unsealed, so that they can be taken back."""
