@@ -94,8 +94,8 @@ class SparseLayer(CacheLayerMixin):
         """Stores the call's new rows and returns `[B,n,HG,D]`: the first n - `run.sparse` tokens attend densely, the
         others one by one through the selector."""
         self._check(call)
-        query = call.query.unflatten(1, (call.key.shape[1], -1))  # [B,H,G,n,D]
-        new = query.shape[3]
+        batch, named, new, size = call.query.shape
+        query = call.query.view(batch, call.key.shape[1], -1, new, size)  # [B,H,G,n,D]
         dense = new - run.sparse
         parts = []
         if dense:
@@ -103,8 +103,8 @@ class SparseLayer(CacheLayerMixin):
             self.dense_calls += 1
         for t in range(dense, new):
             self._store(call, query, slice(t, t + 1), run)
-            out = decode(query[:, :, :, t], self.rows, self.budget, scale=call.scale, impl=self.impl)
-            parts.append(out.flatten(1, 2)[:, None])
+            out = decode(query.select(3, t), self.rows, self.budget, scale=call.scale, impl=self.impl)
+            parts.append(out.view(batch, 1, named, size))
             self._count()
         self.columns += new
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -124,8 +124,11 @@ class SparseLayer(CacheLayerMixin):
             raise ModelError("sparse attention has no gradients: run the model under torch.no_grad()")
 
     def _store(self, call: Call, query: Tensor, part: slice, run: Run) -> None:
-        positions = None if run.positions is None else run.positions[:, part]
-        self.rows.append(call.key[:, :, part], call.value[:, :, part], query[:, :, :, part], positions)
+        keys, values, positions = call.key, call.value, run.positions
+        if part != slice(0, keys.shape[2]):
+            keys, values, query = keys[:, :, part], values[:, :, part], query[:, :, :, part]
+            positions = None if positions is None else positions[:, part]
+        self.rows.append(keys, values, query, positions)
 
     def _attend_densely(self, call: Call, query: Tensor, new: int, run: Run) -> Tensor:
         """The first `new` tokens of the call, each over all rows up to its own."""
@@ -172,11 +175,12 @@ class SparseLayer(CacheLayerMixin):
         return block if run.positions is None else block & (run.positions[:, None, None, :new] >= 0)
 
     def _count(self) -> None:
-        rows, chosen = self.rows, self.rows.latest
+        chosen = self.rows.latest
         assert chosen is not None
-        stored, sealed = int(rows.lengths.sum()) / rows.batch, int(rows.sealed.sum()) / rows.batch
-        heads = chosen.length.shape[0] * chosen.length.shape[1]
-        self._chosen = self._chosen + chosen.length.sum() / heads
+        stored, sealed = (sum(rows) / len(rows) for rows in self.rows.counts)
+        batch, heads, _ = chosen.length.shape
+        read = chosen.length.sum()
+        self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (batch * heads)
         self._always += stored - sealed  # sink and rows not sealed
         self._stored += stored
         self.sparse_calls += 1
