@@ -215,11 +215,12 @@ def test_inspect_prints_tables_and_findings_and_writes_records_and_figures(
             assert len(one["heads"][name]) == 6
             assert one["mean"][name] == pytest.approx(found.mean(name, one["layer"]))
     text = " ".join(done.stdout.split())
-    assert "small: last 12 of 700 tokens, sink 2, window 6; mean over heads" in text
+    for what in ("rows", "pages"):
+        assert f"small, {what}: last 12 of 700 tokens, sink 2, window 6; mean over heads" in text
     ratio = found.mean("distance_ratio")
     assert f"small, distance: a query lies {ratio:.1f} times as far from the keys as another key does" in text
     assert f"{found.mean('far_mass'):.0%} of the attention lies beyond sink and window" in text
-    assert f"Quest's bound names hold {found.mean('bound_share@16'):.0%} of it" in text
+    assert f"pages that Quest's bound names {found.mean('bound_share@16'):.0%} (layer" in text
 
 
 def test_per_head_lists_every_head_and_json_is_the_records(trace: Trace, tmp_path: Path) -> None:

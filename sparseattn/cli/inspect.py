@@ -77,7 +77,9 @@ def inspect(
             typer.echo("\n".join(fresh))
     partial.replace(out / "inspect.jsonl")
     if not json:
-        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen()
+        if not sys.stdout.isatty() or (per_head and screen.width < report.WIDE):
+            screen = Screen(width=report.WIDE)  # a pipe has no width, and heads take a column more than 80 can hold
         for one in found:
             for table in inspect_report.tables(one, per_head):
                 screen.print(table)

@@ -37,20 +37,17 @@ def _of_pages(page: int) -> tuple[Column, ...]:
         (f"slack {page}", f"slack@{page}", 1, 1),
         (f"rank {page}", f"rank@{page}", 2, 1),
         (f"hits {page}", f"hits@{page}", 0, 100),
-        (f"right {page}", f"best_share@{page}", 0, 100),
+        (f"best {page}", f"best_share@{page}", 0, 100),
         (f"bound {page}", f"bound_share@{page}", 0, 100),
     )
 
 
-BOUNDS: tuple[Column, ...] = (
-    *(column for page in PAGES for column in _of_pages(page)),
-    (f"top {NEEDED}", f"top_share@{NEEDED}", 0, 100),
-)
+BOUNDS: tuple[Column, ...] = tuple(column for page in PAGES for column in _of_pages(page))
 BOUNDS_ARE = (
     f"For pages of {PAGES[0]} and {PAGES[1]} rows. slack: bound less the page's largest logit, in standard deviations "
     f"of the logits. rank: rank correlation of the two. hits: % of the {BEST} pages with the largest logits that the "
-    f"bound finds. right, bound: % of the attention beyond sink and window in {NEEDED} rows of pages, those with the "
-    f"largest logits and those that the bound names; top {NEEDED}: in the best single rows."
+    f"bound finds. best, bound: % of the attention beyond sink and window in {NEEDED} rows of pages, those with the "
+    f"largest logits and those that the bound names; the best {NEEDED} single rows hold top {NEEDED}."
 )
 
 
@@ -58,12 +55,12 @@ def tables(found: Inspection, per_head: bool) -> list[Table]:
     """A row a layer and one of all, or a row a head: about the rows, and about Quest's bounds."""
     settings = found.settings
     where = (
-        f"{plain(found.trace)}: last {settings['last']} of {settings['tokens']} tokens, sink {settings['sink']}, "
-        f"window {settings['window']}{'' if per_head else '; mean over heads'}"
+        f"last {settings['last']} of {settings['tokens']} tokens, sink {settings['sink']}, window {settings['window']}"
+        f"{'' if per_head else '; mean over heads'}"
     )
     return [
-        _table(f"{where}: distances, and the rows that are needed", ROWS, ROWS_ARE, found, per_head),
-        _table(f"{where}: Quest's bounds of pages", BOUNDS, BOUNDS_ARE, found, per_head),
+        _table(f"{plain(found.trace)}, rows: {where}", ROWS, ROWS_ARE, found, per_head),
+        _table(f"{plain(found.trace)}, pages: {where}", BOUNDS, BOUNDS_ARE, found, per_head),
     ]
 
 
@@ -103,7 +100,7 @@ def findings(found: Inspection) -> list[str]:
 def _distance(found: Inspection) -> str:
     ratio = found.mean("distance_ratio")
     if ratio > ALIKE:
-        what = "queries are not distributed as keys are, so an index that was fitted to keys alone is not made for them"
+        what = "queries are not distributed as keys are, which an index over keys takes for granted"
     else:
         what = "queries lie where keys lie"
     return (
@@ -130,18 +127,14 @@ def _needed(found: Inspection) -> str:
 
 def _bounds(found: Inspection) -> str:
     page = PAGES[0]
-    hits, bound, right = f"hits@{page}", f"bound_share@{page}", f"best_share@{page}"
-    rows, pages, named = (found.mean(name) for name in (f"top_share@{NEEDED}", right, bound))
-    if rows - named < 0.05:
-        lost = "little is lost by reading pages"
-    elif rows - pages > pages - named:
-        lost = "most of the loss is that the needed rows lie scattered over more pages, the rest that the bound errs"
-    else:
-        lost = "most of the loss is that the bound names other pages, the rest that needed rows lie scattered"
+    count, hits, bound = NEEDED // page, f"hits@{page}", f"bound_share@{page}"
+    rows, right, named = (found.mean(name) for name in (f"top_share@{NEEDED}", f"best_share@{page}", bound))
     return (
-        f"pages of {page}: {NEEDED // page} pages that Quest's bound names hold {_percent(named)} of it "
-        f"({_by_layer(found, bound, _percent)}), those with the largest logits {_percent(pages)}, {NEEDED} single rows "
-        f"{_percent(rows)}: {lost}. The bound finds {_percent(found.mean(hits))} of the best {BEST} pages."
+        f"pages: of the attention beyond sink and window {NEEDED} single rows hold {_percent(rows)}, as many rows in "
+        f"the {count} pages with the largest logits {_percent(right)}, and in the {count} pages that Quest's bound "
+        f"names {_percent(named)} ({_by_layer(found, bound, _percent)}): scattered rows cost "
+        f"{100 * (rows - right):.0f} points, the bound {100 * (right - named):.0f} more. It finds "
+        f"{_percent(found.mean(hits))} of the {BEST} right pages ({_by_layer(found, hits, _percent)})."
     )
 
 

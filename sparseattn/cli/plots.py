@@ -319,7 +319,8 @@ def inspection(found: Inspection, path: Path) -> None:
             heads = found.heads[layer][measure].tolist()
             axis.plot([x] * len(heads), heads, "o", color=COLOURS[0], markersize=3.5, alpha=0.5, markeredgewidth=0)
         axis.plot([found.mean(measure, layer) for layer in layers], color=COLOURS[1], linewidth=1.4)
-        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=None if most is None else 1.03 * most)
+        least = min(float(one[measure].nan_to_num().min()) for one in found.heads.values())
+        axis.set_ylim(bottom=min(-0.03 * (most or 0.0), least), top=None if most is None else 1.03 * most)
         axis.yaxis.set_major_formatter(unit)
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=8)
@@ -346,7 +347,7 @@ def needed_rows(found: Inspection, path: Path) -> None:
         axis.set_xscale("log", base=4)
         axis.set_xticks(COUNTS)
         axis.xaxis.set_major_formatter(COUNT)
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.minorticks_off()
     figure.supxlabel("best rows", fontsize=9)
     which = (
         "numbered" if all(len(one["far_mass"]) <= HEADS for one in found.heads.values()) else "least and most numbered"
@@ -398,7 +399,7 @@ def _by_layer(found: Inspection) -> tuple[Figure, Any]:
     figure = Figure(figsize=(max(7.5, 0.5 + 2.5 * columns), 0.9 + 1.9 * rows), layout="constrained")
     axes: Any = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
     for axis, layer in zip(axes, found.layers, strict=False):
-        axis.set_title(f"layer {layer}: {found.mean('far_mass', layer):.0%} of the attention", fontsize=8)
+        axis.set_title(f"layer {layer}: {found.mean('far_mass', layer):.0%} lies there", fontsize=8)
         axis.set_ylim(0, 1.03)
         axis.yaxis.set_major_formatter(SHARE)
         axis.tick_params(labelsize=7)
