@@ -106,7 +106,7 @@ def short(record: Record) -> str:
     )
     lines = []
     for method in dict.fromkeys(method for method, _, _ in found.asked):
-        free = [budget for name, budget, _ in found.asked if name == method] == [None]
+        free = {budget for name, budget, _ in found.asked if name == method} == {None}
         mine = [found.of((method, budget, None)) for budget in ([None] if free else budgets)]
         cells = [
             f"{_mean(windows, 'kl'):.3f}, {percent(_mean(windows, 'same_top'))}" if windows else "" for windows in mine
