@@ -100,9 +100,9 @@ def bench(
     for trace in opened:
         for layer, reason in trace.meta.get("attention_differs", {}).items():
             errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
-        usable_layers(trace, indices)
+        asked = usable_layers(trace, indices)
         for method in methods:
-            check_replay(trace, budgets, method, sink, window, last, seal)
+            check_replay(trace, budgets, method, sink, window, last, seal, asked)
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
             evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
