@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` installs and runs the benchmark on the built-in reference model, `make test`
+# Two commands do everything: `make demo` installs, fetches a language model and runs the benchmark on it, `make test`
 # installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
 .PHONY: demo test test-all lint style clean
 
@@ -30,7 +30,7 @@ style: .venv/dev
 	.venv/bin/python -m ruff format --check .
 
 .venv/demo: pyproject.toml scripts/venv
-	scripts/venv transformers,plots,faiss,numba
+	scripts/venv models,plots,faiss,numba
 	@touch $@
 
 .venv/dev: pyproject.toml scripts/venv

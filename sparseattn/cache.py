@@ -127,6 +127,11 @@ class KVCache:
         return len(self._stored.zones.count)
 
     @property
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Real rows of each sequence, and how many of them are sealed: `lengths` and `sealed` in plain numbers."""
+        return self._stored.zones.count, self._stored.zones.sealed
+
+    @property
     def lengths(self) -> Tensor:
         """`[B]` int64 on the CPU: real rows of each sequence."""
         return torch.tensor(self._stored.zones.count)

@@ -13,7 +13,10 @@ import torch
 from sparseattn.devices import usable_device
 from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 
-PACKAGES = ("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib")
+PACKAGES = (
+    *("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib"),
+    "scikit-learn",
+)
 
 
 def versions() -> dict[str, str]:

@@ -123,19 +123,20 @@ class Evaluation:
             "budget": self.budget,
             **self.settings,
             "layers": list(self.layers),
-            "mean": {name: _number(self.mean(name)) for name in self.heads},
-            "worst": {name: _number(self.worst(name)) for name in self.heads},
+            "mean": {name: json_number(self.mean(name)) for name in self.heads},
+            "worst": {name: json_number(self.worst(name)) for name in self.heads},
         }
         if per_head:
             out["heads"] = {
-                name: [[_number(value) for value in layer] for layer in values.tolist()]
+                name: [[json_number(value) for value in layer] for layer in values.tolist()]
                 for name, values in self.heads.items()
             }
         return out
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
+def json_number(value: float) -> float | None:
+    """The number, or None where it is NaN or infinite, which JSON cannot hold."""
+    return value if math.isfinite(value) else None
 
 
 def evaluate(
@@ -187,7 +188,8 @@ def evaluate(
     )[0]
 
 
-def _is_trace(trace: object) -> None:
+def is_trace(trace: object) -> None:
+    """ValueError for anything but a trace."""
     if not isinstance(trace, Trace):
         raise ValueError(f"trace is a Trace (Trace.open(path), builtin_trace(name), synthetic(...)), got {trace!r}")
 
@@ -207,7 +209,7 @@ def evaluate_budgets(
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
-    _is_trace(trace)
+    is_trace(trace)
     method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
     seal = method.span if seal is None else seal
     place = replay_device(method, device)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,36 @@ class Trace:
         if index not in self.layers:
             raise self._lacks(index)
         return self._load(index)
+
+    def first(self, tokens: int) -> Trace:
+        """The trace of the text's first `tokens` tokens, as a capture that ended there would hold it.
+
+        Causal models give a token the same query, key and value whatever follows; those whose RoPE changes with the
+        length of the text do not. Layers are cut when they are loaded; there are no hashes.
+
+        Raises:
+            TraceError: not 1 to T tokens, or the trace holds no query of them.
+        """
+        if not 1 <= tokens <= self.tokens:
+            raise TraceError(f"{self.name} has {self.tokens} tokens, its first {tokens} are not among them")
+        if tokens == self.tokens:
+            return self
+        left = self.tokens - tokens
+        held = {index: (shape.queries or self.tokens) - left for index, shape in self.shapes.items()}
+        few = min(held.values())
+        if few < 1:
+            raise TraceError(
+                f"{self.name} holds the queries of its last {few + left} tokens of {self.tokens}, none of them is "
+                f"among the first {tokens}"
+            )
+
+        def load(index: int) -> TraceLayer:
+            whole = self.layer(index)
+            query, keys, values = whole.query[:, :, : held[index]], whole.keys[:, :tokens], whole.values[:, :tokens]
+            return replace(whole, query=query, keys=keys, values=values)
+
+        shapes = {index: replace(shape, queries=held[index]) for index, shape in self.shapes.items()}
+        return Trace(self.name, self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, load)
 
     def verify(self, index: int | None = None, names: Sequence[str] = NAMES) -> None:
         """Compare a layer's tensors, or those of all layers, with the file's hashes; one found right is not read again.

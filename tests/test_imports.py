@@ -10,7 +10,18 @@ from pathlib import Path
 import sparseattn
 
 ROOT = Path(sparseattn.__file__).parent
-OPTIONAL = ("triton", "safetensors", "transformers", "faiss", "numba", "matplotlib", "typer", "rich", "numpy")
+OPTIONAL = (
+    "triton",
+    "safetensors",
+    "transformers",
+    "faiss",
+    "numba",
+    "matplotlib",
+    "typer",
+    "rich",
+    "numpy",
+    "sklearn",
+)
 
 # Module -> what it may import of the package. A prefix stands for everything below it.
 ARROWS = {
@@ -45,18 +56,20 @@ ARROWS = {
     "tracewriter": ("files", "rope", "traceformat"),
     "traces": ("rope", "traceformat", "tracewriter"),
     "synthetic": ("dtypes", "hashes", "rope", "traces"),
-    "builtin": ("places", "traces", "integrations"),
+    "builtin": ("places", "traces", "integrations", "tasks", "texts", "wheels"),
     "places": (),
     "wheels": (),
     "texts": ("files", "locks", "places", "wheels"),
     "integrations": (
-        *("attention", "budget", "cache", "rope", "selectors", "traces", "tracewriter"),
+        *("attention", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
         *("devices", "integrations", "files", "locks", "places", "wheels", "__version__"),
     ),
     "environment": ("devices", "kernels"),
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
+    "heads": ("budget", "metrics"),
+    "inspection": ("checks", "kernels.scoring", "metrics", "selectors", "traces"),
     "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
     "training": (
         *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
@@ -74,6 +87,7 @@ HOMES = {
     ),
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
+    "sklearn": ("inspection.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
     "numba": ("kernels/numba_cpu.py", "selectors/graph.py"),
 }

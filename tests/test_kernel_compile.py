@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.evidence.condensing import instructions
+from scripts.evidence.views_kernels import measured
+
 pytest.importorskip("triton")
 
 # Shared memory that one program may have: CUDA C++ Programming Guide, technical specifications per compute capability.
@@ -168,32 +171,11 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
     def make(folder: Path) -> None:
         rows = elsewhere(str(request.param))
         (folder / "rows.json").write_text(json.dumps(rows))
-        print(table(rows))
+        print(measured(map(instructions, rows)))
 
     rows = json.loads((once(f"compiled-{request.param}", make) / "rows.json").read_text())
     assert {row["arch"] for row in rows} == {request.param}
     return rows
-
-
-def table(rows: Rows) -> str:
-    """What stands in docs/kernels.md, of the architectures given."""
-    lines = [
-        "| kernel | of | sm | registers | local | shared | tensor cores | loads, bytes: instructions | bytes per row |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
-    ]
-    for row in sorted(rows, key=lambda row: (row["kernel"], row["dtype"], row.get("D", 0), str(row), row["arch"])):
-        of = [row["dtype"]] + [f"{name}={row[name]}" for name in ("D", "G", "span", "each", "vote") if name in row]
-        if row.get("per") == "query":
-            of.append("per query head")
-        if row.get("int8"):
-            of.append("8-bit bounds")
-        if row.get("page"):
-            of.append(f"blocks of {row['page']}")
-        loads = " ".join(f"{size}:{number}" for size, number in sorted(row["loads"].items(), key=lambda x: int(x[0])))
-        numbers = [row[name] for name in ("arch", "registers", "local_bytes", "shared_bytes")]
-        cells = [row["kernel"], " ".join(of), *numbers, sum(row["mma"].values()), loads, f"{row['row_bytes']:g}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
 
 
 def test_every_variant_compiles(compiled: Rows) -> None:
@@ -245,5 +227,7 @@ def test_compiling_ahead_gives_what_a_launch_compiles() -> None:
 
 
 if __name__ == "__main__":
-    what = sys.argv[1]
-    print(json.dumps(compile_a_launch() if what == "launch" else compile_all(int(what))))
+    if sys.argv[1:] == ["launch"]:
+        print(json.dumps(compile_a_launch()))
+    else:
+        print(json.dumps([row for arch in sys.argv[1:] for row in compile_all(int(arch))]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparseattn.cli import intervals, lines
 from sparseattn.metrics import Evaluation
-from sparseattn.tasks.run import FORCED, FULL
+from sparseattn.tasks.run import FULL
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
@@ -107,38 +107,70 @@ def test_a_line_without_a_point_in_the_panel_has_no_name() -> None:
 
 
 def test_intervals() -> None:
-    """Wilson's, against published values; of perplexity, around it."""
+    """Wilson's and Student's, against published values."""
     assert intervals.wilson([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert intervals.wilson([1.0] * 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
     assert intervals.wilson([1.0, 0.0] * 5) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    low, high = intervals.perplexity([1.0, 1.2, 1.4], [10, 10, 20])
-    assert 2.718 <= low < 3.56 < high <= 4.06
-    assert intervals.perplexity([1.0, 1.2, 1.4], [10, 10, 20]) == (low, high)
-    assert intervals.perplexity([0.0], [7]) == (1.0, 1.0)
-    assert intervals.perplexity([1e6], [7]) == (torch.inf, torch.inf)
+    assert intervals.student([7.0]) is None
+    assert intervals.student([0.0, 2.0]) == pytest.approx((1 - 12.706, 1 + 12.706))
+    assert intervals.student([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)
+    many = [float(n % 2) for n in range(121)]  # beyond the table: 1.9799 times the standard error 0.04564
+    assert intervals.student(many) == pytest.approx((60 / 121 - 0.09036, 60 / 121 + 0.09036), abs=1e-4)
 
 
 @pytest.mark.parametrize(("prompts", "bars"), [(8, True), (30, False)])
-@pytest.mark.parametrize("protocol", ["question", FORCED])
-def test_few_prompts_have_intervals(
-    prompts: int, bars: bool, protocol: str, tmp_path: Path, drawn: list[Figure]
-) -> None:
+def test_few_prompts_have_intervals(prompts: int, bars: bool, tmp_path: Path, drawn: list[Figure]) -> None:
     def made(method: str, budget: str | None, n: int) -> dict[str, Any]:
-        score = {"nll": 1.0 + n / 10, "scored_tokens": 5} if protocol == FORCED else {"score": float(n % 2)}
-        facts = {"task": "kv", "protocol": protocol, "method": method, "budget": budget, "prompt": n}
-        return facts | score | {"settings": {"model": "m"}}
+        facts = {"task": "kv", "protocol": "question", "method": method, "budget": budget, "prompt": n}
+        return facts | {"score": float(n % 2), "settings": {"model": "m"}}
 
     rows = ((FULL, None), ("Window", None), ("Quest", "16"), ("Quest", "64"))
     plots.accuracy([made(*row, n) for row in rows for n in range(prompts)], tmp_path / "a.png")
     (axis,) = drawn[0].axes
-    assert axis.get_title() == f"kv, {protocol}, {prompts} prompts"
+    assert axis.get_title() == f"kv, question, {prompts} prompts"
     assert axis.get_xlabel() == "budget, rows beyond sink and window"
     assert len(axis.collections) == (4 if bars else 0)
     assert ("intervals of 95%" in drawn[0].get_suptitle()) is bars
     assert sorted(text.get_text() for text in axis.texts) == ["Quest", "Window", "full"]
-    if bars and protocol == "question":
+    if bars:
         spans = [segment[:, 1].tolist() for bar in axis.collections for segment in bar.get_segments()]
         assert spans == [pytest.approx(intervals.wilson([0.0, 1.0] * 4))] * 4
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_divergence_is_drawn_against_rows_and_bytes_with_intervals(
+    known: bool, tmp_path: Path, drawn: list[Figure]
+) -> None:
+    def made(method: str, budget: str | None, rows: float, *kl: float, **more: Any) -> list[dict[str, Any]]:
+        facts = {"text": "t", "kind": "novel", "length": 4096, "method": method, "budget": budget, "layers": None}
+        facts |= {"rows": rows, "bytes_share": rows / 4096 if known else None, "settings": {"model": "m"}, **more}
+        return [facts | {"kl": one, "prompt": n} for n, one in enumerate(kl)]
+
+    one = [
+        *made(FULL, None, 4096, 0.0, 0.0, 0.0),
+        *made("Quest", "64", 132, 0.1, 0.2, 0.3),
+        *made("Quest", "256", 324, 0.01, 0.02, 0.03),
+        *made("Quest", "256", 324, 0.05, 0.06, 0.07, layers="0-9"),
+        *made("Exact", "all", 4096, 0.0, 0.0, 0.0),
+        *made("Window", None, 68, 0.4, 0.5, 0.6),
+    ]
+    other = [record | {"text": "u", "kind": "$x$"} for record in one if record["prompt"] == 0]
+    plots.agreement(one + other, tmp_path / "a.png")
+    axes = drawn[0].axes
+    assert len(axes) == (4 if known else 2)
+    assert axes[0].get_title("left") == "t (novel), 4,096 tokens, 3 windows"
+    assert {axis.get_yscale() for axis in axes} == {axis.get_xscale() for axis in axes} == {"log"}
+    names = ["Quest", "Quest, layers 0-9", "Window"]  # what does not diverge has no place on a logarithmic axis
+    assert sorted(text.get_text().replace("\n", " ") for text in axes[0].texts) == names
+    quest = next(line for line in axes[0].lines if line.get_label() == "Quest")
+    assert quest.get_xydata().tolist() == [pytest.approx([132, 0.2]), pytest.approx([324, 0.02])]
+    spans = [segment[:, 1].tolist() for bar in axes[0].collections for segment in bar.get_segments()]
+    around = [intervals.student([scale * one for one in (1.0, 2.0, 3.0)]) for scale in (0.1, 0.01)]
+    assert all(one is not None and one[0] < 0 for one in around)
+    floor = 0.01  # half of the smallest mean, as such an axis has no 0
+    assert spans[:2] == [pytest.approx([floor, one[1]]) for one in around if one is not None]
+    assert len(spans) == 4
+    assert not axes[-1].collections, "one window has no interval"
 
 
 def test_budgets_that_are_shares_are_not_called_rows(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -450,7 +450,8 @@ def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
     kept = first.add(RECORD)
     assert kept == {**RECORD, "settings": {"model": "m", "sink": 4}}
     again = Records(path, {"model": "m", "sink": 4})
-    assert again.found == {("kv", "p", "question", "Quest", "64", RECORD["source"]): kept}
+    key = ("kv", "p", "question", "Quest", "64", RECORD["source"], None)  # records of before name no layers: all
+    assert again.found == {key: kept}
 
 
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
@@ -477,6 +478,12 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
         ('"ruler": -1', "ruler is a number from 0 to 1, got -1"),
         ('"nll": NaN', "nll is a number from 0 to 1e+15, got nan"),
         ('"nll": 1, "scored_tokens": 0', "scored_tokens is a number from 1 to 1e+15, got 0"),
+        (
+            '"task": "agreement", "length": 9, "nll": 1, "scored_tokens": 1',
+            "kl is a number from 0 to 1e+15, got None",
+        ),
+        ('"bytes_share": "all"', "bytes_share is a number from 0 to 1e+15, got 'all'"),
+        ('"layers": 3', "layers is text, got 3"),
         ('"rows": Infinity', "rows is a number from 0 to 1e+15, got inf"),
         ('"rows": [1]', r"rows is a number from 0 to 1e+15, got [1]"),
         ('"depth": "deep"', "depth is a number from 0 to 1e+15, got 'deep'"),

@@ -89,6 +89,25 @@ def test_queries_of_the_last_tokens_alone(tmp_path: Path) -> None:
     assert_same(Trace.open(tmp_path / "q").layer(1), last)
 
 
+def test_the_first_tokens_of_a_trace() -> None:
+    whole = synthetic(120, heads=2, group=3, size=16, clusters=4, layers=2, queries=30)
+    cut = whole.first(100)
+    assert (cut.name, cut.tokens, cut.layers, cut.shapes[1].queries) == (whole.name, 100, (0, 1), 10)
+    for index in cut.layers:
+        a, b = cut.layer(index), whole.layer(index)
+        assert torch.equal(a.query, b.query[:, :, :10]), "the queries of tokens 90 to 99"
+        assert torch.equal(a.keys, b.keys[:, :100])
+        assert torch.equal(a.values, b.values[:, :100])
+        assert (a.scale, a.rope, a.shape) == (b.scale, b.rope, cut.shapes[index])
+    assert torch.equal(cut.positions, whole.positions[:100])
+    assert whole.first(120) is whole
+    for tokens in (0, 121):
+        with pytest.raises(TraceError, match=f"has 120 tokens, its first {tokens} are not"):
+            whole.first(tokens)
+    with pytest.raises(TraceError, match="holds the queries of its last 30 tokens of 120, none of them is among the"):
+        whole.first(90)
+
+
 def test_pieces_of_any_size_make_the_same_file(saved: Path, tmp_path: Path) -> None:
     layers = [layer(0), layer(1), layer(3)]
     path = tmp_path / "pieces"

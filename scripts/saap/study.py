@@ -26,7 +26,7 @@ from scripts.saap.__main__ import RECIPE, WORK, keep_capture
 from scripts.saap.distribution import imbalance, inputs, largest_share, size_deviations
 from scripts.saap.prompts import others
 from sparseattn.artefact import Artefact, locate
-from sparseattn.builtin import BUILTIN, builtin_trace
+from sparseattn.builtin import BYTES, builtin_trace
 from sparseattn.cli.common import progress_bar
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
@@ -122,8 +122,8 @@ def _check_recipe(path: Path, recipe: Recipe) -> None:
 
 
 def traces(work: Path) -> dict[str, Trace]:
-    """The built-in traces and one of each other kind: no text and no kind of task but "recall"'s was trained on."""
-    found = {name: builtin_trace(name) for name in BUILTIN}
+    """The byte model's built-in traces and one of each other kind: none was trained on but the kind of "recall"."""
+    found = {name: builtin_trace(name) for name in BYTES}
     for name, text in others():
         path = work / "other" / f"{name}.safetensors"
         keep_capture(path, name, text)
@@ -300,7 +300,7 @@ def joint(
 ) -> list[dict[str, Any]]:
     """Joint probing at as many rows read per KV head as independent probing reads at each budget (Figure 7)."""
     out = []
-    for name in BUILTIN:
+    for name in BYTES:
         for budget in BUDGETS:
             each = records[name, "SAAP, each query head", budget]["far"]["mean"]
             dense = records[name, "SAAP", budget]["far"]["mean"]["distinct_rows"] - int(budget * opened[name].tokens)

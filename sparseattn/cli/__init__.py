@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, capture, eval, info, models, recall, train
+from sparseattn.cli import bench, capture, eval, info, inspect, models, recall, train
 
 
 def _version(asked: bool) -> None:
@@ -31,7 +31,8 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
     ] = False,
 ) -> None:
-    """Query-aware sparse attention: capture traces, compare methods, search indexes, ask models, see what runs here."""
+    """Query-aware sparse attention: capture and inspect traces, compare methods, search indexes, ask models, see what
+    runs here."""
     sys.path.append(os.getcwd())  # so that --selector mine:MyClass finds mine.py in the current folder
 
 
@@ -39,6 +40,7 @@ app.command("bench")(bench.bench)
 app.command("capture")(capture.capture)
 app.command("eval")(eval.evaluate)
 app.command("info")(info.info)
+app.command("inspect")(inspect.inspect)
 app.command("models")(models.models)
 app.command("recall")(recall.recall)
 app.command("train")(train.train)

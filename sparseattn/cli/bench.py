@@ -13,28 +13,33 @@ from typing import Annotated, Any
 import typer
 
 from sparseattn.budget import Budget, budget_rows, parse_budget
-from sparseattn.builtin import BUILTIN
-from sparseattn.cli import report
+from sparseattn.builtin import BUILTIN, LEADING
+from sparseattn.cli import bench_layers, report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
     Screen,
     errors,
     in_a_sentence,
     integers,
+    leading_traces,
+    model_progress,
     open_trace,
-    plain,
     progress_bar,
     results_folder,
+    say_differences,
 )
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
+from sparseattn.heads import Comparison
 from sparseattn.indexes import usable_folder
+from sparseattn.integrations.models import REFERENCE
 from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
 from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
-SELECTED = ("exact", "exact:group=softmax", "quest", "quest:group=each", "retrieval", "random", "window")
-TRAINED = ("saap", "kmeans", "moments")  # for the built-in traces, whose model the artefact that ships is for
+SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "retrieval", "random", "window")
+# Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
+TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments")}
 
 
 @in_a_sentence
@@ -42,13 +47,14 @@ def bench(
     traces: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default the built-in ones."
+            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}."
         ),
     ] = None,
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}; for the built-in traces {' '.join(TRAINED)} as well."
+            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model "
+            f"as well."
         ),
     ] = None,
     budget: Annotated[
@@ -77,6 +83,26 @@ def bench(
     per_head: Annotated[
         bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")
     ] = False,
+    by_layer: Annotated[
+        bool,
+        typer.Option(
+            "--by-layer",
+            help="Layers and heads too: where methods fail, at equal rows and at equal bytes, by-layer.jsonl.",
+        ),
+    ] = False,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of --by-layer: the one of --budget to compare at; default {bench_layers.ROWS} or the middle."
+        ),
+    ] = None,
+    bytes_read: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes",
+            help=f"Of --by-layer: the share of the cache's bytes to compare at; default {bench_layers.BYTES:.0%}.",
+        ),
+    ] = None,
     wide: Annotated[
         bool, typer.Option("--wide", help="Every measure in the table; default rows, bytes, error, recovered.")
     ] = False,
@@ -85,21 +111,23 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    names = traces or list(BUILTIN)
-    default = SELECTED + (TRAINED if set(names) <= set(BUILTIN) else ())
-    methods = list({repr(one): one for one in map(make_selector, selector or default)}.values())
+    methods = _methods(selector or [])
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
-    for method in methods:
+    if not by_layer and (rows is not None or bytes_read is not None):
+        raise ValueError("--rows and --bytes say where --by-layer compares: give it too")
+    equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
+    for method in methods or _methods(SELECTED):
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
-        from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
-    with progress_bar() as bar:
-        opened = [open_trace(name, bar) for name in names]
+        from sparseattn.cli import plots, plots_layers  # fails at once if matplotlib is missing, before any work
+    names = traces or leading_traces()
+    methods = methods or _methods(_defaults(names))
+    with model_progress() as progress:
+        opened = [open_trace(name, progress) for name in names]
     for trace in opened:
-        for layer, reason in trace.meta.get("attention_differs", {}).items():
-            errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
+        say_differences(trace)
         asked = usable_layers(trace, indices)
         for method in methods:
             check_replay(trace, budgets, method, sink, window, last, seal, asked)
@@ -125,20 +153,67 @@ def bench(
         if json:
             typer.echo("\n".join(fresh))
     partial.replace(out / "bench.jsonl")
+    # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
+    screen = Screen()
+    if not sys.stdout.isatty() or (wide and screen.width < report.WIDE):
+        screen = Screen(width=report.WIDE)
     if not json:
-        # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
-        screen = Screen()
-        if not sys.stdout.isatty() or (wide and screen.width < report.WIDE):
-            screen = Screen(width=report.WIDE)
         for results in found:
             screen.print(report.table(results, per_head, wide))
     if figures:
-        for results, name in zip(found, report.figure_names(found), strict=True):
+        for results, name in zip(found, report.figure_names([trace.name for trace in opened]), strict=True):
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
-    closing = report.verdict([one for results in found for one in results])
-    (errors if json else Screen()).print(closing, soft_wrap=True)
+    if by_layer:
+        compared = _by_layer(found, opened, equal, out / "by-layer.jsonl", context, None if json else screen)
+        if figures:
+            for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
+                for ones, name in zip(compared, report.figure_names([one.name for one in opened], what), strict=True):
+                    if ones:
+                        draw(ones, out / name)
+                        errors.print(f"figure: {out / name}", soft_wrap=True)
+    every = [one for results in found for one in results]
+    for closing in filter(None, (report.verdict(every), report.finding(every))):
+        (errors if json else Screen()).print(closing, soft_wrap=True)
+
+
+def _defaults(names: Sequence[str]) -> tuple[str, ...]:
+    """The selectors to compare on these traces where none is named."""
+    models = {BUILTIN[name].model if name in BUILTIN else "" for name in names}
+    return SELECTED + (TRAINED.get(models.pop(), ()) if len(models) == 1 else ())
+
+
+def _methods(specs: Sequence[str]) -> list[Selector]:
+    return list({repr(one): one for one in map(make_selector, specs)}.values())
+
+
+def _by_layer(
+    found: Sequence[Sequence[Evaluation]],
+    traces: Sequence[Trace],
+    equal: tuple[Budget, float],
+    path: Path,
+    context: dict[str, Any],
+    screen: Screen | None,
+) -> list[list[Comparison]]:
+    """Compares each trace's methods under each condition, writes the records, and shows them on `screen` or as JSON."""
+    compared = [bench_layers.compared(results, *equal) for results in found]
+    lines = [
+        json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
+        for (ones, _), trace in zip(compared, traces, strict=True)
+        for one in ones
+    ]
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    if screen is None and lines:
+        typer.echo("\n".join(lines))
+    for ones, said in compared:
+        for table in (table for one in ones for table in bench_layers.tables(one)):
+            if screen is not None:
+                screen.print(table)
+        for sentence in said:
+            (screen or errors).print(sentence, soft_wrap=True)
+    errors.print(f"records: {path}", soft_wrap=True)
+    return [ones for ones, _ in compared]
 
 
 def _measure(

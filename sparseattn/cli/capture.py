@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from sparseattn.cli.common import MODEL_HELP, Screen, in_a_sentence, integers, open_model, progress_bar, results_folder
+from sparseattn.cli.common import (
+    MODEL_HELP,
+    TEXT_HELP,
+    Screen,
+    in_a_sentence,
+    integers,
+    named_text,
+    open_model,
+    open_text,
+    progress_bar,
+    results_folder,
+)
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import stored_dtype
 
@@ -18,7 +29,7 @@ from sparseattn.dtypes import stored_dtype
 def capture(
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
     text: Annotated[
-        list[Path], typer.Option(help="Text file to run the model on (UTF-8), or a folder of them; may be repeated.")
+        list[str], typer.Option(help=f"To run the model on: a folder of UTF-8 files, {TEXT_HELP} May be repeated.")
     ],
     out: Annotated[
         Path, typer.Option(help="Trace to write, a .safetensors file; a folder of traces for several texts.")
@@ -48,35 +59,36 @@ def capture(
     for name, number in (("--tokens", tokens), ("--queries", queries), ("--chunk", chunk)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is at least 1, got {number}")
-    several = len(text) > 1 or text[0].is_dir()
-    traces = _traces(text, out) if several else _trace(text[0], out)
-    contents = {path: path.read_bytes() for path in traces.values()}
+    sources = [named_text(one) for one in text]
+    several = len(sources) > 1 or (isinstance(sources[0], Path) and sources[0].is_dir())
+    traces = _traces(sources, out) if several else _trace(sources[0], out)
+    contents = {source: _content(source) for source in traces.values()}
     if several:
         results_folder(out)
     loaded, tokenizer = open_model(model, kind, place)
     ids = {}
-    for path, content in contents.items():  # all of them before the first takes its time
+    for source, content in contents.items():  # all of them before the first takes its time
         try:
-            ids[path] = encode(tokenizer, content)[:, :tokens]
+            ids[source] = encode(tokenizer, content)[:, :tokens]
         except ModelError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{source}: {error}") from error
     console = Screen()
-    for target, path in traces.items():
+    for target, source in traces.items():
         with progress_bar() as bar:
-            task = bar.add_task(f"capture {target.name}", total=ids[path].shape[1])
+            task = bar.add_task(f"capture {target.name}", total=ids[source].shape[1])
 
             def show(done: int, total: int, bar: Progress = bar, task: TaskID = task) -> None:
                 bar.update(task, completed=done, total=total)
 
             trace = recording.capture(
                 loaded,
-                ids[path].to(loaded.device),
+                ids[source].to(loaded.device),
                 target,
                 layers=indices,
                 queries=queries,
                 chunk=chunk,
                 model_id=model,
-                text={"name": path.name, "sha256": hashlib.sha256(contents[path]).hexdigest()},
+                text={"name": getattr(source, "name", source), "sha256": hashlib.sha256(contents[source]).hexdigest()},
                 keep=several,
                 progress=show,
             )
@@ -87,7 +99,12 @@ def capture(
         )
 
 
-def _trace(text: Path, out: Path) -> dict[Path, Path]:
+def _content(source: str | Path) -> bytes:
+    """The bytes of a text; a file's need not be UTF-8, as a model of bytes takes any."""
+    return source.read_bytes() if isinstance(source, Path) else open_text(source)[1].encode()
+
+
+def _trace(text: str | Path, out: Path) -> dict[Path, str | Path]:
     """The trace file `out` -> its text."""
     if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
         raise ValueError(f"--out is a .safetensors file to write, got {out}")
@@ -96,18 +113,20 @@ def _trace(text: Path, out: Path) -> dict[Path, Path]:
     return {out: text}
 
 
-def _traces(texts: list[Path], out: Path) -> dict[Path, Path]:
+def _traces(texts: list[str | Path], out: Path) -> dict[Path, str | Path]:
     """Trace files in the folder `out` -> their texts; a folder among `texts` stands for its files, by name."""
     if out.suffix == ".safetensors":
         raise ValueError(f"--out is a folder for the traces of several texts, got {out}")
-    traces: dict[Path, Path] = {}
+    traces: dict[Path, str | Path] = {}
     for text in texts:
-        files = sorted(path for path in text.iterdir() if path.is_file()) if text.is_dir() else [text]
+        files: list[str | Path] = [text]
+        if isinstance(text, Path) and text.is_dir():
+            files = [*sorted(path for path in text.iterdir() if path.is_file())]
         if not files:
             raise ValueError(f"the folder {text} holds no text file")
-        for path in files:
-            target = out / f"{path.stem}.safetensors"
+        for source in files:
+            target = out / f"{source.stem if isinstance(source, Path) else source}.safetensors"
             if target in traces:
-                raise ValueError(f"{traces[target]} and {path} would both be {target}: rename one")
-            traces[target] = path
+                raise ValueError(f"{traces[target]} and {source} would both be {target}: rename one")
+            traces[target] = source
     return traces

@@ -1,4 +1,4 @@
-"""What the subcommands share: one-sentence errors, lists in options, traces by name, screens, a progress bar."""
+"""What the subcommands share: one-sentence errors, lists in options, traces and texts by name, screens, progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import tempfile
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,13 +30,18 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from sparseattn.builtin import BUILTIN, builtin_trace
+from sparseattn.builtin import BUILTIN, BYTES, LEADING, builtin_trace, prepare
 from sparseattn.files import naming
-from sparseattn.integrations.models import NAMED, load_model
-from sparseattn.integrations.packages import PACKAGED
+from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.models import NAMED, REFERENCE, load_model
+from sparseattn.integrations.packages import PACKAGED, fetched
 from sparseattn.selectors import SELECTORS
+from sparseattn.tasks.prompts import read_text
+from sparseattn.texts import TEXTS, read_named
 from sparseattn.traces import Trace
+from sparseattn.wheels import FetchError
 
+LEAD = "smollm2"  # the model that is asked where none is named
 Command = TypeVar("Command", bound=Callable[..., Any])
 Number = TypeVar("Number", int, float)
 
@@ -50,6 +55,8 @@ MODEL_HELP = (
     f"{', '.join(NAMED)} (see `sparseattn models`); or the folder, the GGUF file or the name on the Hugging Face hub "
     f"of a transformers causal LM."
 )
+
+TEXT_HELP = f"a UTF-8 file, or a text by name: {', '.join(TEXTS)} (a file of such a name is meant by ./NAME)."
 
 
 def plain(text: object) -> str:
@@ -138,18 +145,82 @@ def _numbers(text: str, option: str, kind: Callable[[str], Number], what: str) -
         raise ValueError(f"{option} takes {what} separated by commas, got {text!r}") from None
 
 
-def open_trace(name: str, bar: Progress) -> Trace:
+def open_trace(name: str, progress: Callable[[str, int, int], None]) -> Trace:
     """A trace file, or a built-in trace, which is made on first use. Raises ValueError for neither."""
     if name not in BUILTIN:
         if not Path(name).exists():
-            near = difflib.get_close_matches(name, BUILTIN, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){hint}")
+            raise ValueError(
+                f"{name} is neither a file nor a built-in trace ({', '.join(BUILTIN)}){_near(name, BUILTIN)}"
+            )
         return Trace.open(name)
-    task = bar.add_task(f"built-in trace {name}", total=None)
-    trace = builtin_trace(name, lambda done, total: bar.update(task, completed=done, total=total))
-    bar.remove_task(task)
-    return trace
+    if not BUILTIN[name].path.is_file():
+        say_terms(BUILTIN[name].model)
+    return builtin_trace(name, progress)
+
+
+def leading_traces() -> list[str]:
+    """The built-in traces to measure where none is named: `LEADING`; `BYTES` where these cannot be had, and says so."""
+    try:
+        with model_progress() as progress:
+            for name in LEADING:
+                if not BUILTIN[name].path.is_file():
+                    say_terms(BUILTIN[name].model)
+                prepare(name, progress)
+    except (ModelError, FetchError) as error:
+        _instead(error, f"the byte model's traces {' and '.join(BYTES)}")
+        return list(BYTES)
+    return list(LEADING)
+
+
+def leading_model() -> str:
+    """The model to ask where none is named: `LEAD`; the byte model where that cannot be had, and says so."""
+    say_terms(LEAD)
+    try:
+        with model_progress() as progress:
+            fetched(PACKAGED[LEAD], progress)
+    except ModelError as error:
+        _instead(error, f"the byte model, {REFERENCE}")
+        return REFERENCE
+    return LEAD
+
+
+def _instead(error: Exception, what: str) -> None:
+    said = f"sparseattn: {LEAD} cannot be had here, so this takes {what}, which say little of language models: {error}"
+    errors.print(plain(said), style="yellow", soft_wrap=True)
+
+
+def named_text(name: str) -> str | Path:
+    """A name of `TEXTS` as it is, or the path of a file or folder. Raises ValueError for neither."""
+    if name in TEXTS:
+        return name
+    if not Path(name).exists():
+        raise ValueError(f"{name} is neither a file nor a text known by name ({', '.join(TEXTS)}){_near(name, TEXTS)}")
+    return Path(name)
+
+
+def open_text(name: str) -> tuple[str, str]:
+    """Name and words of a text of `TEXTS`, fetched on first use, or of a UTF-8 file (see `TEXT_HELP`).
+
+    Raises:
+        ValueError: neither, not UTF-8, or a text that has to be fetched and cannot be.
+        OSError: the file cannot be read, or the cache folder cannot be written.
+    """
+    source = named_text(name)
+    if isinstance(source, Path):
+        return source.name, read_text(source)
+    with model_progress() as progress:
+        return source, read_named(source, progress)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def say_differences(trace: Trace) -> None:
+    """Says for which layers of a trace full attention over its rows is not what the model computed, and why."""
+    for layer, reason in trace.meta.get("attention_differs", {}).items():
+        errors.print(plain(f"{trace.name}, layer {layer}: full attention here is not the model's: {reason}"))
 
 
 def results_folder(out: Path) -> None:

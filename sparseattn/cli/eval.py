@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, in_a_sentence, open_model, results_folder
-from sparseattn.cli.eval_plan import PPL, Plan, one_of, positive
+from sparseattn.cli.common import (
+    LEAD,
+    MODEL_HELP,
+    SELECTOR_HELP,
+    TEXT_HELP,
+    in_a_sentence,
+    leading_model,
+    open_model,
+    results_folder,
+)
+from sparseattn.cli.eval_plan import ALL_LAYERS, Plan, one_of, positive
+from sparseattn.cli.eval_report import marked
 from sparseattn.cli.eval_run import measured
 from sparseattn.cli.eval_show import show
 from sparseattn.cli.eval_sources import OWN_TOKENS, Files, sources
@@ -18,6 +29,7 @@ from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.integrations.models import REFERENCE
 from sparseattn.locks import locked
 from sparseattn.tasks import TASKS
+from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.prompts import TAIL, TEMPLATE
 from sparseattn.tasks.records import Records
@@ -30,12 +42,14 @@ GENERATED = "passkey,kv"
 
 @in_a_sentence
 def evaluate(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = REFERENCE,
+    model: Annotated[
+        str | None, typer.Option(help=f"{MODEL_HELP} Default: {LEAD}; {REFERENCE} where that cannot be had.")
+    ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            help=f"Of {', '.join(TASKS)}, and {PPL}, the perplexity of --text; several with commas. "
-            f"Default: {GENERATED}, or none where --prompts are given."
+            help=f"Of {', '.join(TASKS)}, and {AGREEMENT}: how far predictions of --text are from full attention's; "
+            f"several with commas. Default: {GENERATED}, or none where --prompts are given."
         ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, or of a window of --text.")] = "1024,4096",
@@ -57,6 +71,13 @@ def evaluate(
         ),
     ] = "question",
     dense_layers: Annotated[int, typer.Option(help="First layers that stay dense (Quest's paper: 2).")] = 0,
+    sparse_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Layers that selectors choose in, such as 0-9,12; the others stay dense. Repeat it to compare sets. "
+            f"Default: {ALL_LAYERS}, every one that attends to the whole context, but for --dense-layers."
+        ),
+    ] = None,
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
     seal: Annotated[
@@ -65,9 +86,11 @@ def evaluate(
             help="Rows that wait, all of them read, before sealing; default the selector's span, since more flatters."
         ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help=f"Text file for {PPL}.")] = None,
-    last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {PPL} predicts.")] = 256,
-    filler: Annotated[Path | None, typer.Option(help="Text to hide needles in. Default: made-up sentences.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help=f"For {AGREEMENT}: {TEXT_HELP} Repeat for more.")] = None,
+    last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64,
+    filler: Annotated[
+        str | None, typer.Option(help=f"To hide needles in: {TEXT_HELP} Default: made-up sentences.")
+    ] = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -127,6 +150,7 @@ def evaluate(
         protocols=protocol,
         selectors=selector or SELECTED,
         budgets=budget,
+        layers=sparse_layers or [ALL_LAYERS],
         last=last,
         answer_tokens=answer_tokens,
         max_length=max_length,
@@ -134,22 +158,25 @@ def evaluate(
     positive({"--chunk": chunk, "--seal": seal})
     one_of("--scoring", scoring, SCORINGS)
     stored = None if dtype is None else stored_dtype(dtype, "--dtype")
-    if (text is None) == (PPL in plan.tasks):
-        raise ValueError(f"--task {PPL} and --text FILE go together")
+    if bool(text) != (AGREEMENT in plan.tasks):
+        raise ValueError(f"--task {AGREEMENT} and --text go together")
     if figures:
         from sparseattn.cli import plots  # noqa: F401 (fails at once if matplotlib is missing, before any work)
-    files = Files.read(prompts or [], scoring, template, tail, filler, text)
+    files = Files.read(prompts or [], scoring, template, tail, filler, text or [])
     place = usable_device(device)
     results_folder(out)
 
     with locked(out / "eval.lock", f"--out {out}"):  # of two runs, each would write every record
-        loaded, tokenizer = open_model(model, stored, place)
+        name = leading_model() if model is None else model
+        loaded, tokenizer = open_model(name, stored, place)
         tokens = Tokens(tokenizer, chat)
         rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
         decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)
+        for method in plan.methods:
+            decoder.check_layers(method.layers or [], "--sparse-layers")
         asked = sources(plan, files, decoder, tokens)
         settings = {
-            "model": model,
+            "model": name,
             "weights": decoder.fingerprint(),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             **rows,
@@ -161,8 +188,10 @@ def evaluate(
         }
         records = Records(out / "eval.jsonl", settings)
         found: list[dict[str, Any]] = []
-        for record in measured(asked, plan, decoder, tokens, records):
-            found.append(record)
+        each = measured(asked, plan, decoder, tokens, records)
+        for _, column in itertools.groupby(each, lambda one: (one["task"], one.get("length"))):
+            whole = marked(list(column))  # what full attention answers is known once the column is
+            found += whole
             if json:
-                typer.echo(json_module.dumps(record))
+                typer.echo("\n".join(map(json_module.dumps, whole)))
         show(found, records.path, json=json, figures=figures)

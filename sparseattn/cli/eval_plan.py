@@ -10,9 +10,10 @@ from sparseattn.cli.common import decimals, integers
 from sparseattn.cli.report import budget_label
 from sparseattn.selectors import make_selector
 from sparseattn.tasks import TASKS
+from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.run import PROTOCOLS, Method
 
-PPL = "ppl"
+ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +21,14 @@ class Plan:
     """What to measure, whatever the model and the files.
 
     Args:
-        tasks: names in `TASKS`, and `PPL`.
+        tasks: names in `TASKS`, and `AGREEMENT`.
         lengths: of generated prompts and of windows of a text, in tokens, ascending.
         depths: where needles lie.
         samples: prompts for each length and depth, or windows for each length.
         seed: of the first prompt.
         protocols: of `PROTOCOLS`.
         methods: full attention first.
-        last: tokens that perplexity predicts.
+        last: tokens of a window over which agreement is measured.
         answer_tokens: of an answer at most; None: twice the right ones and 8, or `OWN_TOKENS` of the user's prompts.
         max_length: of the user's prompts with their answers; None: nothing is cut.
     """
@@ -55,6 +56,7 @@ class Plan:
         protocols: str,
         selectors: Sequence[str],
         budgets: str,
+        layers: Sequence[str],
         last: int,
         answer_tokens: int | None,
         max_length: int | None,
@@ -75,13 +77,13 @@ class Plan:
             }
         )
         return cls(
-            tasks=names(tasks, "--task", (*TASKS, PPL)),
+            tasks=names(tasks, "--task", (*TASKS, AGREEMENT)),
             lengths=counts,
             depths=list(dict.fromkeys(decimals(depths, "--depths"))),
             samples=samples,
             seed=seed,
             protocols=names(protocols, "--protocol", PROTOCOLS),
-            methods=methods(selectors, budgets, counts),
+            methods=methods(selectors, budgets, counts, layers),
             last=last,
             answer_tokens=answer_tokens,
             max_length=max_length,
@@ -119,21 +121,44 @@ def names(text: str, option: str, known: Sequence[str]) -> list[str]:
     return found
 
 
-def methods(specs: Sequence[str], text: str, counts: Sequence[int]) -> list[Method]:
-    """Full attention, and every selector at every budget; one that does not look at its budget, once.
+def layer_set(text: str) -> tuple[int, ...] | None:
+    """`"0-3,9"` as numbers in order; None for "all". Raises ValueError naming the option."""
+    if text == ALL_LAYERS:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and bool(dash) == bool(last)) or (
+            dash and int(first) > int(last)
+        ):
+            raise ValueError(
+                f'--sparse-layers takes layers and ranges of them separated by commas, such as "0-9,12", or '
+                f"{ALL_LAYERS}, got {text!r}"
+            )
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def methods(
+    specs: Sequence[str], text: str, counts: Sequence[int], layers: Sequence[str] = (ALL_LAYERS,)
+) -> list[Method]:
+    """Full attention, and every selector in every set of layers at every budget; one that does not look at its budget,
+    once.
 
     Raises:
         ValueError: no such selector or budget, a budget below a selector's span, or two selectors of one label.
     """
     asked = list(dict.fromkeys(parse_budget(part) for part in text.split(",")))
     asked.sort(key=lambda budget: budget_rows(budget, counts[-1]))
+    sets = list(dict.fromkeys(map(layer_set, layers)))
     found = [Method()]
     labels: dict[str, str] = {}
     for one in map(make_selector, specs):
         what = f"{one!r} of {one.source()}"
         if labels.setdefault(one.label(), what) != what:
             raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
-        for budget in asked if one.uses_budget else [None]:
-            budget_rows(budget, counts[0], one.span, repr(one))
-            found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None))
-    return list({(method.label, method.written): method for method in found}.values())
+        for where in sets:  # outside the budgets, as an index is built for a set of layers
+            for budget in asked if one.uses_budget else [None]:
+                budget_rows(budget, counts[0], one.span, repr(one))
+                found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None, where))
+    return list({(method.label, method.written, method.layers): method for method in found}.values())

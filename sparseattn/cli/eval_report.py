@@ -9,24 +9,30 @@ from typing import Any, TypeAlias
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.tasks.run import FORCED, FULL
+from sparseattn.tasks.run import FULL
 
 Record: TypeAlias = "Mapping[str, Any]"
-Row: TypeAlias = "tuple[str, str | None]"  # method and budget
+Row: TypeAlias = "tuple[str, str | None]"  # method, with its layers if not all, and budget
 
 WIDE = 150  # columns that the whole table needs
-MOST_NATS = 700  # beyond them a perplexity is more than a float holds
-NEAR = 0.02  # of full attention's score, or in nats of its log-likelihood: near enough
+NEAR = 0.02  # of full attention's score: near enough
+ANSWERED = 0.8  # by full attention: below it a task says nothing of other methods
+GRADED = ("f1",)  # scorings that right answers do not bring near 1: those compare words
+
+
+def named(record: Record) -> str:
+    """The method, and where it is not all of them, the layers in which it chooses."""
+    return f"{record['method']}, layers {record['layers']}" if record.get("layers") else str(record["method"])
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
     """Methods and budgets in the order in which they were measured."""
-    return list(dict.fromkeys((one["method"], one["budget"]) for one in records))
+    return list(dict.fromkeys((named(one), one["budget"]) for one in records))
 
 
 def select(records: Sequence[Record], row: Row) -> list[Record]:
     """Those of one method and budget."""
-    return [one for one in records if (one["method"], one["budget"]) == row]
+    return [one for one in records if (named(one), one["budget"]) == row]
 
 
 def by_column(records: Sequence[Record]) -> dict[tuple[str, int | None], list[Record]]:
@@ -38,15 +44,8 @@ def by_column(records: Sequence[Record]) -> dict[tuple[str, int | None], list[Re
 
 
 def value(records: Iterable[Record]) -> float:
-    """Mean score, or perplexity over all tokens; NaN of nothing."""
-    held = list(records)
-    if not held:
-        return math.nan
-    if "nll" in held[0]:
-        tokens = sum(one["scored_tokens"] for one in held)
-        nats = sum(one["nll"] * one["scored_tokens"] for one in held) / tokens
-        return math.exp(nats) if nats < MOST_NATS else math.inf
-    return mean(one["score"] for one in held)
+    """Mean score; NaN of nothing."""
+    return mean(one["score"] for one in records)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -78,9 +77,8 @@ def by(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
 def _table(protocol: str, records: Sequence[Record]) -> Table:
     settings, columns = records[0]["settings"], by_column(records)
     prompts = len({one["prompt"] for one in records})
-    forced = protocol == FORCED
     beside = {column: ruler_column(mine) for column, mine in columns.items()}
-    what = "perplexity" if forced else "score in %"
+    what = "score in %"
     if any(beside.values()):
         what += ", beside it RULER's string match, to which values that were not asked for cost nothing"
     out = Table(
@@ -103,7 +101,7 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
         cells = []
         for column, ruler in beside.items():
             mine = select(columns[column], row)
-            cells.append(_cell(value(mine), 3) if forced else _cell(100 * value(mine)))
+            cells.append(_cell(100 * value(mine)))
             if ruler:
                 cells.append(_cell(100 * mean(one["ruler"] for one in mine if one.get("ruler") is not None)))
         method, budget = row
@@ -112,8 +110,42 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
     return out
 
 
-def _cell(number: float, digits: int = 0) -> str:
-    return "-" if math.isnan(number) else f"{number:.{digits}f}"
+def _cell(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:.0f}"
+
+
+def marked(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The records of one task and length, for other programs: with `full_answers`, full attention's mean score, and
+    `uninformative`, whether that is so low that nothing is learned from the others (see `cautions`).
+
+    Records without a score stay as they are.
+    """
+    made = []
+    for one in records:
+        mine = [other for other in records if other["protocol"] == one["protocol"]]
+        full = value(select(mine, (FULL, None))) if "score" in one else math.nan
+        extra = {} if math.isnan(full) else {"full_answers": full, "uninformative": _too_few(one, full)}
+        made.append({**one, **extra})
+    return made
+
+
+def _too_few(one: Record, full: float) -> bool:
+    return full < ANSWERED and one.get("scoring") not in GRADED
+
+
+def cautions(records: Sequence[Record]) -> list[str]:
+    """A sentence for each protocol, task and length of which full attention answers too few prompts."""
+    said = []
+    for protocol, mine in by(records, "protocol").items():
+        for (task, length), column in by_column(mine).items():
+            full = select(column, (FULL, None))
+            if full and _too_few(full[0], value(full)):
+                where = task if length is None else f"{task} at {length:,} tokens"
+                said.append(
+                    f"full attention answers {value(full):.0%} of {where} (protocol {protocol}, {len(full)} prompts), "
+                    f"fewer than {ANSWERED:.0%}: nothing is learned there of the methods"
+                )
+    return said
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
@@ -122,18 +154,16 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 
 def _verdict(protocol: str, records: Sequence[Record]) -> str:
-    forced = protocol == FORCED
     grid = {row: by(select(records, row), "task") for row in rows_of(records)}
     full = {task: value(mine) for task, mine in grid.pop((FULL, None)).items()}
-    levels = ", ".join(f"{task} {level:.3f}" if forced else f"{task} {level:.0%}" for task, level in full.items())
-    lost = {row: max(_loss(value(mine[task]), full[task], forced) for task in full) for row, mine in grid.items()}
+    levels = ", ".join(f"{task} {level:.0%}" for task, level in full.items())
+    lost = {row: max(full[task] - value(mine[task]) for task in full) for row, mine in grid.items()}
     rows = {row: mean(one["rows"] for ours in mine.values() for one in ours) for row, mine in grid.items()}
     near = [row for row in lost if lost[row] <= NEAR]
     best = min(near, key=rows.__getitem__) if near else min(lost, key=lost.__getitem__)
-    name = best[0] if best[1] is None else f"{best[0]} at budget {best[1]}"
-    loss = f"{max(lost[best], 0.0):.3f} nats" if forced else f"{100 * max(lost[best], 0.0):.1f} points"
-    facts = f"{name}: {rows[best]:,.0f} rows, {loss} lost on the task that loses most."
-    bound = f"{NEAR} nats" if forced else f"{100 * NEAR:.0f} points"
+    loss = f"{100 * max(lost[best], 0.0):.1f} points"
+    facts = f"{at(best)}: {rows[best]:,.0f} rows, {loss} lost on the task that loses most."
+    bound = f"{100 * NEAR:.0f} points"
     if near:
         lead = f"Fewest rows within {bound} of that on every task:"
     else:
@@ -141,9 +171,9 @@ def _verdict(protocol: str, records: Sequence[Record]) -> str:
     return f"{protocol}: full attention has {levels}. {lead} {facts}"
 
 
-def _loss(got: float, full: float, forced: bool) -> float:
-    """Points of the score, or nats a token."""
-    return math.log(got) - math.log(full) if forced else full - got
+def at(row: Row) -> str:
+    """A method and its budget in words."""
+    return row[0] if row[1] is None else f"{row[0]} at budget {row[1]}"
 
 
 def grids(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparseattn.cli.common import progress_bar
-from sparseattn.cli.eval_plan import PPL, Plan
+from sparseattn.cli.eval_plan import Plan
 from sparseattn.cli.eval_sources import Source
 from sparseattn.environment import machine, versions
+from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.records import Records
 from sparseattn.tasks.run import measure
@@ -22,7 +23,7 @@ def measured(
     """Every record that was asked for, those that were there already among them, with a progress bar."""
     made_by = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
     methods, protocols = plan.methods, plan.protocols
-    cells = len(methods) * sum(source.count * (1 if source.task == PPL else len(protocols)) for source in sources)
+    cells = len(methods) * sum(source.count * (1 if source.task == AGREEMENT else len(protocols)) for source in sources)
     with progress_bar() as bar:
         task = bar.add_task("", total=cells)
         for source in sources:

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparseattn.cli import agreement_report
 from sparseattn.cli import eval_report as report
 from sparseattn.cli.common import Screen, errors
+from sparseattn.tasks.run import FORCED
 
 
 def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: bool) -> None:
@@ -20,23 +22,32 @@ def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: boo
         figures: draw them.
     """
     screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+    scored = [one for one in found if one["protocol"] != FORCED]
+    forced = [one for one in found if one["protocol"] == FORCED]
     if not json:
-        for table in report.tables(found):
+        for table in report.tables(scored) + agreement_report.tables(forced):
             screen.print(table)
-    for figure in _drawn(found, path.parent) if figures else []:
+    for figure in _drawn(scored, forced, path.parent) if figures else []:
         errors.print(f"figure: {figure}", soft_wrap=True)
     errors.print(f"records: {path}", soft_wrap=True)
-    for line in report.verdicts(found):
+    for line in report.cautions(scored):
+        errors.print(f"sparseattn: {line}", soft_wrap=True)
+    for line in report.verdicts(scored) + agreement_report.verdicts(forced):
         (errors if json else Screen()).print(line, soft_wrap=True)
 
 
-def _drawn(found: Sequence[report.Record], folder: Path) -> list[Path]:
+def _drawn(scored: Sequence[report.Record], forced: Sequence[report.Record], folder: Path) -> list[Path]:
     """The paths of the figures, which are there then."""
     from sparseattn.cli import plots
 
-    made = [folder / "accuracy.png"]
-    plots.accuracy(found, made[0])
-    for name, mine in report.grids(found).items():
+    made = []
+    if scored:
+        made.append(folder / "accuracy.png")
+        plots.accuracy(scored, made[-1])
+    for name, mine in report.grids(scored).items():
         made.append(folder / f"heat-{name}.png")
         plots.heat(mine, made[-1])
+    if forced:
+        made.append(folder / "agreement.png")
+        plots.agreement(forced, made[-1])
     return made

@@ -7,15 +7,34 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparseattn.cli.eval_plan import PPL, Plan
+from sparseattn.cli.common import open_text
+from sparseattn.cli.eval_plan import Plan
 from sparseattn.tasks import TASKS, Example, Filler, example
+from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.filler import from_text, made_up
-from sparseattn.tasks.prompts import read_prompts, read_text
+from sparseattn.tasks.prompts import read_prompts
 from sparseattn.tasks.run import Prompt
 from sparseattn.tasks.tokens import Tokens
+from sparseattn.texts import TEXTS
 
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
+OWN_KIND = "a file"  # the kind of a text that is not known by name
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text to predict.
+
+    Args:
+        name: as tables call it.
+        kind: of text, such as "novel".
+        words: all of it.
+    """
+
+    name: str
+    kind: str
+    words: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +44,12 @@ class Files:
     Args:
         prompts: the examples of each file of prompts.
         filler: makes the sentences that needles are hidden in.
-        text: name and words of the text to predict; None where perplexity is not asked for.
+        texts: those to predict.
     """
 
     prompts: Sequence[Sequence[Example]]
     filler: Filler
-    text: tuple[str, str] | None
+    texts: Sequence[Passage]
 
     @classmethod
     def read(
@@ -39,21 +58,32 @@ class Files:
         scoring: str,
         template: str,
         tail: int,
-        filler: Path | None,
-        text: Path | None,
+        filler: str | None,
+        texts: Iterable[str],
     ) -> Files:
         """Reads them all, before a model is loaded.
 
         Raises:
             OSError: no such file.
-            ValueError: naming the file, and the line of a prompt that cannot be used.
+            ValueError: naming the file, and the line of a prompt that cannot be used; a text that cannot be had, or two
+                of one name.
         """
         layout = template.replace("\\n", "\n")
         return cls(
             [read_prompts(path, scoring, layout, tail) for path in dict.fromkeys(prompts)],
-            made_up if filler is None else from_text(read_text(filler)),
-            None if text is None else (text.name, read_text(text)),
+            made_up if filler is None else from_text(open_text(filler)[1]),
+            _passages(texts),
         )
+
+
+def _passages(given: Iterable[str]) -> list[Passage]:
+    found: dict[str, Passage] = {}
+    for one in dict.fromkeys(given):
+        name, words = open_text(one)
+        if name in found:
+            raise ValueError(f"two texts are called {name}, which tables could not tell apart: rename a file")
+        found[name] = Passage(name, TEXTS[one].kind if one in TEXTS else OWN_KIND, words)
+    return list(found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +107,11 @@ def sources(plan: Plan, files: Files, decoder: ModelDecoder, tokens: Tokens) -> 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
-    found = [_generated(name, plan, files.filler, decoder, tokens) for name in plan.tasks if name != PPL]
+    found = [_generated(name, plan, files.filler, decoder, tokens) for name in plan.tasks if name != AGREEMENT]
     found += [_own(examples, plan, decoder, tokens) for examples in files.prompts]
-    if files.text is not None:
+    if files.texts:
         decoder.check(plan.lengths[-1], "--lengths")
-        found.append(_passages(*files.text, plan, tokens))
+        found += [_windows(text, plan, tokens) for text in files.texts]
     return found
 
 
@@ -123,16 +153,16 @@ def _own(examples: Sequence[Example], plan: Plan, decoder: ModelDecoder, tokens:
     return Source(examples[0].task, len(examples), make)
 
 
-def _passages(name: str, text: str, plan: Plan, tokens: Tokens) -> Source:
+def _windows(text: Passage, plan: Plan, tokens: Tokens) -> Source:
     """Windows of a text, evenly spread over it."""
-    ids = tokens.ids(text)
+    ids = tokens.ids(text.words)
     spare = len(tokens.start)
     if plan.lengths[0] < plan.last + 2:
         raise ValueError(
             f"a window of --lengths {plan.lengths[0]} tokens does not hold --last {plan.last} and 2 before them"
         )
     if len(ids) < plan.lengths[-1]:
-        raise ValueError(f"{name} has {len(ids)} tokens, fewer than --lengths {plan.lengths[-1]}")
+        raise ValueError(f"{text.name} has {len(ids)} tokens, fewer than --lengths {plan.lengths[-1]}")
 
     gaps = max(plan.samples - 1, 1)
     starts = {
@@ -143,7 +173,13 @@ def _passages(name: str, text: str, plan: Plan, tokens: Tokens) -> Source:
     def make() -> Iterator[Prompt]:
         for length, places in starts.items():
             for start in places:
-                facts = {"task": PPL, "file": name, "length": length, "start": start}
+                facts = {
+                    "task": AGREEMENT,
+                    "text": text.name,
+                    "kind": text.kind,
+                    "length": length,
+                    "start": start,
+                }
                 yield Prompt.passage(facts, [*tokens.start, *ids[start : start + length - spare]], plan.last)
 
-    return Source(PPL, sum(map(len, starts.values())), make)
+    return Source(AGREEMENT, sum(map(len, starts.values())), make)

@@ -11,11 +11,13 @@ import typer
 
 from sparseattn import artefact, indexes
 from sparseattn.artefact import Artefact
+from sparseattn.builtin import BUILTIN
 from sparseattn.cli.common import Screen, errors, in_a_sentence, plain
 from sparseattn.environment import kernels, machine, versions
 from sparseattn.rope import Rope
 from sparseattn.selectors import SELECTORS
 from sparseattn.tensorfiles import load_tensors
+from sparseattn.texts import TEXTS
 from sparseattn.traceformat import FORMAT, TraceError, read_header
 from sparseattn.traces import Trace
 
@@ -32,7 +34,7 @@ def info(
         bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
     ] = False,
 ) -> None:
-    """Show versions, devices, which kernels can run here, and the selectors by name; or what FILES hold.
+    """Show versions, devices, which kernels run here, and selectors, traces and texts by name; or what FILES hold.
 
     Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
     """
@@ -50,7 +52,14 @@ def info(
 
 
 def _here() -> dict[str, Any]:
-    return {"versions": versions(), "machine": machine(), "kernels": kernels(), "selectors": list(SELECTORS)}
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "kernels": kernels(),
+        "selectors": list(SELECTORS),
+        "traces": {name: one.about for name, one in BUILTIN.items()},
+        "texts": {name: f"{one.about} ({one.licence})" for name, one in TEXTS.items()},
+    }
 
 
 def _show(facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The pictures of `bench`, `recall` and `eval`; the one file that needs matplotlib."""
+"""The pictures of `bench`, `recall`, `eval` and `inspect`; the one file that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseattn.cli import eval_report, intervals
+import torch
+
+from sparseattn.cli import agreement_report, eval_report, intervals
 from sparseattn.cli.common import plain
-from sparseattn.cli.lines import name_ends, room, style
+from sparseattn.cli.lines import COLOURS, name_ends, room, style
 from sparseattn.cli.report import Column
 from sparseattn.curves import Curve
 from sparseattn.files import write_atomic
+from sparseattn.inspection import BEST, COUNTS, NEEDED, PAGES, Inspection
 from sparseattn.metrics import Evaluation
 from sparseattn.tasks.run import FULL
 
@@ -29,6 +32,8 @@ except ImportError as error:
 
 COUNT = FuncFormatter(lambda value, _: f"{value:g}")
 SHARE = FuncFormatter(lambda value, _: f"{100 * value:g}%")
+COLUMNS = 4  # panels beside each other, of pictures with one a layer
+HEADS = 10  # that are numbered, or have a tick, in such a panel
 
 
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
@@ -99,9 +104,9 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
 
 
 def scaling(
-    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path
+    titles: Sequence[str], lines: Mapping[str, Sequence[Mapping[int, Curve]]], level: float, path: Path, source: str
 ) -> None:
-    """What it takes to reach `level` as keys grow: keys scanned above, time below.
+    """What it takes to reach `level` as the keys of `source` grow: keys scanned above, time below.
 
     `lines`: label -> for each column (`titles`) the number of keys -> its curve.
     """
@@ -132,7 +137,8 @@ def scaling(
     axes[0][0].set_ylabel("keys scanned / keys")
     axes[1][0].set_ylabel("ms per token and layer")
     figure.suptitle(
-        f"To find {level:g} of the exact top rows; a point is missing where that was not reached", fontsize=10
+        _shown(f"{source}: to find {level:g} of the exact top rows; a point is missing where that was not reached"),
+        fontsize=10,
     )
     name_ends(figure, axes.flat)
     _save(figure, path)
@@ -153,7 +159,7 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         for task, ours in eval_report.by(mine, "task").items()
     ]
     columns = min(3, len(eval_report.by(records, "task")))
-    methods = list(dict.fromkeys(one["method"] for one in records))
+    methods = list(dict.fromkeys(map(eval_report.named, records)))
     figure, axes = _panels(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
@@ -179,19 +185,17 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axis.plot(places, [eval_report.value(ours) for _, ours in held], **look)
             for place, (_, ours) in zip(places, held, strict=True):
                 if len(ours) < intervals.FEW:
-                    axis.vlines(place, *_interval(ours), color=look["color"], linewidth=1, alpha=0.7)
+                    around = intervals.wilson([one["score"] for one in ours])
+                    axis.vlines(place, *around, color=look["color"], linewidth=1, alpha=0.7)
         axis.set_xticks(range(len(budgets)), list(map(_shown, budgets)))
         axis.set_xlim(-0.75, max(len(budgets), 1) - 0.5)
         unit = ", rows" if all(budget.isdigit() for budget in budgets) else ""  # a share says its unit itself
         axis.set_xlabel(f"budget{unit} beyond sink and window")
         axis.set_title(_shown(f"{task}, {protocol}, {_prompts(fewest)}"), fontsize=10)
         axis.grid(alpha=0.3)
-        if "nll" in mine[0]:
-            axis.set_ylabel("perplexity")
-        else:
-            axis.set_ylabel("score")
-            axis.set_ylim(-0.03, 1.03)
-            axis.yaxis.set_major_formatter(SHARE)
+        axis.set_ylabel("score")
+        axis.set_ylim(-0.03, 1.03)
+        axis.yaxis.set_major_formatter(SHARE)
     bars = "\nbars: intervals of 95%, as prompts are few" if barred else ""
     model = records[0]["settings"]["model"]
     figure.suptitle(_shown(f"{model}: mean over lengths, depths and samples") + bars, fontsize=10)
@@ -199,10 +203,55 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def _interval(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    if "nll" in records[0]:
-        return intervals.perplexity([one["nll"] for one in records], [one["scored_tokens"] for one in records])
-    return intervals.wilson([one["score"] for one in records])
+def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Divergence from full attention against rows, and bytes if all say what they read: a row of panels for each text
+    and length, a point a budget. Bars are intervals over windows; what does not diverge has no place on the axis."""
+    panels = agreement_report.panels(records)
+    sparse = {place: [one for one in mine if one["method"] != FULL] for place, mine in panels.items()}
+    methods = list(dict.fromkeys(eval_report.named(one) for mine in sparse.values() for one in mine))
+    costs = [("rows read per query head of a sparse layer", _rows, COUNT)]
+    if all(one.get("bytes_share") is not None for mine in sparse.values() for one in mine):
+        costs.append(("bytes read / bytes of the cache", agreement_report.bytes_share, SHARE))
+    figure, axes = _panels(len(panels), len(costs), (4.2, 2.8), methods, sharex="col", sharey="row")
+    for line, (place, mine) in zip(axes, sparse.items(), strict=True):
+        lines = {
+            name: [eval_report.select(mine, row) for row in eval_report.rows_of(mine) if row[0] == name]
+            for name in methods
+        }
+        means = [eval_report.mean(one["kl"] for one in point) for points in lines.values() for point in points]
+        floor = min((mean for mean in means if mean > 0), default=1.0) / 2
+        for axis, (_, cost, unit) in zip(line, costs, strict=True):
+            for k, (name, points) in enumerate(lines.items()):
+                look = style(k, plain(name))
+                placed = sorted((cost(point), [one["kl"] for one in point]) for point in points)
+                placed = [(x, kl) for x, kl in placed if sum(kl) > 0]
+                axis.plot([x for x, _ in placed], [sum(kl) / len(kl) for _, kl in placed], **look)
+                for x, kl in placed:
+                    if (around := intervals.student(kl)) is not None:
+                        low, high = max(around[0], floor), max(around[1], floor)
+                        axis.vlines(x, low, high, color=look["color"], linewidth=1, alpha=0.7)
+            axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(unit)
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            if any(mean > 0 for mean in means):  # without a value, a logarithmic axis is an error
+                axis.set_yscale("log")
+                axis.set_ylim(bottom=floor)
+            axis.yaxis.set_major_formatter(COUNT)
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.grid(alpha=0.3)
+        line[0].set_ylabel("KL, nats a token")
+        line[0].set_title(_shown(agreement_report.title(place, mine)), fontsize=10, loc="left")
+    for axis, (label, _, _) in zip(axes[-1], costs, strict=True):
+        axis.set_xlabel(label)
+    head = f"{records[0]['settings']['model']}: divergence of the next token's distribution from full attention's"
+    figure.suptitle(_shown(head) + "\nbars: 95% intervals over windows, cut at the foot", fontsize=10)
+    name_ends(figure, axes.flat)
+    _save(figure, path)
+
+
+def _rows(records: Sequence[Mapping[str, Any]]) -> float:
+    return eval_report.mean(one["rows"] for one in records)
 
 
 def _prompts(count: int) -> str:
@@ -242,6 +291,122 @@ def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     what = f"{one['task']}, protocol {one['protocol']}, {one['settings']['model']}"
     figure.suptitle(_shown(f"{what}: tokens against the needle's depth"), fontsize=10)
     _save(figure, path)
+
+
+def inspection(found: Inspection, path: Path) -> None:
+    """Eight measures, a panel each: a point every query head, over the layers, and the mean of each layer as a line."""
+    page = PAGES[0]
+    panels = (
+        ("distance_ratio", "distance of queries from the keys\nover that of other keys", COUNT, None),
+        ("far_mass", "attention\nbeyond sink and window", SHARE, 1.0),
+        (f"top_share@{NEEDED}", f"of that, on the\n{NEEDED} best rows", SHARE, 1.0),
+        ("overlap@1", "of these rows, needed\nby the token before too", SHARE, 1.0),
+        (f"slack@{page}", "Quest's bound less the page's largest\nlogit, in standard deviations", COUNT, None),
+        (f"rank@{page}", "rank correlation of the two", COUNT, 1.0),
+        (f"hits@{page}", f"of the {BEST} best pages,\nfound by the bound", SHARE, 1.0),
+        (
+            f"bound_share@{page}",
+            f"attention beyond sink and window, on\n{NEEDED // page} pages of the bound",
+            SHARE,
+            1.0,
+        ),
+    )
+    layers = found.layers
+    figure = Figure(figsize=(max(11.0, 1.6 + 4 * 0.09 * len(layers)), 5.6), layout="constrained")
+    axes: Any = figure.subplots(2, 4, sharex=True)
+    for axis, (measure, title, unit, most) in zip(axes.flat, panels, strict=True):
+        for x, layer in enumerate(layers):
+            heads = found.heads[layer][measure].tolist()
+            axis.plot([x] * len(heads), heads, "o", color=COLOURS[0], markersize=3.5, alpha=0.5, markeredgewidth=0)
+        axis.plot([found.mean(measure, layer) for layer in layers], color=COLOURS[1], linewidth=1.4)
+        least = min(float(one[measure].nan_to_num().min()) for one in found.heads.values())
+        axis.set_ylim(bottom=min(-0.03 * (most or 0.0), least), top=None if most is None else 1.03 * most)
+        axis.yaxis.set_major_formatter(unit)
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+        step = -(-len(layers) // 10)
+        axis.set_xticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    for axis in axes[1]:
+        axis.set_xlabel("layer", fontsize=9)
+    figure.suptitle(f"{_inspected(found)}, pages of {page}; a point a query head, the line their mean", fontsize=10)
+    _save(figure, path)
+
+
+def needed_rows(found: Inspection, path: Path) -> None:
+    """The share of the attention beyond sink and window on the best rows, against their number: a panel a layer, a line
+    a query head, named where few are."""
+    figure, axes = _by_layer(found)
+    for axis, heads in zip(axes, found.heads.values(), strict=False):
+        shares = torch.stack([heads[f"top_share@{k}"] for k in COUNTS], 1).tolist()  # [H*G][k]
+        order = sorted(range(len(shares)), key=lambda head: shares[head][0])
+        named = set(order) if len(order) <= HEADS else {order[0], order[-1]}
+        for head, line in enumerate(shares):
+            look = style(head, str(head) if head in named else "_")
+            axis.plot(COUNTS, line, **{**look, "markersize": 3.5, "linewidth": 1.1})
+        axis.set_xscale("log", base=4)
+        axis.set_xticks(COUNTS)
+        axis.xaxis.set_major_formatter(COUNT)
+        axis.minorticks_off()
+    figure.supxlabel("best rows", fontsize=9)
+    which = (
+        "numbered" if all(len(one["far_mass"]) <= HEADS for one in found.heads.values()) else "least and most numbered"
+    )
+    figure.suptitle(
+        f"{_inspected(found)}: share of the attention beyond sink and window on the best rows; a line a query head, "
+        f"{which}",
+        fontsize=10,
+    )
+    name_ends(figure, axes[: len(found.layers)])
+    _save(figure, path)
+
+
+def needed_pages(found: Inspection, path: Path) -> None:
+    """What as many rows hold of the attention beyond sink and window, chosen singly, as pages by their largest logits,
+    and as pages by Quest's bounds: a panel a layer, three marks a query head."""
+    page = PAGES[0]
+    series = (
+        (f"top_share@{NEEDED}", f"best {NEEDED} rows"),
+        (f"best_share@{page}", f"best {NEEDED // page} pages"),
+        (f"bound_share@{page}", f"{NEEDED // page} pages by bound"),
+    )
+    figure, axes = _by_layer(found)
+    for axis, heads in zip(axes, found.heads.values(), strict=False):
+        held = [heads[measure].tolist() for measure, _ in series]
+        axis.vlines(range(len(held[0])), held[-1], held[0], color="grey", linewidth=0.8, alpha=0.6)
+        for k, (shares, (_, label)) in enumerate(zip(held, series, strict=True)):
+            axis.plot(shares, **{**style(k, label), "linestyle": "none", "markersize": 4})
+        step = -(-len(held[0]) // HEADS)
+        axis.set_xticks(range(0, len(held[0]), step))
+        axis.set_xlim(-0.5, len(held[0]) - 0.5)
+    figure.supxlabel("query head", fontsize=9)
+    figure.suptitle(
+        f"{_inspected(found)}: share of the attention beyond sink and window in {NEEDED} rows, pages of {page}",
+        fontsize=10,
+    )
+    name_ends(figure, [axes[min(COLUMNS, len(found.layers)) - 1]])
+    _save(figure, path)
+
+
+def _inspected(found: Inspection) -> str:
+    return _shown(f"{found.trace}, last {found.settings['last']} of {found.settings['tokens']} tokens")
+
+
+def _by_layer(found: Inspection) -> tuple[Figure, Any]:
+    """A figure and a flat array of panels of shares, a layer each."""
+    columns = min(COLUMNS, len(found.layers))
+    rows = -(-len(found.layers) // columns)
+    figure = Figure(figsize=(max(7.5, 0.5 + 2.5 * columns), 0.9 + 1.9 * rows), layout="constrained")
+    axes: Any = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+    for axis, layer in zip(axes, found.layers, strict=False):
+        axis.set_title(f"layer {layer}: {found.mean('far_mass', layer):.0%} lies there", fontsize=8)
+        axis.set_ylim(0, 1.03)
+        axis.yaxis.set_major_formatter(SHARE)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    for axis in axes[len(found.layers) :]:
+        axis.set_axis_off()
+    return figure, axes
 
 
 def _shown(text: str) -> str:

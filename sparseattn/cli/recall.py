@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.builtin import BUILTIN
+from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
@@ -22,6 +22,8 @@ from sparseattn.cli.common import (
     errors,
     in_a_sentence,
     integers,
+    leading_traces,
+    model_progress,
     open_trace,
     plain,
     progress_bar,
@@ -37,7 +39,7 @@ from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 
 SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
-KEYS = "131072"
+KEYS = "16384,131072"
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
 
@@ -48,6 +50,7 @@ class Source:
 
     Args:
         name: "synthetic", or the trace's.
+        growth: file name of the picture that sources share which differ in the number of their keys alone.
         titles: task -> title; a task is a kind of queries. The control, held-out keys, is one task more.
         facts: of every record.
         gaps: task -> gap, for synthetic ones.
@@ -56,6 +59,7 @@ class Source:
     """
 
     name: str
+    growth: str
     titles: dict[str, str]
     facts: dict[str, Any]
     gaps: dict[str, float]
@@ -76,8 +80,15 @@ def recall(
     keys: Annotated[
         str | None,
         typer.Option(
-            help=f"Synthetic keys, such as 16384,131072. Traces or --keys, only what is named is measured; neither: "
-            f"{KEYS} synthetic keys and the built-in traces."
+            help=f"Synthetic keys, such as {KEYS}. Traces or --keys, only what is named is measured; neither: "
+            f"the traces {', '.join(LEADING)}."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="First tokens of traces to keep, such as 4096,16384: the last of them ask; several show the growth. "
+            "Default: all."
         ),
     ] = None,
     gap: Annotated[
@@ -101,8 +112,9 @@ def recall(
 ) -> None:
     """Measure recall@k against the share of keys scanned, for attention's queries and, as a control, for keys.
 
-    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the largest --keys; with several --keys also
-    scaling.png. Selectors that learn from queries learn from those of the indexed tokens, in the control from the keys.
+    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the most keys of each source; with several
+    --keys also scaling.png, with several --tokens scaling-NAME.png for each trace. Selectors that learn from queries
+    learn from those of the indexed tokens, in the control from the keys.
     """
     methods = _by_label([make_selector(spec) for spec in selector or SELECTED])
     turns, indices = integers(values, "--values"), integers(layers, "--layers")
@@ -110,19 +122,27 @@ def recall(
         raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {queries} and {sink}")
     if turns is not None and min(turns) < 1:
         raise ValueError(f"--values are 1 or more, got {values!r}")
+    lengths: list[int | None] = [None]
+    if tokens is not None:
+        lengths = [*sorted(set(integers(tokens, "--tokens") or []))]
+        if keys and not traces:
+            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
     sources: list[Source] = []
-    if keys or not traces:
+    if keys:
         recipe = {"size": size, "spread": spread}
         gaps, seeds = list(dict.fromkeys(decimals(gap, "--gap"))), integers(seed, "--seed") or []
-        counts = sorted(set(integers(keys or KEYS, "--keys") or []))
+        counts = sorted(set(integers(keys, "--keys") or []))
         sources += [_synthetic(count, queries, gaps, list(dict.fromkeys(seeds)), recipe) for count in counts]
     if traces or not keys:
-        with progress_bar() as bar:
-            opened = [open_trace(name, bar) for name in traces or BUILTIN]
+        named = traces or leading_traces()
+        with model_progress() as progress:
+            opened = [open_trace(name, progress) for name in named]
         learners = [method for _, method in methods if method.queries_share]
-        sources += [_trace(trace, queries, sink, indices, learners, k) for trace in opened]
+        for growth, trace in zip(report.figure_names([one.name for one in opened], "scaling"), opened, strict=True):
+            cut = [trace if length is None else trace.first(length) for length in lengths]
+            sources += [_trace(one, growth, queries, sink, indices, learners, k) for one in cut]
     for source in sources:
         for _, method in methods:
             check(method, source.keys, k)
@@ -157,24 +177,25 @@ def recall(
             where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
             screen.print(report.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
     if figures:
-        largest = max((source.keys for source in sources if source.gaps), default=0)
+        largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
         drawn = [
             column
             for source, mine in zip(sources, columns, strict=True)
             for column in mine
-            if not source.gaps or source.keys == largest
+            if source.keys == largest[source.growth]
         ]
         plots.recall(drawn, report.LEVEL, out / "recall.png")
         errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
-        grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.gaps]
-        if len(grown) > 1:
-            names = [*grown[0][0].gaps, CONTROL]
-            growth = {
-                label: [{source.keys: tasks[name][label] for source, tasks in grown} for name in names]
-                for label, _ in methods
-            }
-            plots.scaling(names, growth, report.LEVEL, out / "scaling.png")
-            errors.print(f"figure: {out / 'scaling.png'}", soft_wrap=True)
+        for name in largest:
+            grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.growth == name]
+            if len(grown) > 1:
+                names = [*grown[0][0].titles, CONTROL]
+                by_label = {
+                    label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
+                    for label, _ in methods
+                }
+                plots.scaling(names, by_label, report.LEVEL, out / name, grown[0][0].name)
+                errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
         (errors if json else Screen()).print(report.recall_verdict(column), soft_wrap=True)
@@ -232,6 +253,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
     return Source(
         "synthetic",
+        "scaling.png",
         {f"gap {gap:g}": f"gap {gap:g}, {keys:,} keys" for gap in gaps},
         {"recipe": {**recipe, "seeds": seeds, "sinks": 0}},
         {f"gap {gap:g}": gap for gap in gaps},
@@ -241,7 +263,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
 
 def _trace(
-    trace: Trace, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
+    trace: Trace, growth: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
 ) -> Source:
     """The end of a trace looks for the keys before it."""
     chosen = usable_layers(trace, layers)
@@ -269,4 +291,5 @@ def _trace(
         return tasks
 
     facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
-    return Source(trace.name, {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}, facts, {}, keys, load)
+    titles = {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}
+    return Source(trace.name, growth, titles, facts, {}, keys, load)

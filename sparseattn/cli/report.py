@@ -13,9 +13,13 @@ from rich.table import Table
 from sparseattn.budget import Budget
 from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
+from sparseattn.heads import SCANS_ALL
 from sparseattn.metrics import COUNTED, Evaluation
+from sparseattn.selectors import Window
 
 TOLERANCE = 0.01
+STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # mean output errors to stay within, the first that anything reaches
+WINDOW = Window().label()
 WIDE = 150  # characters that the table of all measures needs
 
 
@@ -110,7 +114,7 @@ def verdict(results: Sequence[Evaluation]) -> str:
         read = sum(one.mean("bytes_share") for one in ones) / len(ones)
         if math.isnan(read):
             continue  # it does not say what it reads to choose, so it cannot be called cheap
-        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > 0.5 else ""
+        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > SCANS_ALL else ""
         facts = f"error {error:.2%}, worst head {worst:.1%}, {read:.1%} of the cache's bytes read"
         scored.append((error, read, f"{method} at budget {budget}{oracle}: {facts}."))
     if not scored:
@@ -125,11 +129,49 @@ def verdict(results: Sequence[Evaluation]) -> str:
     )
 
 
-def figure_names(found: Sequence[Sequence[Evaluation]]) -> list[str]:
-    """`frontier-NAME.png` for the results of each trace, numbered where names repeat."""
+def finding(results: Sequence[Evaluation]) -> str | None:
+    """In a sentence for newcomers: how near the best method comes to full attention, and how near the bare window.
+
+    The best is the one that reads least of those that stay, on every trace, within the first of `STEPS` that any
+    reaches; methods that score every key, and such as read as much as full attention does, do not count. None where
+    there is none.
+    """
+    pairs: dict[tuple[str, str], list[Evaluation]] = {}
+    for one in results:
+        pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
+    errors = {pair: [one.mean("relative_error") for one in ones] for pair, ones in pairs.items()}
+    read = {pair: sum(one.mean("bytes_share") for one in ones) / len(ones) for pair, ones in pairs.items()}
+    sparse = [
+        pair
+        for pair, ones in pairs.items()
+        if read[pair] < 1 and pair[0] != WINDOW and min(one.mean("scanned_share") for one in ones) <= 0.5
+    ]
+    if not sparse:
+        return None
+    most = {pair: max(errors[pair]) for pair in sparse}
+    step = next((step for step in STEPS if min(most.values()) <= step), math.inf)
+    best = min((pair for pair in sparse if most[pair] <= step), key=read.__getitem__)
+    traces = [plain(one.trace) for one in pairs[best]]
+
+    def off(pair: tuple[str, str]) -> str:
+        low, high = (f"{100 * error:.2g}" for error in (min(errors[pair]), max(errors[pair])))
+        return f"{low}%" if low == high else f"{low} to {high}%"
+
+    said = (
+        f"In short: {best[0]} at budget {best[1]} reads {read[best]:.0%} of the cache's bytes, and the output of "
+        f"attention is off by {off(best)} (mean over heads; on {', '.join(traces)})"
+    )
+    bare = next((pair for pair in pairs if pair[0] == WINDOW), None)
+    if bare is None:
+        return f"{said}."
+    return f"{said}; reading only the first and last rows, {read[bare]:.1%}, it is off by {off(bare)}."
+
+
+def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
+    """`frontier-NAME.png` for the name of each trace, numbered where names repeat."""
     names: list[str] = []
-    for results in found:
-        base = f"frontier-{Path(results[0].trace).stem}"
+    for trace in traces:
+        base = f"{what}-{Path(trace).stem}"
         same = sum(name == f"{base}.png" or name.startswith(f"{base}-") for name in names)
         names.append(f"{base}-{same + 1}.png" if same else f"{base}.png")
     return names

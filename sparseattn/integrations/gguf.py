@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
+import importlib
 import importlib.util
 import io
 import os
@@ -82,9 +84,7 @@ def convert(path: Path, folder: Path) -> None:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     if magic != MAGIC:
         raise ModelError(f"{path} is no GGUF file: it begins with {magic!r}, such files with {MAGIC!r}")
-    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(f"reading GGUF files needs {' and '.join(missing)}: pip install 'sparseattn[models]'")
+    check_packages()
     part = folder.with_name(f".{folder.name}.part")
     with naming(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def convert(path: Path, folder: Path) -> None:
         if (folder / "config.json").is_file():  # by another process, just now
             return
         try:
-            with in_a_sentence(f"{path} cannot be converted", str(path)), _quietly():
+            with in_a_sentence(f"{path} cannot be converted", str(path)), _quietly(), _parsed_once():
                 model, tokenizer = _read(path)
             shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
             with in_a_sentence(f"{folder} cannot be written", str(path)), _quietly():
@@ -102,6 +102,13 @@ def convert(path: Path, folder: Path) -> None:
                 part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def check_packages() -> None:
+    """ModelError where a package is missing that reading GGUF files needs."""
+    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(f"reading GGUF files needs {' and '.join(missing)}: pip install 'sparseattn[models]'")
 
 
 def _read(path: Path) -> tuple[Any, Any]:
@@ -125,6 +132,18 @@ def _read(path: Path) -> tuple[Any, Any]:
     model.tie_weights()
     model.generation_config = held.generation_config
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """A file's header, which transformers parses in seconds each for the tokenizer, configuration and weights."""
+    package: Any = importlib.import_module("gguf")
+    reader = package.GGUFReader
+    package.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        package.GGUFReader = reader
 
 
 @contextlib.contextmanager

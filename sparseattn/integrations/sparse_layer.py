@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from sparseattn.cache import KVCache
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.routing import Call, delegate, not_held
 from sparseattn.integrations.upstream import CacheLayerMixin
+from sparseattn.selection import Selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,7 @@ class SparseLayer(CacheLayerMixin):
         # Rows chosen, read anyway and stored, summed over sparse calls; a tensor, so that no step waits for a GPU.
         self._chosen: float | Tensor = 0.0
         self._always, self._stored = 0.0, 0.0
+        self._read: float | Tensor = 0.0
 
     @property
     def mean_rows(self) -> float:
@@ -79,14 +82,20 @@ class SparseLayer(CacheLayerMixin):
         """Rows stored at a sparse call, mean over calls and sequences; 0 without any."""
         return self._stored / max(self.sparse_calls, 1)
 
+    @property
+    def bytes_share(self) -> float:
+        """Bytes read to choose and to attend over bytes stored, mean over calls, sequences and KV heads; NaN without
+        any, where the cache was made without `check`, and where the selector does not say what it reads."""
+        return float(self._read) / self.sparse_calls if self.sparse_calls and self.rows.check else math.nan
+
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def attend(self, call: Call, run: Run) -> Tensor:
         """Stores the call's new rows and returns `[B,n,HG,D]`: the first n - `run.sparse` tokens attend densely, the
         others one by one through the selector."""
         self._check(call)
-        query = call.query.unflatten(1, (call.key.shape[1], -1))  # [B,H,G,n,D]
-        new = query.shape[3]
+        batch, named, new, size = call.query.shape
+        query = call.query.view(batch, call.key.shape[1], -1, new, size)  # [B,H,G,n,D]
         dense = new - run.sparse
         parts = []
         if dense:
@@ -94,8 +103,8 @@ class SparseLayer(CacheLayerMixin):
             self.dense_calls += 1
         for t in range(dense, new):
             self._store(call, query, slice(t, t + 1), run)
-            out = decode(query[:, :, :, t], self.rows, self.budget, scale=call.scale, impl=self.impl)
-            parts.append(out.flatten(1, 2)[:, None])
+            out = decode(query.select(3, t), self.rows, self.budget, scale=call.scale, impl=self.impl)
+            parts.append(out.view(batch, 1, named, size))
             self._count()
         self.columns += new
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -115,8 +124,11 @@ class SparseLayer(CacheLayerMixin):
             raise ModelError("sparse attention has no gradients: run the model under torch.no_grad()")
 
     def _store(self, call: Call, query: Tensor, part: slice, run: Run) -> None:
-        positions = None if run.positions is None else run.positions[:, part]
-        self.rows.append(call.key[:, :, part], call.value[:, :, part], query[:, :, :, part], positions)
+        keys, values, positions = call.key, call.value, run.positions
+        if part != slice(0, keys.shape[2]):
+            keys, values, query = keys[:, :, part], values[:, :, part], query[:, :, :, part]
+            positions = None if positions is None else positions[:, part]
+        self.rows.append(keys, values, query, positions)
 
     def _attend_densely(self, call: Call, query: Tensor, new: int, run: Run) -> Tensor:
         """The first `new` tokens of the call, each over all rows up to its own."""
@@ -163,14 +175,33 @@ class SparseLayer(CacheLayerMixin):
         return block if run.positions is None else block & (run.positions[:, None, None, :new] >= 0)
 
     def _count(self) -> None:
-        rows, chosen = self.rows, self.rows.latest
+        chosen = self.rows.latest
         assert chosen is not None
-        stored, sealed = int(rows.lengths.sum()) / rows.batch, int(rows.sealed.sum()) / rows.batch
-        heads = chosen.length.shape[0] * chosen.length.shape[1]
-        self._chosen = self._chosen + chosen.length.sum() / heads
+        stored, sealed = (sum(rows) / len(rows) for rows in self.rows.counts)
+        batch, heads, _ = chosen.length.shape
+        read = chosen.length.sum()
+        self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (batch * heads)
         self._always += stored - sealed  # sink and rows not sealed
         self._stored += stored
         self.sparse_calls += 1
+        if self.rows.check:  # a comparison, which pays for looking
+            self._read = self._read + self._share_read(chosen, stored, stored - sealed)
+
+    def _share_read(self, chosen: Selection, stored: float, always: float) -> float | Tensor:
+        """Bytes read to choose and to attend over bytes stored, mean over KV heads; NaN where the selector is silent.
+
+        Query heads that choose apart read a row once that several of them chose.
+        """
+        if chosen.scan_bytes is None:
+            return math.nan
+        keys = self.rows.sealed_keys
+        heads = keys.shape[1]
+        if chosen.length.shape[1] == heads:
+            distinct = chosen.attended
+        else:
+            distinct = chosen.mask(keys.shape[2]).unflatten(1, (heads, -1)).any(2).sum(-1)
+        row = 2 * keys.shape[3] * keys.element_size()  # bytes of a key and a value
+        return (always + distinct.double().mean() + chosen.scan_bytes.double().mean() / row) / stored
 
     def keep_unsealed(self, tokens: int) -> None:
         """From now on the newest `tokens` or more stay unsealed, so that they can be taken back."""

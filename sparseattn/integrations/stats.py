@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -16,6 +17,8 @@ class LayerStats:
         dense_calls: attention calls over all rows: one for each forward pass with tokens to prefill.
         rows: rows attended by a query head in a sparse call, sink and window included; mean over calls and heads.
         context: rows stored at a sparse call, mean over calls.
+        bytes_share: bytes read to choose and to attend over bytes stored, mean over calls and KV heads; NaN where the
+            cache was made without `check=True`, or where the selector does not say what it reads.
     """
 
     layer: int
@@ -24,6 +27,7 @@ class LayerStats:
     dense_calls: int
     rows: float
     context: float
+    bytes_share: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,13 @@ class Stats:
     def context(self) -> float:
         """Rows stored at a sparse call, mean over all sparse calls; 0 without any."""
         return sum(layer.context * layer.sparse_calls for layer in self.layers) / max(self.sparse_calls, 1)
+
+    @property
+    def bytes_share(self) -> float:
+        """Bytes read over bytes stored, mean over all sparse calls (see `LayerStats`); NaN where one is not known."""
+        sparse = [layer for layer in self.layers if layer.sparse_calls]
+        total = sum(layer.bytes_share * layer.sparse_calls for layer in sparse)
+        return total / self.sparse_calls if sparse else math.nan
 
     def __str__(self) -> str:
         share = self.rows / self.context if self.context else 0.0

@@ -146,7 +146,7 @@ class SparseCache(Cache):
         layers = []
         for i, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
-                counts = layer.sparse_calls, layer.dense_calls, layer.mean_rows, layer.mean_context
+                counts = layer.sparse_calls, layer.dense_calls, layer.mean_rows, layer.mean_context, layer.bytes_share
                 layers.append(LayerStats(i, layer.rows.selector.label(), *counts))
             else:
                 layers.append(LayerStats(i, None, 0, self._dense_calls[i], 0.0, 0.0))

@@ -164,7 +164,8 @@ def _check(
             f"{list(keys.shape)} and {list(values.shape)}"
         )
     batch, heads, group, size = query.shape
-    if (batch if table is not None else keys.shape[0], keys.shape[1], keys.shape[3]) != (batch, heads, size):
+    first, key_heads, stored, key_size = keys.shape
+    if (batch if table is not None else first, key_heads, key_size) != (batch, heads, size):
         raise ValueError(
             f"query {list(query.shape)} and keys {list(keys.shape)} must agree in B, H and D: query is [B,H,G,D] with "
             f"H KV heads of G query heads each, keys are [B,H,N,D]"
@@ -184,7 +185,7 @@ def _check(
     if table is not None:
         paged.check(keys, batch, bounds, table)
     if bounds is not None:
-        _check_bounds(bounds, batch, keys.shape[2] * (1 if table is None else table.shape[1]), keys.device)
+        _check_bounds(bounds, batch, stored * (1 if table is None else table.shape[1]), keys.device)
     chosen = tuple(selection.start.shape[:2])
     if chosen not in ((batch, heads), (batch, heads * group)):
         raise ValueError(
@@ -194,6 +195,7 @@ def _check(
 
 
 def _check_bounds(bounds: Bounds, batch: int, rows: int, device: torch.device) -> None:
+    on_host = device.type == "cpu"
     for name in ("sink", "sealed", "rows"):
         held = getattr(bounds, name)
         if held.shape != (batch,) or held.dtype != torch.int32 or held.device != device:
@@ -201,7 +203,8 @@ def _check_bounds(bounds: Bounds, batch: int, rows: int, device: torch.device) -
                 f"bounds.{name} is int32 [B] = [{batch}] on {device}, got {held.dtype} {list(held.shape)} on "
                 f"{held.device}"
             )
-        if held.device.type == "cpu" and batch and not 0 <= min(held.tolist()) <= max(held.tolist()) <= rows:
-            raise ValueError(f"bounds.{name} lies within the {rows} rows of the keys, got {held.tolist()}")
+        numbers = held.tolist() if on_host else []
+        if numbers and not 0 <= min(numbers) <= max(numbers) <= rows:
+            raise ValueError(f"bounds.{name} lies within the {rows} rows of the keys, got {numbers}")
     if not 0 <= bounds.base <= rows:
         raise ValueError(f"bounds.base is a row of the keys, 0 to {rows}, got {bounds.base}")

@@ -15,7 +15,9 @@ changes one of them touches that file too.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import threading
 from typing import Any
 
@@ -376,29 +378,28 @@ def attend(
     chosen, slots = selection.start.shape[1:]
     lists = batch * chosen
     splits = max(1, min(-(-PARTS // max(lists, 1)), slots * selection.span // PART_ROWS + 1))
-    if block_table is None:  # each sequence is one block
-        block_table = torch.arange(batch, dtype=torch.int32)[:, None]
     k, key_steps = _flat(keys)
     v, value_steps = _flat(values)
     share = heads * group // chosen
     acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
     out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
     sealed, end = bounds.sealed.contiguous().numpy(), bounds.rows.contiguous().numpy()
-    rows = slots * selection.span + bounds.base + (max(int((end - sealed).max()), 0) if batch else 0)
+    recent = max(map(operator.sub, end.tolist(), sealed.tolist()), default=0)
+    rows = slots * selection.span + bounds.base + max(recent, 0)
     with ONE_AT_A_TIME:
         use_threads(2 * rows * lists * share * size)
         _attend(
-            _bits(query.reshape(lists, share, size)),
+            _bits(query).reshape(lists, share, size),
             np.float32(scale) * LOG2E,
             k,
             key_steps,
             v,
             value_steps,
             heads,
-            block_table.contiguous().numpy(),
+            _own_blocks(batch) if block_table is None else block_table.contiguous().numpy(),
             max(keys.shape[2], 1),
-            selection.start.reshape(lists, slots).numpy(),
-            selection.length.reshape(lists, slots).numpy(),
+            selection.start.numpy().reshape(lists, slots),
+            selection.length.numpy().reshape(lists, slots),
             selection.span,
             bounds.sink.contiguous().numpy(),
             bounds.base,
@@ -406,10 +407,16 @@ def attend(
             end,
             acc.numpy(),
             *total.numpy(),
-            out.view(lists, share, size).numpy(),
-            lse.view(lists, share).numpy(),
+            out.numpy().reshape(lists, share, size),
+            lse.numpy().reshape(lists, share),
         )
     return out.to(query.dtype), lse
+
+
+@functools.cache
+def _own_blocks(batch: int) -> Any:
+    """The block table `[B,1]` of keys that are no paged store: each sequence is one block."""
+    return np.arange(batch, dtype=np.int32)[:, None]
 
 
 def _bits(part: Tensor) -> Any:
@@ -431,7 +438,8 @@ def _flat(rows: Tensor) -> tuple[Any, tuple[int, ...]]:
 
 def _line(part: Tensor) -> Any:
     """The storage of `part` from its first element to its last as a flat numpy array, a view."""
-    last = sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True)) + 1 if part.numel() else 0
+    shape, steps = part.shape, part.stride()
+    last = 0 if 0 in shape else sum(map(operator.mul, shape, steps)) - sum(steps) + 1
     return _bits(part.as_strided((last,), (1,)))
 
 
@@ -466,16 +474,33 @@ def _pages(up, down, low, low_base, low_step, high, high_base, high_step, real, 
             scores[0, p] = best
 
 
+@njit
+def _halves(query, root, summed, up, down):
+    """Each head's query over `root`, cut at zero: query: `[A,G,D]`; up, down: `[A,G,D]`, or their sums `[A,1,D]`."""
+    heads, group, size = query.shape
+    flat = query.reshape(-1)
+    up[:], down[:] = 0, 0
+    for a in range(heads):
+        for g in range(group):
+            for d in range(size):
+                x = _read(flat, (a * group + g) * size + d) / root
+                up[a, 0 if summed else g, d] += np.float32(0) if x < 0 else x  # NaN stays
+                down[a, 0 if summed else g, d] += np.float32(0) if x > 0 else x
+
+
 @njit(parallel=True, cache=True, nogil=True)
-def _page_scores(up, down, low, low_steps, high, high_steps, real, real_step, each, scores):
-    """up, down: `[B,H,G,D]`; low, high: flat, with steps of b, h, p; real: flat `[B,P]`; scores: `[B,H,G or 1,P]`."""
+def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, real_step, each, scores):
+    """query: `[B*H,G,D]`; low, high: flat, with steps of b, h, p; real: flat `[B,P]`; scores: `[B,H,G or 1,P]`."""
     batch, heads, _, pages = scores.shape
+    halves = np.empty((2, batch * heads, 1 if summed else query.shape[1], query.shape[2]), np.float32)
+    up, down = halves[0], halves[1]
+    _halves(query, root, summed, up, down)
     chunks = (pages + PAGES - 1) // PAGES
     for unit in prange(batch * heads * chunks):
         which, chunk = unit // chunks, unit % chunks
         b, h = which // heads, which % heads
         _pages(
-            up[b, h], down[b, h], low, b * low_steps[0] + h * low_steps[1], low_steps[2],
+            up[which], down[which], low, b * low_steps[0] + h * low_steps[1], low_steps[2],
             high, b * high_steps[0] + h * high_steps[1], high_steps[2], real, b * real_step,
             chunk * PAGES, min(pages, (chunk + 1) * PAGES), each, scores[b, h],
         )  # fmt: skip
@@ -484,20 +509,17 @@ def _page_scores(up, down, low, low_steps, high, high_steps, real, real_step, ea
 def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str) -> Tensor:
     """As `sparseattn.kernels.scoring.page_scores`, for `group` "sum", "max" and "each"."""
     batch, heads, served, size = query.shape
-    asked = query.float().contiguous() / size**0.5  # compiled code takes one layout
-    up, down = asked.clamp(min=0), asked.clamp(max=0)
-    if group == "sum":  # the bound is linear in both parts
-        up, down = up.sum(2, keepdim=True), down.sum(2, keepdim=True)
+    pages, each, summed = real.shape[1], group == "each", group == "sum"  # the bound is linear in both halves
     held, steps = _flat(low)
     top, top_steps = _flat(high)
-    scores = torch.empty(batch, heads, served if group == "each" else 1, real.shape[1])
+    scores = torch.empty(batch, heads * served if each else heads, pages)
     with ONE_AT_A_TIME:
-        use_threads(2 * up.numel() * real.shape[1])
+        use_threads(2 * batch * heads * (1 if summed else served) * size * pages)
         _page_scores(
-            up.numpy(), down.numpy(), held, steps, top, top_steps, _line(real), real.stride(0), group == "each",
-            scores.numpy(),
+            _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed, held, steps, top, top_steps,
+            _line(real), real.stride(0), each, scores.numpy().reshape(batch, heads, served if each else 1, pages),
         )  # fmt: skip
-    return scores.flatten(1, 2)
+    return scores
 
 
 # -- the vote of a query group ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def example(
         least = count(draft.build(draft.least)) + asked
         raise ValueError(f"a {task} prompt with seed {seed} has at least {least} tokens, got a length of {length}")
     meta = {"length": length, "depth": depth if kind.uses_depth else None, "seed": seed, "distractors": n}
-    return Example(task, draft.build(n), draft.question, draft.answers, kind.scoring, meta, draft.others)
+    return Example(task, draft.build(n), draft.question, draft.answers, kind.scoring, meta, draft.others, draft.lead)
 
 
 __all__ = ["TASKS", "Count", "Example", "Filler", "Task", "byte_count", "example"]

@@ -27,6 +27,7 @@ class Example:
         scoring: a name in `scoring.SCORINGS`.
         meta: length, depth, seed, or where it was read from.
         others: where several values are asked for, those of the same kind in the context that are not.
+        lead: the end of the question that begins the answer, such as "The pass key is".
     """
 
     task: str
@@ -36,6 +37,7 @@ class Example:
     scoring: str
     meta: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    lead: str = ""
 
     @property
     def target(self) -> str:
@@ -54,6 +56,7 @@ class Draft:
         answers: likewise.
         least: distractors without which the task means nothing.
         others: as of `Example`.
+        lead: likewise.
     """
 
     build: Callable[[int], str]
@@ -61,6 +64,7 @@ class Draft:
     answers: tuple[str, ...]
     least: int = 0
     others: tuple[str, ...] = ()
+    lead: str = ""
 
 
 @dataclass(frozen=True)

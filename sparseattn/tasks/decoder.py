@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +46,7 @@ class ModelDecoder:
         queries: bool = True,
     ) -> None:
         self.model, self.chunk, self.queries, self.seal = model, chunk, queries, seal
-        self.settings = {"sink": sink, "window": window, "dense_layers": dense_layers}
+        self.settings: dict[str, Any] = {"sink": sink, "window": window, "dense_layers": dense_layers}
         self.config = model.config.get_text_config(decoder=True)
         if not 0 <= dense_layers < self.config.num_hidden_layers:
             raise ModelError(
@@ -60,6 +62,22 @@ class ModelDecoder:
         if self.positions is not None and tokens > self.positions:
             raise ModelError(f"the model has {self.positions} positions, {what} takes {tokens}{remedy}")
 
+    @functools.cached_property
+    def sparse(self) -> tuple[int, ...]:
+        """The layers that attend to the whole context and are not dense: those that can be sparse."""
+        from sparseattn.integrations.transformers import SparseCache
+
+        return tuple(SparseCache(self.model, "window", None, **self.settings).sparse_layers)
+
+    def check_layers(self, layers: Sequence[int], what: str) -> None:
+        """ModelError where not all of `layers` can be sparse."""
+        strange = [layer for layer in layers if layer not in self.sparse]
+        if strange:
+            raise ModelError(
+                f"{what} names layers of {', '.join(map(str, self.sparse))}, which attend to the whole context and are "
+                f"not dense; layer {strange[0]} is none of them"
+            )
+
     def fingerprint(self) -> str:
         """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
         parts = {name: value.detach().flatten()[:TRACE].float() for name, value in self.model.named_parameters()}
@@ -71,12 +89,21 @@ class ModelDecoder:
 
         return Prefill(self.model, self._ids(tokens), chunk=self.chunk, queries=self.queries)
 
-    def index(self, prefill: Any, tail: Sequence[int], selector: Selector | None) -> Any:
-        """The cache of one method behind a prefill and a `tail`, read densely too; its index is built."""
+    def index(
+        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+    ) -> Any:
+        """The cache of one method behind a prefill and a `tail`, read densely too; its index is built.
+
+        `layers`: those that are sparse, of `sparse`; None: all of these.
+        """
+        every = self.config.num_hidden_layers
         if selector is None:
-            cache = prefill.cache("window", None, dense_layers=self.config.num_hidden_layers)
+            cache = prefill.cache("window", None, dense_layers=every)
         else:
-            cache = prefill.cache(selector, None, seal=self.seal or selector.span, check=True, **self.settings)
+            settings = dict(self.settings)
+            if layers is not None:
+                settings["dense_layers"] = sorted(set(range(every)) - set(layers))
+            cache = prefill.cache(selector, None, seal=self.seal or selector.span, check=True, **settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)
@@ -114,12 +141,15 @@ class ModelSession:
         return logits
 
     def facts(self) -> dict[str, Any]:
-        """`rows` attended by a query head of a sparse layer, of `context` rows stored; means over the tokens."""
+        """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
+        bytes that were read, to choose too (None where the selector does not say); means over the tokens."""
         stats = self._cache.stats()
         context = self._held / max(self._fed, 1)
+        share = stats.bytes_share if stats.sparse_calls else 1.0
         return {
             "rows": stats.rows if stats.sparse_calls else context,
             "context": context,
+            "bytes_share": None if math.isnan(share) else share,
             "sparse_calls": stats.sparse_calls,
             "dense_calls": stats.dense_calls,
         }

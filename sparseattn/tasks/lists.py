@@ -24,7 +24,7 @@ def _records(depth: float, draw: random.Random, filler: Filler) -> Draft:
     def build(n: int) -> str:
         return "Every line is a key and its value.\n" + "\n".join(insert(records(n), f"{asked}:{answer}", depth)) + "\n"
 
-    return Draft(build, f"What is the value of {asked}?\n{asked}:", (answer,))
+    return Draft(build, f"What is the value of {asked}?\n{asked}:", (answer,), lead=f"{asked}:")
 
 
 def _words(depth: float, draw: random.Random, filler: Filler) -> Draft:
@@ -40,8 +40,9 @@ def _words(depth: float, draw: random.Random, filler: Filler) -> Draft:
         random.Random(order).shuffle(listed)
         return "Some words of this list recur more often than others.\n" + " ".join(listed) + "\n"
 
-    question = "What are the three most frequent words? The three most frequent words are"
-    return Draft(build, question, tuple(words[:ASKED]), LEAST, tuple(words[ASKED:]))
+    lead = "The three most frequent words are"
+    question = f"What are the three most frequent words? {lead}"
+    return Draft(build, question, tuple(words[:ASKED]), LEAST, tuple(words[ASKED:]), lead)
 
 
 KV = Task(_records, uses_depth=True, scoring="all")

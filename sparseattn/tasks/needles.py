@@ -25,7 +25,8 @@ def _passkey(depth: float, draw: random.Random, filler: Filler) -> Draft:
     def build(n: int) -> str:
         return "Remember the pass key in this text.\n" + " ".join(insert(sentences(n), needle, depth)) + "\n"
 
-    return Draft(build, "What is the pass key? The pass key is", (key,))
+    lead = "The pass key is"
+    return Draft(build, f"What is the pass key? {lead}", (key,), lead=lead)
 
 
 def _multikey(depth: float, draw: random.Random, filler: Filler) -> Draft:
@@ -43,7 +44,8 @@ def _multikey(depth: float, draw: random.Random, filler: Filler) -> Draft:
         return "Remember the numbers in this text.\n" + " ".join(insert(text, needles[0], depth)) + "\n"
 
     key, value = pairs[0]
-    return Draft(build, f"What is the number of {key}? The number of {key} is", (value,))
+    lead = f"The number of {key} is"
+    return Draft(build, f"What is the number of {key}? {lead}", (value,), lead=lead)
 
 
 def _variables(depth: float, draw: random.Random, filler: Filler) -> Draft:
@@ -71,8 +73,9 @@ def _variables(depth: float, draw: random.Random, filler: Filler) -> Draft:
 
     (names, value), *rest = chains
     others = tuple(name for chain, _ in rest for name in chain)
-    question = f"Which {len(names)} variables have the value {value}? The variables with the value {value} are"
-    return Draft(build, question, tuple(names), others=others)
+    lead = f"The variables with the value {value} are"
+    question = f"Which {len(names)} variables have the value {value}? {lead}"
+    return Draft(build, question, tuple(names), others=others, lead=lead)
 
 
 PASSKEY = Task(_passkey, uses_depth=True, scoring="all")

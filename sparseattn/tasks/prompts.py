@@ -23,8 +23,8 @@ def read_prompts(
 
     A prompt is `prompt`, or `context` and `question`. The question may be called `input`, as in LongBench (`input`,
     `context`, `answers`) and InfiniteBench (`context`, `input`, `answer`); `input` without `context` is a whole
-    prompt, as in RULER (`input`, `outputs`), whose `answer_prefix` is appended. Answers are a string or a list of them
-    under one of `ANSWERS`. Other fields are not read.
+    prompt, as in RULER (`input`, `outputs`), whose `answer_prefix` is appended and begins the answer. Answers are a
+    string or a list of them under one of `ANSWERS`. Other fields are not read.
 
     Args:
         path: the file.
@@ -45,11 +45,11 @@ def read_prompts(
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                context, question, answers = _fields(json_object(line), template, tail)
+                context, question, answers, lead = _fields(json_object(line), template, tail)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             meta = {"file": Path(path).name, "line": number}
-            examples.append(Example(Path(path).stem, context, question, answers, scoring, meta))
+            examples.append(Example(Path(path).stem, context, question, answers, scoring, meta, lead=lead))
     if not examples:
         raise ValueError(f"{path} holds no prompt")
     return examples
@@ -80,8 +80,9 @@ def _answer(one: Any) -> bool:
     return isinstance(one, (str, int)) and bool(str(one).strip())
 
 
-def _fields(record: dict[str, Any], template: str, tail: int) -> tuple[str, str, tuple[str, ...]]:
-    """Context, question and answers of a line. ValueError in a sentence for one that lacks them."""
+def _fields(record: dict[str, Any], template: str, tail: int) -> tuple[str, str, tuple[str, ...], str]:
+    """Context, question, answers and lead of a line. ValueError in a sentence for one that lacks them."""
+    lead = ""
     answers = next((record[name] for name in ANSWERS if name in record), None)
     held = answers if isinstance(answers, list) else [answers]
     if not held or not all(map(_answer, held)):
@@ -97,10 +98,12 @@ def _fields(record: dict[str, Any], template: str, tail: int) -> tuple[str, str,
         whole = record.get("prompt") or record.get("input")
         if not isinstance(whole, str):
             raise ValueError("a prompt is under prompt or input, or in two parts under context and question")
-        whole += str(record.get("answer_prefix", ""))
+        prefix = str(record.get("answer_prefix", ""))
+        whole += prefix
+        lead = prefix if len(prefix) < tail else ""  # a longer one would leave no question before it
         if len(whole) <= tail:
             raise ValueError(f"a prompt is longer than its question of {tail} characters, got {len(whole)}")
         context, question = whole[:-tail], whole[-tail:]
     if not context or not question:
         raise ValueError("context and question are not empty")
-    return context, question, tuple(map(str, held))
+    return context, question, tuple(map(str, held)), lead

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sparseattn.files import naming
+from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.jsonlines import json_object
 
 Key: TypeAlias = "tuple[Any, ...]"
 
-KEY = ("task", "prompt", "protocol", "method", "budget", "source")  # what tells one record of a file from another
-
-
-NULLABLE = ("budget", "source")  # of full attention, and of methods that do not look at a budget
+KEY = ("task", "prompt", "protocol", "method", "budget", "source", "layers")  # what tells records of a file apart
+NULLABLE = ("budget", "source", "layers")  # of full attention, of methods without a budget, and for all layers
 MOST = 1e15  # of any number in a record: means of more are no longer what they seem
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
-    return tuple(record[name] for name in KEY)
+    return tuple(record.get(name) for name in KEY)
 
 
 def check_record(record: Mapping[str, Any]) -> None:
     """ValueError in a sentence for a record that tables and figures could not be made of.
 
-    It has the texts of `KEY`, the number `rows`, and either `score`, from 0 to 1, or `nll` and `scored_tokens`.
+    It has the texts of `KEY`, the number `rows`, and either `score`, from 0 to 1, or what `agreement` gives. Records of
+    perplexity alone, as releases before that wrote them, may stay in a file.
     """
     for name in KEY:
         if not (isinstance(record.get(name), str) or (name in NULLABLE and record.get(name) is None)):
@@ -36,6 +36,14 @@ def check_record(record: Mapping[str, Any]) -> None:
     if "nll" in record:
         _number(record, "nll")
         _number(record, "scored_tokens", 1)
+        if record["task"] == AGREEMENT:
+            _number(record, "length", 1)
+            _number(record, "kl", 0)
+            _number(record, "same_top", 0, 1)
+            _number(record, "nll_difference", -MOST)
+            for name in ("text", "kind"):
+                if not isinstance(record.get(name), str):
+                    raise ValueError(f"{name} is text, got {reprlib.repr(record.get(name))}")
     else:
         _number(record, "score", 0, 1)
         if record.get("ruler") is not None:
@@ -43,7 +51,7 @@ def check_record(record: Mapping[str, Any]) -> None:
         if not isinstance(record.get("answers", []), list):
             raise ValueError(f"answers are a list, got {reprlib.repr(record['answers'])}")
     _number(record, "rows")
-    for name in ("length", "depth"):
+    for name in ("length", "depth", "bytes_share"):
         if record.get(name) is not None:
             _number(record, name)
 

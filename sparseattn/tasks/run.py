@@ -5,7 +5,8 @@
 - "prefill": the question is read densely too, all but its last token; that one is the first to go through the sparse
   path, so that every token of the answer comes from it.
 
-Perplexity has one protocol, "forced": the last tokens of a text go through the sparse path whatever the model expected.
+Agreement has one protocol, "forced": the last tokens of a text go through the sparse path whatever the model expected,
+and through full attention, whose predictions the method's are compared with.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.budget import Budget
 from sparseattn.selectors import Selector
+from sparseattn.tasks.agreement import agreement
 from sparseattn.tasks.base import Example
 from sparseattn.tasks.records import KEY, Key
 from sparseattn.tasks.scoring import ruler, score
@@ -36,17 +36,19 @@ FULL = "full"  # the label of full attention
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A selector and its budget; without a selector, full attention.
+    """A selector, its budget and where it is applied; without a selector, full attention.
 
     Args:
-        selector: of every layer that is not dense.
+        selector: of every sparse layer.
         budget: rows beyond sink and window.
         written: the budget as text, for records; None where the selector does not look at it.
+        layers: those that are sparse, ascending; None: every one that attends to the whole context and is not dense.
     """
 
     selector: Selector | None = None
     budget: Budget = None
     written: str | None = None
+    layers: tuple[int, ...] | None = None
 
     @property
     def label(self) -> str:
@@ -56,6 +58,19 @@ class Method:
     def source(self) -> str | None:
         """What tells methods of one label apart: the selector's class and a hash of what it read."""
         return None if self.selector is None else self.selector.source()
+
+    @property
+    def where(self) -> str | None:
+        """The layers as text, for records: "0-9,12"; None for all of them."""
+        if self.layers is None:
+            return None
+        runs: list[list[int]] = []  # first and last
+        for layer in self.layers:
+            if runs and layer == runs[-1][1] + 1:
+                runs[-1][1] = layer
+            else:
+                runs.append([layer, layer])
+        return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
 
 class Session(Protocol):
@@ -74,8 +89,13 @@ class Decoder(Protocol):
     def read(self, tokens: Sequence[int]) -> Any:
         """A dense prefill of a fresh prompt, 1 token or more."""
 
-    def index(self, prefill: Any, tail: Sequence[int], selector: Selector | None) -> Any:
-        """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too."""
+    def index(
+        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+    ) -> Any:
+        """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
+
+        `layers`: those that are to be sparse; None: all that can.
+        """
 
     def start(self, indexed: Any, budget: Budget) -> Session:
         """A session behind what `index` gave, which stays as it is."""
@@ -88,9 +108,9 @@ class Prompt:
     Args:
         facts: of every record: task, length, depth, seed and the like.
         context: tokens that are read densely.
-        question: tokens of the question; of a text for perplexity, those fed one by one.
-        example: what to score a response by; None for perplexity.
-        expected: for perplexity, the token to expect behind each of `question`.
+        question: tokens of the question; of a text for agreement, those fed one by one.
+        example: what to score a response by; None for agreement.
+        expected: for agreement, the token to expect behind each of `question`.
         limit: tokens of an answer at most.
     """
 
@@ -104,7 +124,7 @@ class Prompt:
     @classmethod
     def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
         """The prompt of an example; `limit` None: twice the tokens of the answers and 8."""
-        question = [*tokens.ids(example.question), *tokens.after]
+        question = tokens.asked(example.question, example.lead)
         limit = limit or 2 * tokens.count(example.target) + 8
         context = [*tokens.before, *tokens.ids(example.context)]
         return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
@@ -138,7 +158,9 @@ class Prompt:
     def name(self) -> str:
         """What the sentences of errors call it."""
         where = [
-            f"{name} {self.facts[name]}" for name in ("file", "line", "length", "depth", "seed") if name in self.facts
+            f"{name} {self.facts[name]}"
+            for name in ("file", "line", "text", "length", "start", "depth", "seed")
+            if name in self.facts
         ]
         return f"a prompt of {self.facts['task']} ({', '.join(where)})"
 
@@ -161,7 +183,7 @@ class Prompt:
         """The keys of its records, in the order in which `measure` makes them."""
         name = (self.facts["task"], self.hash)
         return [
-            (*name, protocol, method.label, method.written, method.source)
+            (*name, protocol, method.label, method.written, method.source, method.where)
             for protocol in self.protocols(asked)
             for method in methods
         ]
@@ -192,22 +214,30 @@ def measure(
         keys = dict(zip(prompt.keys([protocol], methods), methods, strict=True))
         wanted = [(key, method) for key, method in keys.items() if key not in known]
         at = len(prompt.question) - 1 if protocol == "prefill" else 0
-        for _, group in itertools.groupby(wanted, lambda one: one[1].label):
+        dense: Tensor | None = None  # [n,V] of full attention: not in records, so made again where they are continued
+        for (_, layers), group in itertools.groupby(wanted, lambda one: (one[1].label, one[1].layers)):
             if prefill is None:
                 began = time.perf_counter()
                 prefill = decoder.read(prompt.context)
                 times["prefill_seconds"] = time.perf_counter() - began
-            began, members = time.perf_counter(), list(group)
-            indexed = decoder.index(prefill, prompt.question[:at], members[0][1].selector)
+            members = list(group)
+            selector = members[0][1].selector
+            if protocol == FORCED and dense is None and selector is not None:
+                dense = decoder.start(decoder.index(prefill, [], None), None).feed(prompt.question)
+            began = time.perf_counter()
+            indexed = decoder.index(prefill, prompt.question[:at], selector, layers)
             times["index_seconds"] = time.perf_counter() - began
             for key, method in members:
                 began = time.perf_counter()
                 session = decoder.start(indexed, method.budget)
                 if protocol == FORCED:
-                    result = _forced(session, prompt)
+                    logits = session.feed(prompt.question)
+                    times["decode_seconds"] = time.perf_counter() - began
+                    dense = logits if dense is None else dense
+                    result = agreement(logits, dense, prompt.expected)
                 else:
                     result = _answer(session, prompt.question[at:], prompt, tokens, ends)
-                times["decode_seconds"] = time.perf_counter() - began
+                    times["decode_seconds"] = time.perf_counter() - began
                 yield {
                     **prompt.facts,
                     **dict(zip(KEY, key, strict=True)),
@@ -246,10 +276,3 @@ def _answer(
         "score": score(example.scoring, response, example.answers, example.others),
         "ruler": ruler(example.scoring, response, example.answers),
     }
-
-
-def _forced(session: Session, prompt: Prompt) -> dict[str, Any]:
-    """The mean negative log-likelihood of the expected tokens, in nats."""
-    expected = torch.tensor(prompt.expected)
-    logits = session.feed(prompt.question).double().cpu()
-    return {"nll": float(F.cross_entropy(logits, expected)), "scored_tokens": len(expected)}

@@ -43,6 +43,16 @@ class Tokens:
         """Tokens that a prompt has besides its own."""
         return len(self.before) + len(self.after)
 
+    def asked(self, question: str, lead: str) -> list[int]:
+        """The tokens behind a context: `question`, which ends with `lead`, the beginning of an answer.
+
+        In a chat template the lead is the model's own beginning of its turn: there a model goes on with it, in the
+        user's turn it would begin anew.
+        """
+        if not self.after or not lead:
+            return [*self.ids(question), *self.after]
+        return [*self.ids(question[: -len(lead)].rstrip()), *self.after, *self.ids(lead.lstrip())]
+
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without any that mark its beginning or end."""
         if self.tokenizer is None:

@@ -1,0 +1,263 @@
+"""Pictures of the documents, drawn from records; each says in itself which records it was drawn from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from scripts.evidence.condensing import rows
+from scripts.evidence.step import REPOSITORY
+from scripts.evidence.views_recall import ASKED, CONTROL, LEVEL, Swept
+from sparseattn.cli.report import Column
+from sparseattn.files import write_atomic
+from sparseattn.heads import Comparison, Reading
+from sparseattn.inspection import Inspection
+from sparseattn.metrics import Evaluation
+
+Record: TypeAlias = "Mapping[str, Any]"
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+KEYWORD = b"Records"  # of the text in a picture that holds the SHA-256 of the records it shows
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture below docs/.
+
+    Args:
+        records: what it shows.
+        draw: takes them in a list, and the path to draw to.
+        alt: what it shows, in words.
+        link: of the documents that show it; the view `picture-NAME` is that line.
+    """
+
+    records: tuple[str, ...]
+    draw: Callable[[Sequence[Record], Path], None]
+    alt: str
+    link: str
+
+    def line(self, *_records: Record) -> str:
+        """The line that shows it."""
+        return f"![{self.alt}]({self.link})"
+
+
+def frontier(records: Sequence[Record], path: Path) -> None:
+    """Quality of every method of a trace against bytes and rows."""
+    from sparseattn.cli import plots
+
+    plots.frontier([_evaluation(one) for one in rows(records[0])], path)
+
+
+def _evaluation(one: Record) -> Evaluation:
+    """A measurement as `bench` has it, of its means alone."""
+    means = {name.removeprefix("mean."): value for name, value in one.items() if name.startswith("mean.")}
+    heads = {name: _tensor([[value]]) for name, value in means.items()}
+    settings = {name: one[name] for name in ("tokens", "last", "sink", "window")}
+    return Evaluation(one["trace"], one["selector"], one["label"], one["budget"], settings, tuple(one["layers"]), heads)
+
+
+def _tensor(values: Sequence[Sequence[float | None]]) -> torch.Tensor:
+    known = [[float("nan") if value is None else value for value in line] for line in values]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def layers(records: Sequence[Record], path: Path) -> None:
+    """What methods recover by layer, at equal rows and at equal bytes."""
+    from sparseattn.cli import plots_layers
+
+    plots_layers.by_layer([_comparison(one) for one in records[0]["by_layer"]], path)
+
+
+def _comparison(one: Record) -> Comparison:
+    """A comparison as `bench --by-layer` has it, of the means of layers alone."""
+    readings = {}
+    for method in one["methods"]:
+        heads = {"recovered": _tensor([[value] for value in method["recovered"]])}
+        of = Evaluation(one["trace"], method["selector"], method["label"], None, {}, tuple(one["layers"]), heads)
+        readings[method["label"]] = Reading(of, of)
+    return Comparison(one["equal"], one["at"], readings)
+
+
+def inspected(records: Sequence[Record], path: Path) -> None:
+    """Distances, shares and pages of a trace by layer."""
+    from sparseattn.cli import plots
+
+    measured = rows(records[0])
+    settings = {name: measured[0][name] for name in ("sink", "window", "last", "tokens")}
+    heads = {
+        one["layer"]: {
+            name.removeprefix("heads."): _tensor([value])[0] for name, value in one.items() if name.startswith("heads.")
+        }
+        for one in measured
+    }
+    plots.inspection(Inspection(measured[0]["trace"], settings, heads), path)
+
+
+def recall(records: Sequence[Record], path: Path) -> None:
+    """Recall against keys scanned, of the most keys of each record."""
+    from sparseattn.cli import plots
+
+    columns = []
+    for record in records:
+        found = Swept(record)
+        keys = found.keys[-1]
+        control = {label: found.curve(label, keys, CONTROL) for label in found.labels}
+        for gap in found.gaps:
+            title = f"trace {found.name}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
+            asked = {label: found.curve(label, keys, ASKED, gap) for label in found.labels}
+            columns.append(Column(title, asked, control))
+    plots.recall(columns, LEVEL, path)
+
+
+def growth(records: Sequence[Record], path: Path) -> None:
+    """Keys scanned and time as the keys of a trace grow."""
+    from sparseattn.cli import plots
+
+    found = Swept(records[0])
+    lines = {
+        label: [{keys: found.curve(label, keys, direction) for keys in found.keys} for direction in (ASKED, CONTROL)]
+        for label in found.labels
+    }
+    plots.scaling([ASKED, CONTROL], lines, LEVEL, path, found.name)
+
+
+def agreement(records: Sequence[Record], path: Path) -> None:
+    """Divergence from full attention against rows and bytes."""
+    from sparseattn.cli import plots
+
+    windows = [
+        {**one, "settings": record["settings"], "prompt": f"{one['text']} {one['start']}"}
+        for record in records
+        for one in rows(record)
+    ]
+    plots.agreement(windows, path)
+
+
+def accuracy(records: Sequence[Record], path: Path) -> None:
+    """Score against budget."""
+    from sparseattn.cli import plots
+
+    (record,) = records
+    shown = [one for one in rows(record) if one["method"] not in ("Random", "Quest(group='each')")]
+    plots.accuracy([{**one, "settings": record["settings"]} for one in shown], path)
+
+
+def scaling(records: Sequence[Record], path: Path) -> None:
+    """A step by context, batch and budget."""
+    from benchmarks.scaling import picture
+
+    picture(records[0], path)
+
+
+# Name of a picture, `docs/NAME.png`.
+PICTURES: dict[str, Picture] = {
+    "frontier-prose": Picture(
+        ("bench-prose",),
+        frontier,
+        "Recovered mass and output error against bytes read and rows attended, on the trace prose",
+        "../frontier-prose.png",
+    ),
+    "layers-prose": Picture(
+        ("bench-prose",),
+        layers,
+        "Share recovered by layer, a line a method, at equal rows and at equal bytes, on the trace prose",
+        "../layers-prose.png",
+    ),
+    "inspect-prose": Picture(
+        ("inspect-prose",),
+        inspected,
+        "Distances, needed rows and Quest's bounds by layer, on the trace prose",
+        "../inspect-prose.png",
+    ),
+    "recall-traces": Picture(
+        ("recall-long", "recall-prose"),
+        recall,
+        "Recall at 100 against the share of keys scanned, on the traces long and prose",
+        "../recall-traces.png",
+    ),
+    "recall-growth": Picture(
+        ("recall-long",),
+        growth,
+        "Keys scanned, and time, to reach the recall as the keys of the trace long grow",
+        "../recall-growth.png",
+    ),
+    "recall": Picture(
+        ("recall-synthetic",),
+        recall,
+        "Recall at 100 against the share of keys scanned, for queries and for keys, by index",
+        "../recall.png",
+    ),
+    "agreement": Picture(
+        ("agreement-smollm2-8192",),
+        agreement,
+        "KL divergence from full attention against rows and bytes, by text",
+        "../agreement.png",
+    ),
+    "eval-accuracy": Picture(
+        ("eval-reference-cpu",),
+        accuracy,
+        "Share answered against the budget, passkey and key-value retrieval, by method",
+        "../eval-accuracy.png",
+    ),
+    "scaling-cpu": Picture(
+        ("scaling-cpu",),
+        scaling,
+        "Milliseconds of a step, and of its attention, by context, batch and budget, against the fastest dense "
+        "attention",
+        "../scaling-cpu.png",
+    ),
+}
+
+
+def redraw(load: Callable[[str], Record], write: bool, root: Path = REPOSITORY) -> list[str]:
+    """Draws the pictures that show other records than there are, or only says which; returns what is wrong."""
+    wrong = []
+    for name, picture in PICTURES.items():
+        path = root / "docs" / f"{name}.png"
+        try:
+            shown = [load(one) for one in picture.records]
+        except LookupError as error:
+            wrong.append(f"docs/{path.name}: {error.args[0]}")
+            continue
+        now = stamp(shown)
+        if path.exists() and stamped(path.read_bytes()) == now:
+            continue
+        if write:
+            picture.draw(shown, path)
+            write_atomic(path, marked(path.read_bytes(), now))
+        else:
+            wrong.append(f"docs/{path.name} was drawn from other records; draw it by --documents")
+    return wrong
+
+
+def stamp(records: list[Record]) -> str:
+    """SHA-256 of records, however they are laid out in their files."""
+    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+
+
+def marked(png: bytes, words: str) -> bytes:
+    """The picture with `words` as a text chunk behind its header."""
+    at = len(SIGNATURE) + 25  # the header is 13 bytes and 12 of a chunk's own
+    body = KEYWORD + b"\0" + words.encode()
+    chunk = struct.pack(">I", len(body)) + b"tEXt" + body + struct.pack(">I", zlib.crc32(b"tEXt" + body))
+    return png[:at] + chunk + png[at:]
+
+
+def stamped(png: bytes) -> str | None:
+    """The words of `marked`, or None."""
+    at = len(SIGNATURE)
+    while at + 8 <= len(png):
+        (size,) = struct.unpack_from(">I", png, at)
+        body = png[at + 8 : at + 8 + size]
+        if png[at + 4 : at + 8] == b"tEXt" and body.startswith(KEYWORD + b"\0"):
+            return body.split(b"\0", 1)[1].decode()
+        at += 12 + size
+    return None

@@ -1,0 +1,215 @@
+"""The steps, in the order in which they run: the table that a reader sees whole."""
+
+from __future__ import annotations
+
+from scripts.evidence.step import Step
+
+# What bench, agreement and questions compare on SmolLM2; the artefact of the bucket methods is that model's.
+TRAINED = "--selector saap:artefact=smollm2 --selector kmeans:artefact=smollm2 --selector moments:artefact=smollm2"
+COMPARED = (
+    "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
+    "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
+)
+JUDGED = "--selector exact --selector quest --selector quest:page=8,int8=True"
+ASKED = "--selector exact --selector moments --selector saap --selector quest --selector quest:group=each"
+CONTROLS = "--selector random --selector window"
+BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
+
+
+def bench(trace: str, more: str, minutes: float) -> Step:
+    """Every method on one trace, by layer and head."""
+    return Step(
+        f"bench-{trace}",
+        f"every method on the trace {trace}, by layer and head, at equal rows and at equal bytes",
+        f"sparseattn bench {trace} --by-layer {COMPARED} {more}{CONTROLS} --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def inspect(trace: str, minutes: float) -> Step:
+    """Why methods find or miss rows of a trace."""
+    return Step(
+        f"inspect-{trace}",
+        f"distances, needed rows and Quest's bounds on the trace {trace}",
+        f"sparseattn inspect {trace} --out OUT",
+        minutes,
+        "inspect.jsonl",
+    )
+
+
+def agreement(model: str, texts: str, length: int, more: str, minutes: float) -> Step:
+    """How far predictions are from full attention's."""
+    named = " ".join(f"--text {text}" for text in texts.split())
+    return Step(
+        f"agreement-{model.partition('-')[0]}-{length}",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens",
+        f"sparseattn eval --model {model} --task agreement {named} --lengths {length} --last 64 --samples 4 "
+        f"{JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def asked(model: str, lengths: str, more: str, minutes: float) -> Step:
+    """Prompts with known answers."""
+    return Step(
+        f"asked-{model.partition('-')[0]}",
+        f"passkey, multi-needle and key-value questions to {model} at {lengths.replace(',', ' and ')} tokens",
+        f"sparseattn eval --model {model} --task passkey,multikey,kv --lengths {lengths} --depths 0,0.25,0.5,0.75,1 "
+        f"--samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def generate(model: str, tokens: str, minutes: float) -> Step:
+    """Tokens a second."""
+    return Step(
+        f"generate-{model.partition('-')[0]}-cpu",
+        f"tokens a second with {model} at {tokens.replace(',', ', ')} tokens",
+        f"python -m benchmarks.generate --model {model} --dtype float32 --tokens {tokens} --selector quest "
+        "--selector quest:page=8,int8=True --selector exact --selector window --results OUT",
+        minutes,
+        "generate-cpu.json",
+    )
+
+
+STEPS = (
+    Step(
+        "demo",
+        "what `make demo` prints, and its time",
+        "sparseattn bench --out OUT",
+        4,
+        "bench.jsonl",
+    ),
+    bench("prose", f"{TRAINED} ", 8),
+    bench("code", f"{TRAINED} ", 8),
+    bench("needles", f"{TRAINED} ", 8),
+    bench("long", "", 12),
+    Step(
+        "bench-changing",
+        "how the rows that matter change from token to token",
+        "sparseattn bench prose code --selector exact --selector exact:refresh=20 --budget 1% --last 20 --sink 0 "
+        "--window 0 --no-figures --out OUT",
+        2,
+        "bench.jsonl",
+    ),
+    inspect("prose", 2),
+    inspect("code", 2),
+    inspect("needles", 2),
+    inspect("long", 5),
+    Step(
+        "recall-prose",
+        "keys scanned by index on SmolLM2's queries",
+        "sparseattn recall prose --layers 2,14,26 --out OUT",
+        15,
+        "recall.jsonl",
+    ),
+    Step(
+        "recall-long",
+        "keys scanned by index on Gemma's queries, as keys grow to 32,768",
+        "sparseattn recall long --tokens 4096,8192,16384,32768 --out OUT",
+        40,
+        "recall.jsonl",
+    ),
+    Step(
+        "recall-synthetic",
+        "keys scanned by index on the generator's keys",
+        "sparseattn recall --keys 131072 --gap 0,0.26,0.4 --out OUT",
+        16,
+        "recall.jsonl",
+    ),
+    agreement("smollm2", "alice workshop click", 8192, f"{TRAINED} ", 60),
+    agreement("gemma3-270m", "workshop click", 16384, "", 30),
+    agreement("gemma3-270m", "workshop click", 32768, "", 60),
+    asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
+    asked("gemma3-270m", "8000", "", 60),
+    generate("smollm2", "2048,4096,8192", 8),
+    generate("gemma3-270m", "16384,32768", 15),
+    Step(
+        "eval-reference-cpu",
+        "passkey and key-value retrieval by the reference model",
+        "sparseattn eval --model reference --lengths 4096 --depths 0,0.25,0.5,0.75,1 --samples 4 --seed 100 "
+        f"{ASKED} {CONTROLS} --budget 16,64,256,1024 --out OUT",
+        14,
+        "eval.jsonl",
+    ),
+    Step(
+        "speed-cpu",
+        "one decode step of every method against dense attention",
+        "python -m benchmarks.speed --rows 131072 --dtype bfloat16,float32 --selector quest "
+        "--selector quest:page=8,int8=True --selector saap --selector kmeans --selector moments --selector exact "
+        f"{CONTROLS} --rounds 15 --cycles 4 --results OUT",
+        5,
+        "speed-cpu.json",
+    ),
+    Step(
+        "speed-int8-cpu",
+        "one decode step with page bounds in 8 bits",
+        "python -m benchmarks.speed --rows 131072 --dtype bfloat16,float32 --selector quest "
+        "--selector quest:page=8,int8=True --selector quest:int8=True --rounds 15 --cycles 4 --name speed-int8 "
+        "--results OUT",
+        2,
+        "speed-int8-cpu.json",
+    ),
+    Step(
+        "speed-graph-cpu",
+        "one decode step of the methods with graphs and lists",
+        f"python -m benchmarks.speed --rows 131072 --dtype float32,bfloat16 {BY_HEAD} --index-heads 8 --rounds 11 "
+        "--cycles 1 --name speed-graph --results OUT",
+        28,
+        "speed-graph-cpu.json",
+    ),
+    Step(
+        "speed-faiss-cpu",
+        "one decode step of faiss's indexes",
+        "python -m benchmarks.speed --rows 131072 --dtype float32 --selector flat --selector ivf --selector hnsw "
+        "--index-heads 8 --rounds 3 --cycles 1 --name speed-faiss --results OUT",
+        9,
+        "speed-faiss-cpu.json",
+    ),
+    Step(
+        "scaling-cpu",
+        "how a decode step grows with context, batch and budget",
+        "python -m benchmarks.scaling --memory 2.05 --rounds 9 --results OUT --out OUT/scaling.png",
+        8,
+        "scaling-cpu.json",
+    ),
+    Step(
+        "generate-cpu",
+        "tokens a second with the reference model at 16,384 and 32,768 tokens",
+        "python -m benchmarks.generate --tokens 16384,32768 --selector quest --selector saap --selector moments "
+        "--selector exact --selector window --selector retrieval:share=0.25 --results OUT",
+        4,
+        "generate-cpu.json",
+    ),
+    Step(
+        "training-time-cpu",
+        "what training SAAP takes at the paper's sizes",
+        "python -m benchmarks.training time --results OUT",
+        15,
+        "training-time-cpu.json",
+    ),
+    Step(
+        "training-heads-cpu",
+        "what training the heads of a layer together is worth",
+        "python -m benchmarks.training heads --results OUT",
+        3,
+        "training-heads-cpu.json",
+    ),
+    Step(
+        "training-memory-cpu",
+        "memory of training against the number of prompts",
+        "python -m benchmarks.training memory --heads 1 --results OUT",
+        5,
+        "training-memory-cpu.json",
+    ),
+    Step(
+        "kernels",
+        "what the Triton kernels compile to for three GPUs, without one",
+        "python tests/test_kernel_compile.py 80 90 100",
+        2,
+        "output.txt",
+    ),
+)

@@ -1,0 +1,172 @@
+"""What `bench --by-layer` shows: tables at equal rows and at equal bytes, and sentences about which heads fail."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from sparseattn.budget import Budget, parse_budget
+from sparseattn.cli.common import plain
+from sparseattn.cli.report import budget_label
+from sparseattn.heads import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
+from sparseattn.metrics import Evaluation
+
+ROWS = 256  # the budget compared by layer where it was measured and none is named
+BYTES = 0.10  # of the cache: what Quest with pages of 16 reads for 256 of 8,192 rows
+
+
+def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
+    """The budget to compare at: the one asked for, else `ROWS`, else the middle one of those measured.
+
+    Raises:
+        ValueError: one asked for that is not measured.
+    """
+    if asked is None:
+        return ROWS if ROWS in budgets else budgets[len(budgets) // 2]
+    budget = parse_budget(asked)
+    if budget not in budgets:
+        raise ValueError(
+            f"--rows is one of the budgets of --budget, {', '.join(map(budget_label, budgets))}, got {asked}"
+        )
+    return budget
+
+
+def chosen_bytes(asked: str | None) -> float:
+    """The share of the cache's bytes to compare at, `BYTES` if none is asked for; ValueError for what is no share."""
+    try:
+        share = BYTES if asked is None else parse_budget(asked)
+    except ValueError:
+        share = None
+    if not isinstance(share, float):
+        raise ValueError(f"--bytes is a share of the cache's bytes, such as 10%, got {asked}")
+    return share
+
+
+def compared(results: Sequence[Evaluation], rows: Budget, share: float) -> tuple[list[Comparison], list[str]]:
+    """One trace's methods at equal rows and at equal bytes, where there are any; and what there is to say."""
+    made, said = [], []
+    for compare in (functools.partial(at_rows, results, rows), functools.partial(at_bytes, results, share)):
+        try:
+            made.append(compare())
+            said += sentences(made[-1])
+        except NothingToCompare as error:
+            said.append(f"by layer: {error}.")
+    return made, [plain(f"{results[0].trace}, {sentence}") for sentence in said]
+
+
+def condition(one: Comparison) -> str:
+    """Such as "budget 256" or "10% of the bytes"."""
+    if one.equal == "bytes":
+        return f"{budget_label(float(one.at or 0))} of the cache's bytes"
+    return f"budget {budget_label(one.at)}"
+
+
+def tables(one: Comparison) -> list[Table]:
+    """Recovered share and output error, a row a layer and a column a method; then how alike the methods' heads are."""
+    trace = plain(next(iter(one.readings.values())).low.trace)
+    return [
+        _by_layer(
+            one, f"{trace}, {condition(one)}: share recovered of the weight on indexed rows, by layer", "recovered"
+        ),
+        _by_layer(one, f"{trace}, {condition(one)}: output error %, by layer", "relative_error"),
+        _heads(one, f"{trace}, {condition(one)}: {_head_title(one)}"),
+    ]
+
+
+def _head_title(one: Comparison) -> str:
+    return (
+        f"of {one.count()} heads those missed (less than {MISSED:g} recovered), and the rank correlation (Spearman) of "
+        f"heads by what is recovered"
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _by_layer(one: Comparison, title: str, measure: str) -> Table:
+    show = _share if measure == "recovered" else _percent
+    out = _table(title)
+    out.add_column("layer", no_wrap=True)
+    for label in one.readings:
+        out.add_column(label, justify="right", overflow="fold")
+    columns = [reading.layers(measure).tolist() for reading in one.readings.values()]
+    for i, layer in enumerate(one.layers):
+        out.add_row(str(layer), *(show(column[i]) for column in columns))
+    out.add_section()
+    out.add_row("mean", *(show(reading.mean(measure)) for reading in one.readings.values()))
+    out.add_row("bytes %", *(_percent(reading.mean("bytes_share")) for reading in one.readings.values()))
+    out.add_row("rows", *(f"{reading.mean('attended'):.0f}" for reading in one.readings.values()))
+    out.add_row("budget", *map(_budgets, one.readings.values()))
+    return out
+
+
+def _budgets(reading: Reading) -> str:
+    return "+".join(map(budget_label, reading.budgets))
+
+
+def _heads(one: Comparison, title: str) -> Table:
+    out = _table(title)
+    out.add_column("selector", overflow="fold")
+    out.add_column("missed", justify="right")
+    for label in one.readings:
+        out.add_column(label, justify="right", overflow="fold")
+    both, ranks = one.missed(), one.correlation().tolist()
+    for i, label in enumerate(one.readings):
+        out.add_row(label, str(int(both[i, i])), *map(_share, ranks[i]))
+    return out
+
+
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.1f}"
+
+
+def sentences(one: Comparison) -> list[str]:
+    """Which heads fail: missed by the best rival and by others, who wins where, and how alike the orders of heads are.
+
+    Rivals do not score every key.
+    """
+    out = [f"{label} {why}." for label, why in one.left_out.items()]
+    labels, rivals, total = list(one.readings), one.rivals, one.count()
+    both = one.missed()
+    if rivals:
+        best = max(rivals, key=lambda label: one.readings[label].mean("recovered"))
+        i = labels.index(best)
+        gone = int(both[i, i])
+        others = [f"{label} {int(both[i, j])}" for j, label in enumerate(labels) if j != i]
+        rest = f"; of these miss too: {', '.join(others)}" if gone and others else ""
+        out.append(f"{best} recovers less than {MISSED:.0%} at {gone} of {total} heads{rest}.")
+    if len(rivals) > 1:
+        layers = _layers_of(one.winners())
+        parts = []
+        for label, count in sorted(one.wins().items(), key=lambda item: -item[1]):
+            where = f" and in layers {', '.join(map(str, layers[label]))}" if label in layers else ""
+            parts += [f"{label} at {count}{where}"] if count or where else []
+        out.append(f"Of the methods that do not score every key, heads where one recovers most: {'; '.join(parts)}.")
+    ranks = one.correlation().tolist()
+    pairs = [
+        (ranks[i][j], f"{labels[i]} and {labels[j]}")
+        for i, j in combinations(range(len(labels)), 2)
+        if not math.isnan(ranks[i][j])
+    ]
+    if pairs:
+        low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
+        span = low if len(pairs) == 1 else f"{low} to {high}"
+        out.append(f"Methods rank the heads by what they recover alike to a correlation of {span}.")
+    return [f"{condition(one)}: {sentence}" for sentence in out]
+
+
+def _layers_of(winners: Mapping[int, str]) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    for layer, label in winners.items():
+        out.setdefault(label, []).append(layer)
+    return out

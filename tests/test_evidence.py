@@ -1,0 +1,309 @@
+"""Documents are what the records give, and the steps that make records go on, skip, and fail one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_docs import check
+
+pytest.importorskip("rich")
+
+from scripts.evidence import condensing, made, pictures
+from scripts.evidence.__main__ import main
+from scripts.evidence.documents import BLOCK, FENCE, documents, drawn, loader, stray
+from scripts.evidence.running import order, run
+from scripts.evidence.step import OUT, RESULTS, Step
+from scripts.evidence.steps import STEPS
+from scripts.evidence.views import VIEWS
+from sparseattn.heads import at_bytes, at_rows
+from sparseattn.inspection import inspect_trace
+from sparseattn.metrics import evaluate_budgets
+from sparseattn.selectors import make_selector
+from sparseattn.sweep import Problem, curves
+from sparseattn.synthetic import synthetic
+
+# What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document:
+# parts of lines, with the reason.
+DESIGNED: dict[str, tuple[str, ...]] = {
+    "README.md": (
+        "20 % means that nothing was found",  # one needle of five lies in the window
+        "5 % of the rows",  # a budget
+    ),
+    "docs/eval.md": ("95 % intervals", "answers less than 80 %"),
+    "docs/index.md": ("20 % means that nothing was found",),
+    "docs/results/eval.md": (
+        "so **20 % is nothing found**",
+        "answers less than 80 %",  # a bound
+    ),
+    "docs/results/traces.md": (
+        "that hold 20 % or more",  # a bound
+        *("89 % of the attention is recovered", "top 1 % of 100,000 tokens"),  # the paper's
+    ),
+    "docs/choosing.md": (
+        "5 % of the rows",  # a budget
+        "take 6.2 % of the memory",  # 1/16, and a byte a page
+        "to stay within 1 % mean output error",  # a bound
+    ),
+    "docs/memory.md": ("",),  # tests/test_memory.py evaluates every formula and table of the page
+    "docs/quickstart.md": ("89 and 227 MiB", "260 and 543 MiB"),  # sizes of files pinned by their hash
+    "docs/troubleshooting.md": ("is 5 %", "takes 1.2 GB"),  # a budget; a formula of docs/training.md
+    # The plan's formulas in numbers; a test holds the first line to real files.
+    "docs/training.md": (
+        *("| a trace on disk", "| all traces", "| the same with all queries", "| memory of capture"),
+        *(
+            "| memory of training",
+            "| states of training",
+            "| artefact, float16",
+            "come on top: 200 kB",
+            "takes 296 GB",
+            "17 GB a prompt",
+        ),
+    ),
+}
+AWAITED = frozenset(step.name for step in STEPS) - made.read().keys()  # of steps that were never run: blocks are empty
+
+
+def test_documents_are_what_the_records_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == bool(AWAITED)
+    said = capsys.readouterr().out.splitlines()
+    missing = re.compile("there is no record ([\\w-]+).json")
+    other = [line for line in said if not ((found := missing.search(line)) and found[1] in AWAITED)]
+    assert not other
+
+
+def test_no_measured_number_is_typed_by_hand() -> None:
+    for path in documents():
+        name = path.relative_to(RESULTS.parent.parent).as_posix()
+        typed = [line for line in stray(path.read_text()) if not any(one in line for one in DESIGNED.get(name, ()))]
+        assert not typed, f"{name}: measured numbers outside of blocks:\n" + "\n".join(typed)
+
+
+def test_every_record_is_made_by_a_step_that_parses() -> None:
+    assert {path.stem for path in RESULTS.glob("*.json")} - {"made"} <= {step.name for step in STEPS}
+    known = [step.name for step in STEPS]
+    for at, step in enumerate(STEPS):
+        assert OUT in step.command or step.left == "output.txt"
+        assert set(step.needs) <= set(known[:at]), f"{step.name} comes before what it needs"
+        for words in step.commands():
+            check(words)
+
+
+def test_every_block_has_its_record_and_every_record_its_step() -> None:
+    blocks = [found for path in documents() for found in BLOCK.finditer(path.read_text())]
+    assert blocks
+    assert {found["view"] for found in blocks} <= set(VIEWS)
+    needed = {name.strip() for found in blocks for name in found["records"].split(",")}
+    there = {path.stem for path in RESULTS.glob("*.json")} - {"made"}
+    assert needed - AWAITED <= there
+    assert made.read().keys() == there
+    for found in blocks:  # no number without its record
+        assert bool(found["body"]) == (not AWAITED & {name.strip() for name in found["records"].split(",")}), found[0]
+
+
+def test_a_block_is_what_its_view_makes_of_its_record() -> None:
+    views = {"twice": lambda record: f"{2 * record['ms']} ms"}
+    text = "# A\n\n<!-- from a: twice -->\nold\n<!-- end -->\n\nb\n"
+    new, wrong = drawn(text, views, {"a": {"ms": 3}}.__getitem__)
+    assert new == text.replace("old", "6 ms")
+    assert not wrong
+    assert drawn(new, views, {"a": {"ms": 3}}.__getitem__) == (new, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "left"),
+    [
+        ("<!-- from b: twice -->\n3 ms\n<!-- end -->\n", "no record b.json", ""),
+        ("<!-- from a: thrice -->\n3 ms\n<!-- end -->\n", "no view 'thrice'", "3 ms\n"),
+        ("<!-- from a: twice -->\n3 ms\n", "not closed", "3 ms\n"),
+    ],
+)
+def test_a_block_without_its_record_is_empty_and_named(tmp_path: Path, text: str, words: str, left: str) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    new, (wrong,) = drawn(text, {"twice": lambda record: "x"}, loader(tmp_path))
+    assert new == text.replace("3 ms\n", left)
+    assert words in wrong
+
+
+def test_numbers_outside_of_blocks_are_found() -> None:
+    text = "<!-- from a: b -->\n3 ms\n<!-- end -->\n\n```text\n5 %\n```\n\n`7 s`, 8 heads, 16 bits\n\nIt took 9.5 s.\n"
+    assert stray(text) == ["It took 9.5 s."]
+    assert FENCE.search(text)
+
+
+WRITES = 'open(sys.argv[1] + "/bench.jsonl", "a").write({!r})'
+
+
+def step(name: str, value: int = 1, **more: object) -> Step:
+    """Of a command that measures `value`."""
+    return made_by(name, WRITES.format(f'{{"x": {value}}}\n'), **more)
+
+
+def made_by(name: str, code: str, **more: object) -> Step:
+    command = shlex.join(["python", "-c", f"import sys; {code}", OUT])
+    return Step(name, "a test", command, 0.1, "bench.jsonl", **more)  # type: ignore[arg-type]
+
+
+def test_what_is_there_is_skipped_and_what_differs_runs_again(tmp_path: Path) -> None:
+    results, work, said = tmp_path / "results", tmp_path / "work", []
+    table = (step("a"), step("b", needs=("a",)))
+    assert run(table, table, said.append, results, work) == {}
+    assert [made.state(one, made.read(results), results) for one in table] == [made.MADE] * 2
+    assert not any(work.iterdir())
+    record = json.loads((results / "a.json").read_text())
+    assert condensing.rows(record) == [{"x": 1}]
+
+    stamp = (results / "a.json").stat().st_mtime_ns
+    said.clear()
+    assert run(table, table, said.append, results, work) == {}
+    assert said == ["2 of 2 steps are there already"]
+    assert (results / "a.json").stat().st_mtime_ns == stamp
+
+    other = step("a", 2)
+    assert made.state(other, made.read(results), results) == made.OTHER
+    run((other,), table, said.append, results, work)
+    assert condensing.rows(json.loads((results / "a.json").read_text())) == [{"x": 2}]
+    (results / "a.json").write_text("{}")
+    assert made.state(other, made.read(results), results) == made.CHANGED
+    (results / "a.json").unlink()
+    assert made.state(other, made.read(results), results) == made.MISSING
+
+
+def test_a_step_that_fails_is_told_and_does_not_lose_the_others(tmp_path: Path) -> None:
+    results, work, said = tmp_path / "results", tmp_path / "work", []
+    fails = made_by("fails", "print('why'); sys.exit(3)")
+    empty = made_by("empty", WRITES.format(""))
+    table = (fails, step("after", needs=("fails",)), empty, step("last"))
+    failed = run(table, table, said.append, results, work)
+    assert list(failed) == ["fails", "after", "empty"]
+    assert "exit status 3" in failed["fails"]
+    assert "needs fails" in failed["after"]
+    assert "measured nothing" in failed["empty"]
+    assert (fails.folder(work) / "output.txt").read_text() == "why\n"  # a step that failed goes on in its folder
+    assert [path.name for path in results.glob("*.json")] != []
+    assert made.state(table[-1], made.read(results), results) == made.MADE
+
+
+def test_a_run_that_was_not_finished_is_no_record(tmp_path: Path) -> None:
+    half = Step("half", "a test", "python x OUT", 1, "speed-cpu.json")
+    (tmp_path / "speed-cpu.json").write_text('{"complete": false}')
+    with pytest.raises(ValueError, match="not finished"):
+        condensing.keep(half, tmp_path, tmp_path / "half.json")
+
+
+def test_names_of_steps() -> None:
+    table = (step("a"), step("b"))
+    assert [one.name for one in order(table, ["b"])] == ["b"]
+    assert order(table, []) == list(table)
+    with pytest.raises(ValueError, match="no step 'c'; there are a, b"):
+        order(table, ["c"])
+
+
+def test_a_record_is_small() -> None:
+    lines = [
+        {"a": 1, "mean": {"mass": 0.123456789}, "heads": {"mass": [[0.5, None], [1.0, 0.0]]}, "date": "x", "b": n}
+        for n in range(2)
+    ]
+    record = condensing.condensed(step("a"), lines)
+    assert record["settings"] == {"a": 1, "mean.mass": 0.123456789, "layers.mass": [0.5, 0.5]}
+    assert record["columns"] == ["b"]
+    assert record["date"] == "x"
+    assert json.loads(condensing.dumped(record)) == record
+    assert condensing.rounded([0.123456789, 7, None]) == [0.12346, 7, None]
+
+
+def test_a_picture_says_which_records_it_shows(tmp_path: Path) -> None:
+    png = (RESULTS.parent.parent / "docs" / "scaling-cpu.png").read_bytes()
+    again = pictures.marked(png.replace(b"tEXtRecords", b"tEXtNothing"), "abc")
+    assert pictures.stamped(again) == "abc"
+    assert pictures.stamped(pictures.SIGNATURE) is None
+
+
+def record_of(name: str, left: str, lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """A record as a step would keep it, read back from its file's text."""
+    made_of = Step(name, "a test", "a command", 1, left)
+    shared = {"machine": {"cores": 2, "processor": "a", "cuda_devices": []}, "trace_meta": {}}
+    record = condensing.condensed(made_of, [{**json.loads(json.dumps(one)), **shared} for one in lines])
+    return json.loads(condensing.dumped({**record, "seconds": 1.0}))
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, dict[str, Any]]:
+    """Records of a tiny trace, by the functions that the commands call."""
+    trace = synthetic(1200, heads=1, group=2, size=16, gap=0.3, sinks=1)
+    found = [
+        one
+        for name, budgets in (("exact", (256, 1024)), ("quest", (256, 1024)), ("window", (256,)))
+        for one in evaluate_budgets(trace, name, budgets, last=2)
+    ]
+    bench = record_of("bench", "bench.jsonl", [one.record(per_head=True) for one in found])
+    bench["by_layer"] = [
+        condensing.compared(json.loads(json.dumps(one.record()))) for one in (at_rows(found, 256), at_bytes(found, 0.3))
+    ]
+    task = {"queries to keys": [Problem.of(trace.layer(0), trace.positions, 8)]}
+    task["keys to keys"] = [Problem.of(trace.layer(0), trace.positions, 8, held_out=True)]
+    lines = [
+        {"source": "a", "direction": direction, "label": "Bridge", "gap": None, **one}
+        for direction, curve in curves(make_selector("bridge"), task, k=20, values=[1, 4]).items()
+        for one in curve.records()
+    ]
+    return {
+        "bench": bench,
+        "recall": record_of("recall", "recall.jsonl", lines),
+        "inspect": record_of("inspect", "inspect.jsonl", inspect_trace(trace, last=2).records()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        ("bench-table", "| `quest`, 256 |"),
+        ("bench-short", "| `window` |"),
+        ("bench-layers", "of the cache's bytes, share recovered"),
+        ("bench-heads", "at 256 rows**: of the methods that do not score every key `quest` recovers"),
+        ("demo-printed", "Quest       1024"),
+        ("inspect-short", "| `synthetic"),
+        ("inspect-layers", "| all |"),
+        ("recall-table", "| `bridge` |"),
+    ],
+)
+def test_views_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], view: str, words: str) -> None:
+    name = "bench" if view.startswith(("bench", "demo")) else view.partition("-")[0]
+    assert words in VIEWS[view](traced[name])
+
+
+def test_views_of_agreement() -> None:
+    shared = {"task": "agreement", "kind": "novel", "length": 512, "prompt": "x", "protocol": "forced"}
+    shared |= {
+        "scored_tokens": 16,
+        "nll": 1.0,
+        "nll_difference": 0.5,
+        "same_top": 0.75,
+        "rows": 9.0,
+        "bytes_share": 0.1,
+    }
+    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+    lines = [
+        {**shared, "text": name, "start": at, "method": method, "budget": budget, "kl": kl, "settings": settings}
+        for name in ("a", "b")
+        for at, kl in ((0, 0.25), (1, 0.75))
+        for method, budget in (("full", None), ("Quest", "64"), ("Window", None))
+    ]
+    record = record_of("agreement", "eval.jsonl", lines)
+    assert record["settings"]["model"] == "m"
+    assert "| `quest`, 64 | 9 | 10 % | 0.500 (0.000-3.676) | 75 % |" in VIEWS["agreement-table"](record)
+    assert "| `window` | 0.500, 75 % |" in VIEWS["agreement-short"](record)
+    assert "| `window` | +0.500 | +0.500 |" in VIEWS["agreement-perplexity"](record)
+
+
+@pytest.mark.parametrize("name", ["frontier-prose", "layers-prose", "inspect-prose", "recall-traces"])
+def test_pictures_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [traced[one.partition("-")[0]] for one in pictures.PICTURES[name].records]
+    pictures.PICTURES[name].draw(records, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(pictures.SIGNATURE)

@@ -1,0 +1,193 @@
+"""Where methods fail: by layer, at equal rows and bytes, and at which heads; what `bench --by-layer` shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from sparseattn.cli import app, bench_layers
+from sparseattn.heads import NothingToCompare, at_bytes, at_rows, spearman
+from sparseattn.metrics import Evaluation, evaluate
+from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace
+
+nan = float("nan")
+
+
+def measured(label: str, budget: int, read: float, recovered: list[list[float]], scanned: float = 0.1) -> Evaluation:
+    found = torch.tensor(recovered, dtype=torch.float64)
+    shares = {"bytes_share": read, "attended": float(budget), "scanned_share": scanned}
+    heads = {name: torch.full_like(found, value) for name, value in shares.items()}
+    heads |= {"recovered": found, "relative_error": 1 - found}
+    facts = {"tokens": 300, "last": 4, "sink": 2, "window": 8, "seal": 1}
+    return Evaluation("trace", f"{label}()", label, budget, facts, (3, 7), heads)
+
+
+RESULTS = [
+    measured("Oracle", 16, 0.6, [[0.9, 0.8], [0.9, 0.4]], scanned=1.0),
+    measured("Oracle", 32, 0.7, [[1.0, 0.9], [1.0, 0.6]], scanned=1.0),
+    measured("A", 16, 0.1, [[0.2, 0.4], [0.6, 0.8]]),
+    measured("A", 32, 0.3, [[0.4, 0.4], [0.8, 1.0]]),
+    measured("B", 16, 0.05, [[0.3, 0.1], [0.1, 0.8]]),
+    measured("B", 32, 0.08, [[0.5, 0.2], [0.1, 0.9]]),
+    measured("Silent", 16, nan, [[0.5, 0.5], [0.5, 0.5]], scanned=nan),
+    measured("Silent", 32, nan, [[0.5, 0.5], [0.5, 0.5]], scanned=nan),
+    measured("Window", 16, 0.01, [[0.0, 0.0], [0.0, 0.0]], scanned=0.0),
+]
+
+
+def test_ranks_correlate_as_scipy_says() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for ties in (False, True):
+        a, b = torch.randn(2, 40, dtype=torch.float64)
+        if ties:
+            a, b = a.round(), (b + a).round()
+        assert float(spearman(a, b)) == pytest.approx(stats.spearmanr(a.numpy(), b.numpy()).statistic)
+    a[3], b[5] = nan, nan
+    known = ~(a.isnan() | b.isnan())
+    assert float(spearman(a, b)) == pytest.approx(float(spearman(a[known], b[known])))
+    assert float(spearman(torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 8, 9]))) == pytest.approx(1)
+    assert spearman(a, torch.zeros_like(a)).isnan(), "a constant has no order"
+
+
+def test_equal_bytes_are_a_mixture_of_two_measured_neighbours() -> None:
+    one = at_bytes(RESULTS, 0.15)
+    assert list(one.readings) == ["A", "B", "Window"]
+    a, b = one.readings["A"], one.readings["B"]
+    assert a.budgets == (16, 32)
+    assert a.part == pytest.approx(0.25)
+    assert a.mean("bytes_share") == pytest.approx(0.15)
+    assert a.heads("recovered").flatten().tolist() == pytest.approx([0.25, 0.4, 0.65, 0.85])
+    assert a.layers("relative_error").tolist() == pytest.approx([1 - 0.325, 1 - 0.75])
+    assert b.budgets == (32,), "reads less at every budget: nothing is extrapolated"
+    assert b.mean("bytes_share") == pytest.approx(0.08)
+    assert one.left_out == {"Oracle": "reads 60.0% at least", "Silent": "does not say what it reads"}
+    assert at_bytes(RESULTS, 0.1).readings["A"].budgets == (16,), "measured there"
+    with pytest.raises(NothingToCompare, match=r"at 0.5% of the cache's bytes or less: Oracle reads 60.0% at least, A"):
+        at_bytes(RESULTS, 0.005)
+
+
+def test_equal_rows_and_which_heads_fail() -> None:
+    one = at_rows(RESULTS, 32)
+    assert list(one.readings) == ["Oracle", "A", "B", "Silent", "Window"], "the window has no budget"
+    assert one.rivals == ["A", "B", "Silent", "Window"]
+    assert one.count() == 4
+    assert one.missed().tolist() == [
+        [0, 0, 0, 0, 0],
+        [0, 2, 1, 0, 2],
+        [0, 1, 2, 0, 2],
+        [0, 0, 0, 0, 0],
+        [0, 2, 2, 0, 4],
+    ]
+    assert one.wins() == {"A": 2, "B": 1, "Silent": 2, "Window": 0}, "two have the first head"
+    assert one.winners() == {3: "Silent", 7: "A"}
+    found = [one.readings[label].heads("recovered").flatten() for label in ("A", "B")]
+    assert float(one.correlation()[1, 2]) == pytest.approx(float(spearman(*found)))
+    with pytest.raises(NothingToCompare, match="nothing was measured at the budget 64"):
+        at_rows(RESULTS, 64)
+
+
+def test_heads_that_were_left_out_count_nowhere() -> None:
+    far = [measured(name, 16, 0.1, [[0.2, nan], [nan, nan]]) for name in "AB"]
+    one = at_rows(far, 16)
+    assert (one.count(), one.missed().tolist(), one.wins()) == (1, [[1, 1], [1, 1]], {"A": 1, "B": 1})
+    assert one.winners() == {3: "A"}
+    record = json.loads(json.dumps(one.record()))
+    assert record["methods"][0]["recovered"] == [0.2, None]
+
+
+def test_sentences_say_who_fails_where() -> None:
+    said = " ".join(bench_layers.sentences(at_rows(RESULTS, 32)))
+    assert "budget 32: A recovers less than 50% at 2 of 4 heads; of these miss too: Oracle 0, B 1," in said
+    assert "heads where one recovers most: A at 2 and in layers 7; Silent at 2 and in layers 3; B at 1." in said
+    said = " ".join(bench_layers.sentences(at_bytes(RESULTS, 0.15)))
+    assert "15% of the cache's bytes: Oracle reads 60.0% at least." in said
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "small.safetensors"
+    synthetic(300, heads=2, group=2, size=32, layers=2, clusters=8).save(path)
+    return path
+
+
+def run(trace: Path, out: Path, *more: str) -> Result:
+    small = ["--budget", "16,32", "--sink", "2", "--window", "8", "--last", "4", "--out", str(out)]
+    return CliRunner().invoke(app, ["bench", str(trace), *small, *more])
+
+
+METHODS = ("--selector", "quest", "--selector", "random", "--selector", "exact")
+
+
+def test_bench_by_layer_is_what_the_library_measures(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    done = run(trace, tmp_path, *METHODS, "--by-layer", "--rows", "32", "--bytes", "20%")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert "small, budget 32: share recovered of the weight on indexed rows, by layer" in text
+    assert "small, 20% of the cache's bytes: Exact reads 6" in text
+    assert "16+32" in text
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("bench.jsonl", "by-layer.jsonl"),
+        *("frontier-small.png", "by-layer-small.png", "heads-small.png"),
+    }
+    rows, read = (json.loads(line) for line in (tmp_path / "by-layer.jsonl").read_text().splitlines())
+    same = evaluate(Trace.open(trace), "quest", 32, sink=2, window=8, last=4)
+    assert (rows["equal"], rows["at"], read["equal"], read["at"]) == ("rows", 32, "bytes", 0.2)
+    quest = rows["methods"][0]
+    assert quest["recovered"] == pytest.approx(same.heads["recovered"].mean(1).tolist())
+    assert quest["mean"]["relative_error"] == pytest.approx(same.mean("relative_error"))
+    assert [one["label"] for one in read["methods"]] == ["Quest", "Random"]
+    quest, random = read["methods"]
+    assert (quest["budgets"], quest["mean"]["bytes_share"]) == ([16, 32], pytest.approx(0.2))
+    assert random["budgets"] == [32]
+    assert random["mean"]["bytes_share"] < 0.2, "no budget of it reads as much"
+    assert rows["trace_meta"]["model"] == "synthetic"
+    assert rows["versions"]["torch"]
+    _, by_layer, heads = drawn
+    for axis, record in zip(by_layer.axes, (rows, read), strict=True):
+        assert [line.get_label() for line in axis.lines] == [one["label"] for one in record["methods"]]
+        for line, one in zip(axis.lines, record["methods"], strict=True):
+            assert list(line.get_xdata()) == record["layers"]
+            assert list(line.get_ydata()) == one["recovered"]
+    cells = [[float(text.get_text()) for text in axis.texts] for axis in heads.axes[:2]]
+    for drawn_cells, record in zip(cells, (rows, read), strict=True):
+        ranks = [value for row in record["spearman"]["recovered"] for value in row]
+        assert drawn_cells == pytest.approx(ranks, abs=0.0051)
+
+
+def test_bench_by_layer_where_nothing_reads_so_little_and_as_json(trace: Path, tmp_path: Path) -> None:
+    done = run(trace, tmp_path, "--selector", "exact", "--by-layer", "--json", "--no-figures")
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one.get("equal") for one in records] == [None, None, "rows"]
+    assert records[2]["at"] == 32, "the middle one, as 256 was not measured"
+    assert "small, by layer: no method was measured at 10.0% of the cache's bytes or less" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--rows", "16"), "--rows and --bytes say where --by-layer compares"),
+        (("--by-layer", "--rows", "64"), "--rows is one of the budgets of --budget, 16, 32, got 64"),
+        (("--by-layer", "--bytes", "10"), "--bytes is a share of the cache's bytes, such as 10%, got 10"),
+        (("--by-layer", "--bytes", "many"), "--bytes is a share of the cache's bytes, such as 10%, got many"),
+    ],
+)
+def test_what_by_layer_refuses(trace: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    done = run(trace, tmp_path / "out", *METHODS, *arguments)
+    assert done.exit_code == 2
+    assert sentence in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
