@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ pytest.importorskip("faiss")
 
 import transformers
 
+from scripts.evidence import views_saap
 from scripts.saap.cards import write_card
 from scripts.smollm2 import __main__ as command
-from scripts.smollm2 import report
-from scripts.smollm2.judge import judged
-from scripts.smollm2.windows import windows
+from scripts.smollm2 import judge
+from scripts.smollm2.windows import trace_of, windows
 from sparseattn.artefact import Artefact
 from sparseattn.integrations.transformers import SparseCache
 from sparseattn.traces import Trace
@@ -134,53 +133,36 @@ def test_killed_anywhere_it_goes_on(model: Any, tmp_path: Path) -> None:
             assert cache.stats().layers[1].selector is not None
 
 
-def test_a_record_and_its_tables(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (*report.TEXTS, *report.NEEDLES)
+def test_tables_of_a_record() -> None:
     record: dict[str, Any] = {"layers": [2, 6], "heads": 2, "prompts": {}}
-    for k, name in enumerate(names):
-        one = {
-            "kind": "novel",
-            "tokens": TOKENS,
-            "text": {},
-            "indexed_mass": [[0.2, 0.5, 0.1, 0.1], [0.4] * 4],
-            "methods": {
-                method: [
-                    {
-                        "rows": rows,
-                        "bytes_share": 0.1,
-                        "recovered": [[0.9, 0.1 * (i + 1), 0, 0], [0.01 * k * (i + 1)] * 4],
-                    }
-                    for rows in (82, 256)
-                ]
-                for i, method in enumerate((*report.ORDER, *(m for m in report.SHOWN if m not in report.ORDER)))
-            },
+    for k, name in enumerate(judge.PROMPTS):
+        methods = {
+            method: [
+                {"rows": rows, "bytes_share": 0.1, "recovered": [[0.9, 0.1 * (i + 1), 0, 0], [0.01 * k * (i + 1)] * 4]}
+                for rows in (82, 256)
+            ]
+            for i, method in enumerate((*views_saap.ORDER, *sorted(set(views_saap.SHOWN) - set(views_saap.ORDER))))
         }
-        record["prompts"][name] = one
-    made = report.tables(record)
-    assert "| 2 | 3 of 12 |" in made["texts"], "heads that look near count for nothing"
-    assert "| 2 | 0.10, 0.10 | 0.20, 0.20 | 0.30, 0.30 | 5 of 5, 5 of 5 |" in made["order"]
-    assert "| 6 | 0.02, 0.02 | 0.04, 0.04 | 0.06, 0.06 | 8 of 10, 8 of 10 |" in made["order"], "alice's are all 0"
-    text = "before\n<!-- from saap-smollm2: order -->\nold\n<!-- end -->\nbehind"
-    assert report.filled(text, made) == text.replace("old", made["order"])
-    with pytest.raises(ValueError, match="there is no table none"):
-        report.filled(text.replace("order", "none"), made)
-    report.picture(copy.deepcopy(record), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+        record["prompts"][name] = {"indexed_mass": [[0.2, 0.5, 0.1, 0.1], [0.4] * 4], "methods": methods}
+    assert "| 2 | 3 of 12 |" in views_saap.texts(record), "heads that look near count for nothing"
+    assert "| 2 | 1 of 4 |" in views_saap.needles(record)
+    made = views_saap.order(record)
+    assert "| 2 | 0.10, 0.10 | 0.20, 0.20 | 0.30, 0.30 | 4 of 4, 4 of 4 |" in made
+    assert "| 6 | 0.01, 0.01 | 0.03, 0.03 | 0.04, 0.04 | 6 of 8, 6 of 8 |" in made, "the first prompt's are all 0"
+    assert "| `kmeans`, roped | 0.10, 0.10" not in views_saap.by_prompt(record)
+    assert "| `kmeans`, roped | 0.02, 0.02 |" in views_saap.by_prompt(record), "the mean over heads, not layers"
 
 
 def test_what_was_measured_is_not_measured_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts.smollm2 import judge
-
     monkeypatch.setattr(judge, "LAYERS", (0, 1))
     monkeypatch.setattr(judge, "BUDGETS", (16, 32))
-    monkeypatch.setattr(judge, "LAST", 2)
+    monkeypatch.setattr(judge, "PROMPTS", {"alice": 2})
     (window,) = windows(None, {"alice": 1}, TOKENS, read)[:1]
     path = tmp_path / "alice.safetensors"
-    trace = judge.trace_of(model, window, path)
     methods = {"exact": "exact", "quest": "quest"}
-    first = judged({"alice": trace}, methods, tmp_path / "judge")
+    first = judge.judged({"alice": trace_of(model, window, path)}, methods, tmp_path / "judge")
     monkeypatch.setattr(judge, "evaluate_budgets", lambda *_, **__: pytest.fail("measured again"))
-    again = judged({"alice": Trace.open(path)}, methods, tmp_path / "judge")
-    assert json.loads(json.dumps(again)) == json.loads(json.dumps(first))
+    again = judge.judged({"alice": Trace.open(path)}, methods, tmp_path / "judge")
+    assert again == first == json.loads(json.dumps(first))
     assert [len(first["alice"]["indexed_mass"]), len(first["alice"]["indexed_mass"][0])] == [2, 4]
     assert first["alice"]["methods"]["quest"][1]["rows"] == 32

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from rich.console import Console
 
+from scripts.evidence import views_saap
 from scripts.smollm2.__main__ import RECIPE, REPOSITORY, WORK
-from scripts.smollm2.report import tables
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of
 from sparseattn.artefact import locate
 from sparseattn.builtin import BUILTIN, SPREAD, builtin_trace
@@ -164,9 +164,10 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out, (json.dumps(record) + "\n").encode())
-    console = Console(width=160)
-    for name, text in tables(record).items():
-        console.print(f"{name}\n{text}\n", markup=False, highlight=False)
+    console = Console(width=200)
+    for view in (views_saap.by_prompt, views_saap.texts, views_saap.needles, views_saap.order):
+        console.print(f"{view(record)}\n", markup=False, highlight=False)
+    console.print(str(options.out), soft_wrap=True)
 
 
 if __name__ == "__main__":
