@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from scripts.evidence.step import Step
 
-# What bench, agreement and questions compare on SmolLM2; the artefact of the bucket methods is that model's.
-TRAINED = "--selector saap:artefact=smollm2 --selector kmeans:artefact=smollm2 --selector moments:artefact=smollm2"
+# What bench, agreement and questions compare; the bucket methods where an artefact ships, of SmolLM2.
+TRAINED = "--selector saap --selector kmeans --selector moments"
 COMPARED = (
     "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
     "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
@@ -63,19 +63,26 @@ def asked(model: str, lengths: str, more: str, minutes: float) -> Step:
     )
 
 
-def generate(model: str, tokens: str, minutes: float) -> Step:
+def generate(model: str, tokens: str, more: str, minutes: float) -> Step:
     """Tokens a second."""
     return Step(
         f"generate-{model.partition('-')[0]}-cpu",
         f"tokens a second with {model} at {tokens.replace(',', ', ')} tokens",
         f"python -m benchmarks.generate --model {model} --dtype float32 --tokens {tokens} --selector quest "
-        "--selector quest:page=8,int8=True --selector exact --selector window --results OUT",
+        f"--selector quest:page=8,int8=True {more}--selector exact --selector window --results OUT",
         minutes,
         "generate-cpu.json",
     )
 
 
 STEPS = (
+    Step(
+        "saap-smollm2",
+        "SmolLM2's SAAP artefact, trained anew if its traces are not there, and what it finds on other prompts",
+        "python -m scripts.smollm2 && python -m scripts.smollm2.judge --out OUT/saap-smollm2.json",
+        60,
+        "saap-smollm2.json",
+    ),
     bench("prose", f"{TRAINED} ", 8),
     bench("code", f"{TRAINED} ", 8),
     bench("needles", f"{TRAINED} ", 8),
@@ -135,8 +142,8 @@ STEPS = (
     agreement("gemma3-270m", "workshop click", 32768, "", 60),
     asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
     asked("gemma3-270m", "8000", "", 60),
-    generate("smollm2", "2048,4096,8192", 8),
-    generate("gemma3-270m", "16384,32768", 15),
+    generate("smollm2", "2048,4096,8192", "--selector saap ", 8),
+    generate("gemma3-270m", "16384,32768", "", 15),
     Step(
         "eval-reference-cpu",
         "passkey and key-value retrieval by the reference model",
