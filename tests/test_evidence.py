@@ -269,6 +269,7 @@ def traced() -> dict[str, dict[str, Any]]:
         ("demo-printed", "Quest       1024"),
         ("inspect-short", "| `synthetic"),
         ("inspect-layers", "| all |"),
+        ("inspect-findings", "of the attention lies beyond sink and window"),
         ("recall-table", "| `bridge` |"),
     ],
 )
