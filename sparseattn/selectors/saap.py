@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.artefact import Partition
+from sparseattn.artefact import AUTO, Partition
 from sparseattn.kernels.scoring import chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
@@ -34,7 +34,7 @@ class SAAP(Partitioned):
 
     def __init__(
         self,
-        artefact: str = "reference",
+        artefact: str = AUTO,
         probes: int = 32,
         group: str = "softmax",
         span: int = 16,
@@ -75,7 +75,7 @@ class SAAP(Partitioned):
         classifier = partition.classifier
         if classifier is None:
             raise ValueError(
-                f"{self.artefact} holds no query classifier for layer {self.layer}, which SAAP needs: train one, or "
+                f"{self!r} needs a query classifier, and its artefact holds none for layer {self.layer}: train one, or "
                 f"use KMeans"
             )
         if like.element_size() == 2 and chosen(None, like.device, like.dtype) == "numba":
