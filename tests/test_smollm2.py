@@ -138,7 +138,7 @@ def test_tables_of_a_record() -> None:
     for k, name in enumerate(judge.PROMPTS):
         methods = {
             method: [
-                {"rows": rows, "bytes_share": 0.1, "recovered": [[0.9, 0.1 * (i + 1), 0, 0], [0.01 * k * (i + 1)] * 4]}
+                {"rows": rows, "bytes_share": 0.1, "recovered": [[0.9, 0.1 * (i + 1), 0, 0], [0.02 * k * (i + 1)] * 4]}
                 for rows in (82, 256)
             ]
             for i, method in enumerate((*views_saap.ORDER, *sorted(set(views_saap.SHOWN) - set(views_saap.ORDER))))
@@ -148,7 +148,7 @@ def test_tables_of_a_record() -> None:
     assert "| 2 | 1 of 4 |" in views_saap.needles(record)
     made = views_saap.order(record)
     assert "| 2 | 0.10, 0.10 | 0.20, 0.20 | 0.30, 0.30 | 4 of 4, 4 of 4 |" in made
-    assert "| 6 | 0.01, 0.01 | 0.03, 0.03 | 0.04, 0.04 | 6 of 8, 6 of 8 |" in made, "the first prompt's are all 0"
+    assert "| 6 | 0.03, 0.03 | 0.06, 0.06 | 0.09, 0.09 | 6 of 8, 6 of 8 |" in made, "the first prompt's are all 0"
     assert "| `kmeans`, roped | 0.10, 0.10" not in views_saap.by_prompt(record)
     assert "| `kmeans`, roped | 0.02, 0.02 |" in views_saap.by_prompt(record), "the mean over heads, not layers"
 

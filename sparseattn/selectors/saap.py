@@ -75,8 +75,8 @@ class SAAP(Partitioned):
         classifier = partition.classifier
         if classifier is None:
             raise ValueError(
-                f"{self!r} needs a query classifier, and its artefact holds none for layer {self.layer}: train one, or "
-                f"use KMeans"
+                f"the artefact of {self.trained().meta.get('model', 'a model')} holds no query classifier for layer "
+                f"{self.layer}, which SAAP needs: train one, or use KMeans"
             )
         if like.element_size() == 2 and chosen(None, like.device, like.dtype) == "numba":
             # Weights are most of what a step reads. In the model's own 16 bits they are half of it.
