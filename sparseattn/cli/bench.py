@@ -129,9 +129,9 @@ def bench(
         opened = [open_trace(name, progress) for name in names]
     for trace in opened:
         say_differences(trace)
-        usable_layers(trace, indices)
+        asked = usable_layers(trace, indices)
         for method in methods:
-            check_replay(trace, budgets, method, sink, window, last, seal)
+            check_replay(trace, budgets, method, sink, window, last, seal, asked)
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
             evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
