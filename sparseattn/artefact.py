@@ -25,6 +25,7 @@ with a hash of the tensors alone. It is read with a warning: nothing tells wheth
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 import os
@@ -47,7 +48,8 @@ FORMAT = "sparseattn-saap"
 VERSION = "2"
 OLDER = "1"
 WHAT = "an artefact (`sparseattn train` makes one)"
-SHIPPED = ("reference",)
+SHIPPED = ("reference", "smollm2")  # each called as the model that it is for
+AUTO = "auto"  # stands for the one that ships for a layer's RoPE
 
 
 class ArtefactError(ValueError):
@@ -185,8 +187,20 @@ class Artefact:
     def __repr__(self) -> str:
         return f"Artefact(model={self.meta.get('model')!r}, layers={tuple(self.layers)}, roped={self.roped})"
 
+    def holds(self, layer: int) -> Partition:
+        """The partition of a layer; ArtefactError where it has none, saying what to do with such a layer."""
+        if layer not in self.layers:
+            raise ArtefactError(
+                f"the artefact of {self.meta.get('model', 'a model')} holds layers "
+                f"{', '.join(map(str, self.layers))}, layer {layer} is asked for: leave it out (of a comparison), make "
+                f"it dense (dense_layers) or give it another method (selector by layer)"
+            )
+        return self.layers[layer]
+
     def check(self, layer: int, heads: int, group: int, size: int, rope: Rope | None) -> Partition:
         """The partition of a model's layer; ArtefactError, with both sides, where it was not trained for such a one.
+
+        The error names the artefact that ships for such a layer, where there is one.
 
         Args:
             layer: number of the layer.
@@ -194,16 +208,12 @@ class Artefact:
             rope: the RoPE that the layer applies, or None.
         """
         model = self.meta.get("model", "a model")
-        if layer not in self.layers:
-            raise ArtefactError(
-                f"the artefact of {model} holds layers {', '.join(map(str, self.layers))}, layer {layer} is asked for"
-            )
-        partition = self.layers[layer]
+        partition = self.holds(layer)
         mine = (partition.centroids.shape[0], self.meta.get("group", group), partition.centroids.shape[2])
         if mine != (heads, group, size):
             raise ArtefactError(
                 f"the artefact of {model} is for {mine[0]} KV heads with {mine[1]} query heads each of size {mine[2]}, "
-                f"layer {layer} here has {heads} with {group} of size {size}"
+                f"layer {layer} here has {heads} with {group} of size {size}{_better(heads, group, size, rope)}"
             )
         classifier = partition.classifier
         if classifier is not None and len(classifier.w1) not in (heads, heads * group):
@@ -212,13 +222,10 @@ class Artefact:
                 f"{heads} or {heads * group} are needed"
             )
         ours = self.ropes.get(layer)
-        if ours is None or rope is None:
-            same = ours is rope
-        else:
-            same = _same(ours, rope)
-        if not same:
+        if not _same(ours, rope):
             raise ArtefactError(
                 f"the artefact of {model} was trained with {_words(ours)}, layer {layer} here applies {_words(rope)}"
+                f"{_better(heads, group, size, rope)}"
             )
         return partition
 
@@ -268,7 +275,7 @@ class Artefact:
 
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> Artefact:
-        """Read an artefact file; "reference" names the one that ships, for the reference model.
+        """Read an artefact file, or one that ships by its name ("reference", "smollm2": the models that they are for).
 
         Raises:
             ArtefactError: missing, damaged, not an artefact, of another version, or with numbers that are not finite.
@@ -321,6 +328,40 @@ def locate(path_or_name: str | os.PathLike[str]) -> Path:
     return path
 
 
+def shipped_for(rope: Rope | None) -> str:
+    """The name of the artefact that ships for layers of this RoPE; ArtefactError where none does.
+
+    A RoPE is what a layer is known by before its keys come; `Artefact.check` sees to the shapes then.
+    """
+    for name in SHIPPED:
+        if rope is not None and any(_same(rope, theirs) for theirs in _facts(name)[1]):
+            return name
+    raise ArtefactError(
+        f"no artefact that ships ({', '.join(SHIPPED)}) is for a layer with {_words(rope)}: train one (`sparseattn "
+        f"train`) and name it, artefact=FILE"
+    )
+
+
+@functools.cache
+def _facts(name: str) -> tuple[tuple[int, int, int], tuple[Rope, ...]]:
+    """KV heads, query heads each and size of the artefact that ships as `name`, and its RoPEs."""
+    held = Artefact.load(name)
+    distinct: list[Rope] = []
+    for rope in held.ropes.values():
+        if not any(rope.equals(other) for other in distinct):
+            distinct.append(rope)
+    return (held.meta["heads"], held.meta["group"], held.meta["size"]), tuple(distinct)
+
+
+def _better(heads: int, group: int, size: int, rope: Rope | None) -> str:
+    """Half a sentence that names the artefact that ships for such a layer, or nothing."""
+    for name in SHIPPED:
+        shape, ropes = _facts(name)
+        if shape == (heads, group, size) and any(_same(rope, theirs) for theirs in ropes):
+            return f"; artefact={name}, which ships, is for such a layer"
+    return ""
+
+
 def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED.values():
@@ -337,8 +378,10 @@ def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:
     return Partition(centroids, Classifier(**parts) if parts else None)
 
 
-def _same(a: Rope, b: Rope) -> bool:
-    """The same rotation, but for the rounding of frequencies that were computed elsewhere."""
+def _same(a: Rope | None, b: Rope | None) -> bool:
+    """The same rotation, or none at all, but for the rounding of frequencies that were computed elsewhere."""
+    if a is None or b is None:
+        return a is b
     if a.interleaved != b.interleaved or a.rotated != b.rotated or abs(a.scaling - b.scaling) > 1e-5 * a.scaling:
         return False
     return torch.allclose(a.inv_freq.cpu(), b.inv_freq.cpu(), rtol=1e-5, atol=0)

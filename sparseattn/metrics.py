@@ -214,7 +214,7 @@ def evaluate_budgets(
     seal = method.span if seal is None else seal
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
-    check_replay(trace, budgets, method, sink, window, last, seal)
+    check_replay(trace, budgets, method, sink, window, last, seal, indices)
     positions = trace.positions.to(place)
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
@@ -291,8 +291,13 @@ def check_replay(
     window: int,
     last: int,
     seal: int | None = None,
+    layers: Sequence[int] | None = None,
 ) -> None:
-    """The settings leave rows to select and the budgets fit the method; else ValueError."""
+    """The settings leave rows to select, the budgets fit the method, and it can serve all `layers`; else ValueError.
+
+    A method that lacks a layer, such as SAAP where its artefact was not trained for it, is refused and not measured on
+    the others: means over other layers compare with nothing.
+    """
     KVCache(method, sink=sink, window=window, seal=method.span if seal is None else seal)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
@@ -309,6 +314,8 @@ def check_replay(
         )
     for budget in budgets:
         budget_rows(budget, trace.tokens - last, method.span, repr(method))
+    for index in layers or ():
+        method.for_layer(index, trace.ropes[index])
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:

@@ -112,6 +112,9 @@ class Drawn(Artefact):
     def __init__(self, roped: bool) -> None:
         super().__init__({0: partition(1, 2)}, roped=roped, ropes=None if roped else {0: Rope.of(2)})
 
+    def holds(self, layer):
+        return self.layers[0]
+
     def check(self, layer, heads, group, size, rope):
         return partition(heads, size)
 

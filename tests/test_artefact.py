@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
-from sparseattn.artefact import Artefact, ArtefactError, Classifier, Partition
+from sparseattn.artefact import Artefact, ArtefactError, Classifier, Partition, locate, shipped_for
 from sparseattn.hashes import tensors_hash
 from sparseattn.rope import Rope
 from sparseattn.tensorfiles import content_hash
@@ -132,6 +132,33 @@ def test_another_model_is_refused(artefact: Artefact, given: dict[str, Any], sen
     assert artefact.check(**fits) is artefact.layers[1]
     with pytest.raises(ArtefactError, match=sentence):
         artefact.check(**(fits | given))
+
+
+@pytest.mark.parametrize(("name", "heads", "group", "layers"), [("reference", 2, 4, 4), ("smollm2", 3, 3, 30)])
+def test_what_ships_is_found_by_its_models_name(name: str, heads: int, group: int, layers: int) -> None:
+    """By name, by the RoPE of a layer, and by the sentence that refuses another artefact for such a layer."""
+    held = Artefact.load(name)
+    assert tuple(held.layers) == tuple(range(layers))
+    assert locate(name).stat().st_size <= 20_000_000
+    rope = held.ropes[1]
+    assert shipped_for(rope) == name
+    held.check(1, heads, group, 64, rope)
+    other = Artefact.load({"reference": "smollm2", "smollm2": "reference"}[name])
+    for given in ({"heads": heads}, {"heads": heads + 1}):
+        asked = {"layer": 1, "group": group, "size": 64, "rope": rope} | given
+        with pytest.raises(ArtefactError) as refused:
+            other.check(**asked)
+        assert str(refused.value).endswith(f"; artefact={name}, which ships, is for such a layer") == (
+            given["heads"] == heads
+        )
+
+
+def test_no_artefact_that_ships_is_for_this_layer() -> None:
+    for rope, said in ((None, "no RoPE"), (Rope.of(SIZE), "a RoPE of 8 dimensions")):
+        with pytest.raises(
+            ArtefactError, match=rf"no artefact that ships \(reference, smollm2\) is for .+{said}.+train"
+        ):
+            shipped_for(rope)
 
 
 def test_frequencies_may_differ_by_rounding(artefact: Artefact) -> None:
@@ -277,7 +304,7 @@ def test_a_full_disk_names_the_file(
 
 
 def test_sentences_of_other_mistakes(artefact: Artefact, tmp_path: Path) -> None:
-    with pytest.raises(ArtefactError, match=r"no artefact file .+ nor one that ships \(reference\)"):
+    with pytest.raises(ArtefactError, match=r"no artefact file .+ nor one that ships \(reference, smollm2\)"):
         Artefact.load(tmp_path / "none.safetensors")
     with pytest.raises(ArtefactError, match=r"stored as float32, float16 or bfloat16, got torch\.int8"):
         artefact.save(tmp_path / "a.safetensors", torch.int8)

@@ -16,10 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import SAAP, KMeans, KVCache, Moments, PerfectBuckets, Rows, Selection, decode, make_selector
 from sparseattn.artefact import Artefact, ArtefactError, Classifier, Partition
+from sparseattn.metrics import evaluate
 from sparseattn.rope import Rope
 from sparseattn.selectors import buckets as table
 from sparseattn.selectors import moments
 from sparseattn.selectors.buckets import Partitioned
+from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace, TraceLayer
 
 B, H, G, D, C, F = 2, 2, 3, 32, 12, 8
 LAYER = 2
@@ -477,6 +480,47 @@ def test_an_index_is_not_that_of_another_artefact(file: str, tmp_path: Path) -> 
     again.selector.probes = 2
     assert torch.equal(again.step()[1].rows, found.rows)
     assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("name", "kv", "group"), [("reference", 2, 4), ("smollm2", 3, 3)])
+def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv: int, group: int) -> None:
+    """None named: the selector of each layer holds the one for its RoPE, whatever layer was asked for before."""
+    rope, other = (Artefact.load(one).ropes[1] for one in (name, {"reference": "smollm2"}.get(name, "reference")))
+    queries, keys, values = heads(1, kv, group, 200, 64)
+    found = []
+    for selector in (Moments(), Moments(name)):
+        if selector.artefact == "auto":
+            selector.for_layer(1, other)
+        here = selector.for_layer(1, rope)
+        assert here.trained().meta["heads"] == kv
+        cache = KVCache(here, sink=4, window=16, seal=16)
+        cache.append(keys, values)
+        cache.seal()
+        found.append(cache.select(queries[:, :, :, -1], 32).rows)
+    assert torch.equal(*found)
+    assert repr(Moments()) == "Moments(artefact='auto', probes=32, group='softmax', span=16)"
+    assert Moments().source() != Moments(name).source()
+    with pytest.raises(
+        ArtefactError, match=r"no artefact that ships \(reference, smollm2\) is for a layer with a RoPE"
+    ):
+        Moments().for_layer(1, Rope.of(24))
+    with pytest.raises(ValueError, match="no fixed RoPE of layer 1 is known"):
+        Moments().for_layer(1).append(Rows(keys, values, torch.arange(200)[None]))
+
+
+def test_a_layer_that_the_artefact_lacks_is_refused_before_any_work(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison over fewer layers, or one that reads all there, would flatter: it says what to do instead."""
+    made = synthetic(300, heads=H, group=G, size=D)
+    layer = made.layer(0)
+    layers = [TraceLayer(i, layer.query, layer.keys, layer.values, layer.scale, ROPE) for i in (LAYER, 3)]
+    trace = Trace.build(layers, made.positions, made.meta, "two")
+    monkeypatch.setattr(KVCache, "append", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(
+        ValueError, match=r"holds layers 2, 5, layer 3 is asked for: leave it out .+dense_layers.+method"
+    ):
+        evaluate(trace, KMeans(file), 32, last=2)
+    monkeypatch.undo()
+    assert evaluate(trace, KMeans(file), 32, last=2, layers=[LAYER]).layers == (LAYER,)
 
 
 def test_bad_artefacts_and_arguments_get_a_sentence(file: str, tmp_path: Path) -> None:

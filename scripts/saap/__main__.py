@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from scripts.reference.text import load_corpus
+from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.saap.prompts import KINDS, TOKENS, prompts
 from sparseattn.artefact import Artefact
 from sparseattn.cli.common import progress_bar
@@ -74,42 +74,23 @@ def card(path: Path, artefact: Artefact) -> str:
     """What ships, how it was made, and its validation figures."""
     meta = artefact.meta
     recipe = meta["recipe"]
-    seconds = [sum(one["seconds"].values()) for one in meta["validation"]]
-    shares = [str(share) for share in recipe["shares"]]
-    ways = ("classifier", "symmetric", "oracle", "exact")
-    lines = [
-        "# SAAP artefact of the reference model",
-        "",
-        f'`Artefact.load("reference")`: {recipe["clusters"]} buckets of de-roped keys for each of {meta["heads"]} KV '
-        f"heads of layers {', '.join(map(str, artefact.layers))}, and a classifier of hidden width {recipe['hidden']} "
-        f"with a linear path beside for each, in half precision ({path.stat().st_size:,} bytes, sha256 "
-        f"`{hashlib.sha256(path.read_bytes()).hexdigest()}`). Method: <https://arxiv.org/abs/2502.08246>.",
-        "",
-        "`GOMP_SPINCOUNT=0 python -m scripts.saap` remakes it "
-        f"from {len(meta['train'])} prompts of {TOKENS:,} bytes "
-        f"and {len(meta['held_out'])} held-out (recurring random bytes, text, both; text differs between machines). "
-        f"Training took {sum(seconds):.0f} s, {sum(seconds) / len(seconds):.0f} s a KV head, on "
-        f"{meta['machine']['cores']} cores shared with other work.",
-        "",
-        f"Share of the attention mass more than {recipe['filters']['gap']} rows back that is recovered on the held-out "
-        "prompts, within a budget of rows shared by the query heads of a KV head: buckets in the order of the trained "
-        "classifier, of symmetric k-means on the same centroids, and of their true mass; `exact` gives each query head "
-        "the budget for itself. Mean over query heads and tokens.",
-        "",
-        "| layer | head | far mass | imbalance | "
-        + " | ".join(f"{way}, {float(share):.0%}" for share in shares for way in ways)
-        + " |",
-        "|---:" * (4 + len(shares) * len(ways)) + "|",
-    ]
-    for one in meta["validation"]:
-        cells = [one["layer"], one["head"], f"{_mean(one['far_mass']):.2f}", f"{one['train']['imbalance']:.2f}"]
-        cells += [f"{_mean(one['recovered'][way][share]):.3f}" for share in shares for way in ways]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+    return "\n".join(
+        [
+            "# SAAP artefact of the reference model",
+            "",
+            f'`Artefact.load("reference")`: {recipe["clusters"]} buckets of de-roped keys for each of {meta["heads"]} '
+            f"KV heads of layers {', '.join(map(str, artefact.layers))}, and a classifier of hidden width "
+            f"{recipe['hidden']} with a linear path beside for each, in half precision ({file_facts(path)}). Method: "
+            "<https://arxiv.org/abs/2502.08246>.",
+            "",
+            "`GOMP_SPINCOUNT=0 python -m scripts.saap` remakes it "
+            f"from {len(meta['train'])} prompts of {TOKENS:,} bytes "
+            f"and {len(meta['held_out'])} held-out (recurring random bytes, text, both; text differs between "
+            f"machines). {training_time(meta)}",
+            "",
+            *validation(meta),
+        ]
+    )
 
 
 def main() -> None:
@@ -138,7 +119,7 @@ def main() -> None:
     assert artefact is not None
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out, made.read_bytes())
-    write_atomic(options.out.parent / "README.md", card(options.out, artefact).encode())
+    write_card(options.out.parent / "README.md", card(options.out, artefact))
     console.print(table(artefact))
 
 

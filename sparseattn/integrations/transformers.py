@@ -121,8 +121,8 @@ class SparseCache(Cache):
     def _layer(self, index: int, impl: str | None) -> SparseLayer:
         what, budget = self.prepared.layers[index], plan.of_layer(self.budget, index)
         method = as_selector(plan.of_layer(self.selector, index))
-        rows = KVCache(method.for_layer(index, what.rope), **self._settings)
         try:
+            rows = KVCache(method.for_layer(index, what.rope), **self._settings)
             plan.try_out(method.for_layer(index, what.rope), what, budget, self._settings["sealed_device"], impl)
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))

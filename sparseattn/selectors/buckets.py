@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.artefact import Artefact, Partition, locate
+from sparseattn.artefact import AUTO, SHIPPED, Artefact, Partition, locate, shipped_for
 from sparseattn.hashes import tensors_hash
 from sparseattn.kernels.scoring import bucket_spans
 from sparseattn.rope import Rope
@@ -102,7 +102,8 @@ class Partitioned(Selector):
     bucket that it reaches, behind its oldest rows. Buckets may be empty.
 
     Args:
-        artefact: file of a trained partition, or "reference", the one for the package's reference model.
+        artefact: file of a trained partition, or the name of one that ships ("reference", "smollm2": the models that
+            they are for); "auto" is the one that ships for the layer's RoPE.
         probes: buckets that a query visits, all if there are fewer; 32 in the paper.
         group: how a query group votes: "softmax" (the paper's joint probing) sums its query heads' probabilities,
             "each" lets every query head visit its own buckets, "sum" and "max" are of the raw scores.
@@ -112,18 +113,20 @@ class Partitioned(Selector):
     each visited bucket of each segment.
 
     Raises:
-        ValueError: an argument out of its range; an artefact that is not there.
+        ValueError: an argument out of its range; an artefact that is not there; in `for_layer`, a layer that the
+            artefact lacks.
     """
 
     knob = "probes"
     late = ("_held", "_here")
 
-    def __init__(self, artefact: str = "reference", probes: int = 32, group: str = "softmax", span: int = 16) -> None:
+    def __init__(self, artefact: str = AUTO, probes: int = 32, group: str = "softmax", span: int = 16) -> None:
         if probes < 1:
             raise ValueError(f"probes is 1 or more buckets, got {probes}")
         if span < 1 or span & (span - 1):
             raise ValueError(f"span is a power of two (16, 32, ...), got {span}")
-        locate(artefact)
+        if artefact != AUTO:
+            locate(artefact)
         self.artefact, self.probes, self.group, self.span = artefact, probes, check_group(group), span
         self.edges = Edges()
         self._held: Artefact | None = None
@@ -132,18 +135,26 @@ class Partitioned(Selector):
     # -- the artefact ----------------------------------------------------------------------------------------------
 
     def trained(self) -> Artefact:
-        """The artefact, read once for all layers and all selectors of the process that name the same file."""
+        """The artefact, read once for all layers and all selectors of the process that name the same file.
+
+        Raises:
+            ValueError: a file that is no artefact; "auto" where none ships for the layer's RoPE.
+        """
         if self._held is None:
-            path = locate(self.artefact)
+            path = locate(shipped_for(self.rope) if self.artefact == AUTO else self.artefact)
             stat = path.stat()
             key = (str(path.resolve()), stat.st_mtime_ns, stat.st_size)
             self._held = _SHARED.get(key) or _SHARED.setdefault(key, Artefact.load(path))
         return self._held
 
     def for_layer(self, layer: int, rope: Rope | None = None) -> Partitioned:
-        self.trained()  # now, so that all layers share it
         fresh = super().for_layer(layer, rope)
         fresh._here = None
+        if self.artefact == AUTO:
+            fresh._held = None  # another RoPE may have another one
+        if self.artefact != AUTO or rope is not None:
+            fresh.trained().holds(layer)
+            self._held = fresh._held  # kept here too, so that all layers share it
         return fresh
 
     def fix(self, rows: int, seal: int) -> None:
@@ -153,12 +164,13 @@ class Partitioned(Selector):
         self.edges.fix(max(rows // seal, 1).bit_length())  # log2(N/n) + 1
 
     def index_arguments(self) -> dict[str, Any]:
-        partition = self.trained().layers.get(self.layer)
-        centroids = {} if partition is None else {"centroids": partition.centroids}
-        return {**super().index_arguments(), "centroids": tensors_hash(centroids)}
+        centroids = self.trained().holds(self.layer).centroids
+        return {**super().index_arguments(), "centroids": tensors_hash({"centroids": centroids})}
 
     def source(self) -> str:
-        return f"{super().source()} {hashlib.sha256(locate(self.artefact).read_bytes()).hexdigest()[:16]}"
+        may_be = SHIPPED if self.artefact == AUTO else (self.artefact,)
+        digest = hashlib.sha256(b"".join(locate(one).read_bytes() for one in may_be))
+        return f"{super().source()} {digest.hexdigest()[:16]}"
 
     def reset(self) -> None:
         super().reset()
@@ -177,13 +189,14 @@ class Partitioned(Selector):
         """
         own = self._here
         if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
-            trained, rope = self.trained(), self.rope
-            if rope is None and not trained.roped:
+            rope = self.rope
+            if rope is None and (self.artefact == AUTO or not self.trained().roped):
                 raise ValueError(
                     f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
                     f"known here: pass it to for_layer(layer, rope), or use an artefact of roped keys where the layer "
                     f"applies none or one whose frequencies change with the length of the sequence"
                 )
+            trained = self.trained()
             asked = group or trained.meta.get("group", 1)
             partition = trained.check(self.layer, like.shape[1], asked, like.shape[3], rope)
             if rope is not None:

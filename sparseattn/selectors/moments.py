@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.artefact import AUTO
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import CHUNK, Parameters, Partitioned
 from sparseattn.selectors.loaded import Loaded, Wanted, check_finite
@@ -103,7 +104,7 @@ class Moments(Partitioned):
     `scan_bytes`: 8 bytes for each bucket and dimension, 4 for each bucket, and the table's (see `Partitioned`).
     """
 
-    def __init__(self, artefact: str = "reference", probes: int = 32, group: str = "softmax", span: int = 16) -> None:
+    def __init__(self, artefact: str = AUTO, probes: int = 32, group: str = "softmax", span: int = 16) -> None:
         super().__init__(artefact, probes, group, span)
         self.moments = KeyMoments()
 

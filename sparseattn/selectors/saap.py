@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.artefact import Partition
+from sparseattn.artefact import AUTO, Partition
 from sparseattn.kernels.scoring import chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
@@ -34,7 +34,7 @@ class SAAP(Partitioned):
 
     def __init__(
         self,
-        artefact: str = "reference",
+        artefact: str = AUTO,
         probes: int = 32,
         group: str = "softmax",
         span: int = 16,
@@ -75,8 +75,8 @@ class SAAP(Partitioned):
         classifier = partition.classifier
         if classifier is None:
             raise ValueError(
-                f"{self.artefact} holds no query classifier for layer {self.layer}, which SAAP needs: train one, or "
-                f"use KMeans"
+                f"the artefact of {self.trained().meta.get('model', 'a model')} holds no query classifier for layer "
+                f"{self.layer}, which SAAP needs: train one, or use KMeans"
             )
         if like.element_size() == 2 and chosen(None, like.device, like.dtype) == "numba":
             # Weights are most of what a step reads. In the model's own 16 bits they are half of it.
