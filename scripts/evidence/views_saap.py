@@ -12,7 +12,7 @@ Record: TypeAlias = "Mapping[str, Any]"
 FAR = 0.3  # share of a query head's attention on indexed rows from which on it counts as looking far
 NEEDLES = ("needles",)
 SHOWN = ("exact", "exact, one choice a group", "true order of the buckets", "saap", "moments", "kmeans", "quest")
-ORDER = ("kmeans, roped", "kmeans", "saap")  # the paper's, rising
+ORDER = ("kmeans", "kmeans, no RoPE", "saap, no RoPE")  # the paper's, rising: the first is of roped keys
 
 
 def recovered(record: Record, prompts: Sequence[str], method: str, budget: int, layer: int | None = None) -> float:
@@ -75,7 +75,7 @@ def needles(record: Record) -> str:
 
 
 def order(record: Record) -> str:
-    """By layer, k-means of roped keys, of de-roped keys, and SAAP: over all prompts, and in how many KV heads."""
+    """By layer, k-means of roped and of de-roped keys and SAAP of these: over all prompts, and in how many KV heads."""
     lines = []
     for layer in record["layers"]:
         held = [ordered(record, layer, budget) for budget in (0, 1)]
