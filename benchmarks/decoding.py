@@ -5,7 +5,8 @@ so that a busy machine slows all of them. A ratio is taken within a round of blo
 counts.
 
 Steps that seal are rare (one in `KVCache`'s `seal`), so a median would never see one: a seal of that many rows is timed
-by itself, and tokens a second and ratios count its share of every token. Building the index of the prompt is apart.
+by itself, and tokens a second and ratios count its share of every token. Where a model's positions leave no room for so
+many behind the prompt, it is a seal of fewer, each of which then costs more. Building the index of the prompt is apart.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import Clock, median
@@ -27,7 +29,7 @@ from sparseattn import attention
 from sparseattn.cache import KVCache
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.sparse_layer import SparseLayer
-from sparseattn.integrations.upstream import DynamicCache, DynamicLayer
+from sparseattn.integrations.upstream import DynamicCache
 
 DENSE = ("sdpa", "eager", "static")
 WARM = 4  # steps of every way that do not count: caches fill, compilers run
@@ -72,7 +74,7 @@ class Way:
 
 
 def dense_ways(prefill: Prefill, models: Mapping[str, Any], room: int) -> list[Way]:
-    """transformers' own caches, filled with the prefill; a static one only where every layer sees the whole context.
+    """transformers' own caches, filled with the prefill.
 
     Args:
         models: by attention implementation.
@@ -87,11 +89,10 @@ def dense_ways(prefill: Prefill, models: Mapping[str, Any], room: int) -> list[W
         layers = prefill.cache("window", None, dense_layers=count).layers
         cache = DynamicCache(config=config)
         if name == "static":
-            if any(type(layer) is not DynamicLayer for layer in layers):
-                continue
             cache = StaticCache(config=config, max_cache_len=room)
             for mine, held in zip(cache.layers, layers, strict=True):
-                mine.update(held.keys, held.values)
+                gone = held.get_seq_length() - held.keys.shape[2]  # rows that a layer with a sliding window let go
+                mine.update(*(F.pad(rows, (0, 0, gone, 0)) for rows in (held.keys, held.values)))
         else:
             cache.layers = layers
         ways.append(Way(name, models["eager" if name == "eager" else "sdpa"], cache))
@@ -124,14 +125,17 @@ def take_turns(ways: Sequence[Way], ids: Tensor, block: int, done: Callable[[], 
 
 
 def sealing(way: Way, ids: Tensor) -> Clock:
-    """Seconds per row of one seal, of about as many rows as tokens `[1,n]` are read before it."""
-    layer = next(iter(way.cache.sparse_layers.values()))
-    before = int(layer.rows.sealed)
+    """Seconds per row of one seal: of the tokens `[1,n]` read before it and of those that wait already, but for the
+    window. Afterwards the cache seals whenever it can."""
+    layers = list(way.cache.sparse_layers.values())
+    before = int(layers[0].rows.sealed)
     way.feed(ids)
+    for layer in layers:  # there may be fewer rows than the cache waits for
+        layer.rows.seal_rows = layer.rows.selector.span
     started = Clock.now(ids.device)
     way.cache.seal()
     taken = Clock.now(ids.device) - started
-    return taken.times(1 / (int(layer.rows.sealed) - before))
+    return taken.times(1 / (int(layers[0].rows.sealed) - before))
 
 
 def parts(way: Way, ids: Tensor) -> dict[str, float]:

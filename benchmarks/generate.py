@@ -1,17 +1,19 @@
 """Tokens a second: decoding with each selector against dense attention, by turns, behind one prefill.
 
 ``python -m benchmarks.generate --tokens 16384,32768`` from the repository root writes
-``benchmarks/results/generate-DEVICE.json``. Needs Linux, whose /proc tells the peak memory of a process.
+``benchmarks/results/generate-MODEL-DTYPE-DEVICE.json``. Needs Linux, whose /proc tells the peak memory of a process.
 
 Dense is the fastest of transformers' own ways here: `sdpa` and `eager` over a cache that is concatenated at every step,
-and `static`, sdpa over one that is written in place. How ways take turns, and what counts, is in `decoding.py`. Speed
-needs no positions that the model was trained for; what its answers are worth there is another matter.
+and `static`, sdpa over one that is written in place. How ways take turns, and what counts, is in `decoding.py`. What is
+fed behind a prompt stays within the model's positions if the steps do (`beyond`). A longer prompt may be timed too, as
+speed needs no positions that the model was trained for; what its answers are worth there is another matter.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,12 +68,13 @@ def measure(
     Args:
         model: with sdpa attention; is prepared for sparse attention while it runs.
         models: others of the same weights, by attention implementation.
-        ids: `[1,n]`, n at least `tokens` and `beyond(options)`.
+        ids: `[1,n]`, n at least `tokens` and what is fed behind them (`beyond`).
         tokens: of the prompt.
         say: told what comes and how many units of work that is, then, with "", when one of them is done.
     """
     selectors = [make_selector(spec) for spec in options.selector]
-    room = tokens + beyond(options) + max(selector.span for selector in selectors)
+    more = beyond(tokens, positions(model), options)
+    room = tokens + more + max(selector.span for selector in selectors)
     say(f"{tokens} tokens: prefill", 1)
     started = Clock.now(ids.device)
     queries = any(selector.queries_share for selector in selectors)
@@ -92,28 +95,44 @@ def measure(
         say(f"{tokens} tokens: steps", len(ways) * options.steps // options.block)
         take_turns(ways, ids[:, at : at + options.steps], options.block, lambda: say("", 1))
         at += options.steps
+        last = tokens + more
         sparse = [way for way in ways if isinstance(way.cache, SparseCache)]
         rows = {way.name: way.cache.stats().rows for way in sparse}
         say(f"{tokens} tokens: parts and seals", len(sparse))
         inside, seals = {}, {}
         for way in sparse:
             inside[way.name] = parts(way, ids[:, at : at + LOOKED_INTO])
-            seals[way.name] = sealing(way, ids[:, at + LOOKED_INTO : at + LOOKED_INTO + options.seal + options.window])
+            seals[way.name] = sealing(way, ids[:, at + LOOKED_INTO : last])
             say("", 1)
     finally:
         restore(model)
     dense = min((way for way in ways if way not in sparse), key=lambda way: time_of(way).wall)
     return {
         "tokens": tokens,
+        "tokens_beyond": more,
         "prefill_seconds": read.as_dict(),
         "dense": dense.name,
         "ways": [figures(way, dense, seals.get(way.name), inside.get(way.name), rows.get(way.name)) for way in ways],
     }
 
 
-def beyond(options: argparse.Namespace) -> int:
-    """Tokens fed behind a prompt."""
-    return int(WARM + options.steps + LOOKED_INTO + options.seal + options.window)
+def beyond(tokens: int, most: int, options: argparse.Namespace) -> int:
+    """Tokens fed behind a prompt: the steps, and rows for a seal: as many as the cache waits for, or as fit into the
+    model's `most` positions where the prompt and the steps do."""
+    steps = WARM + options.steps + LOOKED_INTO
+    left = most - tokens - steps
+    return int(steps + (min(options.seal + options.window, left) if left > 0 else options.seal + options.window))
+
+
+def positions(model: Any) -> int:
+    """That the model was made for."""
+    return int(model.config.get_text_config(decoder=True).max_position_embeddings)
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """What a record's file calls the model: a name, or the last part of a path."""
+    name = f"random-{options.random}" if options.random else Path(options.model).name.removesuffix(".gguf")
+    return re.sub(r"[^\w.-]+", "-", name)
 
 
 def default_selectors(options: argparse.Namespace) -> list[str]:
@@ -130,14 +149,22 @@ def default_selectors(options: argparse.Namespace) -> list[str]:
 
 def check(model: Any, options: argparse.Namespace) -> None:
     """ValueError where a selector or budget does not fit the model or the machine has no room for all copies."""
+    most = positions(model)
     for spec in options.selector:
         with SparseCache(model, spec, options.budget, **cache_settings(options)) as tried:
             layers = tried.prepared.layers.values()
             if not tried.sparse_layers:
                 raise ValueError(f"--dense-layers {options.dense_layers} leaves no layer of the model to be sparse")
+            span = max(layer.rows.selector.span for layer in tried.sparse_layers.values())
+        for tokens in options.tokens:
+            if (more := beyond(tokens, most, options)) < span:
+                raise ValueError(
+                    f"behind --tokens {tokens} the model has positions for {more} more, and {spec} seals {span} rows "
+                    f"at a time: take {span - more} tokens less"
+                )
     row = sum(2 * layer.heads * layer.size * layer.dtype.itemsize for layer in layers)
     copies = 1 + len(DENSE) + len(options.selector)
-    needed = row * (max(options.tokens) + beyond(options)) * copies
+    needed = row * max(tokens + beyond(tokens, most, options) for tokens in options.tokens) * copies
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else machine()["memory_gib"] * 2**30
     if needed > free:
@@ -252,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.error(str(error))
     options.results.mkdir(parents=True, exist_ok=True)
     models = {name: with_attention(model, name) for name in ("sdpa", "eager")}
-    ids = prompt(tokenizer, vocabulary, options.tokens[-1] + beyond(options)).to(model.device)
+    longest = max(tokens + beyond(tokens, positions(model), options) for tokens in options.tokens)
+    ids = prompt(tokenizer, vocabulary, longest).to(model.device)
     load_before, begun = os.getloadavg(), time.perf_counter()
     with progress_bar() as bar:
         task = bar.add_task("")
@@ -286,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "versions": versions(),
         "machine": machine(),
     }
-    path = options.results / f"generate-{model.device.type}.json"
+    path = options.results / f"generate-{name_of(options)}-{record['dtype']}-{model.device.type}.json"
     records.save(record, path)
     records.show(record, tables, f"peak memory {record['memory_mib']:.0f} MiB; record: {path}", options.json)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparseattn.budget import Budget
 from sparseattn.metrics import Evaluation, json_number
+from sparseattn.ranks import rank_correlation
 
 JUDGED = ("recovered", "relative_error")  # what methods are compared by
 MISSED = 0.5  # a head of whose weight on indexed rows a method recovers less is missed
@@ -95,9 +96,13 @@ class Comparison:
         return int((~one.heads("recovered").isnan()).sum())
 
     def correlation(self, measure: str = "recovered") -> Tensor:
-        """`[M,M]` float64: Spearman's rank correlation of two methods' heads, all layers' together; see `spearman`."""
-        heads = [one.heads(measure).flatten() for one in self.readings.values()]
-        return torch.stack([torch.stack([spearman(a, b) for b in heads]) for a in heads])
+        """`[M,M]` float64: Spearman's rank correlation of two methods' heads, all layers' together.
+
+        NaN for a method that does the same at every head.
+        """
+        heads = torch.stack([one.heads(measure).flatten() for one in self.readings.values()])  # [M,heads]
+        heads = heads[:, ~heads.isnan().any(0)]  # heads that were left out
+        return rank_correlation(heads[:, None].expand(-1, len(heads), -1), heads.expand(len(heads), -1, -1))
 
     def missed(self) -> Tensor:
         """`[M,M]` int64: heads that both methods miss; on the diagonal, that a method misses."""
@@ -217,20 +222,3 @@ def _by_label(results: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
     for one in results:
         found.setdefault(one.label, []).append(one)
     return found
-
-
-def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's rank correlation of `a` and `b` `[N]`, a float64 scalar; equal values have the mean of their ranks.
-
-    Pairs with a NaN are left out. NaN where one of the two is constant: it has no order.
-    """
-    known = ~(a.isnan() | b.isnan())
-    x, y = (_ranks(side[known]) for side in (a, b))
-    x, y = x - x.mean(), y - y.mean()
-    return (x @ y) / (x.norm() * y.norm())
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, group, counts = values.unique(return_inverse=True, return_counts=True)  # groups of equal values, ascending
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[group]

@@ -21,6 +21,7 @@ from torch import Tensor
 from sparseattn import checks
 from sparseattn.kernels.scoring import page_bounds
 from sparseattn.metrics import check_replay, is_trace, json_number, usable_layers
+from sparseattn.ranks import rank_correlation
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.quest import Quest
 from sparseattn.traces import Trace, TraceLayer
@@ -239,18 +240,6 @@ def top_rows(logits: Tensor, count: int) -> Tensor:
 def overlap(rows: Tensor, others: Tensor) -> Tensor:
     """The share of `rows` `[...,N]` bool that are in `others` too: `[...]` float64."""
     return (rows & others).sum(-1) / rows.sum(-1).double()
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's rank correlation of `[...,n]` with `[...,n]` over the last dimension: `[...]` float64, NaN for n < 2.
-
-    Equal numbers are ranked in no given order.
-    """
-    count = a.shape[-1]
-    ranks = [x.argsort(dim=-1).argsort(dim=-1).double() for x in (a, b)]
-    if count < 2:
-        return ranks[0].new_full(a.shape[:-1], math.nan)
-    return 1 - 6 * (ranks[0] - ranks[1]).square().sum(-1) / (count * (count * count - 1))
 
 
 class _Pages:

@@ -155,6 +155,7 @@ class StoredRows:
     def begin(self, zones: Zones, keys: Tensor) -> None:
         """Takes the zones of a new batch, whose first rows are `keys` `[B,H,n,D]`."""
         self.zones = zones
+        self.positions.resize(0, torch.empty(len(keys), 0, dtype=torch.int64))
         if self.apart is not None:
             for buffer in (self.apart_keys, self.apart_values):
                 buffer.resize(0, keys[:, :, :0].to(self.apart))
@@ -162,27 +163,33 @@ class StoredRows:
     def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None) -> None:
         """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on."""
         zones, (batch, _, new, _) = self.zones, keys.shape
-        counts, first, place, number = [new] * batch, zones.behind(new), None, None
+        before, counts, first, place, number = zones.next, [new] * batch, zones.behind(new), None, None
+        learns = queries is not None and self.queries.share > 0
         if at is None:
-            at = torch.tensor(zones.next)[:, None]
-            at, following = at + torch.arange(new) if new != 1 else at, [next + new for next in zones.next]
+            following = [next + new for next in before]
+            if new != 1 or first is None or learns:  # a token's position needs no tensor
+                at = torch.tensor(before)[:, None] + torch.arange(new)
         else:
             counts = (at >= 0).sum(1).tolist()
             newest = at.amax(1).tolist() if new else [-1] * batch
-            following = [max(held, last + 1) for held, last in zip(zones.next, newest, strict=True)]
+            following = [max(held, last + 1) for held, last in zip(before, newest, strict=True)]
             first = first if min(counts) == new else None
-        if first is None or (queries is not None and self.queries.share):
+        if at is not None and (first is None or learns):
             number = torch.tensor(zones.count)[:, None] + torch.cumsum(at >= 0, 1) - 1  # [B,n] in its sequence
             place = zones.place(number) if first is None else None
         zones.add(counts, following)
-        stored = ((self.keys, keys, 2), (self.values, values, 2), (self.positions, at, 1))
         end = max(zones.end)
-        for buffer, rows, _ in stored:
+        for buffer, rows in ((self.keys, keys), (self.values, values)):
             buffer.resize(end, rows)
+            if first is not None:
+                buffer.full.narrow(2, first, new).copy_(rows)
+        self.positions.resize(end, self.positions.full)
         if first is not None:
-            for buffer, rows, dim in stored:
-                buffer.full.narrow(dim, first, new).copy_(rows)
-        elif place is not None:
+            if at is None:
+                _write(self.positions.full.select(1, first), before)
+            else:
+                self.positions.full.narrow(1, first, new).copy_(at)
+        elif at is not None and place is not None:
             for b in range(batch):
                 real = (at[b] >= 0).nonzero()[:, 0]
                 target = place[b][real]
@@ -190,7 +197,7 @@ class StoredRows:
                 target, real = target.to(keys.device), real.to(keys.device)
                 for buffer, rows in ((self.keys, keys), (self.values, values)):
                     buffer.full[b].index_copy_(1, target, rows[b].index_select(1, real))
-        if queries is not None and number is not None and self.queries.share:
+        if queries is not None and at is not None and number is not None and learns:
             self.queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
         self.publish()
 
@@ -211,12 +218,8 @@ class StoredRows:
         elif self._bounds is not None:
             parts = (self._bounds.sink, self._bounds.sealed, self._bounds.rows, self.newest)
             for part, numbers, before in zip(parts, told, self._told, strict=True):
-                if numbers == before:
-                    continue
-                if len(set(numbers)) == 1:
-                    part.fill_(numbers[0])
-                else:
-                    part.copy_(torch.tensor(numbers, dtype=part.dtype), non_blocking=True)
+                if numbers != before:
+                    _write(part, numbers)
         self._told = told
 
     # -- sealing -----------------------------------------------------------------------------------------------------
@@ -359,3 +362,11 @@ class StoredRows:
             self.real.to(device)
         if self.zones.count:
             self.publish()
+
+
+def _write(part: Tensor, numbers: Sequence[int]) -> None:
+    """`part[b] = numbers[b]` of `[B]`, without a tensor of the numbers where they are the same."""
+    if len(set(numbers)) == 1:
+        part.fill_(numbers[0])
+    else:
+        part.copy_(torch.tensor(numbers, dtype=part.dtype), non_blocking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def settled(*more: str) -> Any:
 def test_the_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     generate.main([*SMALL, "--selector", "quest", "--selector", "window", "--results", str(tmp_path), "--json"])
     record = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "generate-cpu.json").read_text()) == record
+    assert json.loads((tmp_path / "generate-random-tiny-float32-cpu.json").read_text()) == record
     assert record["versions"]["torch"]
     assert record["machine"]["cores"]
     assert (record["dtype"], record["budget"], record["shape"]["num_hidden_layers"]) == ("float32", 32, 2)
@@ -69,7 +70,7 @@ def test_the_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_every_way_computes_the_same(model: Any) -> None:
     """At an unlimited budget the sparse ways are full attention too, behind several steps and a seal."""
     options = settled("--budget", "all", "--selector", "exact", "--selector", "quest")
-    ids = prompt(None, 256, 200 + generate.beyond(options))
+    ids = prompt(None, 256, 200 + generate.beyond(200, 2**17, options))
     models = {name: with_attention(model, name) for name in ("sdpa", "eager")}
     try:
         prefill = Prefill(model, ids[:, :200], chunk=128, queries=False)
@@ -87,6 +88,46 @@ def test_every_way_computes_the_same(model: Any) -> None:
         torch.testing.assert_close(logits, logits[:1].expand_as(logits), atol=1e-4, rtol=1e-4)
     finally:
         restore(model)
+
+
+def test_every_dense_way_serves_a_model_with_sliding_windows() -> None:
+    """Whose layers hold fewer rows than the context, and a static cache's the window in place."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 24, "max_position_embeddings": 4096}
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads, layer_types=kinds)).eval()
+    models = {name: with_attention(model, name) for name in ("sdpa", "eager")}
+    for tokens in (100, 10):  # longer and shorter than the window
+        ids = prompt(None, 256, tokens + 40)
+        with torch.no_grad():
+            expected = models["sdpa"](ids).logits[0]
+        try:
+            ways = decoding.dense_ways(Prefill(model, ids[:, :tokens], chunk=64), models, tokens + 40)
+        finally:
+            restore(model)
+        assert [way.name for way in ways] == list(decoding.DENSE)
+        for t in range(tokens, tokens + 40):
+            logits = torch.stack([way.feed(ids[:, t : t + 1]) for way in ways])
+            torch.testing.assert_close(logits, expected[t].expand_as(logits), atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_fed_stays_within_the_positions() -> None:
+    options = settled()
+    steps, seal = decoding.WARM + options.steps + decoding.LOOKED_INTO, options.seal + options.window
+    assert generate.beyond(200, 4096, options) == steps + seal
+    assert generate.beyond(200, 200 + steps + seal - 1, options) == steps + seal - 1
+    assert generate.beyond(200, 200 + steps + 1, options) == steps + 1
+    assert generate.beyond(200, 200 + steps, options) == steps + seal  # the prompt asks for more than there are
+
+
+def test_what_a_record_is_called() -> None:
+    called = {"smollm2": "smollm2", "models/Some Model v1.5.gguf": "Some-Model-v1.5", "owner/name-2": "name-2"}
+    for model, name in called.items():
+        assert generate.name_of(Namespace(random=None, model=model)) == name
+    assert generate.name_of(settled()) == "random-tiny"
 
 
 def test_a_twin_shares_the_weights_and_nothing_else(model: Any) -> None:

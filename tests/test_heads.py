@@ -11,8 +11,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from sparseattn.cli import app, bench_layers
-from sparseattn.heads import NothingToCompare, at_bytes, at_rows, spearman
+from sparseattn.heads import NothingToCompare, at_bytes, at_rows
 from sparseattn.metrics import Evaluation, evaluate
+from sparseattn.ranks import rank_correlation
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 
@@ -43,16 +44,11 @@ RESULTS = [
 
 def test_ranks_correlate_as_scipy_says() -> None:
     stats = pytest.importorskip("scipy.stats")
-    for ties in (False, True):
-        a, b = torch.randn(2, 40, dtype=torch.float64)
-        if ties:
-            a, b = a.round(), (b + a).round()
-        assert float(spearman(a, b)) == pytest.approx(stats.spearmanr(a.numpy(), b.numpy()).statistic)
-    a[3], b[5] = nan, nan
-    known = ~(a.isnan() | b.isnan())
-    assert float(spearman(a, b)) == pytest.approx(float(spearman(a[known], b[known])))
-    assert float(spearman(torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 8, 9]))) == pytest.approx(1)
-    assert spearman(a, torch.zeros_like(a)).isnan(), "a constant has no order"
+    a, b = torch.randn(2, 3, 40, dtype=torch.float64)
+    for x, y in ((a, b), (a.round(), (b + a).round())):  # rounded, many are equal
+        expected = [stats.spearmanr(*pair).statistic for pair in zip(x.numpy(), y.numpy(), strict=True)]
+        assert rank_correlation(x, y).tolist() == pytest.approx(expected)
+    assert rank_correlation(a, torch.zeros_like(a)).isnan().all(), "a constant has no order"
 
 
 def test_equal_bytes_are_a_mixture_of_two_measured_neighbours() -> None:
@@ -87,7 +83,7 @@ def test_equal_rows_and_which_heads_fail() -> None:
     assert one.wins() == {"A": 2, "B": 1, "Silent": 2, "Window": 0}, "two have the first head"
     assert one.winners() == {3: "Silent", 7: "A"}
     found = [one.readings[label].heads("recovered").flatten() for label in ("A", "B")]
-    assert float(one.correlation()[1, 2]) == pytest.approx(float(spearman(*found)))
+    assert float(one.correlation()[1, 2]) == pytest.approx(float(rank_correlation(*found)))
     with pytest.raises(NothingToCompare, match="nothing was measured at the budget 64"):
         at_rows(RESULTS, 64)
 
@@ -97,6 +93,8 @@ def test_heads_that_were_left_out_count_nowhere() -> None:
     one = at_rows(far, 16)
     assert (one.count(), one.missed().tolist(), one.wins()) == (1, [[1, 1], [1, 1]], {"A": 1, "B": 1})
     assert one.winners() == {3: "A"}
+    far = [measured(name, 16, 0.1, [[0.2, 0.4, nan], [nan, nan, last]]) for name, last in (("A", 0.1), ("B", 0.5))]
+    assert at_rows(far, 16).correlation()[0, 1].item() == pytest.approx(-0.5)
     record = json.loads(json.dumps(one.record()))
     assert record["methods"][0]["recovered"] == [0.2, None]
 

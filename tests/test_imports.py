@@ -68,8 +68,9 @@ ARROWS = {
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
     "metrics": ("budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
-    "heads": ("budget", "metrics"),
-    "inspection": ("checks", "kernels.scoring", "metrics", "selectors", "traces"),
+    "ranks": (),
+    "heads": ("budget", "metrics", "ranks"),
+    "inspection": ("checks", "kernels.scoring", "metrics", "ranks", "selectors", "traces"),
     "tasks": ("budget", "files", "hashes", "integrations", "selectors"),
     "training": (
         *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),

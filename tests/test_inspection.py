@@ -25,10 +25,10 @@ from sparseattn.inspection import (
     inspect_trace,
     mahalanobis,
     overlap,
-    rank_correlation,
     top_rows,
     top_shares,
 )
+from sparseattn.ranks import rank_correlation
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace, TraceLayer
 

@@ -15,11 +15,11 @@ import torch
 
 from scripts.evidence.condensing import rows
 from scripts.evidence.step import REPOSITORY
+from scripts.evidence.views_inspect import inspection
 from scripts.evidence.views_recall import ASKED, CONTROL, LEVEL, Swept
 from sparseattn.cli.report import Column
 from sparseattn.files import write_atomic
 from sparseattn.heads import Comparison, Reading
-from sparseattn.inspection import Inspection
 from sparseattn.metrics import Evaluation
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -90,15 +90,7 @@ def inspected(records: Sequence[Record], path: Path) -> None:
     """Distances, shares and pages of a trace by layer."""
     from sparseattn.cli import plots
 
-    measured = rows(records[0])
-    settings = {name: measured[0][name] for name in ("sink", "window", "last", "tokens")}
-    heads = {
-        one["layer"]: {
-            name.removeprefix("heads."): _tensor([value])[0] for name, value in one.items() if name.startswith("heads.")
-        }
-        for one in measured
-    }
-    plots.inspection(Inspection(measured[0]["trace"], settings, heads), path)
+    plots.inspection(inspection(records[0]), path)
 
 
 def recall(records: Sequence[Record], path: Path) -> None:

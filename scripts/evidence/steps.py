@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from scripts.evidence.step import Step
 
-# What bench, agreement and questions compare on SmolLM2; the artefact of the bucket methods is that model's.
-TRAINED = "--selector saap:artefact=smollm2 --selector kmeans:artefact=smollm2 --selector moments:artefact=smollm2"
+# What bench, agreement and questions compare; the bucket methods where an artefact ships, of SmolLM2.
+TRAINED = "--selector saap --selector kmeans --selector moments"
 COMPARED = (
     "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
     "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
@@ -44,8 +44,8 @@ def agreement(model: str, texts: str, length: int, more: str, minutes: float) ->
     return Step(
         f"agreement-{model.partition('-')[0]}-{length}",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens",
-        f"sparseattn eval --model {model} --task agreement {named} --lengths {length} --last 64 --samples 4 "
-        f"{JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement {named} --lengths {length} --last 64 "
+        f"--samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -56,37 +56,45 @@ def asked(model: str, lengths: str, more: str, minutes: float) -> Step:
     return Step(
         f"asked-{model.partition('-')[0]}",
         f"passkey, multi-needle and key-value questions to {model} at {lengths.replace(',', ' and ')} tokens",
-        f"sparseattn eval --model {model} --task passkey,multikey,kv --lengths {lengths} --depths 0,0.25,0.5,0.75,1 "
-        f"--samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        f"sparseattn eval --model {model} --dtype float32 --task passkey,multikey,kv --lengths {lengths} "
+        f"--depths 0,0.25,0.5,0.75,1 --samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
         minutes,
         "eval.jsonl",
     )
 
 
-def generate(model: str, tokens: str, minutes: float) -> Step:
+def generate(model: str, tokens: str, more: str, minutes: float) -> Step:
     """Tokens a second."""
     return Step(
         f"generate-{model.partition('-')[0]}-cpu",
         f"tokens a second with {model} at {tokens.replace(',', ', ')} tokens",
         f"python -m benchmarks.generate --model {model} --dtype float32 --tokens {tokens} --selector quest "
-        "--selector quest:page=8,int8=True --selector exact --selector window --results OUT",
+        f"--selector quest:page=8,int8=True {more}--selector exact --selector window --results OUT",
         minutes,
-        "generate-cpu.json",
+        f"generate-{model}-float32-cpu.json",
     )
 
 
 STEPS = (
+    Step(
+        "saap-smollm2",
+        "SmolLM2's SAAP artefact, trained anew if its traces are not there, and what it finds on other prompts",
+        "python -m scripts.smollm2 && python -m scripts.smollm2.judge --out OUT/saap-smollm2.json",
+        60,
+        "saap-smollm2.json",
+    ),
+    bench("prose", f"{TRAINED} ", 8),
+    bench("code", f"{TRAINED} ", 8),
+    bench("needles", f"{TRAINED} ", 8),
+    bench("long", "", 12),
     Step(
         "demo",
         "what `make demo` prints, and its time",
         "sparseattn bench --out OUT",
         4,
         "bench.jsonl",
+        needs=("bench-prose", "bench-code", "bench-needles"),  # which make its traces
     ),
-    bench("prose", f"{TRAINED} ", 8),
-    bench("code", f"{TRAINED} ", 8),
-    bench("needles", f"{TRAINED} ", 8),
-    bench("long", "", 12),
     Step(
         "bench-changing",
         "how the rows that matter change from token to token",
@@ -121,12 +129,21 @@ STEPS = (
         "recall.jsonl",
     ),
     agreement("smollm2", "alice workshop click", 8192, f"{TRAINED} ", 60),
+    Step(
+        "agreement-layers",
+        "agreement of SmolLM2 by which layers are sparse, at 4,096 tokens",
+        "sparseattn eval --model smollm2 --dtype float32 --task agreement --text alice --text click --lengths 4096 "
+        "--last 64 --samples 2 --selector exact --selector quest --selector window --budget 256 --sparse-layers all "
+        "--sparse-layers 2-29 --sparse-layers 0-14 --sparse-layers 15-29 --out OUT",
+        12,
+        "eval.jsonl",
+    ),
     agreement("gemma3-270m", "workshop click", 16384, "", 30),
     agreement("gemma3-270m", "workshop click", 32768, "", 60),
     asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
     asked("gemma3-270m", "8000", "", 60),
-    generate("smollm2", "2048,4096,8192", 8),
-    generate("gemma3-270m", "16384,32768", 15),
+    generate("smollm2", "2048,4096,7936", "--selector saap ", 8),
+    generate("gemma3-270m", "16384,31488", "", 15),
     Step(
         "eval-reference-cpu",
         "passkey and key-value retrieval by the reference model",
@@ -182,7 +199,7 @@ STEPS = (
         "python -m benchmarks.generate --tokens 16384,32768 --selector quest --selector saap --selector moments "
         "--selector exact --selector window --selector retrieval:share=0.25 --results OUT",
         4,
-        "generate-cpu.json",
+        "generate-reference-float32-cpu.json",
     ),
     Step(
         "training-time-cpu",

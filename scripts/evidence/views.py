@@ -32,6 +32,7 @@ VIEWS: dict[str, View] = {
     "bench-heads": views_traces.heads,
     "bench-changing": views_traces.changing,
     "demo-printed": views_traces.printed,
+    "inspect-findings": views_inspect.findings,
     "inspect-layers": views_inspect.by_layer,
     "inspect-short": views_inspect.short,
     "kernels-table": views_kernels.table,

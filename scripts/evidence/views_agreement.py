@@ -12,6 +12,8 @@ from sparseattn.cli.intervals import student
 
 Record: TypeAlias = "Mapping[str, Any]"
 
+Asked: TypeAlias = "tuple[str, str | None, str | None]"  # method, budget and sparse layers
+
 FULL = "full"
 
 
@@ -25,16 +27,29 @@ class Agreed:
         self.rows = [one for one in every if one["length"] == self.length]
         self.texts = list(dict.fromkeys(one["text"] for one in self.rows))
         self.kinds = {one["text"]: one["kind"] for one in self.rows}
-        self.methods = list(dict.fromkeys((one["method"], one["budget"]) for one in self.rows if one["method"] != FULL))
+        self.asked = list(dict.fromkeys(_asked(one) for one in self.rows if one["method"] != FULL))
 
-    def of(self, method: str, budget: str | None, name: str | None = None) -> list[dict[str, Any]]:
-        """Its windows, of one text or of all."""
-        asked = (method, budget)
-        return [one for one in self.rows if (one["method"], one["budget"]) == asked and name in (None, one["text"])]
+    def of(self, asked: Asked, name: str | None = None) -> list[dict[str, Any]]:
+        """Windows of a method, of one text or of all."""
+        return [one for one in self.rows if _asked(one) == asked and name in (None, one["text"])]
+
+    def full(self, name: str) -> list[dict[str, Any]]:
+        """Windows of full attention."""
+        return [one for one in self.rows if one["method"] == FULL and one["text"] == name]
 
     def windows(self) -> int:
         """Of each text, the fewest."""
-        return min(len(self.of(FULL, None, name)) for name in self.texts)
+        return min(len(self.full(name)) for name in self.texts)
+
+
+def _asked(one: Mapping[str, Any]) -> Asked:
+    return one["method"], one["budget"], one.get("layers")
+
+
+def _label(asked: Asked) -> str:
+    """`quest`, 256, layers 2-29."""
+    method, budget, layers = asked
+    return ticked(spec(method)) + (f", {int(budget):,}" if budget else "") + (f", layers {layers}" if layers else "")
 
 
 def _mean(windows: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -61,28 +76,27 @@ def _length(found: Agreed) -> list[str]:
     words = text(
         f"`{one['model']}`, {found.length:,} tokens, {found.windows()} windows of each text, the last "
         f"{one['scored_tokens']} tokens of each, sink {one['sink']}, window {one['window']}, every layer that attends "
-        "to the whole context sparse. KL divergence in nats a token (in brackets the 95 % interval over windows), and "
-        "the share of equal likeliest tokens:"
+        "to the whole context sparse where no layers are named. KL divergence in nats a token (in brackets the 95 % "
+        "interval over windows), and the share of equal likeliest tokens:"
     )
     head = ["method, budget", "rows", "bytes"]
     for name in found.texts:
         head += [f"{name} ({found.kinds[name]}): KL", "same"]
     lines = []
-    for method, budget in found.methods:
-        mine = found.of(method, budget)
-        label = ticked(spec(method)) + (f", {int(budget):,}" if budget else "")
+    for asked in found.asked:
+        mine = found.of(asked)
         cells = [f"{_mean(mine, 'rows'):,.0f}", percent(_mean(mine, "bytes_share"))]
         for name in found.texts:
-            windows = found.of(method, budget, name)
+            windows = found.of(asked, name)
             cells += [_kl(windows), percent(_mean(windows, "same_top"))]
-        lines.append([label, *cells])
+        lines.append([_label(asked), *cells])
     return [words, table(head, lines)]
 
 
 def short(record: Record) -> str:
     """Divergence over all texts, a row a method and a column a budget."""
     found = Agreed(record, Agreed(record).lengths[-1])
-    budgets = list(dict.fromkeys(budget for _, budget in found.methods if budget is not None))
+    budgets = list(dict.fromkeys(budget for _, budget, _ in found.asked if budget is not None))
     one = found.rows[0]
     words = text(
         "The table gives the KL divergence in nats a token from full attention's predictions, and the share of equal "
@@ -91,9 +105,9 @@ def short(record: Record) -> str:
         f"sparse, sink {one['sink']}, window {one['window']}."
     )
     lines = []
-    for method in dict.fromkeys(method for method, _ in found.methods):
-        free = [budget for name, budget in found.methods if name == method] == [None]
-        mine = [found.of(method, None)] if free else [found.of(method, budget) for budget in budgets]
+    for method in dict.fromkeys(method for method, _, _ in found.asked):
+        free = {budget for name, budget, _ in found.asked if name == method} == {None}
+        mine = [found.of((method, budget, None)) for budget in ([None] if free else budgets)]
         cells = [
             f"{_mean(windows, 'kl'):.3f}, {percent(_mean(windows, 'same_top'))}" if windows else "" for windows in mine
         ]
@@ -105,11 +119,10 @@ def perplexity(record: Record) -> str:
     """What the divergence costs in prediction: difference of the negative log-likelihood, by text."""
     found = Agreed(record, Agreed(record).lengths[-1])
     lines = []
-    for method, budget in found.methods:
-        label = ticked(spec(method)) + (f", {int(budget):,}" if budget else "")
-        cells = [f"{_mean(found.of(method, budget, name), 'nll_difference'):+.3f}" for name in found.texts]
-        lines.append([label, *cells])
-    levels = ", ".join(f"{name} {_mean(found.of(FULL, None, name), 'nll'):.3f}" for name in found.texts)
+    for asked in found.asked:
+        cells = [f"{_mean(found.of(asked, name), 'nll_difference'):+.3f}" for name in found.texts]
+        lines.append([_label(asked), *cells])
+    levels = ", ".join(f"{name} {_mean(found.full(name), 'nll'):.3f}" for name in found.texts)
     words = text(
         f"Nats a token lost against full attention at {found.length:,} tokens (which has {levels}; perplexity is their "
         "exponential):"

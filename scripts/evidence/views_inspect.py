@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from scripts.evidence.condensing import rows
-from scripts.evidence.markdown import parts, table, text
+from scripts.evidence.markdown import bullets, parts, table, text
+from sparseattn.cli import inspect_report
+from sparseattn.inspection import Inspection
 
 Record: TypeAlias = "Mapping[str, Any]"
 
@@ -56,3 +61,24 @@ def short(*records: Record) -> str:
         layers = rows(record)
         lines.append([f"`{layers[0]['trace']}`", *_cells(layers)])
     return table(["trace", *COLUMNS], lines)
+
+
+def findings(*records: Record) -> str:
+    """What the command says of each trace, in its own words."""
+    said = (sentence for record in records for sentence in inspect_report.findings(inspection(record)))
+    return bullets(*(re.sub(r"(?<=\d)%", " %", sentence) for sentence in said))
+
+
+def inspection(record: Record) -> Inspection:
+    """A record as the command had it."""
+    layers = rows(record)
+    settings = {name: layers[0][name] for name in ("sink", "window", "last", "tokens")}
+    heads = {
+        one["layer"]: {
+            name.removeprefix("heads."): torch.tensor([float("nan") if value is None else value for value in values])
+            for name, values in one.items()
+            if name.startswith("heads.")
+        }
+        for one in layers
+    }
+    return Inspection(layers[0]["trace"], settings, heads)

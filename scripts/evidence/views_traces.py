@@ -113,7 +113,7 @@ def printed(record: Record) -> str:
         )
     words = text(
         f"`make demo` took {record['seconds']:.0f} s on {record['machine']['cores']} cores "
-        f"({record['machine']['processor']}), with packages, model and texts there. Some lines of what it prints "
+        f"({record['machine']['processor']}), with packages, model and traces there. Some lines of what it prints "
         f"(`{trace}`: {one['tokens']:,} tokens; mean over layers and heads, the worst head in brackets):"
     )
     return parts(words, "```text\n" + "\n".join(lines) + "\n```")

@@ -37,7 +37,8 @@ from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budg
 from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
-SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "retrieval", "random", "window")
+# Not `retrieval`, whose graphs take longer to build than all of these take together.
+SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "random", "window")
 # Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
 TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments")}
 
@@ -59,7 +60,7 @@ def bench(
     ] = None,
     budget: Annotated[
         str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
-    ] = "64,1%,256,512,1024,2048",
+    ] = "64,256,1024",
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
     layers: Annotated[str | None, typer.Option(help="Layers to measure, such as 0,5,17; default all.")] = None,

@@ -10,7 +10,7 @@ import os
 import tempfile
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,18 +158,18 @@ def open_trace(name: str, progress: Callable[[str, int, int], None]) -> Trace:
     return builtin_trace(name, progress)
 
 
-def leading_traces() -> list[str]:
-    """The built-in traces to measure where none is named: `LEADING`; `BYTES` where these cannot be had, and says so."""
+def leading_traces(names: Sequence[str] = LEADING) -> list[str]:
+    """The built-in traces to measure where none is named: these; `BYTES` where they cannot be had, and says so."""
     try:
         with model_progress() as progress:
-            for name in LEADING:
+            for name in names:
                 if not BUILTIN[name].path.is_file():
                     say_terms(BUILTIN[name].model)
                 prepare(name, progress)
     except (ModelError, FetchError) as error:
         _instead(error, f"the byte model's traces {' and '.join(BYTES)}")
         return list(BYTES)
-    return list(LEADING)
+    return list(names)
 
 
 def leading_model() -> str:

@@ -245,7 +245,9 @@ def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axis, (label, _, _) in zip(axes[-1], costs, strict=True):
         axis.set_xlabel(label)
     head = f"{records[0]['settings']['model']}: divergence of the next token's distribution from full attention's"
-    figure.suptitle(_shown(head) + "\nbars: 95% intervals over windows, cut at the foot", fontsize=10)
+    barred = any(len(eval_report.select(mine, eval_report.rows_of(mine)[0])) > 1 for mine in sparse.values() if mine)
+    bars = "\nbars: 95% intervals over windows, cut at the foot" if barred else ""
+    figure.suptitle(_shown(head) + bars, fontsize=10)
     name_ends(figure, axes.flat)
     _save(figure, path)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.builtin import BUILTIN, LEADING
+from sparseattn.builtin import BUILTIN
 from sparseattn.cli import report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
@@ -40,6 +40,7 @@ from sparseattn.traces import Trace
 
 SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
 KEYS = "16384,131072"
+LEADS, DEPTHS = "prose", (10, 18)  # where nothing is named: a trace, and its layers a third and two thirds down
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
 
@@ -81,7 +82,7 @@ def recall(
         str | None,
         typer.Option(
             help=f"Synthetic keys, such as {KEYS}. Traces or --keys, only what is named is measured; neither: "
-            f"the traces {', '.join(LEADING)}."
+            f"layers {' and '.join(map(str, DEPTHS))} of the trace {LEADS}, in a few minutes."
         ),
     ] = None,
     tokens: Annotated[
@@ -136,7 +137,9 @@ def recall(
         counts = sorted(set(integers(keys, "--keys") or []))
         sources += [_synthetic(count, queries, gaps, list(dict.fromkeys(seeds)), recipe) for count in counts]
     if traces or not keys:
-        named = traces or leading_traces()
+        named = traces or leading_traces([LEADS])
+        if named == [LEADS] and indices is None and not traces:
+            indices = list(DEPTHS)
         with model_progress() as progress:
             opened = [open_trace(name, progress) for name in named]
         learners = [method for _, method in methods if method.queries_share]

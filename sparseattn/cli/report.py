@@ -102,11 +102,17 @@ def budget_label(budget: Budget) -> str:
     return f"{budget:.6g}" if isinstance(budget, int) else f"{100 * budget:.6g}%"
 
 
-def verdict(results: Sequence[Evaluation]) -> str:
-    """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
+def _pairs(results: Sequence[Evaluation]) -> dict[tuple[str, str], list[Evaluation]]:
+    """Method and budget -> what was measured of them, a trace each."""
     pairs: dict[tuple[str, str], list[Evaluation]] = {}
     for one in results:
         pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
+    return pairs
+
+
+def verdict(results: Sequence[Evaluation]) -> str:
+    """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
+    pairs = _pairs(results)
     scored = []
     for (method, budget), ones in pairs.items():
         error = max(one.mean("relative_error") for one in ones)
@@ -136,15 +142,13 @@ def finding(results: Sequence[Evaluation]) -> str | None:
     reaches; methods that score every key, and such as read as much as full attention does, do not count. None where
     there is none.
     """
-    pairs: dict[tuple[str, str], list[Evaluation]] = {}
-    for one in results:
-        pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
+    pairs = _pairs(results)
     errors = {pair: [one.mean("relative_error") for one in ones] for pair, ones in pairs.items()}
     read = {pair: sum(one.mean("bytes_share") for one in ones) / len(ones) for pair, ones in pairs.items()}
     sparse = [
         pair
         for pair, ones in pairs.items()
-        if read[pair] < 1 and pair[0] != WINDOW and min(one.mean("scanned_share") for one in ones) <= 0.5
+        if read[pair] < 1 and pair[0] != WINDOW and min(one.mean("scanned_share") for one in ones) <= SCANS_ALL
     ]
     if not sparse:
         return None

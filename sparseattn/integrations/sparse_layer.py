@@ -67,7 +67,7 @@ class SparseLayer(CacheLayerMixin):
     def forget_counts(self) -> None:
         """Counts anew."""
         self.sparse_calls, self.dense_calls = 0, 0
-        # Rows chosen, read anyway and stored, summed over sparse calls; a tensor, so that no step waits for a GPU.
+        # Rows chosen, read anyway and stored, summed over sparse calls; a tensor on a GPU, for which no step waits.
         self._chosen: float | Tensor = 0.0
         self._always, self._stored = 0.0, 0.0
         self._read: float | Tensor = 0.0
@@ -104,7 +104,7 @@ class SparseLayer(CacheLayerMixin):
         for t in range(dense, new):
             self._store(call, query, slice(t, t + 1), run)
             out = decode(query.select(3, t), self.rows, self.budget, scale=call.scale, impl=self.impl)
-            parts.append(out.view(batch, 1, named, size))
+            parts.append(out.reshape(batch, 1, named, size))
             self._count()
         self.columns += new
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -32,6 +32,8 @@ from torch import Tensor
 from sparseattn.selection import Bounds, Selection
 
 ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on some machines, abort where two callers meet
+LET = threading.local()  # `threads`: what numba was last told in this thread, as telling it takes long (`use_threads`)
+MOST_THREADS = numba.config.NUMBA_NUM_THREADS
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # how compiled code is told of 16-bit floats
 TILE = 32  # rows whose logits are known before their values are read
 PARTS = 32  # parts in all, at least, where there are rows for them: enough for any number of threads
@@ -47,9 +49,15 @@ FAST = ("reassoc", "contract", "nsz")
 
 
 def use_threads(work: float = math.inf) -> int:
-    """Lets numba's loops run on torch's threads, or on as many of them as pay for `work` multiplications."""
-    threads = int(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, 1 + work / ALONE))
-    numba.set_num_threads(threads)
+    """Lets numba's loops run on torch's threads, or on as many of them as pay for `work` multiplications.
+
+    numba is told only what it was not told before: amid a model, with cold caches, telling takes 15 to 40 us
+    (docs/log, 2026-11-22).
+    """
+    threads = int(min(torch.get_num_threads(), MOST_THREADS, 1 + work / ALONE))
+    if getattr(LET, "threads", None) != threads:
+        numba.set_num_threads(threads)
+        LET.threads = threads
     return threads
 
 
@@ -516,8 +524,9 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else served) * size * pages)
         _page_scores(
-            _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed, held, steps, top, top_steps,
-            _line(real), real.stride(0), each, scores.numpy().reshape(batch, heads, served if each else 1, pages),
+            _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed,
+            held, steps, top, top_steps, _line(real), real.stride(0), each,
+            scores.numpy().reshape(batch, heads, served if each else 1, pages),
         )  # fmt: skip
     return scores
 
