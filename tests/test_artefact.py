@@ -140,6 +140,8 @@ def test_what_ships_is_found_by_its_models_name(name: str, heads: int, group: in
     held = Artefact.load(name)
     assert tuple(held.layers) == tuple(range(layers))
     assert locate(name).stat().st_size <= 20_000_000
+    assert hashlib.sha256(locate(name).read_bytes()).hexdigest() in (locate(name).parent / "README.md").read_text()
+    assert held.roped == (name == "smollm2")
     rope = held.ropes[1]
     assert shipped_for(rope) == name
     held.check(1, heads, group, 64, rope)

@@ -149,8 +149,10 @@ def test_tables_of_a_record() -> None:
     made = views_saap.order(record)
     assert "| 2 | 0.10, 0.10 | 0.20, 0.20 | 0.30, 0.30 | 4 of 4, 4 of 4 |" in made
     assert "| 6 | 0.03, 0.03 | 0.06, 0.06 | 0.09, 0.09 | 6 of 8, 6 of 8 |" in made, "the first prompt's are all 0"
-    assert "| `kmeans`, roped | 0.10, 0.10" not in views_saap.by_prompt(record)
-    assert "| `kmeans`, roped | 0.02, 0.02 |" in views_saap.by_prompt(record), "the mean over heads, not layers"
+    assert "| `kmeans` | 0.02, 0.02 |" in views_saap.by_prompt(record), "the mean over heads, not layers"
+    said = " ".join(views_saap.findings(record).split())
+    assert "is seen in 10 of 12 KV heads at 82 rows and in 10 at 256" in said
+    assert "finds more than SAAP without RoPE in 0 of them" in said
 
 
 def test_what_was_measured_is_not_measured_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ VIEWS: dict[str, View] = {
     "saap-texts": views_saap.texts,
     "saap-needles": views_saap.needles,
     "saap-order": views_saap.order,
+    "saap-findings": views_saap.findings,
     "speed-short": views_speed.short,
     "speed-table": views_speed.long,
     "speed-notes": views_speed.notes,

@@ -29,20 +29,23 @@ OUT = REPOSITORY / "sparseattn" / "data" / "saap" / "smollm2.safetensors"
 LARGEST = 20_000_000  # bytes of the artefact
 # Far is what a decoding query does not read anyway, with the sink of 4 and the window of 64 rows that `bench` and
 # `SparseCache` have by default; half of the window is near, as in the paper (2047 and 1024). The width is what lets
-# all 30 layers fit in `LARGEST` bytes of half precision.
+# all 30 layers fit in `LARGEST` bytes of half precision. Keys and queries stay roped, unlike in the paper: on the
+# held-out windows k-means of roped keys alone recovers more than all else of de-roped ones, their true order included,
+# in 20 of 21 KV heads of every fourth layer, and this model reads no positions beyond those trained on.
 RECIPE = Recipe(
     clusters=256,
     iterations=20,
     sample=65536,
     hidden=224,
     residual=True,
-    steps=400,
+    steps=300,
     batch=512,
-    queries=16384,
+    queries=8192,
     rate=3e-4,
     validate=25,
     patience=6,
     filters=Filters(gap=63, near=32, sink=4),
+    roped=True,
 )
 
 
@@ -114,7 +117,7 @@ def card(path: Path, artefact: Artefact) -> str:
         [
             "# SAAP artefact of SmolLM2",
             "",
-            f'`Artefact.load("smollm2")`: {recipe["clusters"]} buckets of de-roped keys for each of {meta["heads"]} '
+            f'`Artefact.load("smollm2")`: {recipe["clusters"]} buckets of roped keys for each of {meta["heads"]} '
             f"KV heads of all {len(artefact.layers)} layers of SmolLM2-135M-Instruct, and a classifier of hidden width "
             f"{recipe['hidden']} with a linear path beside for each, in half precision ({file_facts(path)}). Method: "
             "<https://arxiv.org/abs/2502.08246>.",

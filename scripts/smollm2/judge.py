@@ -1,6 +1,6 @@
 """What SmolLM2's artefact finds on prompts it was not trained on: ``python -m scripts.smollm2.judge``.
 
-Needs the artefact, and for k-means of roped keys the traces of ``python -m scripts.smollm2``. Measures every method
+Needs the artefact, and for its like of de-roped keys the traces of ``python -m scripts.smollm2``. Measures every method
 with `evaluate` at equal rows, as ``sparseattn bench --per-head`` does, and writes the record ``--out``. What is in the
 work folder already is kept, so that the same command goes on where it stopped.
 """
@@ -40,7 +40,7 @@ BUDGETS = (82, 256)  # rows; the first is 1 % of the context
 # Prompt -> tokens decoded at its end: built-in traces, of whose needles the last tokens are both answers, and the first
 # tokens of a text. Nothing was trained on any of them, nor on texts of their kinds.
 PROMPTS = {"prose": 16, "code": 16, "needles": 33, "workshop": 16}
-# Name -> selector; {roped} is the artefact of roped keys. All buckets may be visited, so that the budget decides.
+# Name -> selector; {plain} is the artefact of de-roped keys. All buckets may be visited, so that the budget decides.
 METHODS = {
     "exact": "exact",
     "exact, one choice a group": "exact:group=softmax",
@@ -48,7 +48,9 @@ METHODS = {
     "saap": "saap:probes=256",
     "moments": "moments:probes=256",
     "kmeans": "kmeans:probes=256",
-    "kmeans, roped": "kmeans:probes=256,artefact={roped}",
+    "saap, no RoPE": "saap:probes=256,artefact={plain}",
+    "moments, no RoPE": "moments:probes=256,artefact={plain}",
+    "kmeans, no RoPE": "kmeans:probes=256,artefact={plain}",
     "quest": "quest",
 }
 Shown: TypeAlias = "Callable[[str, int, int], None]"
@@ -71,24 +73,24 @@ def traces(work: Path, show: Shown) -> dict[str, Trace]:
     return {name: found[name] for name in PROMPTS}
 
 
-def roped(work: Path, show: Shown) -> Path:
-    """The artefact of k-means on roped keys, of the same windows; trained where it is missing."""
-    path = work / "roped.safetensors"
+def de_roped(work: Path, show: Shown) -> Path:
+    """The same artefact of de-roped keys and queries, as in the paper, of `LAYERS`; trained where it is missing."""
+    path = work / "de-roped.safetensors"
     if not path.is_file():
 
-        def report_progress(at: Progress) -> None:
-            show(f"k-means of roped keys, layer {at.layer}", at.done, at.total)
+        def told(at: Progress) -> None:
+            show(f"de-roped, layer {at.layer} {at.stage}", at.done, at.total)
 
-        recipe = replace(RECIPE, roped=True, symmetric=True, residual=False)
+        prompts, held_out, recipe = work / "train", work / "held-out", replace(RECIPE, roped=False)
         train(
-            [work / "train"],
+            [prompts],
             path,
             recipe,
-            held_out=[work / "held-out"],
+            held_out=[held_out],
             layers=LAYERS,
             dtype=torch.float16,
             device="cpu",
-            progress=report_progress,
+            progress=told,
         )
     return path
 
@@ -149,8 +151,8 @@ def main() -> None:
         parser.error(f"{options.work_dir} holds no prompts to train on: run `python -m scripts.smollm2` first")
     with model_progress() as show:
         opened = traces(options.work_dir, show)
-        other = roped(options.work_dir, show)
-    methods = {name: spec.format(roped=other) for name, spec in METHODS.items()}
+        plain = de_roped(options.work_dir, show)
+    methods = {name: spec.format(plain=plain) for name, spec in METHODS.items()}
     record = {
         "model": MODEL,
         "artefact": hashlib.sha256(locate(MODEL).read_bytes()).hexdigest(),

@@ -190,7 +190,12 @@ class Partitioned(Selector):
         own = self._here
         if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
             rope = self.rope
-            if rope is None and (self.artefact == AUTO or not self.trained().roped):
+            if rope is None and self.artefact == AUTO:
+                raise ValueError(
+                    f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
+                    f"known here: pass it to for_layer(layer, rope), or name the artefact"
+                )
+            if rope is None and not self.trained().roped:
                 raise ValueError(
                     f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
                     f"known here: pass it to for_layer(layer, rope), or use an artefact of roped keys where the layer "
