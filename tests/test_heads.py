@@ -103,6 +103,9 @@ def test_sentences_say_who_fails_where() -> None:
     said = " ".join(bench_layers.sentences(at_rows(RESULTS, 32)))
     assert "budget 32: A recovers less than 50% at 2 of 4 heads; of these miss too: Oracle 0, B 1," in said
     assert "heads where one recovers most: A at 2 and in layers 7; Silent at 2 and in layers 3; B at 1." in said
+    near = [measured("Near", 32, 0.5, [[0.9, 0.9], [0.9, 0.9]], scanned=0.4), *RESULTS]
+    said = " ".join(bench_layers.sentences(at_rows(near, 32)))
+    assert "A recovers less than 50% at 2 of 4 heads; of these miss too: Near 0, Oracle 0, B 1," in said
     said = " ".join(bench_layers.sentences(at_bytes(RESULTS, 0.15)))
     assert "15% of the cache's bytes: Oracle reads 60.0% at least." in said
 

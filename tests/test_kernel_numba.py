@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         scoring.best_pages(torch.zeros(1, 1, 4), 2, 16, impl="numba")
     with pytest.raises(ValueError, match="impl is one of torch, numba or None, got 'triton'"):
         scoring.linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="triton")
+
+
+def test_numba_is_told_its_threads_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each thread of its own, as numba keeps the number for each."""
+    told: list[int] = []
+    monkeypatch.setattr(numba_cpu, "LET", threading.local())
+    monkeypatch.setattr(numba_cpu, "MOST_THREADS", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(numba_cpu.numba, "set_num_threads", told.append)
+    few, many = 0, 10 * numba_cpu.ALONE
+    assert [numba_cpu.use_threads(work) for work in (few, few, many, many, few)] == [1, 1, 2, 2, 1]
+    assert told == [1, 2, 1]
+    other = threading.Thread(target=numba_cpu.use_threads, args=(few,))
+    other.start()
+    other.join()
+    assert told == [1, 2, 1, 1]
 
 
 def test_the_default_takes_numba_where_it_fits_and_gather_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

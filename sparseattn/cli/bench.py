@@ -16,6 +16,7 @@ from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import bench_layers, report
 from sparseattn.cli.common import (
+    LEAD,
     SELECTOR_HELP,
     Screen,
     errors,
@@ -40,7 +41,7 @@ from sparseattn.traces import Trace
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "random", "window")
 # Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
-TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments")}
+TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"), LEAD: ("saap", "moments")}
 
 
 @in_a_sentence

@@ -158,7 +158,8 @@ def finding(results: Sequence[Evaluation]) -> str | None:
     traces = [plain(one.trace) for one in pairs[best]]
 
     def off(pair: tuple[str, str]) -> str:
-        low, high = (f"{100 * error:.2g}" for error in (min(errors[pair]), max(errors[pair])))
+        percent = [100 * min(errors[pair]), 100 * max(errors[pair])]
+        low, high = (f"{error:.0f}" if error >= 10 else f"{error:.2g}" for error in percent)
         return f"{low}%" if low == high else f"{low} to {high}%"
 
     said = (

@@ -140,7 +140,7 @@ def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -
 
         return pages.best(scores, count, page)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
-    return top.indices.int().mul_(page), top.values.ne(-torch.inf).int().mul_(page)
+    return (top.indices * page).int(), top.values.ne(-torch.inf).int() * page
 
 
 # -- buckets ---------------------------------------------------------------------------------------------------------
