@@ -505,7 +505,7 @@ def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv:
     ):
         Moments().for_layer(1, Rope.of(24))
     with pytest.raises(
-        ValueError, match="by the layer's RoPE, and no fixed RoPE of layer 1 is known here.+name the artefact"
+        ValueError, match=r"by the layer's RoPE, and no fixed RoPE of layer 1 is known here.+name the artefact"
     ):
         Moments().for_layer(1).append(Rows(keys, values, torch.arange(200)[None]))
 
