@@ -38,14 +38,14 @@ def inspect(trace: str, minutes: float) -> Step:
     )
 
 
-def agreement(model: str, texts: str, length: int, more: str, minutes: float) -> Step:
-    """How far predictions are from full attention's."""
+def agreement(model: str, texts: str, length: int, windows: int, more: str, minutes: float) -> Step:
+    """How far predictions are from full attention's, over windows of each text."""
     named = " ".join(f"--text {text}" for text in texts.split())
     return Step(
         f"agreement-{model.partition('-')[0]}-{length}",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens",
         f"sparseattn eval --model {model} --dtype float32 --task agreement {named} --lengths {length} --last 64 "
-        f"--samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        f"--samples {windows} {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -57,7 +57,7 @@ def asked(model: str, lengths: str, more: str, minutes: float) -> Step:
         f"asked-{model.partition('-')[0]}",
         f"passkey, multi-needle and key-value questions to {model} at {lengths.replace(',', ' and ')} tokens",
         f"sparseattn eval --model {model} --dtype float32 --task passkey,multikey,kv --lengths {lengths} "
-        f"--depths 0,0.25,0.5,0.75,1 --samples 4 {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        f"--depths 0.1,0.5,0.9 --samples 3 {JUDGED} {more}{CONTROLS} --budget 64,256 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -128,7 +128,7 @@ STEPS = (
         16,
         "recall.jsonl",
     ),
-    agreement("smollm2", "alice workshop click", 8192, f"{TRAINED} ", 60),
+    agreement("smollm2", "alice workshop click", 8192, 3, f"{TRAINED} ", 25),
     Step(
         "agreement-layers",
         "agreement of SmolLM2 by which layers are sparse, at 4,096 tokens",
@@ -138,10 +138,10 @@ STEPS = (
         12,
         "eval.jsonl",
     ),
-    agreement("gemma3-270m", "workshop click", 16384, "", 30),
-    agreement("gemma3-270m", "workshop click", 32768, "", 60),
-    asked("smollm2", "2000,4000", f"{TRAINED} ", 60),
-    asked("gemma3-270m", "8000", "", 60),
+    agreement("gemma3-270m", "workshop click", 16384, 3, "", 15),
+    agreement("gemma3-270m", "workshop click", 32768, 2, "", 25),
+    asked("smollm2", "2000,4000", f"{TRAINED} ", 30),
+    asked("gemma3-270m", "8000", "", 30),
     generate("smollm2", "2048,4096,7936", "--selector saap ", 8),
     generate("gemma3-270m", "16384,31488", "", 15),
     Step(
