@@ -197,29 +197,30 @@ class Artefact:
             )
         return self.layers[layer]
 
-    def check(self, layer: int, heads: int, group: int, size: int, rope: Rope | None) -> Partition:
+    def check(self, layer: int, heads: int, group: int | None, size: int, rope: Rope | None) -> Partition:
         """The partition of a model's layer; ArtefactError, with both sides, where it was not trained for such a one.
 
         The error names the artefact that ships for such a layer, where there is one.
 
         Args:
             layer: number of the layer.
-            heads, group, size: the model's H, G and D.
+            heads, group, size: the model's H, G (None: not known yet) and D.
             rope: the RoPE that the layer applies, or None.
         """
         model = self.meta.get("model", "a model")
         partition = self.holds(layer)
         mine = (partition.centroids.shape[0], self.meta.get("group", group), partition.centroids.shape[2])
-        if mine != (heads, group, size):
+        if mine != (heads, group or mine[1], size):
+            here = f"{heads}" if group is None else f"{heads} with {group}"
             raise ArtefactError(
                 f"the artefact of {model} is for {mine[0]} KV heads with {mine[1]} query heads each of size {mine[2]}, "
-                f"layer {layer} here has {heads} with {group} of size {size}{_better(heads, group, size, rope)}"
+                f"layer {layer} here has {here} of size {size}{_better(heads, group, size, rope)}"
             )
-        classifier = partition.classifier
-        if classifier is not None and len(classifier.w1) not in (heads, heads * group):
+        classifier, each = partition.classifier, group or mine[1] or 1
+        if classifier is not None and len(classifier.w1) not in (heads, heads * each):
             raise ArtefactError(
                 f"the artefact of {model} has {len(classifier.w1)} classifiers in layer {layer}, "
-                f"{heads} or {heads * group} are needed"
+                f"{heads} or {heads * each} are needed"
             )
         ours = self.ropes.get(layer)
         if not _same(ours, rope):
@@ -353,11 +354,11 @@ def _facts(name: str) -> tuple[tuple[int, int, int], tuple[Rope, ...]]:
     return (held.meta["heads"], held.meta["group"], held.meta["size"]), tuple(distinct)
 
 
-def _better(heads: int, group: int, size: int, rope: Rope | None) -> str:
+def _better(heads: int, group: int | None, size: int, rope: Rope | None) -> str:
     """Half a sentence that names the artefact that ships for such a layer, or nothing."""
     for name in SHIPPED:
         shape, ropes = _facts(name)
-        if shape == (heads, group, size) and any(_same(rope, theirs) for theirs in ropes):
+        if shape == (heads, group or shape[1], size) and any(_same(rope, theirs) for theirs in ropes):
             return f"; artefact={name}, which ships, is for such a layer"
     return ""
 

@@ -146,7 +146,7 @@ def test_what_ships_is_found_by_its_models_name(name: str, heads: int, group: in
     assert shipped_for(rope) == name
     held.check(1, heads, group, 64, rope)
     other = Artefact.load({"reference": "smollm2", "smollm2": "reference"}[name])
-    for given in ({"heads": heads}, {"heads": heads + 1}):
+    for given in ({"heads": heads}, {"heads": heads, "group": None}, {"heads": heads + 1}):
         asked = {"layer": 1, "group": group, "size": 64, "rope": rope} | given
         with pytest.raises(ArtefactError) as refused:
             other.check(**asked)

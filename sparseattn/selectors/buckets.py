@@ -202,8 +202,7 @@ class Partitioned(Selector):
                     f"applies none or one whose frequencies change with the length of the sequence"
                 )
             trained = self.trained()
-            asked = group or trained.meta.get("group", 1)
-            partition = trained.check(self.layer, like.shape[1], asked, like.shape[3], rope)
+            partition = trained.check(self.layer, like.shape[1], group, like.shape[3], rope)
             if rope is not None:
                 rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
             partition = self._used(partition, like).to(like.device)
