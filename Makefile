@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` installs, fetches a language model and runs the benchmark on it, `make test`
 # installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
-.PHONY: demo test test-all lint style clean
+.PHONY: demo test test-all smollm2 lint style clean
 
 # Idle OpenMP threads sleep instead of spinning: where another process wants the cores too, spinning made the demo
 # fifteen times slower.
@@ -21,6 +21,10 @@ test: .venv/dev style
 
 test-all: .venv/dev style
 	$(TYPES) & types=$$!; $(PYTEST) && wait $$types
+
+# SmolLM2 in the cache folder: a few tests need it, and are skipped without it.
+smollm2: .venv/dev
+	.venv/bin/python -m sparseattn models --fetch smollm2
 
 lint: .venv/dev style
 	$(TYPES)

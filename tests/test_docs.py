@@ -1,7 +1,8 @@
 """The code in the documents runs, in order, each document in one namespace; command lines parse; links lead somewhere.
 
-Above a block that cannot run here stands `<!-- not run: needs ... -->` with the reason; it is still compiled. A text
-block below `<!-- prints -->` is what the Python block before it prints, to the letter.
+Above a block that cannot run here stands `<!-- not run: needs ... -->` with the reason; it is still compiled. One below
+`<!-- with smollm2 -->` runs in a namespace of its own where that model is cached. A text block below `<!-- prints -->`
+is what the Python block before it prints, to the letter.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ class Block:
     text: str
 
     @property
+    def model(self) -> str:
+        """The packaged model that it needs, or nothing."""
+        return self.mark.removeprefix("with ") if self.mark.startswith("with ") else ""
+
+    @property
     def runs(self) -> bool:
-        return not self.mark.startswith("not run")
+        return not self.mark.startswith("not run") and not self.model
 
 
 def blocks(path: Path) -> list[Block]:
@@ -58,26 +64,52 @@ def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
             assert block.mark.removeprefix("not run: ") in REASONS, f"no known reason: {block.mark!r}"
         if block.mark == "prints":
             assert number, "nothing comes before what is printed"
-            assert (found[number - 1].language, found[number - 1].runs) == ("python", True)
+            before = found[number - 1]
+            assert before.language == "python"
+            assert before.runs or before.model
 
 
 @named("python")
 def test_code_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": path.stem}
-    printed = ""
+    printed: str | None = ""
     for block in blocks(path):
         if block.language == "python":
-            code = compile(block.text, path.name, "exec")
-            if block.runs:
-                with redirect_stdout(io.StringIO()) as out:
-                    exec(code, names)
-                printed = out.getvalue()
-        elif block.mark == "prints":
+            compile(block.text, path.name, "exec")
+            printed = _run(path, block, names) if block.runs else None
+        elif block.mark == "prints" and printed is not None:
             assert printed == block.text, f"{path.name} shows other output than its code prints"
     for name in ("MeanPage", "MeanQuery", "SignMatch"):
         if name in names:
             _obeys_the_main_laws(names[name])
+
+
+def _run(path: Path, block: Block, names: dict[str, object]) -> str:
+    """What it prints."""
+    with redirect_stdout(io.StringIO()) as out:
+        exec(compile(block.text, path.name, "exec"), names)
+    return out.getvalue()
+
+
+WITH_MODELS = [path for path in DOCUMENTS if any(block.model for block in blocks(path))]
+
+
+@pytest.mark.parametrize("path", WITH_MODELS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_blocks_run_with_the_model_that_they_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseattn.integrations.packages import PACKAGED
+
+    monkeypatch.chdir(tmp_path)
+    found = blocks(path)
+    for block, following in zip(found, [*found[1:], None], strict=True):
+        if block.model:
+            if not PACKAGED[block.model].cached:
+                pytest.skip(f"{block.model} is not cached: `sparseattn models --fetch {block.model}` brings it")
+            printed = _run(path, block, {"__name__": path.stem})
+            if following is not None and following.mark == "prints":
+                assert printed == following.text, f"{path.name} shows other output than its code prints"
 
 
 def _obeys_the_main_laws(method) -> None:
