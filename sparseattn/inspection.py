@@ -135,7 +135,7 @@ def inspect_trace(
 def check_inspection(trace: Trace, sink: int, window: int, last: int, layers: Sequence[int] | None) -> list[int]:
     """The layers that `inspect_trace` would measure; raises what it would raise, before any work."""
     is_trace(trace)
-    _estimator()
+    estimator()
     chosen = usable_layers(trace, layers)
     check_replay(trace, [], Quest(max(PAGES)), sink, window, last)
     return chosen
@@ -192,7 +192,7 @@ def mahalanobis(vectors: Tensor, keys: Tensor) -> Tensor:
     Wolf's (scikit-learn), which can be inverted however few the keys are; with thousands of keys it is the plain one to
     a few per mille.
     """
-    fitted = _estimator()().fit(keys.double().cpu().numpy())
+    fitted = estimator()().fit(keys.double().cpu().numpy())
     squared = torch.from_numpy(fitted.mahalanobis(vectors.double().cpu().numpy()))
     return squared.clamp(min=0).sqrt()
 
@@ -295,7 +295,8 @@ def _change(needed: Tensor, recent: deque[Tensor]) -> dict[str, Tensor]:
     return step
 
 
-def _estimator() -> Any:
+def estimator() -> Any:
+    """scikit-learn's estimate of a covariance. Raises ImportError naming the extra that brings it."""
     try:
         from sklearn.covariance import LedoitWolf
     except ImportError as error:

@@ -220,6 +220,7 @@ def evaluate_budgets(
     for index in indices:
         layer = _on(place, trace.layer(index))
         mine = method.for_layer(index, layer.rope)
+        mine.width = trace.dtype.itemsize
         cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
         _append(cache, layer, positions, 0, trace.tokens - last)
         cache.seal()
@@ -232,7 +233,7 @@ def evaluate_budgets(
         "tokens": trace.tokens,
         "device": str(place),
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
-        "replay_dtype": "float32",  # of the arithmetic, and of the cache whose bytes are counted
+        "replay_dtype": "float32",  # of the arithmetic; bytes are counted as a cache of `trace_dtype` has them
     }
     return [
         Evaluation(
@@ -389,7 +390,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     )  # a selector that does not say what it cost
     scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
     read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
-    row_bytes = 2 * size * keys.element_size()  # a key and a value
+    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
 
     measured = {
         "mass": (weights * reads).sum(-1),

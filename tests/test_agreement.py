@@ -263,7 +263,7 @@ def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -
     assert report.verdicts(records) == [
         "agreement at 4,096 tokens (t; 2 windows): fewest rows within 0.02 nats a token of full attention: Exact at "
         "budget 64, 132 rows, 0.016 nats, 90% of the likeliest tokens the same. Fewest bytes: Quest at budget 1024, "
-        "27% of the cache's. Farthest: Window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
+        "27% of a sparse layer's. Farthest: Window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
     ]
     other = [{**one, "text": "u", "prompt": "q", "kl": 2 * one["kl"]} for one in records]
     (line,) = report.verdicts([*records, *other])
@@ -306,3 +306,8 @@ def test_a_perplexity_beyond_all_numbers_is_infinite(tmp_path: Path) -> None:
     assert "1000000.000 nats" in report.verdicts(records)[0]
     plots.agreement(records, tmp_path / "agreement.png")
     plots.agreement(records[:1], tmp_path / "nothing.png")
+
+
+def test_layers_that_no_model_has_are_refused_before_they_are_counted() -> None:
+    with pytest.raises(ValueError, match=r"--sparse-layers are numbers up to 9999, got '0-9999999999'"):
+        layer_set("0-9999999999")

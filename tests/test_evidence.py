@@ -292,13 +292,13 @@ def test_views_of_agreement() -> None:
     lines = [
         {**shared, "text": name, "start": at, "method": method, "budget": budget, "kl": kl, "settings": settings}
         for name in ("a", "b")
-        for at, kl in ((0, 0.25), (1, 0.75))
+        for at, kl in ((0, 0.25), (1, 0.5), (2, 0.75))
         for method, budget in (("full", None), ("Quest", "64"), ("Window", None))
     ]
     lines += [{**one, "layers": "2-5"} for one in lines if one["method"] == "Window"]
     record = record_of("agreement", "eval.jsonl", lines)
     assert record["settings"]["model"] == "m"
-    assert "| `quest`, 64 | 9 | 10 % | 0.500 (0.000-3.676) | 75 % |" in VIEWS["agreement-table"](record)
+    assert "| `quest`, 64 | 9 | 10 % | 0.500 (0.000-1.121) | 75 % |" in VIEWS["agreement-table"](record)
     assert "| `window`, layers 2-5 | 9 | 10 % |" in VIEWS["agreement-table"](record)
     assert "| `window` | 0.500, 75 % |" in VIEWS["agreement-short"](record)
     assert "| `window` | +0.500 | +0.500 |" in VIEWS["agreement-perplexity"](record)

@@ -301,3 +301,16 @@ def test_a_replay_is_where_it_is_asked_for_and_a_host_selectors_in_host_memory(m
     assert evaluate(trace, OnHost(), 16, window=8, last=2).settings["device"] == "cpu"
     with pytest.raises(ValueError, match="works in host memory"):
         evaluate(trace, OnHost(), 16, window=8, last=2, device="cuda:1")
+
+
+@pytest.mark.parametrize(("spec", "grows"), [("quest", 1), ("exact", 1), ("flat", 1), ("quest:int8=True", 2)])
+def test_bytes_are_those_of_a_cache_of_the_traces_dtype(spec: str, grows: int) -> None:
+    """A share of what is kept in the keys' dtype is the same in 16 bits; of 8-bit bounds it is twice as large."""
+    if spec == "flat":
+        pytest.importorskip("faiss")
+    scans = []
+    for dtype in (torch.float32, torch.bfloat16):
+        one = evaluate(synthetic(1024, size=64, clusters=8, dtype=dtype), spec, 64, window=WINDOW, last=1)
+        scans.append(one.mean("bytes_share") - one.mean("distinct_rows") / 1024)
+    assert scans[1] == pytest.approx(grows * scans[0], rel=0.02)
+    assert scans[0] > 0.01

@@ -48,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only:
             command.error("--adopt is for the steps that --only names")
         for step in steps:
-            made.note(step, None)
+            try:
+                made.adopt(step)
+            except (ValueError, OSError) as error:
+                command.error(str(error))
         return 0
     failed: dict[str, str] = {}
     if not (options.documents or options.check):

@@ -66,7 +66,7 @@ def drawn(text: str, views: Mapping[str, View], load: Callable[[str], Mapping[st
             return found[0]
         try:
             body = views[found["view"]](*(load(name.strip()) for name in found["records"].split(","))) + "\n"
-        except LookupError as error:
+        except (LookupError, TypeError, ValueError) as error:
             wrong.append(f"block {title}: {error.args[0]}")
             body = ""
         return f"<!-- from {title} -->\n{body}<!-- end -->"

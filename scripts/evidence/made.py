@@ -44,6 +44,19 @@ def note(step: Step, seconds: float | None, results: Path = RESULTS) -> None:
     write_atomic(results / NAME, (json.dumps(dict(sorted(made.items())), indent=1) + "\n").encode())
 
 
+def adopt(step: Step, results: Path = RESULTS) -> None:
+    """`note` for a record that was made by hand.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it says that another command made it.
+    """
+    theirs = json.loads(step.record(results).read_bytes()).get("command", step.command)
+    if theirs != step.command:
+        raise ValueError(f"{step.record(results)} is of another command: {theirs}")
+    note(step, None, results)
+
+
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

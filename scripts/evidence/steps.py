@@ -78,9 +78,9 @@ def generate(model: str, tokens: str, more: str, minutes: float) -> Step:
 STEPS = (
     Step(
         "saap-smollm2",
-        "SmolLM2's SAAP artefact, trained anew if its traces are not there, and what it finds on other prompts",
-        "python -m scripts.smollm2 && python -m scripts.smollm2.judge --out OUT/saap-smollm2.json",
-        60,
+        "what SmolLM2's SAAP artefact finds on other prompts than it was trained on",
+        "python -m scripts.smollm2.judge --out OUT/saap-smollm2.json",
+        30,
         "saap-smollm2.json",
     ),
     bench("prose", f"{TRAINED} ", 8),

@@ -79,7 +79,7 @@ def _length(found: Agreed) -> list[str]:
         "to the whole context sparse where no layers are named. KL divergence in nats a token (in brackets the 95 % "
         "interval over windows), and the share of equal likeliest tokens:"
     )
-    head = ["method, budget", "rows", "bytes"]
+    head = ["method, budget", "rows", "bytes of a sparse layer"]
     for name in found.texts:
         head += [f"{name} ({found.kinds[name]}): KL", "same"]
     lines = []

@@ -56,7 +56,7 @@ def _table(place: tuple[str, str, int], records: Sequence[Record]) -> Table:
             f"{settings['model']}, agreement with full attention: {title(place, records)}, the last "
             f"{one['scored_tokens']} tokens of each; sink {settings['sink']}, window {settings['window']}, "
             f"{settings['dense_layers']} dense layers. KL and NLL in nats a token, in brackets 95 % intervals over "
-            f"windows; rows read per query head of a sparse layer"
+            f"windows; rows read per query head of a sparse layer, and bytes of such a layer's"
         ),
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -124,7 +124,7 @@ def _finding(records: Sequence[Record], texts: int) -> str:
     if known:
         cheapest = min(known, key=shares.__getitem__)
         which = "the same" if cheapest == least else at(cheapest)
-        said += f" Fewest bytes: {which}, {shares[cheapest]:.0%} of the cache's."
+        said += f" Fewest bytes: {which}, {shares[cheapest]:.0%} of a sparse layer's."
     farthest = max(grid, key=worst.__getitem__)
     if farthest != least:
         said += f" Farthest: {_facts(farthest, grid, worst, rows, texts)}"

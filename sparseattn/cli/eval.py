@@ -7,6 +7,7 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from sparseattn.cli.common import (
@@ -171,14 +172,18 @@ def evaluate(
         loaded, tokenizer = open_model(name, stored, place)
         tokens = Tokens(tokenizer, chat)
         rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
+        wide = stored is torch.float32  # computed so on purpose, of a model that keeps 16 bits
         decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)
         for method in plan.methods:
+            if method.selector is not None and wide:
+                method.selector.width = 2
             decoder.check_layers(method.layers or [], "--sparse-layers")
         asked = sources(plan, files, decoder, tokens)
         settings = {
             "model": name,
             "weights": decoder.fingerprint(),
             "dtype": str(loaded.dtype).removeprefix("torch."),
+            "bytes_of": 2 if wide else None,
             **rows,
             "seal": seal,
             "chat": chat,

@@ -13,6 +13,7 @@ from sparseattn.tasks import TASKS
 from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.run import PROTOCOLS, Method
 
+MOST_LAYERS = 9999  # far beyond any model's
 ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
 
 
@@ -135,6 +136,8 @@ def layer_set(text: str) -> tuple[int, ...] | None:
                 f'--sparse-layers takes layers and ranges of them separated by commas, such as "0-9,12", or '
                 f"{ALL_LAYERS}, got {text!r}"
             )
+        if int(last or first) > MOST_LAYERS:
+            raise ValueError(f"--sparse-layers are numbers up to {MOST_LAYERS}, got {text!r}")
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))
 

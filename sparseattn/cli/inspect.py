@@ -26,7 +26,7 @@ from sparseattn.cli.common import (
 )
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
-from sparseattn.inspection import check_inspection, inspect_trace
+from sparseattn.inspection import check_inspection, estimator, inspect_trace
 
 
 @in_a_sentence
@@ -55,6 +55,7 @@ def inspect(
     indices = integers(layers, "--layers")
     if figures:
         from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
+    estimator()
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in traces]
     chosen = [check_inspection(trace, sink, window, last, indices) for trace in opened]

@@ -23,9 +23,9 @@ def wilson(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def student(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's interval of a mean over a few draws; None of a single one, which says nothing of others."""
+    """Student's interval of a mean over a few draws; None of one or two, which say nothing of others."""
     count = len(values)
-    if count < 2:
+    if count < 3:
         return None
     mean = sum(values) / count
     half = _quantile(count - 1) * math.sqrt(sum((one - mean) ** 2 for one in values) / (count - 1) / count)

@@ -15,12 +15,13 @@ from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
 from sparseattn.heads import SCANS_ALL
 from sparseattn.metrics import COUNTED, Evaluation
-from sparseattn.selectors import Window
+from sparseattn.selectors import Random, Window
 
 TOLERANCE = 0.01
 STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # mean output errors to stay within, the first that anything reaches
 MOST_READ = 0.5  # of the bytes of full attention, for a method to be worth a newcomer's while
 WINDOW = Window().label()
+CONTROLS = (WINDOW, Random().label())
 WIDE = 150  # characters that the table of all measures needs
 
 
@@ -140,8 +141,8 @@ def finding(results: Sequence[Evaluation]) -> str | None:
     """In a sentence for newcomers: how near the best method comes to full attention, and how near the bare window.
 
     The best is the one that reads least of those that stay, on every trace, within the first of `STEPS` that any
-    reaches; methods that score every key, and such as read more than half of what full attention does, do not count.
-    None where there is none.
+    reaches, or the nearest where none does; controls, methods that score every key, and such as read more than half of
+    what full attention does, do not count. None where there is none.
     """
     pairs = _pairs(results)
     errors = {pair: [one.mean("relative_error") for one in ones] for pair, ones in pairs.items()}
@@ -149,12 +150,14 @@ def finding(results: Sequence[Evaluation]) -> str | None:
     sparse = [
         pair
         for pair, ones in pairs.items()
-        if read[pair] <= MOST_READ and pair[0] != WINDOW and min(one.mean("scanned_share") for one in ones) <= SCANS_ALL
+        if read[pair] <= MOST_READ
+        and pair[0] not in CONTROLS
+        and min(one.mean("scanned_share") for one in ones) <= SCANS_ALL
     ]
     if not sparse:
         return None
     most = {pair: max(errors[pair]) for pair in sparse}
-    step = next((step for step in STEPS if min(most.values()) <= step), math.inf)
+    step = next((step for step in STEPS if min(most.values()) <= step), min(most.values()))
     best = min((pair for pair in sparse if most[pair] <= step), key=read.__getitem__)
     traces = [plain(one.trace) for one in pairs[best]]
 

@@ -200,7 +200,7 @@ class SparseLayer(CacheLayerMixin):
             distinct = chosen.attended
         else:
             distinct = chosen.mask(keys.shape[2]).unflatten(1, (heads, -1)).any(2).sum(-1)
-        row = 2 * keys.shape[3] * keys.element_size()  # bytes of a key and a value
+        row = 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
         return (always + distinct.double().mean() + chosen.scan_bytes.double().mean() / row) / stored
 
     def keep_unsealed(self, tokens: int) -> None:

@@ -69,6 +69,8 @@ class Selector(ABC):
             the next query on. None: there is no such argument.
         late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
             is loaded at its first use.
+        width: bytes of an element of a key in `scan_bytes`; None: those it is kept in. Set where a comparison computes
+            in float32 what a model keeps in 16 bits: 8-bit bounds and float32 statistics would look half as dear.
         layer: the model layer this instance serves, set by `for_layer`.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
@@ -80,6 +82,7 @@ class Selector(ABC):
     queries_share: float = 0.0
     host: bool = False
     uses_budget: bool = True
+    width: int | None = None
     knob: str | None = None
     late: tuple[str, ...] = ()
     layer: int = 0
@@ -147,6 +150,10 @@ class Selector(ABC):
                 f"{self!r} scores the cache's own keys: use it in a KVCache, or set `stored` to [B,H,N,D]"
             )
         return self.stored
+
+    def bytes_of(self, rows: Tensor) -> int:
+        """Bytes of an element of `rows`, keys or what is kept in their dtype, in counts of bytes read (see `width`)."""
+        return rows.element_size() if self.width is None else min(self.width, rows.element_size())
 
     def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
         """A fresh instance for a model layer: same configuration and repr, no rows."""

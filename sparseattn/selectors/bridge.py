@@ -186,7 +186,7 @@ class QueryBridge(Selector):
         rows = torch.where(top.values.isneginf(), -1, ids.gather(-1, top.indices))
         guides = made.sum(-1).repeat_interleave(each, 1)  # [B,Hs]
         scored = (~scores.isneginf()).sum(-1)
-        read = guides * size * 4 + listed * 4 + scored * size * query.element_size()
+        read = guides * size * 4 + listed * 4 + scored * size * self.bytes_of(query)
         read = read.view(batch, heads, group).sum(-1)
         read = read + (read > 0) * size * size * 4  # the root, once per KV head
         return Selection.tokens(rows, guides + scored, read)

@@ -52,7 +52,7 @@ class Exact(Selector):
         if not self.kept.rows:
             return Selection.none(batch, heads, query.device)
         scanned = self.real.visible.sum(-1)[:, None] * int(fresh)  # [B,1]
-        read = scanned * size * query.element_size()
+        read = scanned * size * self.bytes_of(query)
         ids = self.kept.data[..., :budget]
         return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
 

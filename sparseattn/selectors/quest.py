@@ -112,7 +112,7 @@ class Quest(Selector):
         scores = page_scores(query, self.low.visible, self.high.visible, real, self.group, step)
         start, length = best_pages(scores, budget // self.page, self.page)
         scanned = real.sum(-1, keepdim=True)
-        read = scanned * (2 * size * self.low.full.element_size())
+        read = scanned * (2 * size * self.bytes_of(self.low.full))
         if self.int8:
             read = read + (scanned > 0) * (4 * size)
         return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads))

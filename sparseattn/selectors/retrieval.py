@@ -220,7 +220,7 @@ class RetrievalAttention(Selector):
         ids = torch.from_numpy(found).view(batch, heads * group, count)
         scored = torch.from_numpy(scanned).view(batch, heads * group)
         lists = torch.from_numpy(expanded).view(batch, heads * group)
-        read = scored * size * keys.dtype.itemsize + lists * self.degree * 4
+        read = scored * size * self.bytes_of(self.stored_keys()) + lists * self.degree * 4
         return Selection.tokens(ids, scored, read.view(batch, heads, group).sum(-1))
 
     def _flat(self, group: int) -> tuple[Any, Tensor]:

@@ -64,7 +64,12 @@ class SAAP(Partitioned):
         batch, heads, group, size = query.shape
         asked = own.plain(query, positions[:, None])
         logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
-        read = sum(tensor.nbytes for tensor in classifier.tensors().values()) // heads
+        narrow = self.width == 2  # as `_used` would keep the weights then
+        read = sum(
+            part.numel() * (2 if narrow and part.ndim == 3 else part.element_size())
+            for part in classifier.tensors().values()
+        )
+        read //= heads
         logits = logits.view(batch, heads, group, -1)
         if self.context:
             logits = (1 - self.context) * logits + self.context * self.moments.logits(query)
@@ -105,4 +110,4 @@ class PerfectBuckets(Partitioned):
         share = weights.new_zeros(*query.shape[:3], buckets + 1)
         share.scatter_add_(3, bucket[:, :, None].expand_as(weights), weights)
         real = (~padding[:, :1]).sum(-1)  # [B,1]
-        return share[..., :-1].log(), real, real * keys.shape[-1] * keys.element_size()
+        return share[..., :-1].log(), real, real * keys.shape[-1] * self.bytes_of(keys)

@@ -147,7 +147,7 @@ class Flat(_Vector):
         count = min(slots, len(keys))
         best = torch.from_numpy(faiss.knn(asked, _host(keys), count, metric=faiss.METRIC_INNER_PRODUCT)[1])
         found = torch.nn.functional.pad(best, (0, slots - count), value=-1)
-        return found, [len(keys)] * len(asked), keys.numel() * keys.element_size()
+        return found, [len(keys)] * len(asked), keys.numel() * self.bytes_of(keys)
 
 
 class IVF(_Vector):
