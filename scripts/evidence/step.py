@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 WORK = REPOSITORY / "build" / "evidence"
+SETTING = re.compile("[A-Z_]+=.*")  # of an environment variable, before a command
 OUT = "OUT"  # stands in a command for the folder that it writes to
 
 
@@ -50,7 +53,9 @@ class Step:
     def runs(self, folder: Path) -> list[list[str]]:
         """What to run, one after another: this Python for `python` and for `sparseattn`."""
         every = []
-        for first, *rest in self.commands():
-            start = [sys.executable, *(("-m", "sparseattn") if first == "sparseattn" else ())]
-            every.append([*start, *(word.replace(OUT, str(folder)) for word in rest)])
+        for words in self.commands():
+            settings = list(itertools.takewhile(SETTING.fullmatch, words))
+            first, *rest = words[len(settings) :]
+            start = [*settings, sys.executable, *(("-m", "sparseattn") if first == "sparseattn" else ()), *rest]
+            every.append([*(("env",) if settings else ()), *(word.replace(OUT, str(folder)) for word in start)])
         return every

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from scripts.evidence.condensing import rows
-from scripts.evidence.markdown import bullets, parts, table, text, ticked
+from scripts.evidence.markdown import bullets, parts, percent, table, text, ticked
 from scripts.evidence.views_traces import spec
+from sparseattn.cli.eval_report import ANSWERED
 from sparseattn.cli.intervals import wilson
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -171,12 +172,25 @@ def _grid(record: Record) -> list[str]:
         f"`{one['model']}`, {fewest} prompts of each, protocol {one['protocol']}, sink {one['sink']}, window "
         f"{one['window']}, {one['dense_layers']} dense layers; share answered:"
     )
+
+    def answered(row: tuple[str, str | None], column: tuple[str, int]) -> float | None:
+        held = [each["score"] for each in mine[row] if (each["task"], each["length"]) == column]
+        return sum(held) / len(held) if held else None
+
+    full = {column: answered((FULL, None), column) or 0.0 for column in columns}
+    void = [f"{column[0]} at {column[1]:,} ({percent(full[column])})" for column in columns if full[column] < ANSWERED]
+    columns = [column for column in columns if full[column] >= ANSWERED]
+    said = [words] if columns else []
+    if void:
+        few = f"`{one['model']}` with full attention answers too few of {', '.join(void)}: nothing is learned there."
+        said.append(text(few))
+    if not columns:
+        return said
     lines = []
     for method, budget in asked:
-        scores = []
-        for column in columns:
-            held = [each["score"] for each in mine[method, budget] if (each["task"], each["length"]) == column]
-            scores.append(f"{100 * sum(held) / len(held):.0f} %" if held else "")
+        scores = [answered((method, budget), column) for column in columns]
         label = "full attention" if method == FULL else ticked(spec(method))
-        lines.append([label + (f", {int(budget):,}" if budget else ""), *scores])
-    return [words, table(["method, budget", *(f"{task}, {length:,}" for task, length in columns)], lines)]
+        cells = ["" if score is None else percent(score) for score in scores]
+        lines.append([label + (f", {int(budget):,}" if budget else ""), *cells])
+    said.append(table(["method, budget", *(f"{task}, {length:,}" for task, length in columns)], lines))
+    return said
