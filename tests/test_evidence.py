@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,24 @@ def test_pictures_of_what_the_commands_measure(traced: dict[str, dict[str, Any]]
     records = [traced[one.partition("-")[0]] for one in pictures.PICTURES[name].records]
     pictures.PICTURES[name].draw(records, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(pictures.SIGNATURE)
+
+
+def test_a_step_may_set_the_environment_of_its_command(tmp_path: Path) -> None:
+    step = Step("a", "a test", "A_B=OUT/cache sparseattn bench --out OUT", 1, "bench.jsonl")
+    assert step.runs(tmp_path) == [
+        ["env", f"A_B={tmp_path}/cache", sys.executable, "-m", "sparseattn", "bench", "--out", str(tmp_path)]
+    ]
+
+
+def test_what_full_attention_does_not_answer_is_no_column() -> None:
+    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+    shared = {"length": 512, "protocol": "question", "settings": settings}
+    lines = [
+        {**shared, "task": task, "method": method, "budget": budget, "prompt": str(seed), "score": score}
+        for task, score in (("passkey", 1.0), ("kv", 0.0))
+        for method, budget in (("full", None), ("Quest", "64"))
+        for seed in (0, 1)
+    ]
+    shown = VIEWS["asked-grid"](record_of("asked", "eval.jsonl", lines))
+    assert "| method, budget | passkey, 512 |" in shown
+    assert "too few of kv at 512 (0 %): nothing is learned there" in shown
