@@ -105,16 +105,17 @@ def printed(record: Record) -> str:
     lines = ["selector  budget  rows  bytes %       error %    recovered"]
     for label, budget in shown:
         at = found.must(label, budget, trace)
+        given = at["budget"] if found.every(label) else "-"
         error = f"{100 * at['mean.relative_error']:.1f} ({100 * at['worst.relative_error']:.1f})"
         share = f"{at['mean.recovered']:.2f} ({at['worst.recovered']:.2f})"
         lines.append(
-            f"{label:9} {at['budget'] if found.every(label) else '-':>6} {at['mean.attended']:5,.0f} {100 * at['mean.bytes_share']:8.1f} "
+            f"{label:9} {given:>6} {at['mean.attended']:5,.0f} {100 * at['mean.bytes_share']:8.1f} "
             f"{error:>14} {share:>12}"
         )
     words = text(
         f"`make demo` took {record['seconds']:.0f} s on {record['machine']['cores']} cores "
-        f"({record['machine']['processor']}), with the packages there; in that time it fetched and converted SmolLM2 and "
-        f"made three traces. Some lines of what it prints (`{trace}`: {one['tokens']:,} tokens; mean over layers and "
+        f"({record['machine']['processor']}), with the packages there; in that time it fetched and converted SmolLM2 "
+        f"and made three traces. Some lines of what it prints (`{trace}`: {one['tokens']:,} tokens; mean over layers and "
         "heads, the worst head in brackets):"
     )
     return parts(words, "```text\n" + "\n".join(lines) + "\n```")
