@@ -115,8 +115,8 @@ def printed(record: Record) -> str:
     words = text(
         f"`make demo` took {record['seconds']:.0f} s on {record['machine']['cores']} cores "
         f"({record['machine']['processor']}), with the packages there; in that time it fetched and converted SmolLM2 "
-        f"and made three traces. Some lines of what it prints (`{trace}`: {one['tokens']:,} tokens; mean over layers and "
-        "heads, the worst head in brackets):"
+        f"and made three traces. Some lines of what it prints (`{trace}`: {one['tokens']:,} tokens; mean over layers "
+        "and heads, the worst head in brackets):"
     )
     return parts(words, "```text\n" + "\n".join(lines) + "\n```")
 
