@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scripts.evidence import condensing, made
 from scripts.evidence.step import REPOSITORY, RESULTS, WORK, Step
+from sparseattn.locks import locked
 
 LOG = "output.txt"  # what the command of a step printed, in its folder
 
@@ -61,7 +62,9 @@ def run(
         say(f"[{at}/{len(due)}] {step.name}, about {step.minutes:g} minutes: {step.command}")
         began = time.perf_counter()
         try:
-            _one(step, results, work)
+            work.mkdir(parents=True, exist_ok=True)
+            with locked(work / f"{step.name}.lock", f"the step {step.name}"):
+                _one(step, results, work)
         except (ValueError, OSError, RuntimeError) as error:
             failed[step.name] = str(error)
             say(f"    failed after {time.perf_counter() - began:.0f} s: {error}")

@@ -167,6 +167,8 @@ def bench(
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
+    if not by_layer:
+        (out / "by-layer.jsonl").unlink(missing_ok=True)  # an earlier run's, of other measurements
     if by_layer:
         compared = _by_layer(found, opened, equal, out / "by-layer.jsonl", context, None if json else screen)
         if figures:
