@@ -28,6 +28,7 @@ VIEWS: dict[str, View] = {
     "asked-grid": views_asked.grid,
     "bench-table": views_traces.full,
     "bench-short": views_traces.short,
+    "bench-lead": views_traces.lead,
     "bench-layers": views_traces.layers,
     "bench-heads": views_traces.heads,
     "bench-changing": views_traces.changing,
