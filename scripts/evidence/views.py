@@ -37,6 +37,7 @@ VIEWS: dict[str, View] = {
     "inspect-layers": views_inspect.by_layer,
     "inspect-short": views_inspect.short,
     "kernels-table": views_kernels.table,
+    "recall-claim": views_recall.claim,
     "recall-table": views_recall.on_trace,
     "recall-growing": views_recall.growing,
     "recall-synthetic": views_recall.synthetic,

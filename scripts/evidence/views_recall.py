@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from scripts.evidence.condensing import rows
-from scripts.evidence.markdown import parts, significant, table, text, ticked
+from scripts.evidence.markdown import bullets, parts, significant, table, text, ticked
 from scripts.evidence.views_traces import spec
 from sparseattn.curves import Curve, Point
 
@@ -16,6 +16,28 @@ Record: TypeAlias = "Mapping[str, Any]"
 
 LEVEL = 0.95  # of recall@k
 ASKED, CONTROL = "queries to keys", "keys to keys"
+
+
+def claim(*records: Record) -> str:
+    """Whether an index of keys scans more for queries than for keys, and a graph that queries guided less than it."""
+    lines = []
+    for record in records:
+        found = Swept(record)
+        keys = found.keys[-1]
+        needed = {
+            (label, direction): found.curve(label, keys, direction).scanned_at(LEVEL)
+            for label in ("IVF", "HNSW(metric='l2')", "RetrievalAttention")
+            for direction in (ASKED, CONTROL)
+        }
+        ratio = needed["IVF", ASKED] / needed["IVF", CONTROL]
+        better = needed["HNSW(metric='l2')", ASKED] / needed["RetrievalAttention", ASKED]
+        less = needed["RetrievalAttention", ASKED] / needed["IVF", ASKED]
+        lines.append(
+            f"**`{found.name}`, {keys:,} keys**: IVF scans {ratio:.1f} times as many keys for queries as for held-out "
+            f"keys. For queries RetrievalAttention's graph scans {less:.2f} of what IVF does, and HNSW with l2 "
+            f"{better:.1f} times as many as the graph."
+        )
+    return bullets(*lines)
 
 
 class Swept:

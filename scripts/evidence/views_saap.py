@@ -94,8 +94,9 @@ def findings(record: Record) -> str:
         f"{pairs['kmeans', 'saap'][0]} of {of} KV heads that look far, and `moments`, which needs no classifier, more "
         f"than it in {pairs['saap', 'moments'][0]}.",
         f"**What limits it**: over all prompts and layers the classifier recovers {mine:.2f}, the same buckets in "
-        f"their true order {true:.2f}, one exact choice a group {exact:.2f}. What lies between the last two is the "
-        "partition's.",
+        f"their true order {true:.2f}, one exact choice a group {exact:.2f}. A better "
+        "order by mass could bring little; what is missing to one exact choice lies with the buckets, or with ranking "
+        "them by mass rather than by mass a row.",
         f"**RoPE**: the paper's order (roped k-means, k-means without RoPE, SAAP, each better than the one before) is "
         f"seen in {order[0][0]} of {order[0][1]} KV heads at {low} rows and in {order[1][0]} at {high}. Roped k-means "
         f"finds more than SAAP without RoPE in {reversed_[0]} of them at {low}.",

@@ -142,8 +142,8 @@ def choosing(speed: Record, graph: Record, scaling: Record) -> str:
     first = next(one for one in scaling["sweeps"]["rows"]["points"] if one["selector"] == "quest")
     return text(
         f"At {speed['results'][0]['rows']:,} rows and a budget of {speed['budget']:,} a Quest step on two cores is "
-        f"{quest.cells(BF16)[1]} times as fast as the fastest dense attention in bfloat16, and the bytes would allow "
-        f"{quest.cells(BF16)[2]} ([speed](results/speed.md)). At {first['rows']:,} rows it is "
+        f"{quest.cells(BF16)[1]} times as fast as the fastest of torch's dense ways in bfloat16, and the bytes would "
+        f"allow {quest.cells(BF16)[2]} ([speed](results/speed.md)). At {first['rows']:,} rows it is "
         f"{first['speed_up']['median']:.1f} times as fast. A `retrieval` step is {walked.cells(BF16)[1]} times as fast "
         f"as dense, but inserting the rows that decoding adds takes {sum(inserting) / len(inserting):.1f} of a step "
         "for each token. So it suits prompts that are asked often and answered in few tokens. Nothing has been timed "

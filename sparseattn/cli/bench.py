@@ -94,15 +94,13 @@ def bench(
     ] = False,
     rows: Annotated[
         str | None,
-        typer.Option(
-            help=f"Of --by-layer: the one of --budget to compare at; default {bench_layers.ROWS} or the middle."
-        ),
+        typer.Option(help=f"With --by-layer: which --budget to compare at; default {bench_layers.ROWS} or the middle."),
     ] = None,
     bytes_read: Annotated[
         str | None,
         typer.Option(
             "--bytes",
-            help=f"Of --by-layer: the share of the cache's bytes to compare at; default {bench_layers.BYTES:.0%}.",
+            help=f"With --by-layer: the share of the cache's bytes to compare at; default {bench_layers.BYTES:.0%}.",
         ),
     ] = None,
     wide: Annotated[

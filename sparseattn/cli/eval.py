@@ -56,7 +56,7 @@ def evaluate(
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, or of a window of --text.")] = "1024,4096",
     depths: Annotated[str, typer.Option(help="Where the needle lies: 0 is the beginning, 1 the end.")] = "0,0.5,1",
     samples: Annotated[int, typer.Option(help="Prompts for each length and depth, or windows of --text.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count on.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first prompt; each next one adds one.")] = 0,
     selector: Annotated[
         list[str] | None,
         typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them."),

@@ -100,7 +100,7 @@ def findings(found: Inspection) -> list[str]:
 def _distance(found: Inspection) -> str:
     ratio = found.mean("distance_ratio")
     if ratio > ALIKE:
-        what = "queries are not distributed as keys are, which an index over keys takes for granted"
+        what = "queries are not distributed as keys are"
     else:
         what = "queries lie where keys lie"
     return (
