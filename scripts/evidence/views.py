@@ -55,6 +55,7 @@ VIEWS: dict[str, View] = {
     "generate-table": views_speed.generate,
     "generate-notes": views_speed.generate_notes,
     "generate-parts": views_speed.generate_parts,
+    "generate-limit": views_speed.generate_limit,
     "training-time": views_training.time,
     "training-plan": views_training.plan,
     "training-saap": views_training.saap,

@@ -261,3 +261,24 @@ def generate_parts(record: Record) -> str:
                 cells = [significant(1e3 * way["parts_seconds"][name]) for name in names]
                 lines.append([f"{ticked(way['name'])}, {length['tokens']:,} tokens", *cells])
     return parts(text("With clocks around the parts, which slow a step:"), table(head, lines))
+
+
+AIM = 1.8  # times as fast as the fastest dense way
+
+
+def generate_limit(record: Record) -> str:
+    """What a Quest step would need at the longest context to be `AIM` times as fast as dense."""
+    one = record["lengths"][-1]
+    quest = _found(one, "quest")
+    dense = 1e3 * _found(one, one["dense"])["seconds_per_step"]["wall"]
+    named = {name: 1e3 * seconds for name, seconds in quest["parts_seconds"].items()}
+    model, sparse = named["model"], sum(seconds for name, seconds in named.items() if name != "model")
+    left = dense / AIM - model
+    needs = f"{left:.1f} ms may be left of the {sparse:.1f}" if left > 0 else "not even the model's part fits"
+    return text(
+        f"At {one['tokens']:,} tokens a dense step takes {dense:.0f} ms. Quest's takes {model:.0f} in the model and "
+        f"{sparse:.1f} in storing, choosing, attending and the rest, over {record['shape']['num_hidden_layers']} "
+        f"layers. For {AIM} times dense {needs}; attention for nothing would give {dense / model:.1f} times. So a model "
+        "of this size at this length is bound by its own weights: what is left to gain is a faster model part, or longer "
+        "contexts."
+    )
