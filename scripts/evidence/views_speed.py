@@ -278,7 +278,7 @@ def generate_limit(record: Record) -> str:
     return text(
         f"At {one['tokens']:,} tokens a dense step takes {dense:.0f} ms. Quest's takes {model:.0f} in the model and "
         f"{sparse:.1f} in storing, choosing, attending and the rest, over {record['shape']['num_hidden_layers']} "
-        f"layers. For {AIM} times dense {needs}; attention for nothing would give {dense / model:.1f} times. So a model "
-        "of this size at this length is bound by its own weights: what is left to gain is a faster model part, or longer "
-        "contexts."
+        f"layers. For {AIM} times dense {needs}; attention for nothing would give {dense / model:.1f} times. So a "
+        "model of this size at this length is bound by its own weights: what is left to gain is a faster model part, "
+        "or longer contexts."
     )
