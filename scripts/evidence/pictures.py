@@ -7,7 +7,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,6 +47,10 @@ class Picture:
     def line(self, *_records: Record) -> str:
         """The line that shows it."""
         return f"![{self.alt}]({self.link})"
+
+    def at(self, link: str) -> Callable[..., str]:
+        """`line` of a document in another folder."""
+        return replace(self, link=link).line
 
 
 def frontier(records: Sequence[Record], path: Path) -> None:

@@ -62,4 +62,6 @@ VIEWS: dict[str, View] = {
     "training-memory": views_training.memory,
     "training-heads": views_training.heads,
     **{f"picture-{name}": one.line for name, one in PICTURES.items()},
+    "picture-agreement-readme": PICTURES["agreement"].at("docs/agreement.png"),
+    "picture-agreement-index": PICTURES["agreement"].at("agreement.png"),
 }
