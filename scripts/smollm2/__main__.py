@@ -16,7 +16,7 @@ from rich.console import Console
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of, windows
 from sparseattn.artefact import Artefact
-from sparseattn.cli.common import open_model, progress_bar
+from sparseattn.cli.common import model_progress, open_model
 from sparseattn.cli.train import table
 from sparseattn.files import write_atomic
 from sparseattn.places import cache_folder
@@ -144,17 +144,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, tokenizer = open_model(MODEL, None, torch.device("cpu"))
-    with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for task in tasks.values():
-                    bar.remove_task(task)
-                tasks.clear()
-                tasks[what] = bar.add_task(what)
-            bar.update(tasks[what], completed=done, total=total)
-
+    with model_progress(latest=True) as show:
         artefact = make(model, windows(tokenizer), options.work_dir, options.out, progress=show)
     write_card(options.out.parent / "README.md", card(options.out, artefact))
     Console().print(table(artefact))

@@ -254,13 +254,15 @@ def progress_bar() -> Progress:
 
 
 @contextlib.contextmanager
-def model_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows how far a model is on its way here: a bar for each thing that is being done."""
+def model_progress(latest: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows how far a model is on its way here: a bar for each thing that is being done, or for the `latest` alone."""
     with progress_bar() as bar:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
+                for done_with in list(tasks) if latest else ():
+                    bar.remove_task(tasks.pop(done_with))
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done, total=total)
 

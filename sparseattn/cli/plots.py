@@ -39,7 +39,7 @@ HEADS = 10  # that are numbered, or have a tick, in such a panel
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
     """Quality against bytes read and against rows, for every selector of one trace, a point a budget, as a PNG."""
     methods = list(dict.fromkeys(one.label for one in results))
-    figure, axes = _panels(2, 2, (4.6, 3.2), methods, sharex="col", sharey="row")
+    figure, axes = panel_grid(2, 2, (4.6, 3.2), methods, sharex="col", sharey="row")
     columns = (("bytes_share", "bytes read / bytes of the cache"), ("attended", "rows attended per query head"))
     rows = (("mass", "recovered attention mass"), ("relative_error", "relative output error"))
     for i, (quality, quality_label) in enumerate(rows):
@@ -67,13 +67,13 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
         fontsize=10,
     )
     name_ends(figure, axes.flat)
-    _save(figure, path)
+    save(figure, path)
 
 
 def recall(columns: Sequence[Column], level: float, path: Path) -> None:
     """Recall against the share of keys scanned: a column a source, queries to keys above, keys to keys below."""
     labels = list(columns[0].asked)
-    figure, axes = _panels(2, len(columns), (3.0, 3.0), labels, sharex=True, sharey=True)
+    figure, axes = panel_grid(2, len(columns), (3.0, 3.0), labels, sharex=True, sharey=True)
     every = [curve for column in columns for curves in (column.asked, column.control) for curve in curves.values()]
     shares = [point.mean("scanned_share") for curve in every for point in curve.points]
     shares = [share for share in shares if share > 0]  # neither none nor unknown
@@ -100,7 +100,7 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
     title = f"Recall against keys scanned: a point a setting of the index, mean over heads{shared}"
     figure.suptitle(title, fontsize=10)
     name_ends(figure, axes.flat)
-    _save(figure, path)
+    save(figure, path)
 
 
 def scaling(
@@ -111,7 +111,7 @@ def scaling(
     `lines`: label -> for each column (`titles`) the number of keys -> its curve.
     """
     labels = list(lines)
-    figure, axes = _panels(2, len(titles), (3.2, 3.0), labels, sharex=True, sharey="row")
+    figure, axes = panel_grid(2, len(titles), (3.2, 3.0), labels, sharex=True, sharey="row")
     for i, (measure, unit) in enumerate(((Curve.scanned_at, SHARE), (_milliseconds_at, COUNT))):
         reached = {
             label: [{n: measure(curve, level) for n, curve in sorted(column.items())} for column in columns]
@@ -137,11 +137,11 @@ def scaling(
     axes[0][0].set_ylabel("keys scanned / keys")
     axes[1][0].set_ylabel("ms per token and layer")
     figure.suptitle(
-        _shown(f"{source}: to find {level:g} of the exact top rows; a point is missing where that was not reached"),
+        shown(f"{source}: to find {level:g} of the exact top rows; a point is missing where that was not reached"),
         fontsize=10,
     )
     name_ends(figure, axes.flat)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _milliseconds_at(curve: Curve, level: float) -> float:
@@ -160,7 +160,7 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     ]
     columns = min(3, len(eval_report.by(records, "task")))
     methods = list(dict.fromkeys(map(eval_report.named, records)))
-    figure, axes = _panels(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
+    figure, axes = panel_grid(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     barred = False
@@ -187,20 +187,20 @@ def accuracy(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 if len(ours) < intervals.FEW:
                     around = intervals.wilson([one["score"] for one in ours])
                     axis.vlines(place, *around, color=look["color"], linewidth=1, alpha=0.7)
-        axis.set_xticks(range(len(budgets)), list(map(_shown, budgets)))
+        axis.set_xticks(range(len(budgets)), list(map(shown, budgets)))
         axis.set_xlim(-0.75, max(len(budgets), 1) - 0.5)
         unit = ", rows" if all(budget.isdigit() for budget in budgets) else ""  # a share says its unit itself
         axis.set_xlabel(f"budget{unit} beyond sink and window")
-        axis.set_title(_shown(f"{task}, {protocol}, {_prompts(fewest)}"), fontsize=10)
+        axis.set_title(shown(f"{task}, {protocol}, {_prompts(fewest)}"), fontsize=10)
         axis.grid(alpha=0.3)
         axis.set_ylabel("score")
         axis.set_ylim(-0.03, 1.03)
         axis.yaxis.set_major_formatter(SHARE)
     bars = "\nbars: intervals of 95%, as prompts are few" if barred else ""
     model = records[0]["settings"]["model"]
-    figure.suptitle(_shown(f"{model}: mean over lengths, depths and samples") + bars, fontsize=10)
+    figure.suptitle(shown(f"{model}: mean over lengths, depths and samples") + bars, fontsize=10)
     name_ends(figure, axes.flat[: len(panels)])
-    _save(figure, path)
+    save(figure, path)
 
 
 def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -212,7 +212,7 @@ def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     costs = [("rows read per query head of a sparse layer", _rows, COUNT)]
     if all(one.get("bytes_share") is not None for mine in sparse.values() for one in mine):
         costs.append(("bytes read / bytes of the cache", agreement_report.bytes_share, SHARE))
-    figure, axes = _panels(len(panels), len(costs), (4.2, 2.8), methods, sharex="col", sharey="row")
+    figure, axes = panel_grid(len(panels), len(costs), (4.2, 2.8), methods, sharex="col", sharey="row")
     for line, (place, mine) in zip(axes, sparse.items(), strict=True):
         lines = {
             name: [eval_report.select(mine, row) for row in eval_report.rows_of(mine) if row[0] == name]
@@ -241,15 +241,15 @@ def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.yaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3)
         line[0].set_ylabel("KL, nats a token")
-        line[0].set_title(_shown(agreement_report.title(place, mine)), fontsize=10, loc="left")
+        line[0].set_title(shown(agreement_report.title(place, mine)), fontsize=10, loc="left")
     for axis, (label, _, _) in zip(axes[-1], costs, strict=True):
         axis.set_xlabel(label)
     head = f"{records[0]['settings']['model']}: divergence of the next token's distribution from full attention's"
     barred = any(len(eval_report.select(mine, eval_report.rows_of(mine)[0])) > 1 for mine in sparse.values() if mine)
     bars = "\nbars: 95% intervals over windows, cut at the foot" if barred else ""
-    figure.suptitle(_shown(head) + bars, fontsize=10)
+    figure.suptitle(shown(head) + bars, fontsize=10)
     name_ends(figure, axes.flat)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _rows(records: Sequence[Mapping[str, Any]]) -> float:
@@ -282,7 +282,7 @@ def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             for depth in depths
         ]
         axis.imshow(cells, norm=scale, cmap="cividis", aspect="auto")
-        name = _shown(row[0] if row[1] is None else f"{row[0]}, {row[1]}")
+        name = shown(row[0] if row[1] is None else f"{row[0]}, {row[1]}")
         axis.set_title(name.replace("(", "\n(", 1), fontsize=8)  # a panel is narrow
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=45)
         axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
@@ -291,8 +291,8 @@ def heat(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.colorbar(ScalarMappable(scale, "cividis"), ax=axes, label="score", format=SHARE)
     one = records[0]
     what = f"{one['task']}, protocol {one['protocol']}, {one['settings']['model']}"
-    figure.suptitle(_shown(f"{what}: tokens against the needle's depth"), fontsize=10)
-    _save(figure, path)
+    figure.suptitle(shown(f"{what}: tokens against the needle's depth"), fontsize=10)
+    save(figure, path)
 
 
 def inspection(found: Inspection, path: Path) -> None:
@@ -332,7 +332,7 @@ def inspection(found: Inspection, path: Path) -> None:
     for axis in axes[1]:
         axis.set_xlabel("layer", fontsize=9)
     figure.suptitle(f"{_inspected(found)}, pages of {page}; a point a query head, the line their mean", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def needed_rows(found: Inspection, path: Path) -> None:
@@ -360,7 +360,7 @@ def needed_rows(found: Inspection, path: Path) -> None:
         fontsize=10,
     )
     name_ends(figure, axes[: len(found.layers)])
-    _save(figure, path)
+    save(figure, path)
 
 
 def needed_pages(found: Inspection, path: Path) -> None:
@@ -387,11 +387,11 @@ def needed_pages(found: Inspection, path: Path) -> None:
         fontsize=10,
     )
     name_ends(figure, [axes[min(COLUMNS, len(found.layers)) - 1]])
-    _save(figure, path)
+    save(figure, path)
 
 
 def _inspected(found: Inspection) -> str:
-    return _shown(f"{found.trace}, last {found.settings['last']} of {found.settings['tokens']} tokens")
+    return shown(f"{found.trace}, last {found.settings['last']} of {found.settings['tokens']} tokens")
 
 
 def _by_layer(found: Inspection) -> tuple[Figure, Any]:
@@ -411,12 +411,12 @@ def _by_layer(found: Inspection) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Text of a file or an option as it is: no control characters, and no formula where it holds dollar signs."""
     return plain(text).replace("$", r"\$")
 
 
-def _panels(rows: int, columns: int, size: tuple[float, float], labels: Sequence[str], **shared: Any) -> Any:
+def panel_grid(rows: int, columns: int, size: tuple[float, float], labels: Sequence[str], **shared: Any) -> Any:
     """A figure and its panels `[rows,columns]`, of `size` inches at least, with room for the names of lines."""
     beside, height = room(labels)
     wide, high = max(6.5, 0.6 + columns * (size[0] + beside)), 0.7 + rows * max(size[1], 0.5 + height)
@@ -424,7 +424,7 @@ def _panels(rows: int, columns: int, size: tuple[float, float], labels: Sequence
     return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     write_atomic(path, buffer.getvalue())

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from sparseattn.cli.bench_layers import condition
 from sparseattn.cli.lines import broken, name_ends, style
-from sparseattn.cli.plots import SHARE, _panels, _save, _shown
+from sparseattn.cli.plots import SHARE, panel_grid, save, shown
 from sparseattn.heads import Comparison
 
 
 def by_layer(compared: Sequence[Comparison], path: Path) -> None:
     """The share recovered against the layer, a line a method: a panel a condition of one trace."""
     labels = list(dict.fromkeys(label for one in compared for label in one.readings))
-    figure, axes = _panels(len(compared), 1, (5.0, 2.8), labels, sharex=True, sharey=True)
+    figure, axes = panel_grid(len(compared), 1, (5.0, 2.8), labels, sharex=True, sharey=True)
     for axis, one in zip(axes[:, 0], compared, strict=True):
         for label, reading in one.readings.items():
             axis.plot(one.layers, reading.layers("recovered").tolist(), **style(labels.index(label), label))
@@ -28,10 +28,10 @@ def by_layer(compared: Sequence[Comparison], path: Path) -> None:
     axes[-1, 0].set_xlabel("layer")
     trace = next(iter(compared[0].readings.values())).low.trace
     figure.suptitle(
-        _shown(f"{trace}: attention on indexed rows that each method recovers, mean over heads"), fontsize=10
+        shown(f"{trace}: attention on indexed rows that each method recovers, mean over heads"), fontsize=10
     )
     name_ends(figure, axes[:, 0])
-    _save(figure, path)
+    save(figure, path)
 
 
 def alike(compared: Sequence[Comparison], path: Path) -> None:
@@ -40,11 +40,11 @@ def alike(compared: Sequence[Comparison], path: Path) -> None:
     Methods that recover the same at every head, such as the window nothing, have no order and are left out.
     """
     most = max(len(one.readings) for one in compared)
-    figure, axes = _panels(1, len(compared), (2.2 + 0.55 * most, 1.5 + 0.5 * most), ())
+    figure, axes = panel_grid(1, len(compared), (2.2 + 0.55 * most, 1.5 + 0.5 * most), ())
     for axis, one in zip(axes[0], compared, strict=True):
         ranks = one.correlation()
         ordered = ~ranks.diagonal().isnan()
-        names = [broken(_shown(label)) for label, kept in zip(one.readings, ordered.tolist(), strict=True) if kept]
+        names = [broken(shown(label)) for label, kept in zip(one.readings, ordered.tolist(), strict=True) if kept]
         cells = ranks[ordered][:, ordered].tolist()
         axis.set_title(f"at {condition(one)}, {one.count()} heads", fontsize=10)
         axis.set_xticks(range(len(names)), names, fontsize=7, rotation=45, ha="right", rotation_mode="anchor")
@@ -58,5 +58,5 @@ def alike(compared: Sequence[Comparison], path: Path) -> None:
                 axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
         figure.colorbar(image, ax=axis, label="rank correlation", shrink=0.8)
     trace = next(iter(compared[0].readings.values())).low.trace
-    figure.suptitle(_shown(f"{trace}: do methods fail at the same heads? By the share recovered"), fontsize=10)
-    _save(figure, path)
+    figure.suptitle(shown(f"{trace}: do methods fail at the same heads? By the share recovered"), fontsize=10)
+    save(figure, path)
