@@ -194,7 +194,7 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
         ({"window": True}, "an int, got True"),
         ({"seal": 100.5}, "an int, got 100.5"),
         ({"window": -1}, "window is 0 or more"),
-        ({"seal": 8}, "at least the span"),
+        ({"seal": 8}, "at least the unit"),
         ({"selector": Quest}, "an instance of a Selector"),
         ({"selector": SampledBuckets(1.5)}, "from 0 to 1, got 1.5"),
         ({"selector": SampledBuckets(float("nan"))}, "from 0 to 1, got nan"),

@@ -13,6 +13,7 @@ from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.kmeans import KMeans
+from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
@@ -29,6 +30,7 @@ __all__ = [
     "Exact",
     "Flat",
     "KMeans",
+    "LowBit",
     "Moments",
     "PerfectBuckets",
     "QueryBridge",
@@ -49,6 +51,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "hnsw": HNSW,
     "ivf": IVF,
     "kmeans": KMeans,
+    "lowbit": LowBit,
     "moments": Moments,
     "quest": Quest,
     "random": Random,

@@ -38,7 +38,7 @@ class Rows:
         keys: `[B,H,n,D]`, after RoPE.
         values: `[B,H,n,D]`.
         positions: `[B,n]` int64 token positions; negative marks a row of padding, never to be selected. Padding comes
-            in whole spans of the selector: a page is all padding or none.
+            in whole units of the selector: a page is all padding or none.
         queries: `[B,H,G,m,D]` of those of the rows that are sampled for the selector's `queries_share`, 0 or more of
             them; None where the share is 0. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
@@ -60,7 +60,8 @@ class Selector(ABC):
     parameters, shared by clones.
 
     Attributes:
-        span: rows come in spans of this many, a power of two; the cache seals multiples of it.
+        span: longest span of a selection, a power of two; a budget is at least that.
+        unit: the cache seals multiples of this many rows, a multiple of the span; the span unless a method overrides it.
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position.
         host: whether it works in host memory only; a cache on a GPU then needs `sealed_device="cpu"`.
@@ -88,6 +89,10 @@ class Selector(ABC):
     layer: int = 0
     rope: Rope | None = None
     stored: Tensor | None = None
+
+    @property
+    def unit(self) -> int:
+        return self.span
 
     @abstractmethod
     def append(self, rows: Rows) -> Tensor | None:

@@ -1,0 +1,126 @@
+"""Keys of a few bits: how they are rounded, packed and scored. In torch, which is the specification.
+
+A group of `rows` consecutive rows shares, for each channel, a lowest level and a step (as KIVI stores keys,
+https://arxiv.org/abs/2402.02750); a row keeps a code of 1, 2 or 4 bits a channel, and its key is read as
+`low + step * code`. Groups by channel and not by row, because keys have channels far larger than others.
+
+Codes are packed into bytes: byte j of a row's `4 W` holds channels j, j + 4W, j + 8W, .., lowest bits first, the head
+size padded to a multiple of `32 / bits`. A group's are stored as `(rows/T, W, T, 4)`, flat: words of 4 bytes, those of T
+rows beside each other. T is `TILE` in host memory, where a vector register takes one word of as many rows, and 1 on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 16  # rows of which a register of 64 bytes takes a word each
+CHUNK = 1 << 22  # numbers of unpacked keys at a time
+
+
+def words(size: int, bits: int) -> int:
+    """W: words of 4 bytes that the codes of a row of `size` channels take."""
+    return -(-size * bits // 32)
+
+
+def tile(device: torch.device) -> int:
+    """T: rows whose words lie beside each other in the memory of a device."""
+    return TILE if device.type == "cpu" else 1
+
+
+def rounded(numbers: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
+    """float32 `numbers` as the nearest of a 16-bit `dtype` that is not below (`up`) or not above them; finite."""
+    most = torch.finfo(dtype).max
+    near = numbers.clamp(-most, most).to(dtype)
+    wrong = near.float() < numbers if up else near.float() > numbers
+    bits = near.view(torch.int16)
+    away = (bits >= 0) == up  # from zero: the next number has the next bits
+    moved = torch.where(away, bits + 1, bits - 1)
+    smallest = torch.tensor(1 if up else -(1 << 15) + 1, dtype=torch.int16, device=bits.device)
+    moved = torch.where(near == 0, smallest, moved)
+    return torch.where(wrong, moved, bits).view(dtype).clamp(-most, most)
+
+
+def quantise(keys: Tensor, rows: int, bits: int, spread: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and levels of keys.
+
+    Args:
+        keys: `[B,H,n,D]`, n a multiple of `rows`.
+        rows: of a group.
+        bits: 1, 2 or 4 a channel.
+        spread: levels lie at equal distances from the least to the largest key of the group; else, for one bit only, at
+            its mean less and plus its mean distance from the mean, the levels of least squared error.
+        dtype: of the levels, 16 bits. `low` is rounded down and `step` up, so that with `spread` no number of a group
+            is farther than half a step from its level.
+
+    Returns:
+        codes `[B,H,n,D]` uint8; low, step `[B,H,n/rows,D]`.
+    """
+    grouped = keys.float().unflatten(2, (-1, rows))  # [B,H,n/rows,rows,D]
+    last = (1 << bits) - 1
+    if spread:
+        low = rounded(grouped.amin(3), dtype, up=False)
+        step = rounded((grouped.amax(3) - low.float()) / last, dtype, up=True)
+    else:
+        mean = grouped.mean(3)
+        away = (grouped - mean[:, :, :, None]).abs().mean(3)
+        low, step = (mean - away).to(dtype), (2 * away).to(dtype)
+    held = step.float()[:, :, :, None]
+    codes = (grouped - low.float()[:, :, :, None]) / torch.where(held > 0, held, 1.0)
+    return codes.round_().clamp_(0, last).to(torch.uint8).flatten(2, 3), low, step
+
+
+def pack(codes: Tensor, rows: int, bits: int) -> Tensor:
+    """`[B,H,n/rows,rows*4W]` uint8 of codes `[B,H,n,D]`."""
+    wide, planes = words(codes.shape[-1], bits), 8 // bits
+    codes = torch.nn.functional.pad(codes, (0, 4 * wide * planes - codes.shape[-1])).unflatten(-1, (planes, 4 * wide))
+    packed = codes[..., 0, :].clone()
+    for plane in range(1, planes):
+        packed |= codes[..., plane, :] << (bits * plane)
+    packed = packed.unflatten(2, (-1, rows)).unflatten(4, (wide, 4))  # [B,H,n/rows,rows,W,4]
+    return packed.unflatten(3, (-1, tile(codes.device))).transpose(4, 5).flatten(3).contiguous()
+
+
+def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
+    """Codes `[B,H,n,D]` uint8 of `pack`'s `[B,H,n/rows,rows*4W]`, D = `size`."""
+    shape = -1, words(size, bits), tile(packed.device), 4
+    rows = packed.unflatten(3, shape).transpose(4, 5).flatten(5).flatten(2, 4)  # [B,H,n,4W]
+    mask = (1 << bits) - 1
+    planes = [(rows >> (bits * plane)) & mask for plane in range(8 // bits)]
+    return torch.cat(planes, -1)[..., :size]
+
+
+def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
+    """Packed codes on a device, ordered as they are stored there."""
+    shape = -1, words(size, bits), tile(packed.device), 4
+    rows = packed.unflatten(3, shape).transpose(4, 5).flatten(3, 4).to(device)  # [B,H,n/rows,rows,W,4]
+    return rows.unflatten(3, (-1, tile(device))).transpose(4, 5).flatten(3).contiguous()
+
+
+def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
+    """`[B,H,n,D]` float32: the keys that codes and levels stand for."""
+    codes = unpack(packed, bits, low.shape[-1])
+    codes = codes.unflatten(2, (low.shape[2], -1)).float()  # [B,H,n/rows,rows,D]
+    return (codes * step.float()[:, :, :, None] + low.float()[:, :, :, None]).flatten(2, 3)
+
+
+def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int) -> Tensor:
+    """The logits of rows by their keys of few bits.
+
+    Args:
+        query: `[B,H,G,D]`, after RoPE.
+        packed: `[B,H,N/rows,rows*4W]` uint8, see the module.
+        low, step: `[B,H,N/rows,D]`.
+        real: `[B,N]` bool.
+        bits: of a code.
+
+    Returns:
+        `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
+    """
+    batch, heads, _, size = query.shape
+    asked, groups = query.float() / size**0.5, low.shape[2]
+    once = max(CHUNK // max(batch * heads * real.shape[1] // max(groups, 1) * size, 1), 1)  # groups
+    parts = zip(packed.split(once, 2), low.split(once, 2), step.split(once, 2), strict=True)
+    out = torch.cat([asked @ keys_of(*part, bits).mT for part in parts], -1)
+    return out.masked_fill(~real[:, None, None], -torch.inf)
