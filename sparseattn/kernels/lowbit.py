@@ -29,10 +29,15 @@ def tile(device: torch.device) -> int:
     return TILE if device.type == "cpu" else 1
 
 
+def nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 `numbers` as the nearest finite ones of a 16-bit `dtype`."""
+    most = torch.finfo(dtype).max
+    return numbers.clamp(-most, most).to(dtype)
+
+
 def rounded(numbers: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
     """float32 `numbers` as the nearest of a 16-bit `dtype` that is not below (`up`) or not above them; finite."""
-    most = torch.finfo(dtype).max
-    near = numbers.clamp(-most, most).to(dtype)
+    near, most = nearest(numbers, dtype), torch.finfo(dtype).max
     wrong = near.float() < numbers if up else near.float() > numbers
     bits = near.view(torch.int16)
     away = (bits >= 0) == up  # from zero: the next number has the next bits
@@ -42,30 +47,38 @@ def rounded(numbers: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
     return torch.where(wrong, moved, bits).view(dtype).clamp(-most, most)
 
 
-def quantise(keys: Tensor, rows: int, bits: int, spread: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def quantise(keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and levels of keys.
 
     Args:
         keys: `[B,H,n,D]`, n a multiple of `rows`.
         rows: of a group.
         bits: 1, 2 or 4 a channel.
-        spread: levels lie at equal distances from the least to the largest key of the group; else, for one bit only, at
-            its mean less and plus its mean distance from the mean, the levels of least squared error.
-        dtype: of the levels, 16 bits. `low` is rounded down and `step` up, so that with `spread` no number of a group
-            is farther than half a step from its level.
+        levels: "bins": in the middle of equal parts of the distance from the least to the largest number of a channel
+            in the group, so that none is farther than half a step from its level. "ends": the least, the largest and
+            equal steps between them, as KIVI and FIER have it. "means", for one bit: the means of the numbers below and
+            above the middle of that distance, which keep a few large numbers apart from the many small ones.
+        dtype: of the levels, 16 bits; steps are rounded up.
 
     Returns:
-        codes `[B,H,n,D]` uint8; low, step `[B,H,n/rows,D]`.
+        codes `[B,H,n,D]` uint8; low, the level of code 0, and step `[B,H,n/rows,D]`.
     """
     grouped = keys.float().unflatten(2, (-1, rows))  # [B,H,n/rows,rows,D]
+    least, most = grouped.amin(3), grouped.amax(3)
     last = (1 << bits) - 1
-    if spread:
-        low = rounded(grouped.amin(3), dtype, up=False)
-        step = rounded((grouped.amax(3) - low.float()) / last, dtype, up=True)
+    if levels == "ends":
+        low = rounded(least, dtype, up=False)
+        step = rounded((most - low.float()) / last, dtype, up=True)
+    elif levels == "bins":
+        low = nearest(least + (most - least) / (2 << bits), dtype)
+        needed = torch.maximum((low.float() - least) * 2, (most - low.float()) / (last + 0.5))
+        step = rounded(needed, dtype, up=True)
     else:
-        mean = grouped.mean(3)
-        away = (grouped - mean[:, :, :, None]).abs().mean(3)
-        low, step = (mean - away).to(dtype), (2 * away).to(dtype)
+        upper = grouped > ((least + most) / 2)[:, :, :, None]
+        above = upper.sum(3)
+        total, high = grouped.sum(3), torch.where(upper, grouped, 0.0).sum(3)
+        low = nearest((total - high) / (rows - above), dtype)  # the least number is never above the middle
+        step = nearest((high / above.clamp(min=1) - low.float()) * (above > 0), dtype)
     held = step.float()[:, :, :, None]
     codes = (grouped - low.float()[:, :, :, None]) / torch.where(held > 0, held, 1.0)
     return codes.round_().clamp_(0, last).to(torch.uint8).flatten(2, 3), low, step

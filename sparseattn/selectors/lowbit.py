@@ -27,9 +27,9 @@ class LowBit(Selector):
         group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
             for itself.
 
-    Two bits and four: levels at equal distances from the least to the largest of a channel's numbers in the group, so
-    that a number is at most half a step off, and a logit by `sum_i |q_i| step_i / (2 sqrt(D))`. One bit: the mean of
-    the group less and plus the mean distance from it, without such a bound. An index row takes `bits * D / 8` bytes
+    Two bits and four: levels in the middle of 4 or 16 equal parts of what a channel's numbers in the group reach over,
+    so that a number is at most half a step off, and a logit at most `sum_i |q_i| step_i / (2 sqrt(D))`. One bit: the
+    means of the numbers below and above the middle, without such a bound. An index row takes `bits * D / 8` bytes
     and its share of the levels, `4 D / rows` (two numbers of 16 bits a channel): at D = 64, 20 bytes where Quest's
     bounds (page 16, bfloat16) take 16.
 
@@ -55,9 +55,9 @@ class LowBit(Selector):
         return self.rows
 
     @property
-    def spread(self) -> bool:
-        """Whether levels reach from the least to the largest number of a group (see `kernels.lowbit.quantise`)."""
-        return self.bits > 1
+    def levels(self) -> str:
+        """See `kernels.lowbit.quantise`."""
+        return "bins" if self.bits > 1 else "means"
 
     def fix(self, rows: int, seal: int) -> None:
         for buffer in (self.codes, self.low, self.step):
@@ -67,7 +67,7 @@ class LowBit(Selector):
     def append(self, rows: Rows) -> None:
         keys = rows.keys
         kind = keys.dtype if keys.element_size() == 2 else torch.bfloat16
-        codes, low, step = lowbit.quantise(keys, self.rows, self.bits, self.spread, kind)
+        codes, low, step = lowbit.quantise(keys, self.rows, self.bits, self.levels, kind)
         self.codes.append(lowbit.pack(codes, self.rows, self.bits))
         self.low.append(low)
         self.step.append(step)
