@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.kernels.scoring import chosen
+
 TILE = 16  # rows of which a register of 64 bytes takes a word each
 CHUNK = 1 << 22  # numbers of unpacked keys at a time
 
@@ -99,6 +101,11 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
     """Codes `[B,H,n,D]` uint8 of `pack`'s `[B,H,n/rows,rows*4W]`, D = `size`."""
     shape = -1, words(size, bits), tile(packed.device), 4
     rows = packed.unflatten(3, shape).transpose(4, 5).flatten(5).flatten(2, 4)  # [B,H,n,4W]
+    return _apart(rows, bits, size)
+
+
+def _apart(rows: Tensor, bits: int, size: int) -> Tensor:
+    """Codes `[..,D]` of rows of bytes `[..,4W]`."""
     mask = (1 << bits) - 1
     planes = [(rows >> (bits * plane)) & mask for plane in range(8 // bits)]
     return torch.cat(planes, -1)[..., :size]
@@ -137,3 +144,51 @@ def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
     parts = zip(packed.split(once, 2), low.split(once, 2), step.split(once, 2), strict=True)
     out = torch.cat([asked @ keys_of(*part, bits).mT for part in parts], -1)
     return out.masked_fill(~real[:, None, None], -torch.inf)
+
+
+def listed_logits(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    pages: Tensor,
+    page: int,
+    impl: str | None = None,
+) -> Tensor:
+    """The logits of the rows of some pages by their keys of few bits, as `logits` has them.
+
+    Args:
+        query, packed, low, step, real, bits: see `logits`.
+        pages: integers `[B,H,P]`, listed for all of a KV head's query heads, or `[B,H*G,P]` for each; negative: unused.
+        page: rows of a page, any power of two; a group need hold no whole number of pages.
+        impl: see `scoring`; "torch".
+
+    Returns:
+        `[B,H,G,P*page]` float32, the rows of a page beside each other, -inf where a page is unused, where a row is not
+        real, and where a page reaches beyond row N.
+    """
+    chosen(impl, query.device, query.dtype, ("torch",))
+    batch, heads, group, size = query.shape
+    listed, held = pages.shape[1], real.shape[1]
+    out = query.new_full((batch, heads, group, pages.shape[2], page), -torch.inf, dtype=torch.float32)
+    if not held:
+        return out.flatten(3)
+    shape = -1, words(size, bits), tile(packed.device), 4
+    tiles = packed.unflatten(3, shape).flatten(2, 3)  # [B,H,N/T,W,T,4]
+    height, rows = tiles.shape[4], held // low.shape[2]
+    asked = (query.float() / size**0.5).view(batch, listed, -1, size)  # [B,L,1 or G,D]
+    b = torch.arange(batch, device=query.device)[:, None, None]
+    h = torch.arange(listed, device=query.device)[None, :, None] // (listed // heads)
+    once = max(CHUNK // (batch * listed * page * size), 1)
+    for first in range(0, pages.shape[2], once):
+        part = pages[:, :, first : first + once].long()
+        row = (part[..., None] * page + torch.arange(page, device=query.device)).flatten(2)  # [B,L,n]
+        there = (row >= 0) & (row < held)
+        row = torch.where(there, row, 0)
+        codes = _apart(tiles[b, h, row // height, :, row % height].flatten(3), bits, size)  # [B,L,n,D]
+        keys = codes.float() * step[b, h, row // rows].float() + low[b, h, row // rows].float()
+        found = (asked @ keys.mT).masked_fill(~(there & real[b, row])[:, :, None], -torch.inf)
+        out[:, :, :, first : first + once] = found.view(batch, heads, group, -1, page)
+    return out.flatten(3)
