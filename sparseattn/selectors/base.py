@@ -71,7 +71,7 @@ class Selector(ABC):
             it, with parts the least common multiple of theirs.
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
-            of every part.
+            of every part; one that wants a smaller share sees the same queries.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from

@@ -103,8 +103,9 @@ class TwoStage(Selector):
         logits = lowbit.listed_logits(query, codes, low, step, real, self.bits, listed, page)
         scores = vote(logits, self.group)  # [B,Hs,P*page]
         place = best(scores, budget)
-        row = _rows(listed, page, 1).repeat_interleave(scores.shape[1] // listed.shape[1], 1)
-        ids = torch.where(place < 0, -1, row.gather(2, place.clamp(min=0)))
+        on = place.clamp(min=0)
+        listed_for = listed.repeat_interleave(scores.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
+        ids = torch.where(place < 0, -1, listed_for.gather(2, on // page) * page + on % page)
         return Selection.tokens(ids, *self._costs(proposed, listed, page, size, (heads, scores.shape[1])))
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
@@ -135,19 +136,14 @@ class TwoStage(Selector):
         read = proposed.scan_bytes
         if read is not None:
             groups = self.inside.low.visible.shape[2]
-            first = _rows(listed, page, math.gcd(page, self.rows))  # such a part of a page lies in one group
-            group = torch.where(first < 0, groups, first.div(self.rows, rounding_mode="floor"))
+            step = math.gcd(page, self.rows)  # of a page, so many rows lie in one group
+            first = listed[..., None] * page + torch.arange(0, page, step, device=listed.device)
+            group = torch.where(first < 0, groups, first // self.rows).flatten(2)
             touched = torch.zeros(*listed.shape[:2], groups + 1, dtype=torch.bool, device=listed.device)
             levels = touched.scatter_(2, group, True)[..., :-1].sum(-1) * (4 * size)
             parts = count * (4 * lowbit.words(size, self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
-
-
-def _rows(listed: Tensor, page: int, step: int) -> Tensor:
-    """Every `step`-th row of listed pages `[B,L,P]` of `page` rows, `[B,L,P*page/step]`; -1 for those of no page."""
-    row = listed[..., None] * page + torch.arange(0, page, step, device=listed.device)
-    return torch.where(listed[..., None] < 0, -1, row).flatten(2)
 
 
 def _moved(keys: Tensor, real: Tensor, order: Tensor) -> Rows:
