@@ -61,7 +61,7 @@ class Selector(ABC):
 
     Attributes:
         span: longest span of a selection, a power of two; a budget is at least that.
-        unit: the cache seals multiples of this many rows, a multiple of the span; the span unless a method overrides it.
+        unit: the cache seals multiples of this many rows, itself a multiple of the span, which it is by default.
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position.
         host: whether it works in host memory only; a cache on a GPU then needs `sealed_device="cpu"`.
