@@ -5,9 +5,9 @@ https://arxiv.org/abs/2402.02750); a row keeps a code of 1, 2 or 4 bits a channe
 `low + step * code`. Groups by channel and not by row, because keys have channels far larger than others.
 
 Codes are packed into bytes: byte j of a row's `4 W` holds channels j, j + 4W, j + 8W, .., lowest bits first, the head
-size padded to a multiple of `32 / bits`. A group's are stored as `(rows/T, W, T, 4)`, flat: words of 4 bytes, those of T
-rows beside each other. T is `TILE` in host memory, where a vector register takes one word of as many rows, and 1 on a
-GPU.
+size padded to a multiple of `32 / bits`. A group's are stored as `(rows/T, W, T, 4)`, flat: words of 4 bytes, those of
+T rows beside each other. T is `TILE` in host memory, where a vector register takes one word of as many rows, and 1 on
+a GPU.
 """
 
 from __future__ import annotations

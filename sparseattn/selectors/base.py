@@ -67,8 +67,8 @@ class Selector(ABC):
 
     Attributes:
         span: longest span of a selection, a power of two; a budget is at least that.
-        unit: the cache seals multiples of this many rows, a multiple of the span; the span unless a method overrides
-            it, with parts the least common multiple of theirs.
+        unit: the cache seals multiples of this many rows, itself a multiple of the span, which it is by default; with
+            parts, the least common multiple of the span and their units.
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
             of every part; one that wants a smaller share sees the same queries.
