@@ -14,9 +14,11 @@ from torch import Tensor
 from sparseattn import (
     HNSW,
     IVF,
+    PQ,
     SAAP,
     Bounds,
     Exact,
+    Fier,
     Flat,
     KMeans,
     KVCache,
@@ -30,6 +32,7 @@ from sparseattn import (
     Rows,
     Selection,
     Selector,
+    SelfIndex,
     Window,
 )
 from sparseattn.artefact import Artefact, Classifier, Partition
@@ -172,6 +175,11 @@ CASES = [
     Case("lowbit", lambda: LowBit(rows=16), lambda: LowBit(rows=16)),
     Case("lowbit-one", lambda: LowBit(1, 32, group="each"), lambda: LowBit(1, 32, group="each")),
     Case("lowbit-page", lambda: LowBit(4, 16, 8, "max"), lambda: LowBit(4, 16, 8, "max")),
+    Case("fier", lambda: Fier(16), lambda: Fier(16)),
+    Case("selfindex", SelfIndex, SelfIndex),
+    Case("selfindex-max", lambda: SelfIndex("max"), lambda: SelfIndex("max")),
+    Case("pq", PQ, PQ),
+    Case("pq-each", lambda: PQ(8, 256, 1, "each"), lambda: PQ(8, 256, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
