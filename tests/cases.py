@@ -179,7 +179,7 @@ CASES = [
     Case("selfindex", SelfIndex, SelfIndex),
     Case("selfindex-max", lambda: SelfIndex("max"), lambda: SelfIndex("max")),
     Case("pq", PQ, PQ),
-    Case("pq-each", lambda: PQ(8, 256, 1, "each"), lambda: PQ(8, 256, 1, "each")),
+    Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),

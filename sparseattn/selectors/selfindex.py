@@ -35,7 +35,7 @@ class SelfIndex(Coded):
     rows sealed later get codes by the prompt's median and centroids; a pattern that no key of the prompt has is the
     median plus or minus the channels' mean distance from it. There the same signs are also the top bit of the keys that
     attention reads, whose other bits and values are quantised; here attention reads keys and values as they are, and
-    the codes are an index beside them. Channels are filled up with zeros to a multiple of eight.
+    the codes are an index beside them. Channels are filled up with zeros to a multiple of four.
 
     `scan_bytes`: the codes of every row, and the centroids once per KV head.
     """
@@ -60,22 +60,18 @@ class SelfIndex(Coded):
         return {"centre": centre, "books": books.to(kind)}
 
     def encode(self, keys: Tensor) -> Tensor:
-        signs = _filled(keys.float()) >= self.centre.data[:, :, None]
-        low, high = _patterns(signs).unflatten(3, (-1, 2)).unbind(-1)  # two patterns a byte
-        return (low | high << CHANNELS).to(torch.uint8)
+        return codebooks.paired(_patterns(_filled(keys.float()) >= self.centre.data[:, :, None]))
 
     def tables(self, query: Tensor) -> Tensor:
-        each = codebooks.tables(_filled(query), self.books.visible)  # [B,H,G,S,16]
-        low, high = each.unflatten(3, (-1, 2)).unbind(4)
-        return (high[..., None] + low[..., None, :]).flatten(4)
+        return codebooks.tables(_filled(query), self.books.visible)
 
 
 def _filled(x: Tensor) -> Tensor:
-    """`x` `[..,D]` with zeros up to a multiple of two patterns."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % (2 * CHANNELS)))
+    """`x` `[..,D]` with zeros up to whole patterns."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % CHANNELS))
 
 
 def _patterns(signs: Tensor) -> Tensor:
-    """`[..,D/4]` int64: the pattern of bool `signs` `[..,D]`, the first channel its lowest bit."""
+    """`[..,D/4]` uint8: the pattern of bool `signs` `[..,D]`, the first channel its lowest bit."""
     weight = 1 << torch.arange(CHANNELS, device=signs.device)
-    return (signs.unflatten(-1, (-1, CHANNELS)) * weight).sum(-1)
+    return (signs.unflatten(-1, (-1, CHANNELS)) * weight).sum(-1).to(torch.uint8)
