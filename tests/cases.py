@@ -176,9 +176,10 @@ CASES = [
     Case("lowbit-one", lambda: LowBit(1, 32, group="each"), lambda: LowBit(1, 32, group="each")),
     Case("lowbit-page", lambda: LowBit(4, 16, 8, "max"), lambda: LowBit(4, 16, 8, "max")),
     Case("fier", lambda: Fier(16), lambda: Fier(16)),
-    Case("selfindex", SelfIndex, SelfIndex),
+    # Rows of equal codes tie: these cases have none where a law's budget ends, at 8 to 16 names a key or by their vote.
+    Case("selfindex", lambda: SelfIndex("sum"), lambda: SelfIndex("sum")),
     Case("selfindex-max", lambda: SelfIndex("max"), lambda: SelfIndex("max")),
-    Case("pq", PQ, PQ),
+    Case("pq", lambda: PQ(8), lambda: PQ(8)),
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),

@@ -17,7 +17,7 @@ class Coded(Selector):
     """Reads the rows with the largest products of the query with the centroids that stand for their keys.
 
     A sequence's codebooks are learned from the first real keys that it seals, its prompt's, and are not changed by
-    those sealed later.
+    those sealed later. Rows of equal codes score alike: which of them are read where the budget ends is left open.
 
     `scan_bytes`: the codes of every row, and the codebooks once per KV head.
     """
