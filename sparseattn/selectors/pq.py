@@ -36,8 +36,8 @@ class PQ(Coded):
 
     An index row takes `S * bits / 8` bytes. The codebooks of a KV head take 2 to the power of `bits` keys, which a
     query reads beside the codes: with 8 bits, one bit a channel and keys of 16 bits as much as the codes of 4,096 rows.
-    Codebooks hold for the positions that they were learned at, as keys carry RoPE: after a short prompt and a long answer
-    far fewer of the right rows are found.
+    Codebooks hold for the positions that they were learned at, as keys carry RoPE: after a short prompt and a long
+    answer far fewer of the right rows are found.
 
     Departures from PQCache's code. It has two subspaces of 6 bits by default, 12 bits a key, and k-means over all of
     the prompt's keys on idle CPU cores while the prompt is read; here k-means sees a sample, before the first decoded
