@@ -14,7 +14,7 @@ from sparseattn import KVCache, attend, decode
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_gpu.py captures a graph", allow_module_level=True)
-from sparseattn.kernels import lists, pages, probes, scoring, triton_gpu
+from sparseattn.kernels import lists, lowbit_gpu, pages, probes, scoring, triton_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -23,7 +23,7 @@ BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
 
 def test_every_device_selector_is_covered() -> None:
     kinds = {type(case.make()).__name__ for case in ON_DEVICE}
-    assert kinds == {"Exact", "Quest", "QueryBridge", "SAAP", "Moments", "KMeans", "Random", "Window"}
+    assert kinds == {"Exact", "Quest", "LowBit", "QueryBridge", "SAAP", "Moments", "KMeans", "Random", "Window"}
 
 
 def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64, fixed: bool = False):
@@ -39,7 +39,8 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
     kernel = recording.opaque(triton_gpu.attend)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
-        for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
+        kernels = (pages, "scores"), (pages, "best"), (lowbit_gpu, "scores"), (probes, "spans"), (lists, "scores")
+        for module, name in kernels:
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         with recording:
             selection = cache.search(query, rows)

@@ -15,6 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.kernels import scoring
+
+IMPLS = ("torch", "triton")
 TILE = 16  # rows of which a register of 64 bytes takes a word each
 CHUNK = 1 << 22  # numbers of unpacked keys at a time
 
@@ -98,17 +101,20 @@ def pack(codes: Tensor, rows: int, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
     """Codes `[B,H,n,D]` uint8 of `pack`'s `[B,H,n/rows,rows*4W]`, D = `size`."""
     shape = -1, words(size, bits), tile(packed.device), 4
-    rows = packed.unflatten(3, shape).transpose(4, 5).flatten(5).flatten(2, 4)  # [B,H,n,4W]
+    return planes(packed.unflatten(3, shape).transpose(4, 5).flatten(5).flatten(2, 4), bits, size)
+
+
+def planes(rows: Tensor, bits: int, size: int) -> Tensor:
+    """Codes `[..,D]` uint8 of rows' bytes `[..,4W]`, D = `size`."""
     mask = (1 << bits) - 1
-    planes = [(rows >> (bits * plane)) & mask for plane in range(8 // bits)]
-    return torch.cat(planes, -1)[..., :size]
+    return torch.cat([(rows >> (bits * plane)) & mask for plane in range(8 // bits)], -1)[..., :size]
 
 
 def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
     """Packed codes on a device, ordered as they are stored there."""
     shape = -1, words(size, bits), tile(packed.device), 4
     rows = packed.unflatten(3, shape).transpose(4, 5).flatten(3, 4).to(device)  # [B,H,n/rows,rows,W,4]
-    return rows.unflatten(3, (-1, tile(device))).transpose(4, 5).flatten(3).contiguous()
+    return rows.unflatten(3, (-1, tile(rows.device))).transpose(4, 5).flatten(3).contiguous()
 
 
 def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
@@ -118,7 +124,9 @@ def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
     return (codes * step.float()[:, :, :, None] + low.float()[:, :, :, None]).flatten(2, 3)
 
 
-def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int) -> Tensor:
+def logits(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, impl: str | None = None
+) -> Tensor:
     """The logits of rows by their keys of few bits.
 
     Args:
@@ -127,13 +135,94 @@ def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
         low, step: `[B,H,N/rows,D]`.
         real: `[B,N]` bool.
         bits: of a code.
+        impl: see `scoring`.
 
     Returns:
         `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
     """
+    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, "each").unflatten(1, query.shape[1:3])
     batch, heads, _, size = query.shape
     asked, groups = query.float() / size**0.5, low.shape[2]
     once = max(CHUNK // max(batch * heads * real.shape[1] // max(groups, 1) * size, 1), 1)  # groups
     parts = zip(packed.split(once, 2), low.split(once, 2), step.split(once, 2), strict=True)
     out = torch.cat([asked @ keys_of(*part, bits).mT for part in parts], -1)
     return out.masked_fill(~real[:, None, None], -torch.inf)
+
+
+def scores(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    group: str,
+    page: int = 1,
+    impl: str | None = None,
+) -> Tensor:
+    """`logits`, the masses of pages of them, and the group's vote.
+
+    Args:
+        group: see `scoring.vote`.
+        page: rows of a page, which scores the logarithm of the sum of its rows' exponentiated logits; it divides the
+            rows of a group. 1: rows score their own logits.
+
+    Returns:
+        `[B,Hs,N/page]` float32, -inf where no row is real.
+    """
+    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page)
+    found = logits(query, packed, low, step, real, bits, impl)
+    if page > 1:
+        found = found.unflatten(-1, (-1, page)).logsumexp(-1)
+    return scoring.vote(found, group, impl)
+
+
+def listed_logits(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    pages: Tensor,
+    page: int,
+    impl: str | None = None,
+) -> Tensor:
+    """As `logits`, of the rows of listed pages alone.
+
+    Args:
+        pages: `[B,Hs,P]` int32 or int64, -1 for none: page p is rows `p * page` to `(p + 1) * page`. Hs is H, or H*G
+            where every query head has a list.
+        page: rows of a page, of any relation to those of a group.
+
+    Returns:
+        `[B,H,G,P*page]` float32, -inf where a row is not real or no page is named.
+    """
+    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
+    (batch, heads, _, size), chosen, stored = query.shape, pages.shape[1], real.shape[1]
+    rows = stored // max(low.shape[2], 1)
+    row = (pages.long()[..., None] * page + torch.arange(page, device=pages.device)).flatten(2)  # [B,Hs,n]
+    known = (row >= 0) & (row < stored)
+    row = torch.where(known, row, 0)
+    known &= real.gather(1, row.flatten(1)).view(row.shape)
+    b = torch.arange(batch, device=row.device)[:, None, None]
+    h = torch.arange(chosen, device=row.device)[:, None] // (chosen // heads)
+    at, inner, side = row // rows, row % rows, tile(packed.device)
+    held = packed.unflatten(3, (-1, words(size, bits), side, 4))  # [B,H,N/rows,rows/T,W,T,4]
+    codes = planes(held[b, h, at, inner // side, :, inner % side].flatten(3), bits, size)  # [B,Hs,n,D]
+    keys = codes.float() * step[b, h, at].float() + low[b, h, at].float()
+    asked = (query.float() / size**0.5).view(batch, chosen, -1, size)
+    found = (asked @ keys.mT).masked_fill(~known[:, :, None], -torch.inf)  # [B,Hs,H*G/Hs,n]
+    return found.view(*query.shape[:3], -1)
