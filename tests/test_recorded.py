@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -14,7 +15,7 @@ from sparseattn import KVCache, attend, decode
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_gpu.py captures a graph", allow_module_level=True)
-from sparseattn.kernels import lists, lowbit_gpu, pages, probes, scoring, triton_gpu
+from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, scoring, triton_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -39,9 +40,10 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
     kernel = recording.opaque(triton_gpu.attend)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
-        kernels = (pages, "scores"), (pages, "best"), (lowbit_gpu, "scores"), (probes, "spans"), (lists, "scores")
-        for module, name in kernels:
+        for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
+        # Interpreted, the kernel of every row takes a minute here; tests/test_kernel_lowbit_gpu.py has it.
+        patch.setattr(lowbit_gpu, "scores", recording.opaque(functools.partial(lowbit.scores, impl="torch")))
         with recording:
             selection = cache.search(query, rows)
             out, _ = kernel(query, cache.keys, cache.values, selection, cache.bounds, D**-0.5)

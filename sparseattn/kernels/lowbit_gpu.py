@@ -11,7 +11,6 @@ of rows and the group's vote follow in the same launch, "softmax" in a second on
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseattn.kernels import lowbit
-from sparseattn.kernels.pages import _log, _lse, vote_softmax
+from sparseattn.kernels.pages import _log, vote_softmax
+from sparseattn.kernels.scoring import vote
 
 
 @triton.jit
@@ -29,6 +29,28 @@ def _place(row, j, WIDE: tl.constexpr, TILE: tl.constexpr):
     if TILE == 1:
         return row * WIDE + j
     return row // TILE * (WIDE * TILE) + j // 4 * (4 * TILE) + row % TILE * 4 + j % 4
+
+
+@triton.constexpr_function
+def _down(bits, plane):
+    """By how much a plane's codes are shifted down: the highest bit of a byte is not one of bfloat16's mantissa."""
+    return 1 if bits * plane + bits == 8 else 0
+
+
+@triton.jit
+def _plane(packed, BITS: tl.constexpr, plane: tl.constexpr, kind: tl.constexpr):
+    """Codes of a plane times `2^(BITS * plane - down)`, of a float type.
+
+    In 16 bits without a conversion, of which a multiprocessor does few: below the exponent of 128 (bfloat16) or 1,024
+    the bits of an integer are a mantissa.
+    """
+    down: tl.constexpr = _down(BITS, plane)
+    held = (packed >> down) & (((1 << BITS) - 1) << (BITS * plane - down))
+    if kind == tl.bfloat16:
+        return (held.to(tl.uint16) | 0x4300).to(kind, bitcast=True) - tl.full([1, 1], 128.0, kind)
+    if kind == tl.float16:
+        return (held.to(tl.uint16) | 0x6400).to(kind, bitcast=True) - tl.full([1, 1], 1024.0, kind)
+    return held.to(kind)
 
 
 # Specialised are strides alone: a group more must not compile a new kernel.
@@ -80,19 +102,21 @@ def score_rows(
     step += b.to(tl.int64) * step_step_b + h.to(tl.int64) * step_step_h
     real += b.to(tl.int64) * real_step_b
     asked = tl.load(query + g[:, None] * D + d, mask=(g < G)[:, None] & (d < D), other=0.0).to(tl.float32)
-    # In float16 a query times a step might overflow, but not one whose largest number is 1.
-    peak = tl.max(tl.abs(asked), 1) if kind == tl.float16 else tl.full([BLOCK_G], 1.0, tl.float32)
-    shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
     pages: tl.constexpr = PART // PAGE
-    total = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    for each in range(EACH):
-        part = first * EACH + each
+    # Sums of exponentials of every place of a part, joined at the end: those of each part would cost as much as it.
+    peak = tl.full([pages, BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([pages, BLOCK_G], tl.float32)
+    for part in range(first * EACH, tl.minimum(first * EACH + EACH, parts)):
         row = part * PART
-        group = (row // ROWS).to(tl.int64)
-        known = tl.load(real + row + r, mask=row + r < parts * PART, other=0) != 0
+        group = head * 0 + row // ROWS  # of 64 bits
+        known = tl.load(real + row + r) != 0
         size = tl.max(known.to(tl.int32), 0) * D  # what is not real is not read: spare capacity costs nothing
         base = tl.load(low + group * low_step_n + d, mask=d < size, other=0.0).to(tl.float32)
         base = tl.sum(asked * base[None, :], 1)  # [BLOCK_G]
+        if kind == tl.float16:  # a query times a step might overflow, or fall below what float16 holds
+            wide = tl.load(step + group * step_step_n + d, mask=d < size, other=0.0).to(tl.float32)
+            largest = tl.max(tl.abs(asked * wide[None, :]), 1)
+            largest = tl.where(largest > 0.0, largest, 1.0)  # [BLOCK_G]
         codes = tl.load(
             packed + group * packed_step_n + _place(row % ROWS + r[:, None], j[None, :], WIDE, TILE),
             mask=known[:, None] & (j < WIDE)[None, :],
@@ -104,35 +128,42 @@ def score_rows(
             here = (j < WIDE) & (at < size)
             stretch = tl.load(step + group * step_step_n + at, mask=here, other=0.0).to(tl.float32)
             q = tl.load(query + g[None, :] * D + at[:, None], mask=here[:, None] & (g < G)[None, :], other=0.0)
-            q = (q.to(tl.float32) * shrink[None, :] * stretch[:, None]).to(kind)  # [BLOCK_W,BLOCK_G]
-            code = ((codes >> (BITS * plane)) & ((1 << BITS) - 1)).to(kind)
-            scores = tl.dot(code, q, scores, input_precision="ieee")
-        scores = (scores * peak[None, :] + base[None, :]) * scale
+            # Codes are left where they lie in a byte, as numbers so many times as large.
+            q = q.to(tl.float32) * (stretch * 0.5 ** (BITS * plane - _down(BITS, plane)))[:, None]
+            if kind == tl.float16:
+                q = q / largest[None, :]
+            scores = tl.dot(_plane(codes, BITS, plane, kind), q.to(kind), scores, input_precision="ieee")
+        if kind == tl.float16:
+            scores = scores * largest[None, :]
+        scores = (scores + base[None, :]) * scale
         scores = tl.where(known[:, None], scores, float("-inf"))  # [PART,BLOCK_G]
         if PAGE > 1:
             held = tl.reshape(scores, [pages, PAGE, BLOCK_G])
-            most = tl.max(held, 1)
-            anchor = tl.where(most == float("-inf"), 0.0, most)
-            scores = anchor + _log(tl.sum(tl.exp(held - anchor[:, None, :]), 1))  # [pages,BLOCK_G]
+            top = tl.max(held, 1)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            scores = top + _log(tl.sum(tl.exp(held - top[:, None, :]), 1))  # [pages,BLOCK_G]
         page = part * pages + tl.arange(0, pages)
-        there = parts * pages
+        there = parts * pages  # of a head
         if VOTE == "sum" or VOTE == "max":
             served = (g < G)[None, :]
             if VOTE == "sum":
                 voted = tl.sum(tl.where(served, scores, 0.0), 1)
             else:
                 voted = tl.max(tl.where(served, scores, float("-inf")), 1)
-            tl.store(out + head * there + page, voted, mask=page < there)
+            tl.store(out + head * there + page, voted)
         else:
             at = (head * G + g)[None, :] * there + page[:, None]
-            tl.store(out + at, scores, mask=(g < G)[None, :] & (page < there)[:, None])
+            tl.store(out + at, scores, mask=(g < G)[None, :] & (page >= 0)[:, None])
             if VOTE == "softmax":
-                more = _lse(tl.trans(scores))
-                most = tl.maximum(total, more)
+                most = tl.maximum(peak, scores)
                 anchor = tl.where(most == float("-inf"), 0.0, most)
-                total = anchor + _log(tl.exp(total - anchor) + tl.exp(more - anchor))
+                total = total * tl.exp(peak - anchor) + tl.exp(scores - anchor)
+                peak = most
     if VOTE == "softmax":
-        tl.store(tile_lse + (head * G + g) * tl.num_programs(0) + first, total, mask=g < G)
+        most = tl.max(peak, 0)  # [BLOCK_G]
+        anchor = tl.where(most == float("-inf"), 0.0, most)
+        lse = anchor + _log(tl.sum(total * tl.exp(peak - anchor[None, :]), 0))
+        tl.store(tile_lse + (head * G + g) * tl.num_programs(0) + first, lse, mask=g < G)
 
 
 @triton.jit(do_not_specialize=["rows", "page", "listed", "real_step_b"])
@@ -202,28 +233,29 @@ def score_listed_rows(
         scores = tl.dot((least + stretch * code).to(kind), q, scores, input_precision="ieee")
     scores = tl.where(known[:, None], scores * scale, float("-inf"))  # [BLOCK,BLOCK_G]
     there = listed * page
-    tl.store(
-        out + (list_at * G + g)[None, :] * there + slot[:, None], scores, mask=(g < G)[None, :] & here[:, None]
-    )
+    tl.store(out + (list_at * G + g)[None, :] * there + slot[:, None], scores, mask=(g < G)[None, :] & here[:, None])
 
 
 # NOT MEASURED on a GPU yet: from the compiler's reports, without spills (docs/kernels.md).
-PART = 64  # rows of one product: a warp group's
-PROGRAM = 256  # rows of a program of `score_rows`, as far as a part is less
+PART = {
+    2: 64,
+    4: 16,
+}  # rows of one product by bytes of a query's number: those of a warp group, and what does not spill
+PROGRAM = 256  # rows of a program of `score_rows`
 LISTED = 64  # rows of a program of `score_listed_rows`
 VOTE_BLOCK = 512  # rows or pages that one program of `vote_softmax` votes on
 
 
-def part_of(rows: int, page: int) -> int:
-    """Rows that are multiplied at once: a power of two that divides a group, pages whole as far as they are small."""
-    return min(rows & -rows, max(PART, min(page, 2 * PART)))
+def part_of(itemsize: int, rows: int) -> int:
+    """Rows that are multiplied at once: a power of two that divides a group."""
+    return min(rows & -rows, PART[itemsize])
 
 
 def launch(
-    size: int, group: int, vote: str, bits: int, rows: int, page: int, tiled: int = 1
+    itemsize: int, size: int, group: int, vote: str, bits: int, rows: int, page: int, tiled: int = 1
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants and options of `score_rows`, for a launch and for compiling ahead alike."""
-    wide, part = 4 * lowbit.words(size, bits), part_of(rows, page)
+    wide, part = 4 * lowbit.words(size, bits), part_of(itemsize, rows)
     constants = {
         "VOTE": vote,
         "BITS": bits,
@@ -237,9 +269,9 @@ def launch(
         "BLOCK_D": triton.next_power_of_2(size),
         "BLOCK_W": max(16, triton.next_power_of_2(wide)),  # 16: the least depth of one
         "PART": part,
-        "EACH": max(PROGRAM // part, 1),
+        "EACH": PROGRAM // part,
     }
-    return constants, {"num_warps": min(part // 16, 4), "num_stages": 1, "enable_fp_fusion": True}
+    return constants, {"num_warps": part // 16 if itemsize == 2 else 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 def launch_listed(
@@ -272,7 +304,7 @@ def _check(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
     """ValueError for what the kernels cannot read."""
     if not low.dtype == step.dtype or low.element_size() != 2 or packed.dtype != torch.uint8:
         raise ValueError(
-            f"codes are torch.uint8 and levels of one dtype of 16 bits, got {packed.dtype}, {low.dtype} and {step.dtype}"
+            f"codes are torch.uint8 and levels of one 16-bit dtype, got {packed.dtype}, {low.dtype} and {step.dtype}"
         )
     strides = packed.stride(-1), low.stride(-1), step.stride(-1)
     if strides != (1, 1, 1):
@@ -282,11 +314,6 @@ def _check(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
             f"a query [B,H,G,D], codes [B,H,N/rows,rows*4W] and levels [B,H,N/rows,D] agree in B, H and N/rows, got "
             f"{list(query.shape)}, {list(packed.shape)}, {list(low.shape)} and {list(step.shape)}"
         )
-
-
-def _rows(packed: Tensor, real: Tensor) -> int:
-    """Rows of a group."""
-    return real.shape[1] // packed.shape[2]
 
 
 def scores(
@@ -308,17 +335,23 @@ def scores(
     _check(query, packed, low, step, real)
     batch, heads, group_size, size = query.shape
     stored = real.shape[1]
+    if not packed.shape[2]:
+        return query.new_empty(batch, heads * (group_size if group == "each" else 1), 0, dtype=torch.float32)
+    rows = stored // packed.shape[2]
+    part = part_of(query.element_size(), rows)
+    if page > part:  # a page of more rows than are multiplied at once: first the masses of its parts
+        found = scores(query, packed, low, step, real, bits, "each", part).unflatten(-1, (-1, page // part))
+        return vote(found.logsumexp(-1).unflatten(1, (heads, group_size)), group, "torch")
     kept = group in ("each", "softmax")
     number = stored // page
     each = query.new_empty(batch, heads, group_size, number, dtype=torch.float32) if kept else None
     voted = None if group == "each" else query.new_empty(batch, heads, number, dtype=torch.float32)
     first = voted if each is None else each
     assert first is not None
-    if not number or not batch:
-        return first.flatten(1, 2) if voted is None else voted
-    rows = _rows(packed, real)
-    constants, options = launch(size, group_size, group, bits, rows, page, lowbit.tile(packed.device))
-    parts = stored // constants["PART"]
+    constants, options = launch(
+        query.element_size(), size, group_size, group, bits, rows, page, lowbit.tile(packed.device)
+    )
+    parts = stored // part
     tiles = triton.cdiv(parts, constants["EACH"])
     tile_lse = None
     if group == "softmax":
@@ -367,9 +400,11 @@ def listed(
     batch, heads, group, size = query.shape
     chosen, number = pages.shape[1:]
     out = query.new_empty(batch, heads, group, number * page, dtype=torch.float32)
+    if not packed.shape[2]:
+        return out.fill_(-torch.inf)
     if out.numel():
         each = chosen // heads
-        rows = _rows(packed, real)
+        rows = real.shape[1] // packed.shape[2]
         constants, options = launch_listed(size, group // each, each, bits, rows, lowbit.tile(packed.device))
         real = real if real.stride(-1) == 1 else real.contiguous()
         with torch.cuda.device_of(query):
