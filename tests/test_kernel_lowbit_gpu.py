@@ -87,7 +87,7 @@ def make(case: Case, batch: int = 2, kv: int = 1, factor: float = 1.0) -> Inputs
     stored, spare = case.groups * case.rows, case.rows
     keys = torch.randn(batch, kv, stored + spare, case.size, device=DEVICE) * factor
     levels = "bins" if case.bits > 1 else "means"
-    kind = case.dtype if case.dtype != fp32 else fp16
+    kind = case.dtype if case.dtype != fp32 else bf16
     codes, low, step = lowbit.quantise(keys.to(case.dtype), case.rows, case.bits, levels, kind)
     packed = lowbit.pack(codes, case.rows, case.bits)
     real = torch.ones(batch, stored + spare, dtype=torch.bool, device=DEVICE)
@@ -177,7 +177,7 @@ def test_nothing_stored_and_nothing_listed() -> None:
 def test_what_the_kernels_cannot_read_is_refused() -> None:
     query, packed, low, step, real = make(Case(fp32, 64, 2, 2, 16, 1, "each", 1)).all
     with pytest.raises(
-        ValueError, match=r"levels of one 16-bit dtype, got torch.uint8, torch.float32 and torch.float16"
+        ValueError, match=r"levels of one 16-bit dtype, got torch.uint8, torch.float32 and torch.bfloat16"
     ):
         lowbit_gpu.scores(query, packed, low.float(), step, real, 2, "each")
     with pytest.raises(ValueError, match=r"adjacent elements, got last strides \(1, 2, 1\)"):

@@ -42,8 +42,9 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
         patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
         for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
-        # Interpreted, the kernel of every row takes a minute here; tests/test_kernel_lowbit_gpu.py has it.
-        patch.setattr(lowbit_gpu, "scores", recording.opaque(functools.partial(lowbit.scores, impl="torch")))
+        # Interpreted, lowbit's kernels take a minute here; tests/test_kernel_lowbit_gpu.py has them.
+        for name, same in (("scores", lowbit.scores), ("listed", lowbit.listed_logits)):
+            patch.setattr(lowbit_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
         with recording:
             selection = cache.search(query, rows)
             out, _ = kernel(query, cache.keys, cache.values, selection, cache.bounds, D**-0.5)

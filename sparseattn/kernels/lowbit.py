@@ -5,9 +5,9 @@ https://arxiv.org/abs/2402.02750); a row keeps a code of 1, 2 or 4 bits a channe
 `low + step * code`. Groups by channel and not by row, because keys have channels far larger than others.
 
 Codes are packed into bytes: byte j of a row's `4 W` holds channels j, j + 4W, j + 8W, .., lowest bits first, the head
-size padded to a multiple of `32 / bits`. A group's are stored as `(rows/T, W, T, 4)`, flat: words of 4 bytes, those of T
-rows beside each other. T is `TILE` in host memory, where a vector register takes one word of as many rows, and 1 on a
-GPU.
+size padded to a multiple of `32 / bits`. A group's are stored as `(rows/T, W, T, 4)`, flat: words of 4 bytes, those of
+T rows beside each other. T is `TILE` in host memory, where a vector register takes one word of as many rows, and 1 on
+a GPU.
 """
 
 from __future__ import annotations
@@ -101,13 +101,15 @@ def pack(codes: Tensor, rows: int, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
     """Codes `[B,H,n,D]` uint8 of `pack`'s `[B,H,n/rows,rows*4W]`, D = `size`."""
     shape = -1, words(size, bits), tile(packed.device), 4
-    return planes(packed.unflatten(3, shape).transpose(4, 5).flatten(5).flatten(2, 4), bits, size)
+    rows = packed.unflatten(3, shape).transpose(4, 5).flatten(5).flatten(2, 4)  # [B,H,n,4W]
+    return _apart(rows, bits, size)
 
 
-def planes(rows: Tensor, bits: int, size: int) -> Tensor:
-    """Codes `[..,D]` uint8 of rows' bytes `[..,4W]`, D = `size`."""
+def _apart(rows: Tensor, bits: int, size: int) -> Tensor:
+    """Codes `[..,D]` of rows of bytes `[..,4W]`."""
     mask = (1 << bits) - 1
-    return torch.cat([(rows >> (bits * plane)) & mask for plane in range(8 // bits)], -1)[..., :size]
+    planes = [(rows >> (bits * plane)) & mask for plane in range(8 // bits)]
+    return torch.cat(planes, -1)[..., :size]
 
 
 def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
@@ -196,33 +198,41 @@ def listed_logits(
     page: int,
     impl: str | None = None,
 ) -> Tensor:
-    """As `logits`, of the rows of listed pages alone.
+    """The logits of the rows of some pages by their keys of few bits, as `logits` has them.
 
     Args:
-        pages: `[B,Hs,P]` int32 or int64, -1 for none: page p is rows `p * page` to `(p + 1) * page`. Hs is H, or H*G
-            where every query head has a list.
-        page: rows of a page, of any relation to those of a group.
+        query, packed, low, step, real, bits: see `logits`.
+        pages: integers `[B,H,P]`, listed for all of a KV head's query heads, or `[B,H*G,P]` for each; negative: unused.
+        page: rows of a page, any power of two; a group need hold no whole number of pages.
+        impl: see `scoring`.
 
     Returns:
-        `[B,H,G,P*page]` float32, -inf where a row is not real or no page is named.
+        `[B,H,G,P*page]` float32, the rows of a page beside each other, -inf where a page is unused, where a row is not
+        real, and where a page reaches beyond row N.
     """
-    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
-    if impl == "triton":
+    if scoring.chosen(impl, query.device, query.dtype, IMPLS) == "triton":
         from sparseattn.kernels import lowbit_gpu
 
         return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
-    (batch, heads, _, size), chosen, stored = query.shape, pages.shape[1], real.shape[1]
-    rows = stored // max(low.shape[2], 1)
-    row = (pages.long()[..., None] * page + torch.arange(page, device=pages.device)).flatten(2)  # [B,Hs,n]
-    known = (row >= 0) & (row < stored)
-    row = torch.where(known, row, 0)
-    known &= real.gather(1, row.flatten(1)).view(row.shape)
-    b = torch.arange(batch, device=row.device)[:, None, None]
-    h = torch.arange(chosen, device=row.device)[:, None] // (chosen // heads)
-    at, inner, side = row // rows, row % rows, tile(packed.device)
-    held = packed.unflatten(3, (-1, words(size, bits), side, 4))  # [B,H,N/rows,rows/T,W,T,4]
-    codes = planes(held[b, h, at, inner // side, :, inner % side].flatten(3), bits, size)  # [B,Hs,n,D]
-    keys = codes.float() * step[b, h, at].float() + low[b, h, at].float()
-    asked = (query.float() / size**0.5).view(batch, chosen, -1, size)
-    found = (asked @ keys.mT).masked_fill(~known[:, :, None], -torch.inf)  # [B,Hs,H*G/Hs,n]
-    return found.view(*query.shape[:3], -1)
+    batch, heads, group, size = query.shape
+    listed, held = pages.shape[1], real.shape[1]
+    out = query.new_full((batch, heads, group, pages.shape[2], page), -torch.inf, dtype=torch.float32)
+    if not held:
+        return out.flatten(3)
+    shape = -1, words(size, bits), tile(packed.device), 4
+    tiles = packed.unflatten(3, shape).flatten(2, 3)  # [B,H,N/T,W,T,4]
+    height, rows = tiles.shape[4], held // low.shape[2]
+    asked = (query.float() / size**0.5).view(batch, listed, -1, size)  # [B,L,1 or G,D]
+    b = torch.arange(batch, device=query.device)[:, None, None]
+    h = torch.arange(listed, device=query.device)[None, :, None] // (listed // heads)
+    once = max(CHUNK // (batch * listed * page * size), 1)
+    for first in range(0, pages.shape[2], once):
+        part = pages[:, :, first : first + once].long()
+        row = (part[..., None] * page + torch.arange(page, device=query.device)).flatten(2)  # [B,L,n]
+        there = (row >= 0) & (row < held)
+        row = torch.where(there, row, 0)
+        codes = _apart(tiles[b, h, row // height, :, row % height].flatten(3), bits, size)  # [B,L,n,D]
+        keys = codes.float() * step[b, h, row // rows].float() + low[b, h, row // rows].float()
+        found = (asked @ keys.mT).masked_fill(~(there & real[b, row])[:, :, None], -torch.inf)
+        out[:, :, :, first : first + once] = found.view(batch, heads, group, -1, page)
+    return out.flatten(3)

@@ -80,6 +80,12 @@ class LowBit(Selector):
         self.step.append(step)
         self.real.append(rows.positions >= 0)
 
+    def keep(self, first: int) -> None:
+        """Forgets the rows from `first` on, a multiple of a group's."""
+        for buffer in (self.codes, self.low, self.step):
+            buffer.resize(first // self.rows, buffer.full)
+        self.real.resize(first, self.real.full)
+
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, group, size = query.shape
         if not self.real.rows:
