@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.scoring import chosen
+from sparseattn.kernels import scoring
 
+IMPLS = ("torch", "triton")
 TILE = 16  # rows of which a register of 64 bytes takes a word each
 CHUNK = 1 << 22  # numbers of unpacked keys at a time
 
@@ -115,7 +116,7 @@ def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
     """Packed codes on a device, ordered as they are stored there."""
     shape = -1, words(size, bits), tile(packed.device), 4
     rows = packed.unflatten(3, shape).transpose(4, 5).flatten(3, 4).to(device)  # [B,H,n/rows,rows,W,4]
-    return rows.unflatten(3, (-1, tile(device))).transpose(4, 5).flatten(3).contiguous()
+    return rows.unflatten(3, (-1, tile(rows.device))).transpose(4, 5).flatten(3).contiguous()
 
 
 def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
@@ -125,7 +126,9 @@ def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
     return (codes * step.float()[:, :, :, None] + low.float()[:, :, :, None]).flatten(2, 3)
 
 
-def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int) -> Tensor:
+def logits(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, impl: str | None = None
+) -> Tensor:
     """The logits of rows by their keys of few bits.
 
     Args:
@@ -134,16 +137,54 @@ def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
         low, step: `[B,H,N/rows,D]`.
         real: `[B,N]` bool.
         bits: of a code.
+        impl: see `scoring`.
 
     Returns:
         `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
     """
+    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, "each").unflatten(1, query.shape[1:3])
     batch, heads, _, size = query.shape
     asked, groups = query.float() / size**0.5, low.shape[2]
     once = max(CHUNK // max(batch * heads * real.shape[1] // max(groups, 1) * size, 1), 1)  # groups
     parts = zip(packed.split(once, 2), low.split(once, 2), step.split(once, 2), strict=True)
     out = torch.cat([asked @ keys_of(*part, bits).mT for part in parts], -1)
     return out.masked_fill(~real[:, None, None], -torch.inf)
+
+
+def scores(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    group: str,
+    page: int = 1,
+    impl: str | None = None,
+) -> Tensor:
+    """`logits`, the masses of pages of them, and the group's vote.
+
+    Args:
+        group: see `scoring.vote`.
+        page: rows of a page, which scores the logarithm of the sum of its rows' exponentiated logits; it divides the
+            rows of a group. 1: rows score their own logits.
+
+    Returns:
+        `[B,Hs,N/page]` float32, -inf where no row is real.
+    """
+    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page)
+    found = logits(query, packed, low, step, real, bits, impl)
+    if page > 1:
+        found = found.unflatten(-1, (-1, page)).logsumexp(-1)
+    return scoring.vote(found, group, impl)
 
 
 def listed_logits(
@@ -163,13 +204,16 @@ def listed_logits(
         query, packed, low, step, real, bits: see `logits`.
         pages: integers `[B,H,P]`, listed for all of a KV head's query heads, or `[B,H*G,P]` for each; negative: unused.
         page: rows of a page, any power of two; a group need hold no whole number of pages.
-        impl: see `scoring`; "torch".
+        impl: see `scoring`.
 
     Returns:
         `[B,H,G,P*page]` float32, the rows of a page beside each other, -inf where a page is unused, where a row is not
         real, and where a page reaches beyond row N.
     """
-    chosen(impl, query.device, query.dtype, ("torch",))
+    if scoring.chosen(impl, query.device, query.dtype, IMPLS) == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
     batch, heads, group, size = query.shape
     listed, held = pages.shape[1], real.shape[1]
     out = query.new_full((batch, heads, group, pages.shape[2], page), -torch.inf, dtype=torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
+from sparseattn.selectors.base import Rows, Selector, best, check_group
 from sparseattn.storage import RowBuffer
 
 BITS = (1, 2, 4)
@@ -64,6 +64,13 @@ class LowBit(Selector):
             buffer.fix(rows // self.rows)
         self.real.fix(rows)
 
+    def to(self, device: torch.device | str) -> None:
+        held = self.codes.full if self.codes.allocated else None
+        super().to(device)
+        if held is not None and lowbit.tile(held.device) != lowbit.tile(self.codes.full.device):
+            codes = self.codes.full
+            codes.copy_(lowbit.moved(held, self.bits, self.low.full.shape[-1], codes.device))
+
     def append(self, rows: Rows) -> None:
         keys = rows.keys
         kind = keys.dtype if keys.element_size() == 2 else torch.bfloat16
@@ -84,12 +91,11 @@ class LowBit(Selector):
         if not self.real.rows:
             return Selection.none(batch, heads, query.device)
         real = self.real.visible
-        logits = lowbit.logits(query, self.codes.visible, self.low.visible, self.step.visible, real, self.bits)
-        if self.page > 1:
-            logits = logits.unflatten(-1, (-1, self.page)).logsumexp(-1)
+        index = self.codes.visible, self.low.visible, self.step.visible
+        scores = lowbit.scores(query, *index, real, self.bits, self.group, self.page)
         scanned = real.sum(-1)[:, None]  # [B,1]
         chosen = heads * group if self.group == "each" else heads
         read = scanned * lowbit.words(size, self.bits) * 4 + scanned // self.rows * 4 * size
         costs = scanned.expand(-1, chosen), read.expand(-1, heads)
-        ids = best(vote(logits, self.group), budget // self.page)
+        ids = best(scores, budget // self.page)
         return Selection.pages(ids, self.page, *costs)
