@@ -1,4 +1,4 @@
-"""Keys of a few bits: how they are rounded, packed and scored. In torch, which is the specification.
+"""Keys of a few bits: how they are rounded, packed and scored. In torch, which is the specification, and compiled.
 
 A group of `rows` consecutive rows shares, for each channel, a lowest level and a step (as KIVI stores keys,
 https://arxiv.org/abs/2402.02750); a row keeps a code of 1, 2 or 4 bits a channel, and its key is read as
@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.kernels import scoring
+from sparseattn.kernels.scoring import chosen, vote
 
-IMPLS = ("torch", "triton")
+IMPLS = ("torch", "numba", "triton")
 TILE = 16  # rows of which a register of 64 bytes takes a word each
 CHUNK = 1 << 22  # numbers of unpacked keys at a time
 
@@ -68,14 +68,8 @@ def quantise(keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype
     """
     grouped = keys.float().unflatten(2, (-1, rows))  # [B,H,n/rows,rows,D]
     least, most = grouped.amin(3), grouped.amax(3)
-    last = (1 << bits) - 1
-    if levels == "ends":
-        low = rounded(least, dtype, up=False)
-        step = rounded((most - low.float()) / last, dtype, up=True)
-    elif levels == "bins":
-        low = nearest(least + (most - least) / (2 << bits), dtype)
-        needed = torch.maximum((low.float() - least) * 2, (most - low.float()) / (last + 0.5))
-        step = rounded(needed, dtype, up=True)
+    if levels != "means":
+        low, step = _even(least, most, bits, levels, dtype)
     else:
         upper = grouped > ((least + most) / 2)[:, :, :, None]
         above = upper.sum(3)
@@ -84,7 +78,18 @@ def quantise(keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype
         step = nearest((high / above.clamp(min=1) - low.float()) * (above > 0), dtype)
     held = step.float()[:, :, :, None]
     codes = (grouped - low.float()[:, :, :, None]) / torch.where(held > 0, held, 1.0)
-    return codes.round_().clamp_(0, last).to(torch.uint8).flatten(2, 3), low, step
+    return codes.round_().clamp_(0, (1 << bits) - 1).to(torch.uint8).flatten(2, 3), low, step
+
+
+def _even(least: Tensor, most: Tensor, bits: int, levels: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """low and step of `quantise`'s "bins" and "ends", for what numbers reach from `least` to `most`."""
+    last = (1 << bits) - 1
+    if levels == "ends":
+        low = rounded(least, dtype, up=False)
+        return low, rounded((most - low.float()) / last, dtype, up=True)
+    low = nearest(least + (most - least) / (2 << bits), dtype)
+    needed = torch.maximum((low.float() - least) * 2, (most - low.float()) / (last + 0.5))
+    return low, rounded(needed, dtype, up=True)
 
 
 def pack(codes: Tensor, rows: int, bits: int) -> Tensor:
@@ -96,6 +101,24 @@ def pack(codes: Tensor, rows: int, bits: int) -> Tensor:
         packed |= codes[..., plane, :] << (bits * plane)
     packed = packed.unflatten(2, (-1, rows)).unflatten(4, (wide, 4))  # [B,H,n/rows,rows,W,4]
     return packed.unflatten(3, (-1, tile(codes.device))).transpose(4, 5).flatten(3).contiguous()
+
+
+def encode(
+    keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pack` of `quantise`'s codes, low and step; impl: see `scoring`, "torch" or "numba"."""
+    if chosen(impl, keys.device, keys.dtype, ("torch", "numba")) == "torch":
+        codes, low, step = quantise(keys, rows, bits, levels, dtype)
+        return pack(codes, rows, bits), low, step
+    from sparseattn.kernels import numba_lowbit
+
+    if levels == "means":
+        below, above = numba_lowbit.means(keys, rows)
+        low = nearest(below, dtype)
+        step = nearest((above - low.float()) * (above > below), dtype)
+    else:
+        low, step = _even(*numba_lowbit.extents(keys, rows), bits, levels, dtype)
+    return numba_lowbit.encode(keys, low, step, rows, bits, words(keys.shape[-1], bits)), low, step
 
 
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
@@ -131,6 +154,9 @@ def logits(
 ) -> Tensor:
     """The logits of rows by their keys of few bits.
 
+    numba's code rounds the query, times a group's steps, to 8 bits. With `last` the largest code a logit is then within
+    `last sqrt(D) / 508` of the largest `|q_i step_i|` of the group.
+
     Args:
         query: `[B,H,G,D]`, after RoPE.
         packed: `[B,H,N/rows,rows*4W]` uint8, see the module.
@@ -142,11 +168,15 @@ def logits(
     Returns:
         `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
     """
-    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    impl = _implementation(impl, query)
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
         return lowbit_gpu.scores(query, packed, low, step, real, bits, "each").unflatten(1, query.shape[1:3])
+    if impl == "numba":
+        from sparseattn.kernels import numba_lowbit
+
+        return numba_lowbit.logits(query, packed, low, step, real, bits)
     batch, heads, _, size = query.shape
     asked, groups = query.float() / size**0.5, low.shape[2]
     once = max(CHUNK // max(batch * heads * real.shape[1] // max(groups, 1) * size, 1), 1)  # groups
@@ -169,6 +199,7 @@ def scores(
     """`logits`, the masses of pages of them, and the group's vote.
 
     Args:
+        query, packed, low, step, real, bits, impl: see `logits`.
         group: see `scoring.vote`.
         page: rows of a page, which scores the logarithm of the sum of its rows' exponentiated logits; it divides the
             rows of a group. 1: rows score their own logits.
@@ -176,15 +207,24 @@ def scores(
     Returns:
         `[B,Hs,N/page]` float32, -inf where no row is real.
     """
-    impl = scoring.chosen(impl, query.device, query.dtype, IMPLS)
+    impl = _implementation(impl, query)
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
         return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page)
+    if impl == "numba" and group == "softmax":
+        from sparseattn.kernels import numba_lowbit
+
+        return numba_lowbit.scores(query, packed, low, step, real, bits, page)
     found = logits(query, packed, low, step, real, bits, impl)
     if page > 1:
         found = found.unflatten(-1, (-1, page)).logsumexp(-1)
-    return scoring.vote(found, group, impl)
+    return vote(found, group, impl)
+
+
+def _implementation(impl: str | None, query: Tensor) -> str:
+    """What scores: numba's code knows no gradients, so that by default it leaves a query that needs one to torch."""
+    return chosen("torch" if impl is None and query.requires_grad else impl, query.device, query.dtype, IMPLS)
 
 
 def listed_logits(
@@ -210,10 +250,15 @@ def listed_logits(
         `[B,H,G,P*page]` float32, the rows of a page beside each other, -inf where a page is unused, where a row is not
         real, and where a page reaches beyond row N.
     """
-    if scoring.chosen(impl, query.device, query.dtype, IMPLS) == "triton":
+    impl = _implementation(impl, query)
+    if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
         return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
+    if impl == "numba":
+        from sparseattn.kernels import numba_lowbit
+
+        return numba_lowbit.listed_logits(query, packed, low, step, real, bits, pages, page)
     batch, heads, group, size = query.shape
     listed, held = pages.shape[1], real.shape[1]
     out = query.new_full((batch, heads, group, pages.shape[2], page), -torch.inf, dtype=torch.float32)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
+from sparseattn.kernels.scoring import best_rows as best_rows
 from sparseattn.kernels.scoring import vote as vote
 from sparseattn.selection import Selection
 from sparseattn.storage import State

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, best, check_group
+from sparseattn.selectors.base import Rows, Selector, best_rows, check_group
 from sparseattn.storage import RowBuffer
 
 BITS = (1, 2, 4)
@@ -74,8 +74,8 @@ class LowBit(Selector):
     def append(self, rows: Rows) -> None:
         keys = rows.keys
         kind = keys.dtype if keys.element_size() == 2 else torch.bfloat16
-        codes, low, step = lowbit.quantise(keys, self.rows, self.bits, self.levels, kind)
-        self.codes.append(lowbit.pack(codes, self.rows, self.bits))
+        codes, low, step = lowbit.encode(keys, self.rows, self.bits, self.levels, kind)
+        self.codes.append(codes)
         self.low.append(low)
         self.step.append(step)
         self.real.append(rows.positions >= 0)
@@ -97,5 +97,5 @@ class LowBit(Selector):
         chosen = heads * group if self.group == "each" else heads
         read = scanned * lowbit.words(size, self.bits) * 4 + scanned // self.rows * 4 * size
         costs = scanned.expand(-1, chosen), read.expand(-1, heads)
-        ids = best(scores, budget // self.page)
+        ids = best_rows(scores, budget // self.page)
         return Selection.pages(ids, self.page, *costs)
