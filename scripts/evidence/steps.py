@@ -55,7 +55,7 @@ def asked(model: str, tasks: str, lengths: str, methods: str, minutes: float, na
     """Prompts with known answers."""
     return Step(
         f"asked-{model.partition('-')[0]}{name}",
-        f"questions with known answers ({tasks.replace(',', ', ')}) to {model} at {lengths.replace(',', ' and ')} tokens",
+        f"prompts with known answers ({tasks.replace(',', ', ')}) to {model} at {lengths.replace(',', ' and ')} tokens",
         f"sparseattn eval --model {model} --dtype float32 --task {tasks} --lengths {lengths} "
         f"--depths 0.1,0.5,0.9 --samples 3 {methods} --budget 64,256 --out OUT",
         minutes,
