@@ -51,13 +51,13 @@ def agreement(model: str, texts: str, length: int, windows: int, more: str, minu
     )
 
 
-def asked(model: str, lengths: str, more: str, minutes: float) -> Step:
+def asked(model: str, tasks: str, lengths: str, methods: str, minutes: float, name: str = "") -> Step:
     """Prompts with known answers."""
     return Step(
-        f"asked-{model.partition('-')[0]}",
-        f"passkey, multi-needle and key-value questions to {model} at {lengths.replace(',', ' and ')} tokens",
-        f"sparseattn eval --model {model} --dtype float32 --task passkey,multikey,kv --lengths {lengths} "
-        f"--depths 0.1,0.5,0.9 --samples 3 {JUDGED} {more}{CONTROLS} --budget 64,256 --out OUT",
+        f"asked-{model.partition('-')[0]}{name}",
+        f"prompts with known answers ({tasks.replace(',', ', ')}) to {model} at {lengths.replace(',', ' and ')} tokens",
+        f"sparseattn eval --model {model} --dtype float32 --task {tasks} --lengths {lengths} "
+        f"--depths 0.1,0.5,0.9 --samples 3 {methods} --budget 64,256 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -139,8 +139,11 @@ STEPS = (
     ),
     agreement("gemma3-270m", "workshop click", 16384, 3, "", 15),
     agreement("gemma3-270m", "workshop click", 32768, 2, "", 25),
-    asked("smollm2", "2000,4000", f"{TRAINED} ", 30),
-    asked("gemma3-270m", "8000", "", 30),
+    asked("smollm2", "passkey,multikey", "1000,2000", f"{JUDGED} {TRAINED} {CONTROLS}", 40),
+    asked("gemma3-270m", "passkey,multikey", "8000", f"{JUDGED} {CONTROLS}", 30),
+    # Whether full attention answers at all is what these are for.
+    asked("smollm2", "kv", "300,1000", "--selector exact", 3, "-kv"),
+    asked("gemma3-270m", "kv", "300,1000", "--selector exact", 3, "-kv"),
     generate("smollm2", "2048,4096,7936", "--selector saap ", 8),
     generate("gemma3-270m", "16384,31488", "", 15),
     Step(

@@ -164,7 +164,8 @@ def grid(*records: Record) -> str:
 def _grid(record: Record) -> list[str]:
     found = rows(record)
     one = found[0]
-    columns = list(dict.fromkeys((each["task"], each["length"]) for each in found))
+    tasks = list(dict.fromkeys(each["task"] for each in found))
+    columns = sorted({(each["task"], each["length"]) for each in found}, key=lambda one: (tasks.index(one[0]), one[1]))
     asked = list(dict.fromkeys((each["method"], each["budget"]) for each in found))
     mine = {row: [each for each in found if (each["method"], each["budget"]) == row] for row in asked}
     fewest = min(sum((each["task"], each["length"]) == column for each in mine[FULL, None]) for column in columns)
