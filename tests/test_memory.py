@@ -130,7 +130,7 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     if isinstance(coded, LowBit):
         letters |= {"b": 4 * lowbit.words(size, coded.bits), "L": coded.rows}
     if isinstance(coded, Coded):
-        letters |= {"b": coded.codes.full.shape[3], "k": coded.books.full.shape[3]}
+        letters |= {"b": coded.codes.full.shape[3], "k": coded.centroids.full.shape[3]}
     if isinstance(selector, Partitioned):
         assert selector._here is not None
         classifier = selector._here.partition.classifier
