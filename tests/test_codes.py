@@ -88,7 +88,7 @@ def test_a_pattern_of_signs_stands_for_the_mean_of_the_prompts_keys_that_have_it
                 has = (up[h, :, s] == signs).all(1)
                 away = (part - middle).abs().mean(0)
                 mean = part[has].mean(0) if bool(has.any()) else middle + torch.where(signs, away, -away)
-                torch.testing.assert_close(index.books.data[0, h, s, p].float(), mean, rtol=0.01, atol=1e-3)
+                torch.testing.assert_close(index.centroids.data[0, h, s, p].float(), mean, rtol=0.01, atol=1e-3)
     assert index.codes.data.shape == (1, 2, 64, -(-size // 8))
 
 
@@ -104,14 +104,14 @@ def test_codebooks_are_the_prompts_and_padding_has_no_part_in_them(make) -> None
     at = torch.arange(400).expand(2, -1).clone()
     at[0, 300:] = -1
     filled(both, padded, at)
-    assert torch.equal(one.books.data, both.books.data[:1])
+    assert torch.equal(one.centroids.data, both.centroids.data[:1])
     mine = both.real.data[0]
     asked = queries[:, :, :, -1]
     assert torch.equal(scores(one, asked[:1]), scores(both, asked)[:1][..., mine])
-    before = one.books.data.clone()
+    before = one.centroids.data.clone()
     alone.append(keys[:1, :, 300:], keys[:1, :, 300:])
     alone.seal()
-    assert torch.equal(one.books.data, before)
+    assert torch.equal(one.centroids.data, before)
     assert one.codes.rows == 400
 
 
@@ -148,7 +148,7 @@ def test_pq_learns_the_same_from_the_same_keys_whatever_the_threads() -> None:
         for count, selector in ((1, PQ(sample=500)), (4, PQ(sample=500)), (4, PQ(sample=500, seed=1))):
             faiss.omp_set_num_threads(count)
             filled(selector, keys)
-            books.append(selector.books.data)
+            books.append(selector.centroids.data)
     finally:
         faiss.omp_set_num_threads(threads)
     assert torch.equal(books[0], books[1])

@@ -25,7 +25,7 @@ class Coded(Selector):
     def __init__(self, group: str) -> None:
         self.group = check_group(group)
         self.codes = RowBuffer(2)  # [B,H,N,M] uint8
-        self.books = RowBuffer(2)  # [B,H,..,d] 16 bits, centroids of d channels
+        self.centroids = RowBuffer(2)  # [B,H,..,d] 16 bits, centroids of d channels
         self.known = RowBuffer(1)  # [B,1] bool, a sequence has codebooks
         self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
 
@@ -37,7 +37,7 @@ class Coded(Selector):
             keys: `[H,n,D]`, n >= 1.
 
         Returns:
-            Attribute, "books" among them -> what its row buffer holds of the sequence, `[H,..]`.
+            Attribute, "centroids" among them -> what its row buffer holds of the sequence, `[H,..]`.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Coded(Selector):
         real = self.real.visible
         logits = codebooks.logits(self.tables(query.float() / size**0.5), self.codes.visible, real)
         ids = best(vote(logits, self.group), budget)
-        books = self.books.visible
+        books = self.centroids.visible
         scanned = real.sum(-1)[:, None]  # [B,1]
         read = scanned * self.codes.full.shape[3] + (scanned > 0) * (books[0, 0].numel() * books.element_size())
         chosen = heads * group if self.group == "each" else heads

@@ -70,14 +70,14 @@ class PQ(Coded):
             books[h] = product_codebooks(sample[h], subspaces, self.bits, self.seed)
 
         in_threads(learn, range(heads))
-        return {"books": books.to(keys.device, half(keys))}
+        return {"centroids": books.to(keys.device, half(keys))}
 
     def encode(self, keys: Tensor) -> Tensor:
-        names = codebooks.nearest(keys, self.books.data)
+        names = codebooks.nearest(keys, self.centroids.data)
         return codebooks.paired(names) if self.bits == 4 else names
 
     def tables(self, query: Tensor) -> Tensor:
-        return codebooks.tables(query, self.books.visible)
+        return codebooks.tables(query, self.centroids.visible)
 
 
 def product_codebooks(keys: Tensor, subspaces: int, bits: int, seed: int) -> Tensor:

@@ -57,13 +57,13 @@ class SelfIndex(Coded):
             count = has.sum(1)  # [H,S,1]
             mean = torch.where(has, cut, 0.0).sum(1) / count.clamp(min=1)
             books[:, :, p] = torch.where(count > 0, mean, books[:, :, p])
-        return {"centre": centre, "books": books.to(kind)}
+        return {"centre": centre, "centroids": books.to(kind)}
 
     def encode(self, keys: Tensor) -> Tensor:
         return codebooks.paired(_patterns(_filled(keys.float()) >= self.centre.data[:, :, None]))
 
     def tables(self, query: Tensor) -> Tensor:
-        return codebooks.tables(_filled(query), self.books.visible)
+        return codebooks.tables(_filled(query), self.centroids.visible)
 
 
 def _filled(x: Tensor) -> Tensor:
