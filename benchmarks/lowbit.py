@@ -27,6 +27,7 @@ from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
 
 NAME = "lowbit.json"
+ROWS = 64  # of a group
 FAR = 1_000_000  # positions that keys are moved by
 METHODS: dict[str, Callable[[], Selector]] = {
     "lowbit": LowBit,
@@ -38,10 +39,12 @@ METHODS: dict[str, Callable[[], Selector]] = {
 class Problem:
     """Keys `[H,N,D]` and queries `[H,G,n,D]` behind them."""
 
-    def __init__(self, name: str, keys: Tensor, queries: Tensor, rope: Rope | None = None, first: int = 0) -> None:
-        """`rope`, with the `first` row's position: keys of few bits are also tried as they were before it."""
+    def __init__(
+        self, name: str, keys: Tensor, queries: Tensor, values: Tensor | None = None, rope: Rope | None = None
+    ) -> None:
+        """With `values` `[H,N,D]` attention on keys of few bits is tried; with a `rope` keys as they were before it."""
         self.name, self.keys, self.queries = name, keys.float(), queries.float()
-        self.rope, self.first = rope, first
+        self.values, self.rope = values, rope
 
     def result(self, budget: int) -> dict[str, Any]:
         """Of each method the recovered share of the weight, and of low bits how far logits are off."""
@@ -55,6 +58,8 @@ class Problem:
         out["methods"] = {name: self._recovered(make(), voted, budget) for name, make in METHODS.items()}
         if self.rope is not None:
             out["methods"]["lowbit before RoPE"] = self._before(self.rope, LowBit(), voted, budget)
+        if self.values is not None:
+            out["attention"] = {str(bits): self._attention(self.values, bits) for bits in (2, 4, 8)}
         out["errors"] = {str(bits): self._errors(LowBit(bits), logits) for bits in (1, 2, 4)}
         return out
 
@@ -70,12 +75,23 @@ class Problem:
 
     def _before(self, rope: Rope, selector: LowBit, voted: Tensor, budget: int) -> dict[str, float]:
         """As `_recovered`, with keys rounded before RoPE and turned afterwards."""
-        place = self.first + torch.arange(self.keys.shape[1])
+        place = torch.arange(self.keys.shape[1])
         kept = rope.rotate(_rounded(selector, rope.unrotate(self.keys, place)), place)
         logits = self.queries @ kept[:, None].mT / self.keys.shape[-1] ** 0.5
         rows = vote(logits.movedim(2, 0), "softmax").topk(budget).indices  # [n,H,S]
         share = voted.movedim(1, 0).gather(2, rows).sum(-1) / self.queries.shape[1]  # [n,H]
         return {"mean": float(share.mean()), "worst": float(share.mean(0).min())}
+
+    def _attention(self, values: Tensor, bits: int) -> float:
+        """Error of full attention's output, relative to its length, where keys themselves are read in so many bits."""
+        size = self.keys.shape[-1]
+        codes, low, step = lowbit.quantise(self.keys[None], ROWS, bits, "bins", torch.bfloat16)
+        parts = codes.unflatten(2, (-1, ROWS)).float() * step.float()[:, :, :, None] + low.float()[:, :, :, None]
+        out, exact = (
+            (self.queries @ keys[:, None].mT / size**0.5).softmax(-1) @ values[:, None]
+            for keys in (parts.flatten(2, 3)[0], self.keys)
+        )
+        return float(((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
     def _errors(self, selector: LowBit, exact: Tensor) -> dict[str, float]:
         """Logits' error: root mean square, in standard deviations of the logits, and the largest share of the bound."""
@@ -132,7 +148,7 @@ def captured(trace: Trace, layer: int, queries: int) -> Iterable[Problem]:
     keys, asked = seen.keys.float(), seen.query[:, :, -queries:].float() * (seen.scale * seen.keys.shape[-1] ** 0.5)
     rows = (keys.shape[1] - queries) // 64 * 64
     name = f"{trace.name}, layer {layer}"
-    yield Problem(name, keys[:, :rows], asked, seen.rope)
+    yield Problem(name, keys[:, :rows], asked, seen.values[:, :rows].float(), seen.rope)
     if seen.rope is not None:
         yield Problem(f"{name}, a million positions on", *moved(seen.rope, keys, asked, FAR, rows))
     yield from hardened(keys[:, :rows], asked)

@@ -14,9 +14,11 @@ from torch import Tensor
 from sparseattn import (
     HNSW,
     IVF,
+    PQ,
     SAAP,
     Bounds,
     Exact,
+    Fier,
     Flat,
     KMeans,
     KVCache,
@@ -30,6 +32,7 @@ from sparseattn import (
     Rows,
     Selection,
     Selector,
+    SelfIndex,
     TwoStage,
     Window,
 )
@@ -211,6 +214,12 @@ CASES = [
     ),
     Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
     Case("same-sampled", lambda: Same(Same(SampledBuckets(0.3))), lambda: Same(Same(SampledBuckets(0.3)))),
+    Case("fier", lambda: Fier(16), lambda: Fier(16)),
+    # Rows of equal codes tie: these cases have none where a law's budget ends, at 8 to 16 names a key or by their vote.
+    Case("selfindex", lambda: SelfIndex("sum"), lambda: SelfIndex("sum")),
+    Case("selfindex-max", lambda: SelfIndex("max"), lambda: SelfIndex("max")),
+    Case("pq", lambda: PQ(8), lambda: PQ(8)),
+    Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),

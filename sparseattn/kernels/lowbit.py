@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseattn.kernels.scoring import chosen, vote
 
-IMPLS = ("torch", "numba")
+IMPLS = ("torch", "numba", "triton")
 TILE = 16  # rows of which a register of 64 bytes takes a word each
 CHUNK = 1 << 22  # numbers of unpacked keys at a time
 
@@ -107,7 +107,7 @@ def encode(
     keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype, impl: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pack` of `quantise`'s codes, low and step; impl: see `scoring`, "torch" or "numba"."""
-    if chosen(impl, keys.device, keys.dtype, IMPLS) == "torch":
+    if chosen(impl, keys.device, keys.dtype, ("torch", "numba")) == "torch":
         codes, low, step = quantise(keys, rows, bits, levels, dtype)
         return pack(codes, rows, bits), low, step
     from sparseattn.kernels import numba_lowbit
@@ -139,7 +139,7 @@ def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
     """Packed codes on a device, ordered as they are stored there."""
     shape = -1, words(size, bits), tile(packed.device), 4
     rows = packed.unflatten(3, shape).transpose(4, 5).flatten(3, 4).to(device)  # [B,H,n/rows,rows,W,4]
-    return rows.unflatten(3, (-1, tile(device))).transpose(4, 5).flatten(3).contiguous()
+    return rows.unflatten(3, (-1, tile(rows.device))).transpose(4, 5).flatten(3).contiguous()
 
 
 def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
@@ -163,12 +163,17 @@ def logits(
         low, step: `[B,H,N/rows,D]`.
         real: `[B,N]` bool.
         bits: of a code.
-        impl: see `scoring`; "torch" or "numba".
+        impl: see `scoring`.
 
     Returns:
         `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
     """
-    if _implementation(impl, query) == "numba":
+    impl = _implementation(impl, query)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, "each").unflatten(1, query.shape[1:3])
+    if impl == "numba":
         from sparseattn.kernels import numba_lowbit
 
         return numba_lowbit.logits(query, packed, low, step, real, bits)
@@ -203,6 +208,10 @@ def scores(
         `[B,Hs,N/page]` float32, -inf where no row is real.
     """
     impl = _implementation(impl, query)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page)
     if impl == "numba" and group == "softmax":
         from sparseattn.kernels import numba_lowbit
 
@@ -235,13 +244,18 @@ def listed_logits(
         query, packed, low, step, real, bits: see `logits`.
         pages: integers `[B,H,P]`, listed for all of a KV head's query heads, or `[B,H*G,P]` for each; negative: unused.
         page: rows of a page, any power of two; a group need hold no whole number of pages.
-        impl: see `scoring`; "torch" or "numba", which rounds as in `logits`.
+        impl: see `scoring`.
 
     Returns:
         `[B,H,G,P*page]` float32, the rows of a page beside each other, -inf where a page is unused, where a row is not
         real, and where a page reaches beyond row N.
     """
-    if _implementation(impl, query) == "numba":
+    impl = _implementation(impl, query)
+    if impl == "triton":
+        from sparseattn.kernels import lowbit_gpu
+
+        return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
+    if impl == "numba":
         from sparseattn.kernels import numba_lowbit
 
         return numba_lowbit.listed_logits(query, packed, low, step, real, bits, pages, page)

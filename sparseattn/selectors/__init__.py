@@ -12,13 +12,16 @@ from typing import Any, get_args, get_type_hints
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
+from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
+from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
+from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
@@ -26,9 +29,11 @@ from sparseattn.selectors.window import Window
 __all__ = [
     "HNSW",
     "IVF",
+    "PQ",
     "SAAP",
     "SELECTORS",
     "Exact",
+    "Fier",
     "Flat",
     "KMeans",
     "LowBit",
@@ -40,6 +45,7 @@ __all__ = [
     "RetrievalAttention",
     "Rows",
     "Selector",
+    "SelfIndex",
     "TwoStage",
     "Window",
     "as_selector",
@@ -49,16 +55,19 @@ __all__ = [
 SELECTORS: dict[str, type[Selector]] = {
     "bridge": QueryBridge,
     "exact": Exact,
+    "fier": Fier,
     "flat": Flat,
     "hnsw": HNSW,
     "ivf": IVF,
     "kmeans": KMeans,
     "lowbit": LowBit,
     "moments": Moments,
+    "pq": PQ,
     "quest": Quest,
     "random": Random,
     "retrieval": RetrievalAttention,
     "saap": SAAP,
+    "selfindex": SelfIndex,
     "twostage": TwoStage,
     "window": Window,
 }

@@ -64,6 +64,13 @@ class LowBit(Selector):
             buffer.fix(rows // self.rows)
         self.real.fix(rows)
 
+    def to(self, device: torch.device | str) -> None:
+        held = self.codes.full if self.codes.allocated else None
+        super().to(device)
+        if held is not None and lowbit.tile(held.device) != lowbit.tile(self.codes.full.device):
+            codes = self.codes.full
+            codes.copy_(lowbit.moved(held, self.bits, self.low.full.shape[-1], codes.device))
+
     def append(self, rows: Rows) -> None:
         keys = rows.keys
         kind = keys.dtype if keys.element_size() == 2 else torch.bfloat16
