@@ -212,7 +212,7 @@ def test_a_named_numba_runs_or_raises() -> None:
     query, *rest = index.inputs
     with pytest.raises(RuntimeError, match="float32, float16 and bfloat16, not float64"):
         lowbit.logits(query.double(), *rest, impl="numba")
-    with pytest.raises(ValueError, match="impl is one of torch, numba or None, got 'fast'"):
+    with pytest.raises(ValueError, match="impl is one of torch, numba, triton or None, got 'fast'"):
         lowbit.scores(query, *rest, "softmax", impl="fast")
     query.requires_grad_()
     lowbit.logits(query, *rest).masked_fill(~rest[3][:, None, None], 0).sum().backward()  # by torch

@@ -485,7 +485,7 @@ def listed_logits(
     """As `sparseattn.kernels.lowbit.listed_logits`."""
     batch, heads, share, size = query.shape
     count, named = real.shape[1], pages.shape[2]
-    rows = count // low.shape[2]
+    rows = count // low.shape[2] if count else LANES
     out = torch.empty(batch, heads, share, named * page)
     inputs = _stored(query, packed, low, step, real, rows, size**-0.5)
     listed = pages.int().contiguous().numpy().reshape(batch * heads, -1, named)
