@@ -49,6 +49,7 @@ LANES = 16  # rows of a register
 SERVED = 4  # query heads whose sums for two tiles of rows stay in registers
 PART_ROWS = 2048  # of one part: the logits of four query heads stay in the cache of a core
 AHEAD = 4  # listed pages asked for before their turn: they lie anywhere in memory
+LINES_AHEAD = 48  # codes asked for before their turn: 3 kB, so that rounding a group's query does not hold them up
 LEAST = 1e-30  # of a query's numbers times steps, below which all are taken for zero
 LOWEST = float(np.float32(-3e38))  # taken from -inf: -inf less itself is no number
 MAGIC = 1.5 * 2**23  # added to a float32, it leaves the nearest integer in the lowest bits
@@ -102,6 +103,14 @@ def _times_plus(builder, a, b, c):
 
 def _larger(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _fetch(builder, pointer):
+    """Asks for a line of memory, which need not be there."""
+    byte = BYTE.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, WORD, WORD, WORD])
+    ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    builder.call(ask, [builder.bitcast(pointer, byte), *(ir.Constant(WORD, number) for number in (0, 3, 1))])
 
 
 def _series(builder, x, numbers):
@@ -254,6 +263,7 @@ def _tiles(typing, tiles, served, packed, at, words, bits, asked, a, wide, scale
                 for t in range(many):
                     place = builder.add(builder.mul(words_, number(t)), word.index)
                     builder.store(builder.load(builder.gep(codes_at, [place]), align=1), held[t])
+                    _fetch(builder, builder.gep(codes_at, [builder.add(place, number(LINES_AHEAD))]))
                 with cgutils.for_range(builder, planes) as plane:
                     place = builder.add(builder.mul(plane.index, words_), word.index)
                     asks = []
@@ -304,7 +314,7 @@ def _put(typing, array, place, number):
     return types.void(array, types.intp, array.dtype), code
 
 
-@njit
+@njit(inline="always")
 def _ask(
     query, h, share, padded, size, bits, wide, low, low_at, step, step_at, lows, steps, numbers, asked, scale, base
 ):
@@ -348,8 +358,6 @@ def _part(query, h, size, packed, at, group_step, low, low_at, low_step, step, s
         _ask(flat, h, share, padded, size, bits, wide, low, low_at + group * low_step,
              step, step_at + group * step_step, lows, steps, numbers, asked, scale, base)  # fmt: skip
         codes, row = at + group * group_step, r + group * rows
-        if group + 1 < last:
-            fetch(packed, codes + group_step, 4 * words * rows)
         to = o + (group - first) * rows
         for g in range(0, share, SERVED):
             served, a, put = min(SERVED, share - g), g * wide, to + g * out_step
@@ -477,7 +485,7 @@ def listed_logits(
     """As `sparseattn.kernels.lowbit.listed_logits`."""
     batch, heads, share, size = query.shape
     count, named = real.shape[1], pages.shape[2]
-    rows = count // low.shape[2]
+    rows = count // low.shape[2] if count else LANES
     out = torch.empty(batch, heads, share, named * page)
     inputs = _stored(query, packed, low, step, real, rows, size**-0.5)
     listed = pages.int().contiguous().numpy().reshape(batch * heads, -1, named)
@@ -507,56 +515,52 @@ def _highest(typing, numbers, at, count):
 
 
 @intrinsic
-def _total(typing, numbers, at, count, highest):
-    """Sum of 2 to the power of `numbers[at:at + count] - highest`, `count` a multiple of 16."""
+def _weights(typing, numbers, at, count, highest, out, o):
+    """`out[o:o + count]`, a multiple of 16: 2 to the power of `numbers[at:] - highest`, 0 for -inf; returns the sum."""
 
     def code(context, builder, signature, arguments):
-        numbers_, at_, count_, highest_ = arguments
-        total, less = cgutils.alloca_once_value(builder, _all(FLOATS, 0.0)), _splat(builder, highest_, FLOATS)
+        numbers_, at_, count_, highest_, out_, o_ = arguments
+        total, less = cgutils.alloca_once(builder, FLOATS), _splat(builder, highest_, FLOATS)
+        builder.store(_all(FLOATS, 0.0), total)
         none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
         with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
             x = builder.load(_at(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
-            power = _powers(builder, builder.fsub(x, less))
+            there = builder.fcmp_unordered("!=", x, _all(FLOATS, -math.inf))
+            power = builder.select(there, _powers(builder, builder.fsub(x, less)), _all(FLOATS, 0.0))
+            builder.store(power, _at(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
             builder.store(builder.fadd(power, builder.load(total)), total)
         start = ir.Constant(FLOAT, 0.0)
         return _call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
 
-    return types.float32(numbers, types.intp, types.intp, types.float32), code
+    place = types.intp
+    return types.float32(numbers, place, place, types.float32, out, place), code
 
 
 @intrinsic
-def _voted(typing, numbers, at, step, share, norm, w, out, o, count):
-    """`out[o:o + count]`, a multiple of 16: the natural logarithm of the sum over `share` query heads of 2 to the power
-    of `numbers[at + g * step:] - norm[w + g]`."""
+def _voted(typing, numbers, at, step, share, factor, w, most, out, o, count):
+    """`out[o:o + count]`, a multiple of 16: the natural logarithm of the sum over `share` query heads of
+    `numbers[at + g * step:] * factor[w + g]`, times 2 to the power of `most`; -inf where the sum is 0."""
 
     def code(context, builder, signature, arguments):
-        numbers_, at_, step_, share_, norm_, w_, out_, o_, count_ = arguments
+        numbers_, at_, step_, share_, factor_, w_, most_, out_, o_, count_ = arguments
         none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
-        top, total = cgutils.alloca_once(builder, FLOATS), cgutils.alloca_once(builder, FLOATS)
-
-        def load(n, g):
-            place = builder.add(builder.add(at_, n), builder.mul(g, step_))
-            x = builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
-            less = builder.load(_at(context, builder, norm, norm_, builder.add(w_, g)))
-            return builder.fsub(x, _splat(builder, less, FLOATS))
-
+        total, plus = cgutils.alloca_once(builder, FLOATS), _splat(builder, most_, FLOATS)
         with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            builder.store(_all(FLOATS, -math.inf), top)
             builder.store(_all(FLOATS, 0.0), total)
             with cgutils.for_range(builder, share_) as loop:
-                builder.store(_larger(builder, load(n, loop.index), builder.load(top)), top)
-            peak = builder.load(top)
-            less = _larger(builder, peak, _all(FLOATS, LOWEST))
-            with cgutils.for_range(builder, share_) as loop:
-                power = _powers(builder, builder.fsub(load(n, loop.index), less))
-                builder.store(builder.fadd(power, builder.load(total)), total)
-            vote = builder.fadd(peak, _logarithms(builder, builder.load(total)))
-            vote = builder.fmul(vote, _all(FLOATS, float(LN2)))
+                place = builder.add(builder.add(at_, n), builder.mul(loop.index, step_))
+                x = builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
+                by = builder.load(_at(context, builder, factor, factor_, builder.add(w_, loop.index)))
+                builder.store(_times_plus(builder, x, _splat(builder, by, FLOATS), builder.load(total)), total)
+            whole = builder.load(total)
+            vote = builder.fmul(builder.fadd(_logarithms(builder, whole), plus), _all(FLOATS, float(LN2)))
+            there = builder.fcmp_unordered("!=", whole, _all(FLOATS, 0.0))
+            vote = builder.select(there, vote, _all(FLOATS, -math.inf))
             builder.store(vote, _at(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
         return context.get_dummy_value()
 
     place = types.intp
-    return types.void(numbers, place, place, place, norm, place, out, place, place), code
+    return types.void(numbers, place, place, place, factor, place, types.float32, out, place, place), code
 
 
 @intrinsic
@@ -599,69 +603,84 @@ def _page_masses(typing, numbers, at, page, out):
 
 
 @njit
-def _paged(logits, rows, page, out, at, many, masses):
-    """`out[at:at + many]`: the masses of pages of `logits[:rows]`, then -inf."""
-    p = at
+def _paged(logits, rows, page, out):
+    """`out`: the masses of pages of `logits[:rows]`, then -inf."""
+    p, masses = 0, np.empty(LANES, np.float32)
     for row in range(0, rows, max(page, LANES)):
         _page_masses(logits, row, page, masses)
         for lane in range(0, LANES, page):
             out[p] = masses[lane]
             p += 1
-    out[p : at + many] = -np.inf
+    out[p:] = -np.inf
 
 
 @njit
-def _norms(peak, total, norm):
-    """Of each query head the logarithm of base 2 of its total weight; peak, total: `[parts,G]`; norm: `[G]`."""
-    for g in range(norm.shape[0]):
+def _factors(peak, total, most):
+    """What weights are multiplied with, in place of `total`; peak, total: `[parts,G]`; most: `[parts]`.
+
+    The share of a query head's probability in a weight of a part is `2^(peak - norm)`, `norm` the logarithm of its
+    total. Of that each part takes out the largest, as `most`: parts that weigh next to nothing still rank.
+    """
+    parts, share = peak.shape
+    norm = np.empty(share, np.float32)
+    for g in range(share):
         highest, whole = np.float32(-np.inf), np.float32(0)
-        for part in range(peak.shape[0]):
+        for part in range(parts):
             highest = max(highest, peak[part, g])
-        norm[g] = 0
-        if highest > -np.inf:
-            for part in range(peak.shape[0]):
-                if peak[part, g] > -np.inf:
-                    whole += total[part, g] * np.exp2(peak[part, g] - highest)
-            norm[g] = highest + np.log2(whole)
+        for part in range(parts):
+            if peak[part, g] > -np.inf:
+                whole += total[part, g] * np.exp2(peak[part, g] - highest)
+        norm[g] = highest + np.log2(whole) if highest > -np.inf else np.float32(0)
+    for part in range(parts):
+        most[part] = LOWEST
+        for g in range(share):
+            most[part] = max(most[part], peak[part, g] - norm[g])
+        for g in range(share):
+            total[part, g] = np.exp2(peak[part, g] - norm[g] - most[part]) if peak[part, g] > -np.inf else np.float32(0)
 
 
 @njit(parallel=True, cache=True, nogil=True)
 def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, real, real_step, rows, words, bits,
              groups, once, heads, page, each, held, out):  # fmt: skip
-    """held: `[B*H,G,parts*each]`, for scores in units of log 2; out: `[B*H,parts*each]`; `once`: groups of a part, of
-    which `each` is the number of pages, up to a multiple of 16."""
+    """held: `[B*H,G,parts*each]`, for weights; out: `[B*H,parts*each]`; `once`: groups of a part, of which `each` is
+    the number of pages, up to a multiple of 16.
+
+    A weight is 2 to the power of the score, in units of log 2, less the part's largest; of rows that all query heads
+    weigh at less than 2^-126 of that no order is kept.
+    """
     lists, share, places = held.shape
     parts = places // each
     line, votes = held.reshape(-1), out.reshape(-1)
     peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
-    norm = np.empty((lists, share), np.float32)
-    norms = norm.reshape(-1)
+    most, factors = np.empty((lists, parts), np.float32), total.reshape(-1)
     for unit in prange(lists * parts):
         which, part = unit // parts, unit % parts
         first, b, h = part * once, which // heads, which % heads
-        last, at = min(groups, part * once + once), which * share * places + part * each
+        last = min(groups, part * once + once)
         full = (last - first) * rows
-        logits = line if page == 1 else np.empty(share * full, np.float32)
+        logits, masses = np.empty(share * full, np.float32), np.empty(each, np.float32)
         _part(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
               low, b * low_steps[0] + h * low_steps[1], low_steps[2],
               step, b * step_steps[0] + h * step_steps[1], step_steps[2],
-              real, b * real_step, rows, words, bits, first, last, logits, at if page == 1 else 0,
-              places if page == 1 else full)  # fmt: skip
-        masses = np.empty(LANES, np.float32)
+              real, b * real_step, rows, words, bits, first, last, logits, 0, full)  # fmt: skip
         for g in range(share):
-            begin = at + g * places
+            to = (which * share + g) * places + part * each
+            scores, at, count = logits, g * full, full
             if page > 1:
-                _paged(logits[g * full :], full, page, line, begin, each, masses)
-            elif full < each:
-                line[begin + full : begin + each] = -np.inf
-            highest = _highest(line, begin, each)
-            peak[which, part, g] = highest
-            total[which, part, g] = _total(line, begin, each, highest) if highest > -np.inf else np.float32(0)
+                _paged(logits[g * full :], full, page, masses)
+                scores, at, count = masses, 0, each
+            highest = _highest(scores, at, count)
+            peak[which, part, g], total[which, part, g] = highest, 0
+            if highest > -np.inf:
+                total[which, part, g] = _weights(scores, at, count, highest, line, to)
+            else:
+                line[to : to + count] = 0
+            line[to + count : to + each] = 0
     for which in range(lists):
-        _norms(peak[which], total[which], norm[which])
+        _factors(peak[which], total[which], most[which])
     for unit in prange(lists * parts):
         which, part = unit // parts, unit % parts
-        _voted(line, which * share * places + part * each, places, share, norms, which * share,
+        _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
                votes, which * places + part * each, each)  # fmt: skip
 
 
