@@ -90,7 +90,7 @@ HOMES = {
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
-    "numba": ("kernels/numba_cpu.py", "kernels/numba_lowbit.py", "selectors/graph.py"),
+    "numba": ("kernels/numba_cpu.py", "kernels/lowbit_cpu.py", "selectors/graph.py"),
 }
 
 

@@ -15,7 +15,7 @@ from sparseattn.kernels import lowbit, scoring
 from sparseattn.selectors.base import GROUPS
 
 pytest.importorskip("numba")
-from sparseattn.kernels import numba_lowbit
+from sparseattn.kernels import lowbit_cpu
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {1: "means", 2: "bins", 4: "bins"}
@@ -103,7 +103,7 @@ def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monke
     masses = logits.unflatten(-1, (-1, page)).logsumexp(-1)
     expected = scoring.vote(masses, group, "torch")
     for rows in (32, 96, 2048):  # of a part
-        monkeypatch.setattr(numba_lowbit, "PART_ROWS", rows)
+        monkeypatch.setattr(lowbit_cpu, "PART_ROWS", rows)
         found = lowbit.scores(*index.inputs, group, page, impl="numba")
         # Where a product is half way between two integers, one in ten thousand, the logarithm's factor rounds it off.
         assert off(found, expected).max() < 0.02
@@ -242,7 +242,7 @@ def test_the_selector_seals_while_it_decodes() -> None:
 )
 def test_other_instructions_do_the_same(name: str, features: str, expected: str) -> None:
     """These tests once more, compiled for a processor without AVX-512, and for one without AVX2."""
-    if numba_lowbit.instructions() not in ("vnni", "avx2"):
+    if lowbit_cpu.instructions() not in ("vnni", "avx2"):
         pytest.skip("needs a processor with AVX2")
     flags = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "KERNEL_LOWBIT": expected}
     here = [f"{__file__}::{test}" for test in INNER]
@@ -256,7 +256,7 @@ def test_other_instructions_do_the_same(name: str, features: str, expected: str)
 
 
 def test_the_instructions_are_those_named() -> None:
-    assert numba_lowbit.instructions() == os.environ.get("KERNEL_LOWBIT", numba_lowbit.instructions())
+    assert lowbit_cpu.instructions() == os.environ.get("KERNEL_LOWBIT", lowbit_cpu.instructions())
 
 
 INNER = (  # one of each kind, all of bfloat16: numba compiles for other dtypes anew

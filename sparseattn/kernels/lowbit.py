@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.scoring import chosen, vote
+from sparseattn.kernels import scoring
+from sparseattn.kernels.scoring import vote
 
 IMPLS = ("torch", "numba", "triton")
 TILE = 16  # rows of which a register of 64 bytes takes a word each
@@ -107,18 +108,18 @@ def encode(
     keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype, impl: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pack` of `quantise`'s codes, low and step; impl: see `scoring`, "torch" or "numba"."""
-    if chosen(impl, keys.device, keys.dtype, ("torch", "numba")) == "torch":
+    if scoring.chosen(impl, keys.device, keys.dtype, ("torch", "numba")) != "numba":
         codes, low, step = quantise(keys, rows, bits, levels, dtype)
         return pack(codes, rows, bits), low, step
-    from sparseattn.kernels import numba_lowbit
+    from sparseattn.kernels import lowbit_cpu
 
     if levels == "means":
-        below, above = numba_lowbit.means(keys, rows)
+        below, above = lowbit_cpu.means(keys, rows)
         low = nearest(below, dtype)
         step = nearest((above - low.float()) * (above > below), dtype)
     else:
-        low, step = _even(*numba_lowbit.extents(keys, rows), bits, levels, dtype)
-    return numba_lowbit.encode(keys, low, step, rows, bits, words(keys.shape[-1], bits)), low, step
+        low, step = _even(*lowbit_cpu.extents(keys, rows), bits, levels, dtype)
+    return lowbit_cpu.encode(keys, low, step, rows, bits, words(keys.shape[-1], bits)), low, step
 
 
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
@@ -174,9 +175,9 @@ def logits(
 
         return lowbit_gpu.scores(query, packed, low, step, real, bits, "each").unflatten(1, query.shape[1:3])
     if impl == "numba":
-        from sparseattn.kernels import numba_lowbit
+        from sparseattn.kernels import lowbit_cpu
 
-        return numba_lowbit.logits(query, packed, low, step, real, bits)
+        return lowbit_cpu.logits(query, packed, low, step, real, bits)
     batch, heads, _, size = query.shape
     asked, groups = query.float() / size**0.5, low.shape[2]
     once = max(CHUNK // max(batch * heads * real.shape[1] // max(groups, 1) * size, 1), 1)  # groups
@@ -213,9 +214,9 @@ def scores(
 
         return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page)
     if impl == "numba" and group == "softmax":
-        from sparseattn.kernels import numba_lowbit
+        from sparseattn.kernels import lowbit_cpu
 
-        return numba_lowbit.scores(query, packed, low, step, real, bits, page)
+        return lowbit_cpu.scores(query, packed, low, step, real, bits, page)
     found = logits(query, packed, low, step, real, bits, impl)
     if page > 1:
         found = found.unflatten(-1, (-1, page)).logsumexp(-1)
@@ -224,7 +225,7 @@ def scores(
 
 def _implementation(impl: str | None, query: Tensor) -> str:
     """What scores: numba's code knows no gradients, so that by default it leaves a query that needs one to torch."""
-    return chosen("torch" if impl is None and query.requires_grad else impl, query.device, query.dtype, IMPLS)
+    return scoring.chosen("torch" if impl is None and query.requires_grad else impl, query.device, query.dtype, IMPLS)
 
 
 def listed_logits(
@@ -251,14 +252,16 @@ def listed_logits(
         real, and where a page reaches beyond row N.
     """
     impl = _implementation(impl, query)
+    if not pages.shape[2]:
+        return query.new_empty(*query.shape[:3], 0, dtype=torch.float32)
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
         return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
     if impl == "numba":
-        from sparseattn.kernels import numba_lowbit
+        from sparseattn.kernels import lowbit_cpu
 
-        return numba_lowbit.listed_logits(query, packed, low, step, real, bits, pages, page)
+        return lowbit_cpu.listed_logits(query, packed, low, step, real, bits, pages, page)
     batch, heads, group, size = query.shape
     listed, held = pages.shape[1], real.shape[1]
     out = query.new_full((batch, heads, group, pages.shape[2], page), -torch.inf, dtype=torch.float32)
