@@ -102,8 +102,9 @@ def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monke
     logits = lowbit.logits(*index.inputs, impl="numba")
     masses = logits.unflatten(-1, (-1, page)).logsumexp(-1)
     expected = scoring.vote(masses, group, "torch")
-    for rows in (32, 96, 2048):  # of a part
+    for rows, threads in ((32, 1), (96, 2), (96, 3), (2048, 4)):  # of a part; 4 lists are shared by 3 threads
         monkeypatch.setattr(lowbit_cpu, "PART_ROWS", rows)
+        monkeypatch.setattr(lowbit_cpu, "use_threads", lambda work, threads=threads: threads)
         found = lowbit.scores(*index.inputs, group, page, impl="numba")
         # Where a product is half way between two integers, one in ten thousand, the logarithm's factor rounds it off.
         assert off(found, expected).max() < 0.02

@@ -642,65 +642,91 @@ def _factors(peak, total, most):
             total[part, g] = np.exp2(peak[part, g] - norm[g] - most[part]) if peak[part, g] > -np.inf else np.float32(0)
 
 
+@njit
+def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, real, r, rows,
+           words, bits, first, last, page, each, held, to, places, peak, total):  # fmt: skip
+    """The weights of a part, groups `first` to `last`, as `held[to:]` and so on for each query head; of each head the
+    largest score and the sum of the weights as `peak` and `total` `[G]`.
+    """
+    share, full = query.shape[1], (last - first) * rows
+    logits, masses = np.empty(share * full, np.float32), np.empty(each, np.float32)
+    _part(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, real, r, rows,
+          words, bits, first, last, logits, 0, full)  # fmt: skip
+    for g in range(share):
+        scores, begin, count = logits, g * full, full
+        if page > 1:
+            _paged(logits[begin:], full, page, masses)
+            scores, begin, count = masses, 0, each
+        highest = _highest(scores, begin, count)
+        peak[g], total[g] = highest, 0
+        if highest > -np.inf:
+            total[g] = _weights(scores, begin, count, highest, held, to)
+        else:
+            held[to : to + count] = 0
+        held[to + count : to + each] = 0
+        to += places
+
+
 @njit(parallel=True, cache=True, nogil=True)
 def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, real, real_step, rows, words, bits,
              groups, once, heads, page, each, held, out):  # fmt: skip
-    """held: `[B*H,G,parts*each]`, for weights; out: `[B*H,parts*each]`; `once`: groups of a part, of which `each` is
-    the number of pages, up to a multiple of 16.
+    """held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; `once`: groups of a part, of which `each` is the
+    number of pages, up to a multiple of 16.
 
     A weight is 2 to the power of the score, in units of log 2, less the part's largest; of rows that all query heads
-    weigh at less than 2^-126 of that no order is kept.
+    weigh at less than 2^-126 of that no order is kept. Where L divides B*H, L threads each take whole KV heads, one
+    after the other, so that the weights of one stay in the cache; with L = B*H all threads share each of them.
     """
-    lists, share, places = held.shape
+    lists, (workers, share, places) = len(out), held.shape
     parts = places // each
     line, votes = held.reshape(-1), out.reshape(-1)
     peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
     most, factors = np.empty((lists, parts), np.float32), total.reshape(-1)
-    for unit in prange(lists * parts):
-        which, part = unit // parts, unit % parts
-        first, b, h = part * once, which // heads, which % heads
-        last = min(groups, part * once + once)
-        full = (last - first) * rows
-        logits, masses = np.empty(share * full, np.float32), np.empty(each, np.float32)
-        _part(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
-              low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-              step, b * step_steps[0] + h * step_steps[1], step_steps[2],
-              real, b * real_step, rows, words, bits, first, last, logits, 0, full)  # fmt: skip
-        for g in range(share):
-            to = (which * share + g) * places + part * each
-            scores, at, count = logits, g * full, full
-            if page > 1:
-                _paged(logits[g * full :], full, page, masses)
-                scores, at, count = masses, 0, each
-            highest = _highest(scores, at, count)
-            peak[which, part, g], total[which, part, g] = highest, 0
-            if highest > -np.inf:
-                total[which, part, g] = _weights(scores, at, count, highest, line, to)
-            else:
-                line[to : to + count] = 0
-            line[to + count : to + each] = 0
-    for which in range(lists):
-        _factors(peak[which], total[which], most[which])
-    for unit in prange(lists * parts):
-        which, part = unit // parts, unit % parts
-        _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
-               votes, which * places + part * each, each)  # fmt: skip
+    many = parts if workers == lists else lists // workers  # units of a worker's weights
+    for unit in prange(workers * many if workers == lists else workers):
+        worker = unit // many if workers == lists else unit
+        for which in range(worker * lists // workers, (worker + 1) * lists // workers):
+            b, h = which // heads, which % heads
+            begin = unit % many if workers == lists else 0
+            for part in range(begin, begin + 1 if workers == lists else parts):
+                first = part * once
+                _weigh(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
+                       low, b * low_steps[0] + h * low_steps[1], low_steps[2],
+                       step, b * step_steps[0] + h * step_steps[1], step_steps[2],
+                       real, b * real_step, rows, words, bits, first, min(groups, first + once), page, each,
+                       line, worker * share * places + part * each, places,
+                       peak[which, part], total[which, part])  # fmt: skip
+            if workers < lists:
+                _factors(peak[which], total[which], most[which])
+                for part in range(parts):
+                    _voted(line, worker * share * places + part * each, places, share,
+                           factors, (which * parts + part) * share, most[which, part],
+                           votes, which * places + part * each, each)  # fmt: skip
+    if workers == lists:
+        for which in range(lists):
+            _factors(peak[which], total[which], most[which])
+        for unit in prange(lists * parts):
+            which, part = unit // parts, unit % parts
+            _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
+                   votes, which * places + part * each, each)  # fmt: skip
 
 
 def scores(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int) -> Tensor:
     """As `sparseattn.kernels.lowbit.scores` by "softmax"."""
     batch, heads, share, size = query.shape
-    rows = real.shape[1] // low.shape[2]
+    rows, lists = real.shape[1] // low.shape[2], batch * heads
     once = max(PART_ROWS // rows, 1)
     parts, inside = -(-low.shape[2] // once), once * rows // page
     each = -(-inside // LANES) * LANES
-    held, out = torch.empty(batch * heads, share, parts * each), torch.empty(batch, heads, parts, each)
+    out = torch.empty(batch, heads, parts, each)
     inputs = _stored(query, packed, low, step, real, rows, float(LOG2E) * size**-0.5)
     with ONE_AT_A_TIME:
-        use_threads(_work(query, real.shape[1]) + EXPONENTIAL * held.numel() / 8)
+        threads = use_threads(_work(query, real.shape[1]) + EXPONENTIAL * share * out.numel() / 8)
+        held = torch.empty(lists if lists % threads else threads, share, parts * each)
         _softmax(
-            *inputs, bits, low.shape[2], once, heads, page, each, held.numpy(), out.numpy().reshape(batch * heads, -1)
-        )
+            *inputs, bits, low.shape[2], once, heads, page, each, held.numpy(),
+            out.numpy().reshape(lists, parts * each),
+        )  # fmt: skip
     return out[..., :inside].flatten(2)[..., : real.shape[1] // page]
 
 
