@@ -151,7 +151,9 @@ def test_keys_are_coded_as_the_specification_codes_them(shape: tuple) -> None:
         assert (lowbit.unpack(found[0], bits, size) != lowbit.unpack(expected[0], bits, size)).float().mean() < 0.01
 
 
-@pytest.mark.parametrize(("total", "count"), [(4000, 100), (4000, 300), (1000, 7), (17, 3), (5, 9), (403, 403), (1, 1)])
+@pytest.mark.parametrize(
+    ("total", "count"), [(4000, 100), (4000, 300), (1000, 7), (32, 2), (17, 3), (5, 9), (403, 403), (1, 1)]
+)
 def test_best_rows_are_the_highest(total: int, count: int) -> None:
     """Scattered, in runs, with ties, far from zero, with few that may be chosen, and with none."""
     drawn = torch.randn(2, 3, total)

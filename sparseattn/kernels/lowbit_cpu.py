@@ -833,7 +833,9 @@ def _nth(keys, many, count, spare):
 def _best(scores, count, ids, keys, spare, places):
     """The `count` largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
     total = scores.shape[0]
-    fold = 16 if total >= 32 * count else (4 if total >= 8 * count else 1)
+    fold = 16
+    while fold > 1 and total // (fold * LANES) * LANES < 2 * count:
+        fold //= 4
     blocks = total // (fold * LANES)
     least = np.float32(-np.inf)
     if fold > 1:
