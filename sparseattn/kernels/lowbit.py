@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels import scoring
-from sparseattn.kernels.scoring import vote
+from sparseattn.kernels.scoring import best_rows, vote
 
 IMPLS = ("torch", "numba", "triton")
 TILE = 16  # rows of which a register of 64 bytes takes a word each
@@ -223,6 +223,27 @@ def scores(
     return vote(found, group, impl)
 
 
+def best(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    group: str,
+    count: int,
+    page: int = 1,
+    impl: str | None = None,
+) -> Tensor:
+    """The rows, or pages, with the `count` highest `scores`: `[B,Hs,S]` int32 as `scoring.best_rows` has them."""
+    impl = _implementation(impl, query)
+    if impl == "numba" and group == "softmax" and page == 1:
+        from sparseattn.kernels import lowbit_cpu
+
+        return lowbit_cpu.chosen_rows(query, packed, low, step, real, bits, count)
+    return best_rows(scores(query, packed, low, step, real, bits, group, page, impl), count)
+
+
 def _implementation(impl: str | None, query: Tensor) -> str:
     """What scores: numba's code knows no gradients, so that by default it leaves a query that needs one to torch."""
     return scoring.chosen("torch" if impl is None and query.requires_grad else impl, query.device, query.dtype, IMPLS)
@@ -284,3 +305,28 @@ def listed_logits(
         found = (asked @ keys.mT).masked_fill(~(there & real[b, row])[:, :, None], -torch.inf)
         out[:, :, :, first : first + once] = found.view(batch, heads, group, -1, page)
     return out.flatten(3)
+
+
+def best_listed(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    group: str,
+    pages: Tensor,
+    page: int,
+    count: int,
+    impl: str | None = None,
+) -> Tensor:
+    """Of the rows of some pages those with the best votes: `[B,Hs,S]` int32, places among the `P*page` listed ones.
+
+    Args: see `listed_logits`; group: see `scoring.vote`; count: rows chosen. As `scoring.best_rows` has them.
+    """
+    impl = _implementation(impl, query)
+    if impl == "numba" and group == "softmax" and pages.shape[2]:
+        from sparseattn.kernels import lowbit_cpu
+
+        return lowbit_cpu.chosen_listed(query, packed, low, step, real, bits, pages, page, count)
+    return best_rows(vote(listed_logits(query, packed, low, step, real, bits, pages, page, impl), group), count)

@@ -486,16 +486,187 @@ def listed_logits(
     query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int
 ) -> Tensor:
     """As `sparseattn.kernels.lowbit.listed_logits`."""
+    return _listed_logits(query, packed, low, step, real, bits, pages, page, 1.0)
+
+
+def _listed_logits(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int,
+    factor: float,
+) -> Tensor:  # fmt: skip
+    """Logits of the rows of listed pages, times `factor`."""
     batch, heads, share, size = query.shape
     count, named = real.shape[1], pages.shape[2]
     rows = count // low.shape[2] if count else LANES
     out = torch.empty(batch, heads, share, named * page)
-    inputs = _stored(query, packed, low, step, real, rows, size**-0.5)
+    inputs = _stored(query, packed, low, step, real, rows, factor * size**-0.5)
     listed = pages.int().contiguous().numpy().reshape(batch * heads, -1, named)
     with ONE_AT_A_TIME:
         threads = use_threads(2 * _work(query, named * page))  # a group's query may be rounded for one page alone
         _listed(*inputs, bits, count, heads, listed, page, 4 * threads, out.numpy().reshape(batch * heads, share, -1))
     return out
+
+
+# -- the best rows ---------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _fold(typing, numbers, at, many, out, o):
+    """`out[o:o + 16]`: the largest of each lane of `many` registers from `numbers[at]` on; NaN where there is one."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, many_, out_, o_ = arguments
+        top = cgutils.alloca_once(builder, FLOATS)
+        builder.store(_all(FLOATS, -math.inf), top)
+        with cgutils.for_range(builder, many_) as loop:
+            place = builder.add(at_, builder.mul(loop.index, ir.Constant(at_.type, LANES)))
+            x = builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
+            held = builder.load(top)
+            builder.store(builder.select(builder.fcmp_ordered("<=", x, held), held, x), top)
+        builder.store(builder.load(top), _at(context, builder, out, out_, o_, FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.intp, types.intp, out, types.intp), code
+
+
+@intrinsic
+def _reaching(typing, numbers, at, least):
+    """A bit for each of the 16 `numbers[at:]` that is not below `least`, and not -inf."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, least_ = arguments
+        x = builder.load(_at(context, builder, numbers, numbers_, at_, FLOATS), align=4)
+        reaches = builder.fcmp_unordered(">=", x, _splat(builder, least_, FLOATS))
+        reaches = builder.and_(reaches, builder.fcmp_unordered("!=", x, _all(FLOATS, -math.inf)))
+        return builder.zext(builder.bitcast(reaches, ir.IntType(LANES)), WORD)
+
+    return types.uint32(numbers, types.intp, types.float32), code
+
+
+@intrinsic
+def _first_bit(typing, bits):
+    """The place of the lowest bit of a number that is not 0."""
+
+    def code(context, builder, signature, arguments):
+        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+
+    return types.intp(types.uint32), code
+
+
+@intrinsic
+def _key(typing, number):
+    """An integer that is the larger the larger a float32 is."""
+
+    def code(context, builder, signature, arguments):
+        bits = builder.bitcast(arguments[0], WORD)
+        sign = builder.ashr(bits, ir.Constant(WORD, 31))
+        return builder.xor(bits, builder.or_(sign, ir.Constant(WORD, 1 << 31)))
+
+    return types.uint32(types.float32), code
+
+
+@intrinsic
+def _number(typing, key):
+    """The float32 of a `_key`."""
+
+    def code(context, builder, signature, arguments):
+        sign = builder.ashr(arguments[0], ir.Constant(WORD, 31))
+        flip = builder.or_(builder.not_(sign), ir.Constant(WORD, 1 << 31))
+        return builder.bitcast(builder.xor(arguments[0], flip), FLOAT)
+
+    return types.float32(types.uint32), code
+
+
+@njit
+def _nth(keys, many, count, spare):
+    """The `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
+
+    By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last.
+    """
+    bins = np.empty(2048, np.int32)
+    held, shift = keys, 21
+    while True:
+        bins[:] = 0
+        mask = 2047 if shift else 1023
+        for i in range(many):
+            bins[np.intp(held[i] >> np.uint32(shift)) & mask] += 1
+        edge = mask
+        while bins[edge] < count:
+            count -= bins[edge]
+            edge -= 1
+        inside = 0
+        for i in range(many):  # `spare` may be what is read: it is written no farther than read
+            key = held[i]
+            if np.intp(key >> np.uint32(shift)) & mask == edge:
+                spare[inside] = key
+                inside += 1
+        held, many = spare, inside
+        if shift == 0 or many == 1:
+            return spare[0], count
+        shift = 10 if shift == 21 else 0
+
+
+@njit
+def _best(scores, ids):
+    """The largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
+    total, count = scores.shape[0], ids.shape[0]
+    if count == 0:
+        return
+    keys, spare, places = np.empty(total, np.uint32), np.empty(total, np.uint32), np.empty(total, np.int32)
+    fold = 16
+    while fold > 1 and total // (fold * LANES) * LANES < 2 * count:
+        fold //= 4
+    blocks = total // (fold * LANES)
+    least = np.float32(-np.inf)
+    if fold > 1:
+        # Each of so many sets of rows has a row that is its largest: the count-th largest of these is no larger than
+        # the count-th largest row, and nearly as large where the best rows are scattered.
+        tops = np.empty(blocks * LANES, np.float32)
+        for block in range(blocks):
+            _fold(scores, block * fold * LANES, fold, tops, block * LANES)
+        for i in range(blocks * LANES):
+            keys[i] = _key(tops[i])
+        least = _number(_nth(keys, blocks * LANES, count, spare)[0])
+    found = 0
+    for n in range(0, total - LANES + 1, LANES):
+        marks = _reaching(scores, n, least)
+        while marks:
+            row = n + _first_bit(marks)
+            marks &= marks - np.uint32(1)
+            places[found], keys[found] = row, _key(scores[row])
+            found += 1
+    for row in range(total & -LANES, total):
+        if not scores[row] < least and scores[row] != -np.inf:
+            places[found], keys[found] = row, _key(scores[row])
+            found += 1
+    if found <= count:
+        ids[:found], ids[found:] = places[:found], -1
+        return
+    edge, equal = _nth(keys, found, count, spare)
+    filled = 0
+    for i in range(found):
+        if keys[i] < edge or (keys[i] == edge and equal == 0):
+            continue
+        equal -= keys[i] == edge
+        ids[filled] = places[i]
+        filled += 1
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _best_rows(scores, ids):
+    for which in prange(len(scores)):
+        _best(scores[which], ids[which])
+
+
+def best_rows(scores: Tensor, count: int) -> Tensor:
+    """As `sparseattn.kernels.scoring.best_rows`, of float32."""
+    batch, chosen, total = scores.shape
+    ids = torch.empty(batch, chosen, min(count, total), dtype=torch.int32)
+    if not ids.numel():
+        return ids
+    with ONE_AT_A_TIME:
+        use_threads(2 * scores.numel())
+        _best_rows(scores.contiguous().numpy().reshape(-1, total), ids.numpy().reshape(-1, ids.shape[2]))
+    return ids
 
 
 # -- the vote of a query group ---------------------------------------------------------------------------------------
@@ -669,26 +840,28 @@ def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, st
 
 @njit(parallel=True, cache=True, nogil=True)
 def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, real, real_step, rows, words, bits,
-             groups, once, heads, page, each, held, out):  # fmt: skip
-    """held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; `once`: groups of a part, of which `each` is the
-    number of pages, up to a multiple of 16.
+             groups, once, heads, page, each, held, out, ids):  # fmt: skip
+    """held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; ids: `[B*H,S]`, the best places of each, or S 0;
+    `once`: groups of a part, of which `each` is the number of pages, up to a multiple of 16.
 
     A weight is 2 to the power of the score, in units of log 2, less the part's largest; of rows that all query heads
     weigh at less than 2^-126 of that no order is kept. Where L divides B*H, L threads each take whole KV heads, one
-    after the other, so that the weights of one stay in the cache; with L = B*H all threads share each of them.
+    after the other, so that the weights of one stay in the cache, and the votes too where `out` is `[L,parts*each]`;
+    with L = B*H all threads share each of them.
     """
-    lists, (workers, share, places) = len(out), held.shape
-    parts = places // each
+    lists, (workers, share, places) = len(ids), held.shape
+    parts, own = places // each, len(out) == lists
     line, votes = held.reshape(-1), out.reshape(-1)
     peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
     most, factors = np.empty((lists, parts), np.float32), total.reshape(-1)
-    many = parts if workers == lists else lists // workers  # units of a worker's weights
-    for unit in prange(workers * many if workers == lists else workers):
-        worker = unit // many if workers == lists else unit
+    shared = workers == lists
+    units = workers * parts if shared else workers  # named first: numba takes no choice inside prange for parallel
+    for unit in prange(units):
+        worker = unit // parts if shared else unit
         for which in range(worker * lists // workers, (worker + 1) * lists // workers):
             b, h = which // heads, which % heads
-            begin = unit % many if workers == lists else 0
-            for part in range(begin, begin + 1 if workers == lists else parts):
+            begin = unit % parts if shared else 0
+            for part in range(begin, begin + 1 if shared else parts):
                 first = part * once
                 _weigh(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
                        low, b * low_steps[0] + h * low_steps[1], low_steps[2],
@@ -696,199 +869,102 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
                        real, b * real_step, rows, words, bits, first, min(groups, first + once), page, each,
                        line, worker * share * places + part * each, places,
                        peak[which, part], total[which, part])  # fmt: skip
-            if workers < lists:
+            if not shared:
+                to = np.intp(which if own else worker)
                 _factors(peak[which], total[which], most[which])
                 for part in range(parts):
                     _voted(line, worker * share * places + part * each, places, share,
                            factors, (which * parts + part) * share, most[which, part],
-                           votes, which * places + part * each, each)  # fmt: skip
-    if workers == lists:
+                           votes, to * places + part * each, each)  # fmt: skip
+                _best(out[to], ids[which])
+    if shared:
         for which in range(lists):
             _factors(peak[which], total[which], most[which])
         for unit in prange(lists * parts):
             which, part = unit // parts, unit % parts
             _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
                    votes, which * places + part * each, each)  # fmt: skip
+        for which in prange(lists):
+            _best(out[which], ids[which])
 
 
-def scores(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int) -> Tensor:
-    """As `sparseattn.kernels.lowbit.scores` by "softmax"."""
+def _vote(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int, count: int | None
+) -> tuple[Tensor, Tensor]:
+    """Votes `[B,H,parts,each]`, of which as many of a part as it has pages are said; for a `count`, which reads single
+    rows, the best rows `[B,H,S]` int32 instead."""
     batch, heads, share, size = query.shape
     rows, lists = real.shape[1] // low.shape[2], batch * heads
     once = max(PART_ROWS // rows, 1)
     parts, inside = -(-low.shape[2] // once), once * rows // page
     each = -(-inside // LANES) * LANES
-    out = torch.empty(batch, heads, parts, each)
+    ids = torch.empty(batch, heads, min(count or 0, real.shape[1]), dtype=torch.int32)
     inputs = _stored(query, packed, low, step, real, rows, float(LOG2E) * size**-0.5)
     with ONE_AT_A_TIME:
-        threads = use_threads(_work(query, real.shape[1]) + EXPONENTIAL * share * out.numel() / 8)
-        held = torch.empty(lists if lists % threads else threads, share, parts * each)
+        threads = use_threads(_work(query, real.shape[1]) + EXPONENTIAL * lists * share * parts * each / 8)
+        workers = lists if lists % threads else threads
+        out = torch.empty(lists if count is None else workers, parts, each)
         _softmax(
-            *inputs, bits, low.shape[2], once, heads, page, each, held.numpy(),
-            out.numpy().reshape(lists, parts * each),
+            *inputs, bits, low.shape[2], once, heads, page, each,
+            torch.empty(workers, share, parts * each).numpy(),
+            out.numpy().reshape(-1, parts * each), ids.numpy().reshape(lists, -1),
         )  # fmt: skip
-    return out[..., :inside].flatten(2)[..., : real.shape[1] // page]
+    return out.view(batch, heads, parts, each)[..., :inside] if count is None else out, ids
 
 
-# -- the best rows ---------------------------------------------------------------------------------------------------
+def scores(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int) -> Tensor:
+    """As `sparseattn.kernels.lowbit.scores` by "softmax"."""
+    votes, _ = _vote(query, packed, low, step, real, bits, page, None)
+    return votes.flatten(2)[..., : real.shape[1] // page]
 
 
-@intrinsic
-def _fold(typing, numbers, at, many, out, o):
-    """`out[o:o + 16]`: the largest of each lane of `many` registers from `numbers[at]` on; NaN where there is one."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, many_, out_, o_ = arguments
-        top = cgutils.alloca_once(builder, FLOATS)
-        builder.store(_all(FLOATS, -math.inf), top)
-        with cgutils.for_range(builder, many_) as loop:
-            place = builder.add(at_, builder.mul(loop.index, ir.Constant(at_.type, LANES)))
-            x = builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
-            held = builder.load(top)
-            builder.store(builder.select(builder.fcmp_ordered("<=", x, held), held, x), top)
-        builder.store(builder.load(top), _at(context, builder, out, out_, o_, FLOATS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(numbers, types.intp, types.intp, out, types.intp), code
-
-
-@intrinsic
-def _reaching(typing, numbers, at, least):
-    """A bit for each of the 16 `numbers[at:]` that is not below `least`, and not -inf."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, least_ = arguments
-        x = builder.load(_at(context, builder, numbers, numbers_, at_, FLOATS), align=4)
-        reaches = builder.fcmp_unordered(">=", x, _splat(builder, least_, FLOATS))
-        reaches = builder.and_(reaches, builder.fcmp_unordered("!=", x, _all(FLOATS, -math.inf)))
-        return builder.zext(builder.bitcast(reaches, ir.IntType(LANES)), WORD)
-
-    return types.uint32(numbers, types.intp, types.float32), code
-
-
-@intrinsic
-def _first_bit(typing, bits):
-    """The place of the lowest bit of a number that is not 0."""
-
-    def code(context, builder, signature, arguments):
-        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
-
-    return types.intp(types.uint32), code
-
-
-@intrinsic
-def _key(typing, number):
-    """An integer that is the larger the larger a float32 is."""
-
-    def code(context, builder, signature, arguments):
-        bits = builder.bitcast(arguments[0], WORD)
-        sign = builder.ashr(bits, ir.Constant(WORD, 31))
-        return builder.xor(bits, builder.or_(sign, ir.Constant(WORD, 1 << 31)))
-
-    return types.uint32(types.float32), code
-
-
-@intrinsic
-def _number(typing, key):
-    """The float32 of a `_key`."""
-
-    def code(context, builder, signature, arguments):
-        sign = builder.ashr(arguments[0], ir.Constant(WORD, 31))
-        flip = builder.or_(builder.not_(sign), ir.Constant(WORD, 1 << 31))
-        return builder.bitcast(builder.xor(arguments[0], flip), FLOAT)
-
-    return types.float32(types.uint32), code
-
-
-@njit
-def _nth(keys, many, count, spare):
-    """The `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
-
-    By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last.
-    """
-    bins = np.empty(2048, np.int32)
-    held, shift = keys, 21
-    while True:
-        bins[:] = 0
-        mask = 2047 if shift else 1023
-        for i in range(many):
-            bins[np.intp(held[i] >> np.uint32(shift)) & mask] += 1
-        edge = mask
-        while bins[edge] < count:
-            count -= bins[edge]
-            edge -= 1
-        inside = 0
-        for i in range(many):  # `spare` may be what is read: it is written no farther than read
-            key = held[i]
-            if np.intp(key >> np.uint32(shift)) & mask == edge:
-                spare[inside] = key
-                inside += 1
-        held, many = spare, inside
-        if shift == 0 or many == 1:
-            return spare[0], count
-        shift = 10 if shift == 21 else 0
-
-
-@njit
-def _best(scores, count, ids, keys, spare, places):
-    """The `count` largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
-    total = scores.shape[0]
-    fold = 16
-    while fold > 1 and total // (fold * LANES) * LANES < 2 * count:
-        fold //= 4
-    blocks = total // (fold * LANES)
-    least = np.float32(-np.inf)
-    if fold > 1:
-        # Each of so many sets of rows has a row that is its largest: the count-th largest of these is no larger than
-        # the count-th largest row, and nearly as large where the best rows are scattered.
-        tops = np.empty(blocks * LANES, np.float32)
-        for block in range(blocks):
-            _fold(scores, block * fold * LANES, fold, tops, block * LANES)
-        for i in range(blocks * LANES):
-            keys[i] = _key(tops[i])
-        least = _number(_nth(keys, blocks * LANES, count, spare)[0])
-    found = 0
-    for n in range(0, total - LANES + 1, LANES):
-        marks = _reaching(scores, n, least)
-        while marks:
-            row = n + _first_bit(marks)
-            marks &= marks - np.uint32(1)
-            places[found], keys[found] = row, _key(scores[row])
-            found += 1
-    for row in range(total & -LANES, total):
-        if not scores[row] < least and scores[row] != -np.inf:
-            places[found], keys[found] = row, _key(scores[row])
-            found += 1
-    if found <= count:
-        ids[:found], ids[found:] = places[:found], -1
-        return
-    edge, equal = _nth(keys, found, count, spare)
-    filled = 0
-    for i in range(found):
-        if keys[i] < edge or (keys[i] == edge and equal == 0):
-            continue
-        equal -= keys[i] == edge
-        ids[filled] = places[i]
-        filled += 1
+def chosen_rows(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, count: int
+) -> Tensor:
+    """As `sparseattn.kernels.lowbit.best` by "softmax"; of votes, a thread keeps those of one KV head."""
+    return _vote(query, packed, low, step, real, bits, 1, count)[1]
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _best_rows(scores, count, ids):
-    lists, total = scores.shape
-    for which in prange(lists):
-        keys, spare = np.empty(total, np.uint32), np.empty(total, np.uint32)
-        _best(scores[which], count, ids[which], keys, spare, np.empty(total, np.int32))
+def _voted_rows(logits, held, votes, ids):
+    """logits: `[L,G,M]`, M a multiple of 16; held: `[T,G,M]`, T threads; votes: `[T,M]`; ids: `[L,S]`."""
+    lists, share, count = logits.shape
+    workers = len(held)
+    line, weights, out = logits.reshape(-1), held.reshape(-1), votes.reshape(-1)
+    for worker in prange(workers):
+        peak, total = np.empty((1, share), np.float32), np.empty((1, share), np.float32)
+        most = np.empty(1, np.float32)
+        for which in range(worker * lists // workers, (worker + 1) * lists // workers):
+            for g in range(share):
+                at, to = (which * share + g) * count, (worker * share + g) * count
+                peak[0, g], total[0, g] = _highest(line, at, count), 0
+                if peak[0, g] > -np.inf:
+                    total[0, g] = _weights(line, at, count, peak[0, g], weights, to)
+                else:
+                    weights[to : to + count] = 0
+            _factors(peak, total, most)
+            _voted(weights, worker * share * count, count, share, total.reshape(-1), 0, most[0], out, worker * count,
+                   count)  # fmt: skip
+            _best(votes[worker], ids[which])
 
 
-def best_rows(scores: Tensor, count: int) -> Tensor:
-    """As `sparseattn.kernels.scoring.best_rows`, of float32."""
-    batch, chosen, total = scores.shape
-    ids = torch.empty(batch, chosen, min(count, total), dtype=torch.int32)
-    if not ids.numel():
-        return ids
+def chosen_listed(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int,
+    count: int,
+) -> Tensor:  # fmt: skip
+    """As `sparseattn.kernels.lowbit.best_listed` by "softmax"."""
+    logits = _listed_logits(query, packed, low, step, real, bits, pages, page, float(LOG2E))
+    batch, heads, share, listed = logits.shape
+    lists = batch * heads
+    ids = torch.empty(batch, heads, min(count, listed), dtype=torch.int32)
+    logits = torch.nn.functional.pad(logits, (0, -listed % LANES), value=-math.inf)
+    full = logits.shape[3]
     with ONE_AT_A_TIME:
-        use_threads(2 * scores.numel())
-        _best_rows(scores.contiguous().numpy().reshape(-1, total), ids.shape[2], ids.numpy().reshape(-1, ids.shape[2]))
+        threads = min(use_threads(EXPONENTIAL * logits.numel() / 4), lists)
+        held, votes = torch.empty(threads, share, full), torch.empty(threads, full)
+        _voted_rows(
+            logits.numpy().reshape(lists, share, full), held.numpy(), votes.numpy(), ids.numpy().reshape(lists, -1)
+        )
     return ids
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, best_rows, check_group
+from sparseattn.selectors.base import Rows, Selector, check_group
 from sparseattn.storage import RowBuffer
 
 BITS = (1, 2, 4)
@@ -92,10 +92,9 @@ class LowBit(Selector):
             return Selection.none(batch, heads, query.device)
         real = self.real.visible
         index = self.codes.visible, self.low.visible, self.step.visible
-        scores = lowbit.scores(query, *index, real, self.bits, self.group, self.page)
         scanned = real.sum(-1)[:, None]  # [B,1]
         chosen = heads * group if self.group == "each" else heads
         read = scanned * lowbit.words(size, self.bits) * 4 + scanned // self.rows * 4 * size
         costs = scanned.expand(-1, chosen), read.expand(-1, heads)
-        ids = best_rows(scores, budget // self.page)
+        ids = lowbit.best(query, *index, real, self.bits, self.group, budget // self.page, self.page)
         return Selection.pages(ids, self.page, *costs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, best, check_least, vote
+from sparseattn.selectors.base import Rows, Selector, check_least
 from sparseattn.selectors.loaded import Loaded, of_parts
 from sparseattn.selectors.lowbit import LowBit
 
@@ -100,13 +100,11 @@ class TwoStage(Selector):
         if not listed.shape[2]:
             return proposed
         codes, low, step = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible
-        logits = lowbit.listed_logits(query, codes, low, step, real, self.bits, listed, page)
-        scores = vote(logits, self.group)  # [B,Hs,P*page]
-        place = best(scores, budget)
+        place = lowbit.best_listed(query, codes, low, step, real, self.bits, self.group, listed, page, budget).long()
         on = place.clamp(min=0)
-        listed_for = listed.repeat_interleave(scores.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
+        listed_for = listed.repeat_interleave(place.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
         ids = torch.where(place < 0, -1, listed_for.gather(2, on // page) * page + on % page)
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, size, (heads, scores.shape[1])))
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, size, (heads, place.shape[1])))
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
         """The pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for the same one again.
