@@ -13,6 +13,12 @@ COMPARED = (
 JUDGED = "--selector exact --selector quest --selector quest:page=8,int8=True"
 ASKED = "--selector exact --selector moments --selector saap --selector quest --selector quest:group=each"
 CONTROLS = "--selector random --selector window"
+# Keys of few bits beside what they are measured against.
+FEW_BITS = (
+    "--selector lowbit --selector lowbit:bits=1 --selector lowbit:page=16 --selector twostage "
+    "--selector 'twostage:pages=[quest:int8=True],times=4' --selector fier --selector selfindex --selector pq"
+)
+BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=8,int8=True"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 
@@ -24,6 +30,30 @@ def bench(trace: str, more: str, minutes: float) -> Step:
         f"sparseattn bench {trace} --by-layer {COMPARED} {more}{CONTROLS} --out OUT",
         minutes,
         "bench.jsonl",
+    )
+
+
+def few_bits(trace: str, more: str, minutes: float) -> Step:
+    """Keys of few bits on one trace, beside the rows' true order and Quest."""
+    return Step(
+        f"lowbit-{trace}",
+        f"keys of few bits on the trace {trace}, beside the rows' true order and Quest",
+        f"sparseattn bench {trace} {BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 "
+        f"--selector lowbit:rows=128 {more}--no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def few_bits_agreement(model: str, length: int, more: str, minutes: float) -> Step:
+    """How far predictions by keys of few bits are from full attention's."""
+    return Step(
+        f"agreement-{model.partition('-')[0]}-lowbit",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by keys of few bits",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text alice --text workshop --text click "
+        f"--lengths {length} --last 64 --samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} --budget 64,256 --out OUT",
+        minutes,
+        "eval.jsonl",
     )
 
 
@@ -144,6 +174,35 @@ STEPS = (
     # Whether full attention answers at all is what these are for.
     asked("smollm2", "kv", "300,1000", "--selector exact", 3, "-kv"),
     asked("gemma3-270m", "kv", "300,1000", "--selector exact", 3, "-kv"),
+    # Groups of query heads vote in four ways on one text.
+    few_bits("code", "--selector lowbit:group=sum --selector lowbit:group=max --selector lowbit:group=each ", 5),
+    few_bits("needles", "", 5),
+    few_bits("long", "", 6),
+    Step(
+        "lowbit-limits",
+        "where keys of few bits fail: head sizes, key norms, outliers, far positions, hard keys",
+        "python -m benchmarks.lowbit --trace prose --trace long --results OUT",
+        6,
+        "lowbit.json",
+    ),
+    few_bits_agreement("smollm2", 4096, f"{TRAINED} ", 14),
+    few_bits_agreement("gemma3-270m", 8192, "", 14),
+    asked(
+        "smollm2",
+        "passkey",
+        "1000,2000",
+        "--selector lowbit --selector lowbit:bits=1 --selector twostage",
+        10,
+        "-lowbit",
+    ),
+    asked(
+        "gemma3-270m",
+        "passkey",
+        "8000",
+        "--selector lowbit --selector lowbit:bits=1 --selector twostage",
+        10,
+        "-lowbit",
+    ),
     generate("smollm2", "2048,4096,7936", "--selector saap ", 8),
     generate("gemma3-270m", "16384,31488", "", 15),
     Step(
@@ -171,6 +230,15 @@ STEPS = (
         "--results OUT",
         2,
         "speed-int8-cpu.json",
+    ),
+    Step(
+        "speed-lowbit-cpu",
+        "one decode step by keys of few bits",
+        "python -m benchmarks.speed --rows 131072 --dtype bfloat16 --selector lowbit --selector lowbit:bits=1 "
+        "--selector twostage --selector 'twostage:pages=[quest:int8=True],times=4' --selector quest --selector saap "
+        "--rounds 15 --cycles 4 --name speed-lowbit --results OUT",
+        4,
+        "speed-lowbit-cpu.json",
     ),
     Step(
         "speed-graph-cpu",
