@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,11 +20,22 @@ MISSED = "less than half of their attention on indexed rows recovered"
 
 
 def spec(label: str) -> str:
-    """`Quest(page=8, int8=True)` as one types it: `quest:page=8,int8=True`."""
-    name, _, given = label.removesuffix(")").partition("(")
+    """`Quest(page=8, int8=True)` as one types it: `quest:page=8,int8=True`; a part of it stands in brackets."""
+    return _spec(ast.parse(label, mode="eval").body)
+
+
+def _spec(one: ast.expr) -> str:
+    called = one.func if isinstance(one, ast.Call) else one
+    name = ast.unparse(called)
     short = {"RetrievalAttention": "retrieval", "QueryBridge": "bridge"}.get(name, name.lower())
-    given = given.replace("'", "").replace(", ", ",")
-    return f"{short}:{given}" if given else short
+    given = [f"{part.arg}={_given(part.value)}" for part in one.keywords] if isinstance(one, ast.Call) else []
+    return f"{short}:{','.join(given)}" if given else short
+
+
+def _given(value: ast.expr) -> str:
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    return f"[{_spec(value)}]" if isinstance(value, ast.Call) else ast.unparse(value)
 
 
 class Measured:

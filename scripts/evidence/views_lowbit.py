@@ -1,0 +1,128 @@
+"""Views of keys of few bits: what they recover beside the rows' true order and Quest, and where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from scripts.evidence.markdown import bullets, parts, percent, table, text, ticked
+from scripts.evidence.views_agreement import FULL, Agreed
+from scripts.evidence.views_asked import Asked
+from scripts.evidence.views_speed import BF16, _machine, _setting, _way
+from scripts.evidence.views_traces import Measured, spec
+
+Record: TypeAlias = "Mapping[str, Any]"
+
+ROWS = 256  # of the budget that tables show
+ORDER = "Exact(group='softmax')"
+VOTES = ("LowBit", "LowBit(group='sum')", "LowBit(group='max')", "LowBit(group='each')")
+NAMES = {  # of a record of `benchmarks.lowbit`, in the order of the columns
+    "lowbit": "`lowbit`",
+    "lowbit:bits=1": "one bit",
+    "lowbit before RoPE": "before RoPE",
+    "quest:group=softmax": "`quest`",
+}
+
+
+def recovered(*records: Record) -> str:
+    """Share of the attention on indexed rows recovered, of what the true order recovers, and bytes; a pair a trace."""
+    found = [Measured(record) for record in records]
+    one = found[0].rows[0]
+    words = text(
+        f"Recovered share of each head's attention on indexed rows at {ROWS} rows, in brackets of what the rows' true "
+        f"order (`exact:group=softmax`) recovers, and bytes read of the cache's. The last {one['last']} tokens of each "
+        f"trace are decoded with sink {one['sink']} and window {one['window']}: "
+        + "; ".join(
+            f"`{mine.traces[0]}`, {mine.rows[0]['tokens']:,} tokens, `{mine.rows[0]['trace.model']}`" for mine in found
+        )
+        + "."
+    )
+    head = ["", *(cell for mine in found for cell in (f"`{mine.traces[0]}`", "bytes"))]
+    lines = []
+    for label in found[-1].labels():
+        cells = []
+        for mine in found:
+            at, best = mine.must(label, ROWS), mine.must(ORDER, ROWS)["mean.recovered"]
+            cells += [
+                f"{at['mean.recovered']:.2f} ({at['mean.recovered'] / best:.2f})",
+                percent(at["mean.bytes_share"], 1),
+            ]
+        lines.append([ticked(spec(label)), *cells])
+    return parts(words, table(head, lines))
+
+
+def votes(record: Record) -> str:
+    """How a query group votes."""
+    found = Measured(record)
+    said = ", ".join(f"{ticked(spec(label))} {found.must(label, ROWS)['mean.recovered']:.3f}" for label in VOTES)
+    rows = found.must("LowBit(group='each')", ROWS)["mean.attended"]
+    return text(
+        f"Votes on `{found.traces[0]}` at {ROWS} rows: {said}. With `each` a query head reads {rows:,.0f} rows like "
+        "the others, and its KV head reads up to as many times more as it has query heads."
+    )
+
+
+def nearer(*records: Record) -> str:
+    """How many times smaller the divergence is than Quest's, text by text."""
+    lines = []
+    for record in records:
+        found = Agreed(record)
+        for name in found.texts:
+            mine = {asked[0]: found.of(asked, name) for asked in found.asked if asked[1] in (str(ROWS), ROWS)}
+            kl = {method: sum(one["kl"] for one in windows) / len(windows) for method, windows in mine.items()}
+            quest = kl["Quest"]
+            cells = [f"{kl[method]:.4f}" for method in (ORDER, "LowBit", "TwoStage", "LowBit(bits=1)", "Quest")]
+            ratio = quest / kl["LowBit"] if kl["LowBit"] > 0 else float("inf")
+            model, tokens = found.rows[0]["model"], found.length
+            lines.append([f"`{model}`, {tokens:,} tokens, {name} ({found.kinds[name]})", *cells, f"{ratio:.0f}"])
+    head = ["KL at 256 rows, nats a token", "true order", "`lowbit`", "`twostage`", "one bit", "`quest`"]
+    return table([*head, "`quest` / `lowbit`"], lines)
+
+
+def passkey(*records: Record) -> str:
+    """Answers of full attention and of keys of few bits."""
+    lines = []
+    for record in records:
+        asked = Asked(record)
+        task, budget = asked.tasks[0], str(ROWS)
+        methods = list(dict.fromkeys(one["method"] for one in asked.rows if one["method"] != FULL))
+        shares = [f"{ticked(spec(method))} {percent(asked.share(task, method, budget))}" for method in methods]
+        lengths = " and ".join(f"{length:,}" for length in sorted({one["length"] for one in asked.rows}))
+        lines.append(
+            f"`{asked.rows[0]['model']}`, {task}, {asked.prompts()} prompts of {lengths} tokens: full attention "
+            f"answers {percent(asked.share(task, FULL, None))}; at {ROWS} rows {', '.join(shares)}."
+        )
+    return bullets(*lines)
+
+
+def speed(record: Record) -> str:
+    """One decode step on a CPU."""
+    words = text(
+        f"The table times {_setting(record)}, bfloat16 and budget {record['budget']:,}, on {_machine(record)} with "
+        "cold caches. Dense is the fastest of torch's seven ways in the same rounds."
+    )
+    lines = []
+    for method in record["results"][0]["selectors"]:
+        way, seconds = _way(record, method["selector"]), method["seconds"]
+        step, times, bound = way.cells(BF16)
+        select, attend = (f"{1e3 * seconds[part]['median']:.1f}" for part in ("select", "attend"))
+        lines.append([ticked(method["selector"]), step, select, attend, times, bound])
+    return parts(words, table(["", "step, ms", "select", "attend", "times dense", "bytes bound"], lines))
+
+
+def limits(record: Record) -> str:
+    """Recovered share on keys of many kinds, of the true order's, and the logits' error."""
+    names = [name for name in NAMES if any(name in one["methods"] for one in record["problems"])]
+    lines = []
+    for one in record["problems"]:
+        cells = [
+            f"{one['methods'][name]['mean'] / one['order']:.2f}" if name in one["methods"] else "" for name in names
+        ]
+        error = one["errors"]["2"]
+        lines.append([one["keys"], f"{one['order']:.2f}", *cells, f"{error['rms']:.2f}", f"{error['of_bound']:.2f}"])
+    head = ["keys", "true order", *(NAMES[name] for name in names), "rms error", "largest / bound"]
+    words = text(
+        f"Recovered share at {record['budget']} rows: of the true order as it is, of the methods as a part of it. The "
+        "error of two-bit logits is in standard deviations of the logits; the bound is the one above."
+    )
+    return parts(words, table(head, lines))
