@@ -45,13 +45,28 @@ def few_bits(trace: str, more: str, minutes: float) -> Step:
     )
 
 
+def few_bits_text(model: str, text: str, tokens: int, layers: str, minutes: float) -> Step:
+    """The same on a text of another kind than any built-in trace of the model."""
+    return Step(
+        f"lowbit-{text}",
+        f"keys of few bits on {model}'s keys of the text {text}, beside the rows' true order and Quest",
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {BESIDE} "
+        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=128 --no-figures "
+        "--out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
 def few_bits_agreement(model: str, length: int, more: str, minutes: float) -> Step:
     """How far predictions by keys of few bits are from full attention's."""
     return Step(
         f"agreement-{model.partition('-')[0]}-lowbit",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by keys of few bits",
-        f"sparseattn eval --model {model} --dtype float32 --task agreement --text alice --text workshop --text click "
-        f"--lengths {length} --last 64 --samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} --budget 64,256 --out OUT",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--text as-you-like-it --lengths {length} --last 64 --samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} "
+        "--budget 64,256 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -178,6 +193,8 @@ STEPS = (
     few_bits("code", "--selector lowbit:group=sum --selector lowbit:group=max --selector lowbit:group=each ", 5),
     few_bits("needles", "", 5),
     few_bits("long", "", 6),
+    few_bits_text("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 4),
+    few_bits_text("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 4),
     Step(
         "lowbit-limits",
         "where keys of few bits fail: head sizes, key norms, outliers, far positions, hard keys",

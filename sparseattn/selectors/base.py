@@ -255,11 +255,15 @@ class Selector(ABC):
 
     def label(self, *, knob: bool = True) -> str:
         """The class and the arguments that are not as by default, the `knob` among them or not; a part by its label."""
+        from sparseattn.selectors import make_selector  # which knows this class too
+
         said = []
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = getattr(self, name)
             if isinstance(value, Selector):
-                said.append(f"{name}={value.label()}")
+                usual = parameter.default
+                if not (isinstance(usual, str) and value.label() == make_selector(usual).label()):
+                    said.append(f"{name}={value.label()}")
             elif value != parameter.default and (knob or name != self.knob):
                 said.append(f"{name}={value!r}")
         return type(self).__name__ + (f"({', '.join(said)})" if said else "")
