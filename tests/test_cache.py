@@ -540,6 +540,7 @@ HOW = {
     "a tensor's data in place of its own": lambda s, keys: setattr(s.tensor, "data", keys.mean(0)),
 }
 
+
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", HOW)
 def test_what_a_selector_keeps_outside_state_is_refused_at_its_first_seal(how: str, grad) -> None:

@@ -69,6 +69,26 @@ def test_listed_logits_are_those_of_their_rows(bits: int, rows: int, size: int, 
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("page", [1, 8, 32, 128])
+def test_the_best_listed_rows_and_the_groups_read(page: int) -> None:
+    draw = torch.Generator().manual_seed(page)
+    n, rows = 256, 64
+    keys, query = torch.randn(B, H, n, D, generator=draw), torch.randn(B, H, G, D, generator=draw)
+    packed, low, step = lowbit.encode(keys, rows, 2, "bins", torch.bfloat16)
+    real = torch.arange(n) < torch.tensor([[n], [n - 21]])
+    pages = torch.stack([torch.randperm(n // page, generator=draw)[:7] for _ in range(B * H)]).view(B, H, -1)
+    pages[0, 0, -1] = -1
+    index = query, packed, low, step, real, 2
+    ids, groups = lowbit.best_listed(*index, "softmax", pages, page, 5, impl="numba")
+    best = vote(lowbit.listed_logits(*index, pages, page, impl="numba"), "softmax").topk(5)
+    rows_of = pages.gather(2, best.indices // page) * page + best.indices % page
+    assert sets(ids) == sets(rows_of.where(~best.values.isneginf(), -1))
+    assert torch.equal(groups, lowbit.best_listed(*index, "softmax", pages, page, 5, impl="torch")[1])
+    named = [set(one[one >= 0].tolist()) for one in pages.flatten(0, 1)]
+    brute = [{(p * page + i) // rows for p in one for i in range(page)} for one in named]
+    assert groups.flatten().tolist() == [len(one) for one in brute]
+
+
 def test_listed_logits_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, query = torch.randn(1, 2, 64, 32), torch.randn(1, 2, 4, 32)
     codes, low, step = lowbit.quantise(keys, 16, 2, "bins", torch.float16)
@@ -311,8 +331,8 @@ def test_an_index_is_kept_if_every_part_says_what_it_must_be() -> None:
 @pytest.mark.parametrize(
     ("spec", "text", "label"),
     [
-        ("twostage", "TwoStage(pages=Quest(page=16, group='sum', int8=False), times=8, ", "TwoStage(pages=Quest)"),
-        ("twostage:pages=quest,times=4", "TwoStage(pages=Quest(", "TwoStage(pages=Quest, times=4)"),
+        ("twostage", "TwoStage(pages=Quest(page=16, group='sum', int8=False), times=8, ", "TwoStage"),
+        ("twostage:pages=quest,times=4", "TwoStage(pages=Quest(", "TwoStage(times=4)"),
         (
             "twostage:pages=[quest:page=8,int8=True],times=4",
             "TwoStage(pages=Quest(page=8, group='sum', int8=True), times=4, ",

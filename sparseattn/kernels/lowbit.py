@@ -12,6 +12,8 @@ a GPU.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -319,14 +321,29 @@ def best_listed(
     page: int,
     count: int,
     impl: str | None = None,
-) -> Tensor:
-    """Of the rows of some pages those with the best votes: `[B,Hs,S]` int32, places among the `P*page` listed ones.
+) -> tuple[Tensor, Tensor]:
+    """Of the rows of some pages those with the best votes, and how many groups' levels that reads.
 
-    Args: see `listed_logits`; group: see `scoring.vote`; count: rows chosen. As `scoring.best_rows` has them.
+    Args: see `listed_logits`; group: see `scoring.vote`; count: rows chosen.
+
+    Returns:
+        `[B,Hs,S]` int32, rows as `scoring.best_rows` has them; for each list of pages, `[B,H]` or `[B,H*G]` int64, the
+        groups in which a listed row lies.
     """
     impl = _implementation(impl, query)
-    if impl == "numba" and group == "softmax" and pages.shape[2]:
+    if impl == "numba" and group == "softmax" and pages.shape[2] and pages.shape[1] == query.shape[1]:
         from sparseattn.kernels import lowbit_cpu
 
         return lowbit_cpu.chosen_listed(query, packed, low, step, real, bits, pages, page, count)
-    return best_rows(vote(listed_logits(query, packed, low, step, real, bits, pages, page, impl), group), count)
+    scores = vote(listed_logits(query, packed, low, step, real, bits, pages, page, impl), group)  # [B,Hs,P*page]
+    place = best_rows(scores, count).long()
+    on, listed = place.clamp(min=0), pages.long()
+    own = listed.repeat_interleave(scores.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
+    chosen = torch.where(place < 0, -1, own.gather(2, on // page) * page + on % page).int()
+    groups = low.shape[2]
+    rows = real.shape[1] // max(groups, 1)
+    inside = math.gcd(page, max(rows, 1))  # of a page, so many rows lie in one group
+    first = listed[..., None] * page + torch.arange(0, page, inside, device=listed.device)
+    at = torch.where((first < 0) | (first >= real.shape[1]), groups, first // max(rows, 1)).flatten(2)
+    touched = torch.zeros(*listed.shape[:2], groups + 1, dtype=torch.bool, device=listed.device)
+    return chosen, touched.scatter_(2, at, True)[..., :-1].sum(-1)

@@ -926,8 +926,9 @@ def chosen_rows(
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _voted_rows(logits, held, votes, ids):
-    """logits: `[L,G,M]`, M a multiple of 16; held: `[T,G,M]`, T threads; votes: `[T,M]`; ids: `[L,S]`."""
+def _voted_rows(logits, pages, page, rows, held, votes, marked, ids, groups):
+    """logits: `[L,G,M]`, M a multiple of 16; pages: `[L,P]`; held, votes, marked: `[T,G,M]`, `[T,M]` and `[T,n]`, of T
+    threads; ids: `[L,S]`, the best rows; groups: `[L]`, in how many of n groups, of `rows` rows, a listed one lies."""
     lists, share, count = logits.shape
     workers = len(held)
     line, weights, out = logits.reshape(-1), held.reshape(-1), votes.reshape(-1)
@@ -945,27 +946,52 @@ def _voted_rows(logits, held, votes, ids):
             _factors(peak, total, most)
             _voted(weights, worker * share * count, count, share, total.reshape(-1), 0, most[0], out, worker * count,
                    count)  # fmt: skip
-            _best(votes[worker], ids[which])
+            listed, chosen = pages[which], ids[which]
+            _best(votes[worker], chosen)
+            for i in range(len(chosen)):
+                if chosen[i] >= 0:
+                    chosen[i] = listed[chosen[i] // page] * page + chosen[i] % page
+            groups[which] = _touched(listed, page, rows, marked[worker])
+
+
+@njit
+def _touched(pages, page, rows, marked):
+    """How many groups of `rows` rows listed pages reach into; marked: `[n]`, of each group."""
+    marked[:] = 0
+    for p in range(len(pages)):
+        if pages[p] >= 0:
+            first = pages[p] * page // rows
+            for group in range(first, min((pages[p] * page + page - 1) // rows + 1, len(marked))):
+                marked[group] = 1
+    found = 0
+    for group in range(len(marked)):
+        found += marked[group]
+    return found
 
 
 def chosen_listed(
     query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int,
     count: int,
-) -> Tensor:  # fmt: skip
-    """As `sparseattn.kernels.lowbit.best_listed` by "softmax"."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `sparseattn.kernels.lowbit.best_listed` by "softmax", of pages `[B,H,P]`."""
+    pages = pages.int().contiguous()
     logits = _listed_logits(query, packed, low, step, real, bits, pages, page, float(LOG2E))
     batch, heads, share, listed = logits.shape
-    lists = batch * heads
+    lists, held = batch * heads, low.shape[2]
     ids = torch.empty(batch, heads, min(count, listed), dtype=torch.int32)
-    logits = torch.nn.functional.pad(logits, (0, -listed % LANES), value=-math.inf)
+    groups = torch.empty(batch, heads, dtype=torch.int64)
+    if listed % LANES:
+        logits = torch.nn.functional.pad(logits, (0, -listed % LANES), value=-math.inf)
     full = logits.shape[3]
     with ONE_AT_A_TIME:
         threads = min(use_threads(EXPONENTIAL * logits.numel() / 4), lists)
-        held, votes = torch.empty(threads, share, full), torch.empty(threads, full)
         _voted_rows(
-            logits.numpy().reshape(lists, share, full), held.numpy(), votes.numpy(), ids.numpy().reshape(lists, -1)
-        )
-    return ids
+            logits.numpy().reshape(lists, share, full), pages.numpy().reshape(lists, -1), page,
+            real.shape[1] // max(held, 1), np.empty((threads, share, full), np.float32),
+            np.empty((threads, full), np.float32), np.empty((threads, held), np.uint8),
+            ids.numpy().reshape(lists, -1), groups.numpy().reshape(-1),
+        )  # fmt: skip
+    return ids, groups
 
 
 # -- coding keys -----------------------------------------------------------------------------------------------------

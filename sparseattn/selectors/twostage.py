@@ -100,11 +100,10 @@ class TwoStage(Selector):
         if not listed.shape[2]:
             return proposed
         codes, low, step = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible
-        place = lowbit.best_listed(query, codes, low, step, real, self.bits, self.group, listed, page, budget).long()
-        on = place.clamp(min=0)
-        listed_for = listed.repeat_interleave(place.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
-        ids = torch.where(place < 0, -1, listed_for.gather(2, on // page) * page + on % page)
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, size, (heads, place.shape[1])))
+        ids, groups = lowbit.best_listed(
+            query, codes, low, step, real, self.bits, self.group, listed, page, budget
+        )  # [B,Hs,S], [B,L]
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, groups * (4 * size), (heads, ids.shape[1])))
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
         """The pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for the same one again.
@@ -120,9 +119,12 @@ class TwoStage(Selector):
         return listed.masked_fill(again, -1), page
 
     def _costs(
-        self, proposed: Selection, listed: Tensor, page: int, size: int, heads: tuple[int, int]
+        self, proposed: Selection, listed: Tensor, page: int, levels: Tensor, heads: tuple[int, int]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`scanned` `[B,Hs]` and `scan_bytes` `[B,H]` for (H, Hs) `heads`; None what the first stage does not say."""
+        """`scanned` `[B,Hs]` and `scan_bytes` `[B,H]` for (H, Hs) `heads`; None what the first stage does not say.
+
+        levels: bytes of them that are read for each list, `[B,L]`.
+        """
         (own, chosen), lists = heads, listed.shape[1]
         count = (listed >= 0).sum(-1) * page  # [B,L]
         scanned = proposed.scanned
@@ -133,13 +135,7 @@ class TwoStage(Selector):
             scanned = scanned + count.repeat_interleave(chosen // lists, 1)
         read = proposed.scan_bytes
         if read is not None:
-            groups = self.inside.low.visible.shape[2]
-            step = math.gcd(page, self.rows)  # of a page, so many rows lie in one group
-            first = listed[..., None] * page + torch.arange(0, page, step, device=listed.device)
-            group = torch.where(first < 0, groups, first // self.rows).flatten(2)
-            touched = torch.zeros(*listed.shape[:2], groups + 1, dtype=torch.bool, device=listed.device)
-            levels = touched.scatter_(2, group, True)[..., :-1].sum(-1) * (4 * size)
-            parts = count * (4 * lowbit.words(size, self.bits)) + levels
+            parts = count * (4 * lowbit.words(self.inside.low.visible.shape[-1], self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
 
