@@ -8,7 +8,7 @@ from scripts.evidence.step import Step
 TRAINED = "--selector saap --selector kmeans --selector moments"
 COMPARED = (
     "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
-    "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
+    "--selector quest:page=8,int8=True --selector lowbit --selector twostage --selector retrieval --selector bridge"
 )
 JUDGED = "--selector exact --selector quest --selector quest:page=8,int8=True"
 ASKED = "--selector exact --selector moments --selector saap --selector quest --selector quest:group=each"
@@ -172,7 +172,7 @@ STEPS = (
         16,
         "recall.jsonl",
     ),
-    agreement("smollm2", "alice workshop click", 8192, 3, f"{TRAINED} ", 25),
+    agreement("smollm2", "alice workshop click", 8192, 3, f"--selector lowbit --selector twostage {TRAINED} ", 30),
     Step(
         "agreement-layers",
         "agreement of SmolLM2 by which layers are sparse, at 4,096 tokens",
@@ -234,7 +234,8 @@ STEPS = (
         "speed-cpu",
         "one decode step of every method against dense attention",
         "python -m benchmarks.speed --rows 131072 --dtype bfloat16,float32 --selector quest "
-        "--selector quest:page=8,int8=True --selector saap --selector kmeans --selector moments --selector exact "
+        "--selector quest:page=8,int8=True --selector lowbit --selector lowbit:bits=1 --selector twostage --selector "
+        "'twostage:pages=[quest:int8=True],times=4' --selector saap --selector kmeans --selector moments --selector exact "
         f"{CONTROLS} --rounds 15 --cycles 4 --results OUT",
         5,
         "speed-cpu.json",
@@ -247,15 +248,6 @@ STEPS = (
         "--results OUT",
         2,
         "speed-int8-cpu.json",
-    ),
-    Step(
-        "speed-lowbit-cpu",
-        "one decode step by keys of few bits",
-        "python -m benchmarks.speed --rows 131072 --dtype bfloat16 --selector lowbit --selector lowbit:bits=1 "
-        "--selector twostage --selector 'twostage:pages=[quest:int8=True],times=4' --selector quest --selector saap "
-        "--rounds 15 --cycles 4 --name speed-lowbit --results OUT",
-        4,
-        "speed-lowbit-cpu.json",
     ),
     Step(
         "speed-graph-cpu",

@@ -13,8 +13,8 @@ Record: TypeAlias = "Mapping[str, Any]"
 
 BUDGETS = (256, 1024)  # that tables show
 SHORT = (
-    *("Exact", "Quest", "Quest(page=8, int8=True)", "SAAP", "KMeans", "Moments", "RetrievalAttention", "Random"),
-    "Window",
+    *("Exact", "LowBit", "TwoStage", "Quest", "Quest(page=8, int8=True)", "SAAP", "KMeans", "Moments"),
+    *("RetrievalAttention", "Random", "Window"),
 )
 MISSED = "less than half of their attention on indexed rows recovered"
 
