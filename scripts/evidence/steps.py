@@ -18,6 +18,7 @@ FEW_BITS = (
     "--selector lowbit --selector lowbit:bits=1 --selector lowbit:page=16 --selector twostage "
     "--selector 'twostage:pages=[quest:int8=True],times=4' --selector fier --selector selfindex --selector pq"
 )
+EQUAL = "--seal 64"  # or methods of single rows and of pages have fewer rows that wait and are read densely
 BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=8,int8=True"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
@@ -39,7 +40,7 @@ def few_bits(trace: str, more: str, minutes: float) -> Step:
         f"lowbit-{trace}",
         f"keys of few bits on the trace {trace}, beside the rows' true order and Quest",
         f"sparseattn bench {trace} {BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 "
-        f"--selector lowbit:rows=128 {more}--no-figures --out OUT",
+        f"--selector lowbit:rows=128 {more}{EQUAL} --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -52,8 +53,8 @@ def few_bits_text(model: str, text: str, tokens: int, layers: str, minutes: floa
         f"keys of few bits on {model}'s keys of the text {text}, beside the rows' true order and Quest",
         f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
         f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {BESIDE} "
-        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=128 --no-figures "
-        "--out OUT",
+        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=128 {EQUAL} "
+        "--no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -67,6 +68,20 @@ def few_bits_agreement(model: str, length: int, more: str, minutes: float) -> St
         f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
         f"--text as-you-like-it --lengths {length} --last 64 --samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} "
         "--budget 64,256 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def few_bits_equal(model: str, length: int, minutes: float) -> Step:
+    """The same at equal rows, those that wait for sealing included."""
+    return Step(
+        f"agreement-{model.partition('-')[0]}-equal",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, at equally many rows",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--text as-you-like-it --lengths {length} --last 64 --samples 2 --selector exact:group=softmax "
+        "--selector quest --selector lowbit --selector lowbit:bits=1 --selector twostage --budget 256 "
+        f"{EQUAL} --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -172,7 +187,7 @@ STEPS = (
         16,
         "recall.jsonl",
     ),
-    agreement("smollm2", "alice workshop click", 8192, 3, f"--selector lowbit --selector twostage {TRAINED} ", 30),
+    agreement("smollm2", "alice workshop click", 8192, 3, f"{TRAINED} ", 25),
     Step(
         "agreement-layers",
         "agreement of SmolLM2 by which layers are sparse, at 4,096 tokens",
@@ -234,9 +249,9 @@ STEPS = (
         "speed-cpu",
         "one decode step of every method against dense attention",
         "python -m benchmarks.speed --rows 131072 --dtype bfloat16,float32 --selector quest "
-        "--selector quest:page=8,int8=True --selector lowbit --selector lowbit:bits=1 --selector twostage --selector "
-        "'twostage:pages=[quest:int8=True],times=4' --selector saap --selector kmeans --selector moments --selector exact "
-        f"{CONTROLS} --rounds 15 --cycles 4 --results OUT",
+        "--selector quest:page=8,int8=True --selector lowbit --selector lowbit:bits=1 --selector twostage "
+        "--selector 'twostage:pages=[quest:int8=True],times=4' --selector saap --selector kmeans --selector moments "
+        f"--selector exact {CONTROLS} --rounds 15 --cycles 4 --results OUT",
         5,
         "speed-cpu.json",
     ),
@@ -270,6 +285,14 @@ STEPS = (
         "how a decode step grows with context, batch and budget",
         "python -m benchmarks.scaling --memory 2.05 --rounds 9 --results OUT --out OUT/scaling.png",
         8,
+        "scaling-cpu.json",
+    ),
+    Step(
+        "scaling-lowbit-cpu",
+        "how a decode step by keys of few bits grows with context",
+        "python -m benchmarks.scaling rows --selector lowbit --selector twostage --selector quest --memory 2.05 "
+        "--rounds 9 --results OUT --out OUT/scaling.png",
+        5,
         "scaling-cpu.json",
     ),
     Step(
