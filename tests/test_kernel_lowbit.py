@@ -83,6 +83,30 @@ def test_logits_are_the_specifications_within_the_bound(shape: tuple) -> None:
     assert off(found, expected).max() < 0.5 * index.bound.max() + slack  # which it comes near in no random case
 
 
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+def test_the_error_of_logits_has_the_bound_that_scales_say(size: int, bits: int, impl: str) -> None:
+    """Half a step in each channel; numba's code rounds the query to 8 bits besides. Keys with a drift, an outlier
+    channel and one huge number; a query that asks for one channel above all."""
+    rows, n = 64, 256
+    keys = torch.randn(2, 3, n, size) + torch.linspace(-5, 5, n)[:, None]
+    keys[..., 3] *= 50
+    keys[:, :, 70, 5] = 1000.0
+    query = torch.randn(2, 3, 4, size)
+    query[..., 7] = 100.0
+    packed, low, step = lowbit.encode(keys, rows, bits, "bins", torch.bfloat16)
+    real = torch.ones(2, n, dtype=torch.bool)
+    exact = query @ keys.mT / size**0.5
+    error = (lowbit.logits(query, packed, low, step, real, bits, impl) - exact).abs()
+    stretch = query.abs()[:, :, :, None] * step.float()[:, :, None]  # [B,H,G,n/rows,D]
+    bound = stretch.sum(-1) / (2 * size**0.5)
+    if impl == "numba":
+        bound = bound + ((1 << bits) - 1) * size**0.5 / 508 * stretch.amax(-1)
+    assert (error <= bound.repeat_interleave(rows, -1) * (1 + 1e-5)).all()
+    assert error.max() > 0.01 * bound.max()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None:
     """Steps of 1 and a query of whole numbers to 127: integers through and through, but for the base."""
@@ -109,8 +133,14 @@ def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monke
         # Where a product is half way between two integers, one in ten thousand, the logarithm's factor rounds it off.
         assert off(found, expected).max() < 0.02
         assert off(found, expected).mean() < 5e-4
+        best = lowbit.best(*index.inputs, group, 5, page, "numba").long()  # chosen in the same kernel, or of the scores
+        assert torch.equal(found.gather(2, best).sort(-1).values, found.topk(5).values.sort(-1).values)
     index.real[:] = False
     assert bool(lowbit.scores(*index.inputs, group, page, impl="numba").isneginf().all())
+    assert bool((lowbit.best(*index.inputs, group, 5, page, "numba") == -1).all())
+    for impl in ("torch", "numba"):
+        none = [x[:, :, :0] for x in index.inputs[1:4]]
+        assert lowbit.best(index.query, *none, index.real[:, :0], index.inputs[-1], group, 5, page, impl).shape[2] == 0
 
 
 @pytest.mark.parametrize("page", [1, 4, 16, 32, 128])
@@ -218,6 +248,8 @@ def test_a_named_numba_runs_or_raises() -> None:
     with pytest.raises(ValueError, match="impl is one of torch, numba, triton or None, got 'fast'"):
         lowbit.scores(query, *rest, "softmax", impl="fast")
     query.requires_grad_()
+    best = lowbit.best(query, *rest, "softmax", 3)
+    assert torch.equal(best.sort().values, lowbit.best(query.detach(), *rest, "softmax", 3, impl="torch").sort().values)
     lowbit.logits(query, *rest).masked_fill(~rest[3][:, None, None], 0).sum().backward()  # by torch
     assert bool((query.grad != 0).any())
 

@@ -108,8 +108,27 @@ def speed(record: Record) -> str:
         way, seconds = _way(record, method["selector"]), method["seconds"]
         step, times, bound = way.cells(BF16)
         select, attend = (f"{1e3 * seconds[part]['median']:.1f}" for part in ("select", "attend"))
-        lines.append([ticked(method["selector"]), step, select, attend, times, bound])
-    return parts(words, table(["", "step, ms", "select", "attend", "times dense", "bytes bound"], lines))
+        share, build = method["append"]["share_of_step"], method["prefill_seconds"]["index"]["wall"]
+        cells = [step, select, attend, times, bound, percent(share, 1), f"{build:.1f}"]
+        lines.append([ticked(method["selector"]), *cells])
+    head = ["", "step, ms", "select", "attend", "times dense", "bytes bound", "append, of a step", "index, s"]
+    return parts(words, table(head, lines))
+
+
+def slope(record: Record) -> str:
+    """How a step grows from the fewest rows to the most."""
+    points = record["sweeps"]["rows"]["points"]
+    lines = []
+    for name in dict.fromkeys(one["selector"] for one in points):
+        mine = [one for one in points if one["selector"] == name]
+        cells = [f"{1e3 * one['seconds']['step']['median']:.1f} ({one['speed_up']['median']:.1f})" for one in mine]
+        lines.append([ticked(name), *cells])
+    rows = list(dict.fromkeys(one["rows"] for one in points))
+    words = text(
+        "Milliseconds of a step as the context grows, in brackets how many times as fast as dense attention, with "
+        f"{points[0]['heads']} KV heads and budget {points[0]['budget']:,}:"
+    )
+    return parts(words, table(["rows", *(f"{count:,}" for count in rows)], lines))
 
 
 def limits(record: Record) -> str:
@@ -121,10 +140,42 @@ def limits(record: Record) -> str:
             f"{one['methods'][name]['mean'] / one['order']:.2f}" if name in one["methods"] else "" for name in names
         ]
         error = one["errors"]["2"]
-        lines.append([one["keys"], f"{one['order']:.2f}", *cells, f"{error['rms']:.2f}", f"{error['of_bound']:.2f}"])
+        cells += [f"{error['rms.numba']:.2f}", f"{error['of_bound.numba']:.2f}"]
+        lines.append([one["keys"], f"{one['order']:.2f}", *cells])
     head = ["keys", "true order", *(NAMES[name] for name in names), "rms error", "largest / bound"]
     words = text(
-        f"Recovered share at {record['budget']} rows: of the true order as it is, of the methods as a part of it. The "
-        "error of two-bit logits is in standard deviations of the logits; the bound is the one above."
+        f"The first column is the share that the rows' true order recovers at {record['budget']} rows, the next ones "
+        "are what methods recover of it. The error is that of two-bit logits as numba's kernel has them, in standard "
+        "deviations of the logits, and the largest one as a part of the bound."
     )
     return parts(words, table(head, lines))
+
+
+def planes(record: Record) -> str:
+    """How far attention on keys of few bits is off."""
+    said = []
+    for one in record["problems"]:
+        if "attention" in one:
+            off = ", ".join(f"{percent(one['attention'][bits], 1)} with {bits} bits" for bits in ("8", "4", "2"))
+            said.append(f"{one['keys']}: {off}")
+    return bullets(*said)
+
+
+def predicted(record: Record) -> str:
+    """What bytes alone would allow on a GPU: what a step of each method reads against dense's."""
+    one = next(one for one in record["results"] if one["dtype"] == BF16)
+    heads, places, query = one["batch"] * one["heads"], one["rows"], one["group"]
+    lines = []
+    for name, scored in (("quest", places / 16), ("lowbit", float(places))):
+        method = next(mine for mine in one["selectors"] if mine["selector"] == name)
+        read, dense = method["scan_bytes"] + method["rows_bytes"], method["dense_bytes"]
+        voted = 3 * 4 * heads * scored  # a vote is written, and read twice by top-k
+        apart = 2 * 4 * heads * scored * query  # by softmax a score of each query head is written and read besides
+        cells = [f"{dense / (read + more):.1f}" for more in (voted, voted + apart)]
+        lines.append([ticked(name), f"{read / 2**20:.0f}", *cells])
+    words = text(
+        f"**Predicted from bytes alone, not measured**: {places:,} rows, {one['heads']} KV heads of {query} query "
+        f"heads, D {one['size']}, bfloat16, budget {record['budget']:,}. A step reads so many MiB of index and rows, "
+        "and dense attention so many times more, scores and votes counted:"
+    )
+    return parts(words, table(["", "MiB", "times, `group=sum`", "times, `group=softmax`"], lines))

@@ -59,7 +59,7 @@ def quantise(keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype
     Args:
         keys: `[B,H,n,D]`, n a multiple of `rows`.
         rows: of a group.
-        bits: 1, 2 or 4 a channel.
+        bits: a channel, 1 to 8; what is packed has 1, 2 or 4.
         levels: "bins": in the middle of equal parts of the distance from the least to the largest number of a channel
             in the group, so that none is farther than half a step from its level. "ends": the least, the largest and
             equal steps between them, as KIVI and FIER have it. "means", for one bit: the means of the numbers below and
@@ -172,6 +172,8 @@ def logits(
         `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
     """
     impl = _implementation(impl, query)
+    if not real.shape[1]:
+        return query.new_empty(*query.shape[:3], 0, dtype=torch.float32)
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
@@ -211,6 +213,8 @@ def scores(
         `[B,Hs,N/page]` float32, -inf where no row is real.
     """
     impl = _implementation(impl, query)
+    if not real.shape[1]:
+        return query.new_empty(len(query), query.shape[1:3].numel() if group == "each" else query.shape[1], 0).float()
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
@@ -239,7 +243,7 @@ def best(
 ) -> Tensor:
     """The rows, or pages, with the `count` highest `scores`: `[B,Hs,S]` int32 as `scoring.best_rows` has them."""
     impl = _implementation(impl, query)
-    if impl == "numba" and group == "softmax" and page == 1:
+    if impl == "numba" and group == "softmax" and page == 1 and real.shape[1]:
         from sparseattn.kernels import lowbit_cpu
 
         return lowbit_cpu.chosen_rows(query, packed, low, step, real, bits, count)

@@ -81,7 +81,7 @@ def best_rows(scores: Tensor, count: int, impl: str | None = None) -> Tensor:
         `[B,Hs,S]` int32, S = min(count, N); -1 where there are fewer. Of candidates with the same score any may be
         chosen.
     """
-    if impl is None and scores.dtype != torch.float32:
+    if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
         impl = "torch"
     if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
         from sparseattn.kernels import lowbit_cpu

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
-from sparseattn.kernels.scoring import best_rows as best_rows
 from sparseattn.kernels.scoring import vote as vote
 from sparseattn.selection import Selection
 from sparseattn.storage import State
@@ -271,6 +270,11 @@ class Selector(ABC):
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def half(keys: Tensor) -> torch.dtype:
+    """What levels and centroids of keys are kept in: the keys' dtype if it is of 16 bits, else bfloat16."""
+    return keys.dtype if keys.element_size() == 2 else torch.bfloat16
 
 
 def check_least(**sizes: tuple[int, int]) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels import codebooks
+from sparseattn.kernels.scoring import best_rows
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
+from sparseattn.selectors.base import Rows, Selector, check_group, vote
 from sparseattn.storage import RowBuffer
 
 
@@ -77,14 +78,9 @@ class Coded(Selector):
             return Selection.none(batch, heads, query.device)
         real = self.real.visible
         logits = codebooks.logits(self.tables(query.float() / size**0.5), self.codes.visible, real)
-        ids = best(vote(logits, self.group), budget)
+        ids = best_rows(vote(logits, self.group), budget)
         books = self.centroids.visible
         scanned = real.sum(-1)[:, None]  # [B,1]
         read = scanned * self.codes.full.shape[3] + (scanned > 0) * (books[0, 0].numel() * books.element_size())
         chosen = heads * group if self.group == "each" else heads
         return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
-
-
-def half(keys: Tensor) -> torch.dtype:
-    """What centroids of keys are kept in: the keys' dtype if it is of 16 bits, else bfloat16."""
-    return keys.dtype if keys.element_size() == 2 else torch.bfloat16

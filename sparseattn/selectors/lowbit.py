@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, check_group
+from sparseattn.selectors.base import Rows, Selector, check_group, half
 from sparseattn.storage import RowBuffer
 
 BITS = (1, 2, 4)
@@ -28,8 +28,9 @@ class LowBit(Selector):
             for itself.
 
     Two bits and four: levels in the middle of 4 or 16 equal parts of what a channel's numbers in the group reach over,
-    so that a number is at most half a step off, and a logit at most `sum_i |q_i| step_i / (2 sqrt(D))`. One bit: the
-    means of the numbers below and above the middle, without such a bound. An index row takes `bits * D / 8` bytes
+    so that a number is at most half a step off, and a logit at most `sum_i |q_i| step_i / (2 sqrt(D))`; where numba
+    scores, the query is rounded too (`kernels.lowbit.logits`). One bit: the means of the numbers below and above the
+    middle, without such a bound. An index row takes `bits * D / 8` bytes
     and its share of the levels, `4 D / rows` (two numbers of 16 bits a channel): at D = 64, 20 bytes where Quest's
     bounds (page 16, bfloat16) take 16.
 
@@ -72,9 +73,7 @@ class LowBit(Selector):
             codes.copy_(lowbit.moved(held, self.bits, self.low.full.shape[-1], codes.device))
 
     def append(self, rows: Rows) -> None:
-        keys = rows.keys
-        kind = keys.dtype if keys.element_size() == 2 else torch.bfloat16
-        codes, low, step = lowbit.encode(keys, self.rows, self.bits, self.levels, kind)
+        codes, low, step = lowbit.encode(rows.keys, self.rows, self.bits, self.levels, half(rows.keys))
         self.codes.append(codes)
         self.low.append(low)
         self.step.append(step)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparseattn.hashes import stream
 from sparseattn.kernels import codebooks
-from sparseattn.selectors.base import check_least
-from sparseattn.selectors.coded import Coded, half
+from sparseattn.selectors.base import check_least, half
+from sparseattn.selectors.coded import Coded
 from sparseattn.selectors.nearest import in_threads, load_faiss
 
 BITS = (4, 8)
@@ -61,7 +61,8 @@ class PQ(Coded):
         heads, count, size = keys.shape
         subspaces = self.subspaces or max(size // self.bits, 1)
         if size % subspaces:
-            raise ValueError(f"PQ's subspaces are a divisor of the head size, here of {size}, got {subspaces}")
+            given = f"got {subspaces}" if self.subspaces else f"one for every {self.bits} channels makes {subspaces}"
+            raise ValueError(f"PQ's subspaces are a divisor of the head size, here of {size}, {given}: set subspaces")
         drawn = torch.randperm(count, generator=stream(self.seed, "sample"))[: self.sample].sort().values
         sample = keys[:, drawn.to(keys.device)].float().cpu()
         books = torch.empty(heads, subspaces, 1 << self.bits, size // subspaces)

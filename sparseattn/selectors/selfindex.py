@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels import codebooks
-from sparseattn.selectors.coded import Coded, half
+from sparseattn.selectors.base import half
+from sparseattn.selectors.coded import Coded
 from sparseattn.storage import RowBuffer
 
 CHANNELS = 4  # of a pattern
@@ -73,5 +74,5 @@ def _filled(x: Tensor) -> Tensor:
 
 def _patterns(signs: Tensor) -> Tensor:
     """`[..,D/4]` uint8: the pattern of bool `signs` `[..,D]`, the first channel its lowest bit."""
-    weight = 1 << torch.arange(CHANNELS, device=signs.device)
-    return (signs.unflatten(-1, (-1, CHANNELS)) * weight).sum(-1).to(torch.uint8)
+    weight = (1 << torch.arange(CHANNELS, device=signs.device)).to(torch.uint8)
+    return (signs.unflatten(-1, (-1, CHANNELS)) * weight).sum(-1, dtype=torch.uint8)

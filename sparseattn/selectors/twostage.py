@@ -14,7 +14,6 @@ from torch import Tensor
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least
-from sparseattn.selectors.loaded import Loaded, of_parts
 from sparseattn.selectors.lowbit import LowBit
 
 
@@ -35,11 +34,13 @@ class TwoStage(Selector):
             chooses from its KV head's.
 
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
-    (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves.
+    (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
+    kept in files (`indexes`), not even the first stage's.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and the levels of every group in
-    which a row is proposed, once a list (a KV head has one, or with "each" in both stages one a query head).
+    which a row is proposed, once a list (a KV head has one, or with "each" in both stages one a query head). A CPU
+    stores codes of 16 rows together and reads them together, so single rows and pages of 8 cost it more than this.
 
     Raises:
         ValueError: an argument out of its range.
@@ -60,7 +61,21 @@ class TwoStage(Selector):
         check_least(times=(times, 1))
         self.pages, self.times = as_selector(pages), times
         self.inside = LowBit(bits, rows, group=group)
-        self.bits, self.rows, self.group = bits, rows, group
+
+    @property
+    def bits(self) -> int:
+        """Of a channel, in the second stage."""
+        return self.inside.bits
+
+    @property
+    def rows(self) -> int:
+        """That share levels."""
+        return self.inside.rows
+
+    @property
+    def group(self) -> str:
+        """The vote of a query group on proposed rows."""
+        return self.inside.group
 
     def fix(self, rows: int, seal: int) -> None:
         for _, part in self.parts():
@@ -81,13 +96,6 @@ class TwoStage(Selector):
                 self.inside.keep(first)
             self.inside.append(_moved(keys, real, order))
         return order
-
-    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
-        parts = of_parts(state, "pages", "inside")
-        self.pages.check_state(parts["pages"], rows, order)
-        if order is not None:
-            rows = _moved(rows.keys, rows.positions >= 0, order)
-        self.inside.check_state(parts["inside"], rows, None)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, _, size = query.shape
