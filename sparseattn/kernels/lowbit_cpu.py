@@ -6,8 +6,8 @@ group and query head: four products and their sum are one instruction where ther
 vectors of plain integers elsewhere; `instructions` says which. One unpacking serves up to four query heads.
 
 Rounding the query moves a logit by at most `D last top / (508 sqrt(D))`, `last` the largest code and `top` the largest
-|q_i step_i|: half of 1/127 of `top` in each channel, times a code's distance from the middle one, because what rounding
-does to the middle code is added to the base `q . low`.
+|q_i step_i|: half of 1/127 of `top` in each channel, times a code's distance from the middle one, because the product
+with the levels of the middle code is not rounded: it is the base, less what the rounded query makes of that code.
 
 numba keeps compiled code by this file's time stamp (see `numba_cpu`): of that file `_read` and `fetch` are compiled in
 here.
@@ -169,12 +169,14 @@ def _plus_products(builder, total, codes, asked):
 def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, a, wide, scale, base, g):
     """Rounds the queries of `served` (1 to 4) heads, one after the other in `query[q:]`, times `step` to bytes
     `asked[a:]`, `wide` from head to head; `scale[g:]` is what 1 of them stands for, and `base[g:]` the product with
-    `low` and what rounding does to the `middle` code. All float32; `padded`, a query's numbers, is a multiple of 16."""
+    the levels of the `middle` code, less what the bytes make of it. All float32; `padded`, a query's numbers, is a
+    multiple of 16."""
 
     def code(context, builder, signature, arguments):
         served_, query_, q_, low_, step_, padded_, middle_, numbers_, asked_, a_, wide_, scale_, base_, g_ = arguments
         none, sixteen = ir.Constant(padded_.type, 0), ir.Constant(padded_.type, LANES)
         middles = _splat(builder, middle_, FLOATS)
+        magic = ir.Constant(WORD, int(np.float32(MAGIC).view(np.int32)))  # in what is cut to bytes
         most, start = ir.Constant(FLOAT, 127.0), ir.Constant(FLOAT, 0.0)
 
         def load(array, value, place):
@@ -186,19 +188,23 @@ def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, 
         def heads(many):
             totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             tops = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
+            sums = [cgutils.alloca_once(builder, WORDS) for _ in range(many)]
             for held in (*totals, *tops):
                 builder.store(_all(FLOATS, 0.0), held)
+            for held in sums:
+                builder.store(_all(WORDS, 0), held)
             with cgutils.for_range_slice(builder, none, padded_, sixteen, intp=padded_.type) as (d, _):
-                lows, steps = load(low, low_, d), load(step, step_, d)
+                steps = load(step, step_, d)
+                centres = _times_plus(builder, steps, middles, load(low, low_, d))
                 for k, (total, top) in enumerate(zip(totals, tops, strict=True)):
                     x = load(query, query_, builder.add(place_of(q_, padded_, k), d))
-                    builder.store(_times_plus(builder, x, lows, builder.load(total)), total)
+                    builder.store(_times_plus(builder, x, centres, builder.load(total)), total)
                     x = builder.fmul(x, steps)
                     to = builder.add(place_of(none, padded_, k), d)
                     builder.store(x, _at(context, builder, numbers, numbers_, to, FLOATS), align=4)
                     size = _call(builder, "llvm.fabs.v16f32", FLOATS, x)
                     builder.store(_larger(builder, size, builder.load(top)), top)
-            factors, less = [], []
+            factors, units = [], []
             for k, top in enumerate(tops):
                 largest = _call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
                 there = builder.fcmp_ordered(">", largest, ir.Constant(FLOAT, LEAST))
@@ -206,17 +212,21 @@ def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, 
                 by = builder.select(there, builder.fmul(largest, ir.Constant(FLOAT, 1 / 127)), start)
                 builder.store(by, _at(context, builder, scale, scale_, builder.add(g_, ir.Constant(g_.type, k))))
                 factors.append(_splat(builder, factor, FLOATS))
-                less.append(_splat(builder, builder.fneg(by), FLOATS))
+                units.append(by)
             with cgutils.for_range_slice(builder, none, padded_, sixteen, intp=padded_.type) as (d, _):
-                for k, total in enumerate(totals):
+                for k, held in enumerate(sums):
                     x = load(numbers, numbers_, builder.add(place_of(none, padded_, k), d))
-                    moved = _times_plus(builder, x, factors[k], _all(FLOATS, MAGIC))
+                    moved = builder.bitcast(_times_plus(builder, x, factors[k], _all(FLOATS, MAGIC)), WORDS)
                     to = _at(context, builder, asked, asked_, builder.add(place_of(a_, wide_, k), d), MARKS)
-                    builder.store(builder.trunc(builder.bitcast(moved, WORDS), MARKS), to, align=1)
-                    rest = _times_plus(builder, builder.fsub(moved, _all(FLOATS, MAGIC)), less[k], x)
-                    builder.store(_times_plus(builder, rest, middles, builder.load(total)), total)
-            for k, total in enumerate(totals):
+                    builder.store(builder.trunc(moved, MARKS), to, align=1)
+                    builder.store(builder.add(moved, builder.load(held)), held)
+            extra = builder.mul(builder.trunc(padded_, WORD), magic)
+            for k, (total, held) in enumerate(zip(totals, sums, strict=True)):
+                bytes_ = _call(builder, "llvm.vector.reduce.add.v16i32", WORD, builder.load(held))
+                bytes_ = builder.sitofp(builder.sub(bytes_, extra), FLOAT)
+                of_middle = builder.fmul(builder.fmul(units[k], middle_), bytes_)
                 whole = _call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
+                whole = builder.fsub(whole, of_middle)
                 builder.store(whole, _at(context, builder, base, base_, builder.add(g_, ir.Constant(g_.type, k))))
 
         for many in range(1, SERVED + 1):
