@@ -33,6 +33,7 @@ class TwoStage(Selector):
             Where `pages` proposes for each query head and `group` makes one choice per KV head, that is the union of
             its query heads' proposals, up to G times as many rows; where only `group` is "each", every query head
             chooses from its KV head's.
+        scales: bits of a level in the second stage, see `LowBit`.
 
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves.
@@ -54,13 +55,14 @@ class TwoStage(Selector):
         bits: int = 2,
         rows: int = 64,
         group: str = "softmax",
+        scales: int = 16,
     ) -> None:
         from sparseattn.selectors import as_selector  # which knows this class too
 
         check_least(times=(times, 1))
         self.pages, self.times = as_selector(pages), times
-        self.inside = LowBit(bits, rows, group=group)
-        self.bits, self.rows, self.group = bits, rows, group
+        self.inside = LowBit(bits, rows, group=group, scales=scales)
+        self.bits, self.rows, self.group, self.scales = bits, rows, group, scales
 
     def fix(self, rows: int, seal: int) -> None:
         for _, part in self.parts():
@@ -99,8 +101,9 @@ class TwoStage(Selector):
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
-        codes, low, step = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible
-        place = lowbit.best_listed(query, codes, low, step, real, self.bits, self.group, listed, page, budget).long()
+        index = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, real
+        grid = self.inside.levels_grid
+        place = lowbit.best_listed(query, *index, self.bits, self.group, listed, page, budget, grid=grid).long()
         on = place.clamp(min=0)
         listed_for = listed.repeat_interleave(place.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
         ids = torch.where(place < 0, -1, listed_for.gather(2, on // page) * page + on % page)
@@ -138,7 +141,7 @@ class TwoStage(Selector):
             first = listed[..., None] * page + torch.arange(0, page, step, device=listed.device)
             group = torch.where(first < 0, groups, first // self.rows).flatten(2)
             touched = torch.zeros(*listed.shape[:2], groups + 1, dtype=torch.bool, device=listed.device)
-            levels = touched.scatter_(2, group, True)[..., :-1].sum(-1) * (4 * size)
+            levels = self.inside.levels_bytes(touched.scatter_(2, group, True)[..., :-1].sum(-1), size)
             parts = count * (4 * lowbit.words(size, self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
