@@ -195,6 +195,7 @@ CASES = [
     Case("saap-context", lambda: drawn(SAAP, probes=3, context=0.8), lambda: drawn(SAAP, context=0.8)),
     Case("lowbit", lambda: LowBit(rows=16), lambda: LowBit(rows=16)),
     Case("lowbit-one", lambda: LowBit(1, 32, group="each"), lambda: LowBit(1, 32, group="each")),
+    Case("lowbit-scales", lambda: LowBit(2, 16, scales=8), lambda: LowBit(2, 16, scales=8)),
     Case("lowbit-page", lambda: LowBit(4, 16, 8, "max"), lambda: LowBit(4, 16, 8, "max")),
     Case("twostage", lambda: TwoStage(times=2, rows=16), lambda: TwoStage(times=1, rows=16)),
     Case(

@@ -65,14 +65,16 @@ PAGES = [
 ]
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
-# dtype, D, G, bits, rows of a group, page, vote: every vote and number of bits, and where a tile is largest.
+# dtype, D, G, bits, rows of a group, page, vote, bits of levels: every vote and number of bits, and where a tile is
+# largest.
 LOWBIT = [
-    ("bfloat16", 128, 4, 2, 64, 1, "softmax"),
-    ("float16", 80, 5, 2, 32, 1, "each"),
-    ("bfloat16", 128, 8, 1, 64, 16, "max"),
-    ("float16", 256, 16, 4, 128, 1, "sum"),
-    ("float32", 128, 4, 2, 64, 1, "softmax"),
-    ("float32", 256, 17, 4, 64, 16, "each"),
+    ("bfloat16", 128, 4, 2, 64, 1, "softmax", 16),
+    ("bfloat16", 128, 4, 2, 32, 1, "softmax", 8),
+    ("float16", 80, 5, 2, 32, 1, "each", 16),
+    ("bfloat16", 128, 8, 1, 64, 16, "max", 16),
+    ("float16", 256, 16, 4, 128, 1, "sum", 16),
+    ("float32", 128, 4, 2, 64, 1, "softmax", 16),
+    ("float32", 256, 17, 4, 64, 16, "each", 16),
 ]
 SIXTEEN = ("f32.f16.f16", "f32.bf16.bf16", "kind::f16")  # what instructions of 16-bit products are called
 MULTIPLY = ("attend_split", "score_pages", "score_rows", "score_listed_rows")  # by tensor cores in 16 bits
@@ -103,11 +105,11 @@ def compile_all(arch: int) -> Rows:
     for dtype, size, group in LISTS:
         found = ahead.compile_lists_ahead(getattr(torch, dtype), size, group, arch)
         keep("score_listed", found, dtype=dtype, D=size, G=group)
-    for dtype, size, group, bits, each, page, vote in LOWBIT:
-        built = ahead.compile_lowbit_ahead(getattr(torch, dtype), size, group, bits, each, page, vote, arch)
+    for dtype, size, group, bits, each, page, vote, scales in LOWBIT:
+        built = ahead.compile_lowbit_ahead(getattr(torch, dtype), size, group, bits, each, page, vote, arch, scales)
         names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
         for name, found in zip(names, built, strict=True):
-            keep(name, found, dtype=dtype, D=size, G=group, bits=bits, rows=each, page=page, vote=vote)
+            keep(name, found, dtype=dtype, D=size, G=group, bits=bits, rows=each, page=page, vote=vote, scales=scales)
     return rows
 
 
@@ -202,7 +204,7 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 
 def test_every_variant_compiles(compiled: Rows) -> None:
-    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote in LOWBIT)
+    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _ in LOWBIT)
     each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
     assert len(compiled) == each
 

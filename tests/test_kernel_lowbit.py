@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from sparseattn import KVCache, LowBit
+from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit, scoring
-from sparseattn.selectors.base import GROUPS
+from sparseattn.selectors.base import GROUPS, Rows
 
 pytest.importorskip("numba")
 from sparseattn.kernels import lowbit_cpu
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {1: "means", 2: "bins", 4: "bins"}
-# bits, G, groups, rows of one, D, dtype of queries and keys: odd numbers of tiles, more than four query heads, channels
-# that fill no register and no word
+# bits, G, groups, rows of one, D, dtype of queries and keys, bits of levels if not 16: odd numbers of tiles, more than
+# four query heads, channels that fill no register and no word
 SHAPES = [
     (2, 4, 5, 64, 128, bf16),
     (2, 7, 3, 48, 80, fp16),
@@ -29,30 +30,34 @@ SHAPES = [
     (4, 5, 3, 16, 40, bf16),
     (4, 2, 2, 64, 64, fp32),
     (2, 1, 1, 16, 1, fp32),
+    (2, 5, 3, 48, 72, bf16, 8),
 ]
 
 
 class Index:
     """Two sequences of two KV heads, in storage with spare places that hold anything; one row in five is not real."""
 
-    def __init__(self, bits: int, group: int, groups: int, rows: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, bits: int, group: int, groups: int, rows: int, size: int, dtype: torch.dtype, scales: int = 16):
         self.bits, self.rows, self.dtype = bits, rows, dtype
         self.query = torch.randn(2, 2, group, size).to(dtype)
         self.keys = (torch.randn(2, 2, groups * rows, size) * torch.rand(size).exp() + torch.randn(size)).to(dtype)
         kind = fp16 if dtype == fp16 else bf16
-        self.found = lowbit.encode(self.keys, rows, bits, LEVELS[bits], kind, impl="torch")
+        self.found, self.grid = lowbit.encode(self.keys, rows, bits, LEVELS[bits], kind, impl="torch"), None
+        if scales == 8:
+            low, step, self.grid = lowbit.eight(*lowbit.reach(self.keys, rows, LEVELS[bits]), bits, LEVELS[bits], None)
+            self.found = lowbit.code(self.keys, low, step, bits, self.grid, "torch"), low, step
         self.real = torch.rand(2, groups * rows) < 0.8
         self.real[1, : 2 * rows // 3] = False
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-        packed, low, step = (spare(x, 255 if x.dtype == torch.uint8 else torch.nan) for x in self.found)
+        packed, low, step = (spare(x, torch.nan if x.is_floating_point() else 99) for x in self.found)
         return self.query, packed, low, step, spare(self.real, True, 1), self.bits
 
     @property
     def bound(self) -> Tensor:
         """`[B,H,G,N]`: how far rounding the query to 8 bits may move a logit."""
-        step, size = self.found[2].float(), self.query.shape[-1]
+        step, size = grids.read(*self.found[1:], self.grid)[1], self.query.shape[-1]
         largest = (self.query.float()[:, :, :, None] * step[:, :, None]).abs().amax(-1)  # [B,H,G,N/rows]
         return (largest * ((1 << self.bits) - 1) * size**0.5 / 508).repeat_interleave(self.rows, -1)
 
@@ -75,8 +80,8 @@ def off(got: Tensor, expected: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_the_specifications_within_the_bound(shape: tuple) -> None:
     index = Index(*shape)
-    expected = lowbit.logits(*index.inputs, impl="torch")
-    found = lowbit.logits(*index.inputs, impl="numba")
+    expected = lowbit.logits(*index.inputs, impl="torch", grid=index.grid)
+    found = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)
     assert found.shape == expected.shape
     slack = 1e-5 * expected.masked_fill(expected.isinf(), 0).abs().max() + 1e-5
     assert (off(found, expected) <= index.bound + slack).all()
@@ -114,30 +119,33 @@ def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None
     index.query = torch.randint(-127, 128, index.query.shape).to(index.dtype)
     index.query[..., 0] = 127
     packed, low, step = index.found
-    index.found = packed, low.round(), torch.ones_like(step)
-    expected = lowbit.logits(*index.inputs, impl="torch")
-    assert off(lowbit.logits(*index.inputs, impl="numba"), expected).max() <= 2e-6 * index.query.shape[-1] ** 0.5 * 2000
+    index.found = packed, low.float().round().to(low.dtype), torch.ones_like(step)
+    if index.grid is not None:
+        index.grid = torch.tensor([0.0, 0.1, 1.0])[:, None].expand_as(index.grid)
+    expected = lowbit.logits(*index.inputs, impl="torch", grid=index.grid)
+    found = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)
+    assert off(found, expected).max() <= 2e-6 * index.query.shape[-1] ** 0.5 * 2000
 
 
 @pytest.mark.parametrize("page", [1, 2, 16, 32])
 @pytest.mark.parametrize("group", GROUPS)
 def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = Index(2, 3, 7, 32, 64, bf16)
-    logits = lowbit.logits(*index.inputs, impl="numba")
+    index = Index(2, 3, 7, 32, 64, bf16, 8 if page == 2 else 16)
+    logits = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)
     masses = logits.unflatten(-1, (-1, page)).logsumexp(-1)
     expected = scoring.vote(masses, group, "torch")
     for rows, threads in ((32, 1), (96, 2), (96, 3), (2048, 4)):  # of a part; 4 lists are shared by 3 threads
         monkeypatch.setattr(lowbit_cpu, "PART_ROWS", rows)
         monkeypatch.setattr(lowbit_cpu, "use_threads", lambda work, threads=threads: threads)
-        found = lowbit.scores(*index.inputs, group, page, impl="numba")
+        found = lowbit.scores(*index.inputs, group, page, impl="numba", grid=index.grid)
         # Where a product is half way between two integers, one in ten thousand, the logarithm's factor rounds it off.
         assert off(found, expected).max() < 0.02
         assert off(found, expected).mean() < 5e-4
-        best = lowbit.best(*index.inputs, group, 5, page, "numba").long()  # chosen in the same kernel, or of the scores
+        best = lowbit.best(*index.inputs, group, 5, page, "numba", index.grid).long()  # in one kernel, or of scores
         assert torch.equal(found.gather(2, best).sort(-1).values, found.topk(5).values.sort(-1).values)
     index.real[:] = False
-    assert bool(lowbit.scores(*index.inputs, group, page, impl="numba").isneginf().all())
-    assert bool((lowbit.best(*index.inputs, group, 5, page, "numba") == -1).all())
+    assert bool(lowbit.scores(*index.inputs, group, page, impl="numba", grid=index.grid).isneginf().all())
+    assert bool((lowbit.best(*index.inputs, group, 5, page, "numba", grid=index.grid) == -1).all())
     for impl in ("torch", "numba"):
         none = [x[:, :, :0] for x in index.inputs[1:4]]
         assert lowbit.best(index.query, *none, index.real[:, :0], index.inputs[-1], group, 5, page, impl).shape[2] == 0
@@ -146,14 +154,14 @@ def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monke
 @pytest.mark.parametrize("page", [1, 4, 16, 32, 128])
 @pytest.mark.parametrize("each", [False, True])
 def test_listed_pages_have_the_logits_of_their_rows(page: int, each: bool) -> None:
-    index = Index(2, 6, 8, 48, 72, fp16)
-    every = lowbit.logits(*index.inputs, impl="numba")  # [B,H,G,N]
+    index = Index(2, 6, 8, 48, 72, fp16, 8 if page == 4 else 16)
+    every = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)  # [B,H,G,N]
     many = every.shape[-1] // page
     pages = torch.stack([torch.randperm(many + 1)[:9] for _ in range(2 * 2 * (6 if each else 1))])
     pages = pages.view(2, -1, pages.shape[-1])  # page `many` is behind all rows, or its end is
     pages[:, :, 1] = -1
-    found = lowbit.listed_logits(*index.inputs, pages, page, impl="numba")
-    expected = lowbit.listed_logits(*index.inputs, pages, page, impl="torch")
+    found = lowbit.listed_logits(*index.inputs, pages, page, impl="numba", grid=index.grid)
+    expected = lowbit.listed_logits(*index.inputs, pages, page, impl="torch", grid=index.grid)
     assert (off(found, expected) <= index.bound.max()).all()
     rows = (pages[..., None] * page + torch.arange(page)).flatten(2)
     rows = rows.unflatten(1, (2, -1)).expand(2, 2, 6, -1)
@@ -179,6 +187,41 @@ def test_keys_are_coded_as_the_specification_codes_them(shape: tuple) -> None:
             torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4)
         size = keys.shape[-1]
         assert (lowbit.unpack(found[0], bits, size) != lowbit.unpack(expected[0], bits, size)).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_levels_of_8_bits_keep_the_bound_and_make_room_for_larger_keys(bits: int) -> None:
+    """Half a step, as they are read; where the grid has grown at most `(last + 1) pace / 4 + unit / 2` more, and little
+    of a step; the choice of the grown index is numba's as torch's."""
+    selector = LowBit(bits, 32, scales=8)
+    parts = [torch.randn(2, 3, 96, 40) * torch.rand(40).exp() + torch.randn(40) for _ in range(2)]
+    parts[1][..., ::2] *= 10
+    before = None
+    for times, keys in enumerate(parts, 1):
+        selector.append(Rows(keys, keys, torch.arange(96).expand(2, -1)))
+        grid, levels = selector.grid.data.clone(), (selector.low.data, selector.step.data)
+        step = grids.read(*levels, grid)[1]
+        away = lowbit.keys_of(selector.codes.data, *levels, bits, grid) - torch.cat(parts[:times], 2)
+        away = away.abs().unflatten(2, (-1, 32)).amax(3) - step / 2
+        if before is not None:
+            grew = (grid != before).any(2, keepdim=True)  # [B,H,1,D]
+            assert grew[..., ::2].all()
+            assert not grew.all()
+            _, unit, pace = grid[:, :, :, None].unbind(2)
+            away[:, :, :3] -= ((1 << bits) * pace / 4 + unit / 2) * grew
+        assert away.max() <= 1e-5
+        before = grid
+    query, budget = torch.randn(2, 3, 4, 40), 20
+    index = selector.codes.data, *levels, selector.real.data, bits, "each"
+    first, second = (lowbit.scores(query, *index, impl=impl, grid=grid) for impl in ("torch", "numba"))
+    assert (first - second).abs().max() < 0.1 * first.std()
+    read = selector.select(query, torch.full((2,), 192), budget).scan_bytes
+    assert read.unique().tolist() == [192 * 4 * lowbit.words(40, bits) + 6 * 2 * 40 + 12 * 40]
+
+
+def test_scales_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="scales is 8 or 16 bits of a level, got 4"):
+        LowBit(scales=4)
 
 
 @pytest.mark.parametrize(

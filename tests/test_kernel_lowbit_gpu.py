@@ -14,6 +14,7 @@ from cases import heads
 from torch import Tensor
 
 from sparseattn import KVCache, LowBit, decode
+from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
 
 pytest.importorskip("triton")
@@ -49,10 +50,13 @@ class Case:
     page: int
     vote: str
     groups: int = 2
+    scales: int = 16
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name}-D{self.size}-G{self.group}-{self.bits}bit-rows{self.rows}-page{self.page}-{self.vote}"
+        return f"{name}-D{self.size}-G{self.group}-{self.bits}bit-rows{self.rows}-page{self.page}-{self.vote}" + (
+            "-scales8" if self.scales == 8 else ""
+        )
 
 
 # Every value of each column at least once: head sizes whose bytes are no power of two, few bytes, groups of one part
@@ -66,6 +70,7 @@ CASES = [
     Case(fp16, 96, 1, 1, 48, 16, "softmax", 1),
     Case(fp16, 256, 4, 4, 128, 128, "softmax"),
     Case(fp32, 80, 17, 1, 32, 32, "sum", 1),
+    Case(fp16, 72, 3, 2, 64, 1, "softmax", 2, 8),
 ]
 
 
@@ -76,6 +81,7 @@ class Inputs:
     low: Tensor
     step: Tensor
     real: Tensor
+    grid: Tensor | None = None
 
     @property
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -88,15 +94,20 @@ def make(case: Case, batch: int = 2, kv: int = 1, factor: float = 1.0) -> Inputs
     keys = torch.randn(batch, kv, stored + spare, case.size, device=DEVICE) * factor
     levels = "bins" if case.bits > 1 else "means"
     kind = case.dtype if case.dtype != fp32 else bf16
-    codes, low, step = lowbit.quantise(keys.to(case.dtype), case.rows, case.bits, levels, kind)
-    packed = lowbit.pack(codes, case.rows, case.bits)
+    keys, grid = keys.to(case.dtype), None
+    if case.scales == 16:
+        low, step = lowbit.sixteen(*lowbit.reach(keys, case.rows, levels, "torch"), case.bits, levels, kind)
+    else:
+        low, step, grid = lowbit.eight(*lowbit.reach(keys, case.rows, levels, "torch"), case.bits, levels, None)
+    packed = lowbit.code(keys, low, step, case.bits, grid, "torch")
     real = torch.ones(batch, stored + spare, dtype=torch.bool, device=DEVICE)
     real[:, stored:] = False
     real[1:, : case.rows] = False
     unread = ~real[:, None, :: case.rows, None].expand_as(low)
-    low, step = low.masked_fill(unread, torch.nan), step.masked_fill(unread, torch.nan)
+    anything = torch.nan if grid is None else 99
+    low, step = low.masked_fill(unread, anything), step.masked_fill(unread, anything)
     query = torch.randn(batch, kv, case.group, case.size, device=DEVICE).to(case.dtype)
-    return Inputs(query, packed, low, step, real)
+    return Inputs(query, packed, low, step, real, grid)
 
 
 def slack(x: Inputs, bits: int) -> float:
@@ -104,13 +115,14 @@ def slack(x: Inputs, bits: int) -> float:
     the query's dtype, and sums of D products of 1.5 times the size in float32."""
     size = x.query.shape[-1]
     unit = torch.finfo(x.query.dtype).eps / 2 + (size + 16) * 2.0**-24
-    largest = x.low.nan_to_num().abs() + ((1 << bits) - 1) * x.step.nan_to_num().abs()
-    return float((x.query.float().abs() @ largest.float().mT).amax()) / size**0.5 * unit
+    low, step = (level.nan_to_num().abs() for level in grids.read(x.low, x.step, x.grid))
+    largest = low + ((1 << bits) - 1) * step
+    return float((x.query.float().abs() @ largest.mT).amax()) / size**0.5 * unit
 
 
 def check(case: Case, x: Inputs) -> None:
-    got = lowbit.scores(*x.all, case.bits, case.vote, case.page, impl="triton")
-    expected = lowbit.scores(*x.all, case.bits, case.vote, case.page, impl="torch")
+    got = lowbit.scores(*x.all, case.bits, case.vote, case.page, impl="triton", grid=x.grid)
+    expected = lowbit.scores(*x.all, case.bits, case.vote, case.page, impl="torch", grid=x.grid)
     assert got.dtype == fp32
     assert torch.equal(got.isneginf(), expected.isneginf())
     held = ~expected.isneginf()
@@ -121,7 +133,7 @@ def check(case: Case, x: Inputs) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scores_are_the_specification(case: Case, on_gpu: None) -> None:
-    check(case, make(case))
+    check(case, make(case, kv=16 // case.scales))
 
 
 def test_both_orders_of_codes_are_read(tile: int) -> None:
@@ -142,23 +154,24 @@ def test_a_query_times_a_step_fits_float16(factor: float, on_gpu: None) -> None:
 
 @pytest.mark.parametrize("lists", [1, 3])
 @pytest.mark.parametrize(
-    ("dtype", "size", "bits", "rows", "page"), [(fp32, 64, 2, 64, 16), (fp16, 80, 1, 32, 8), (fp16, 128, 4, 16, 64)]
+    ("dtype", "size", "bits", "rows", "page", "scales"),
+    [(fp32, 64, 2, 64, 16, 16), (fp16, 80, 1, 32, 8, 16), (fp16, 128, 4, 16, 64, 16), (fp32, 40, 2, 32, 8, 8)],
 )
 def test_rows_of_listed_pages_score_as_among_all(
-    dtype: torch.dtype, size: int, bits: int, rows: int, page: int, lists: int, on_gpu: None
+    dtype: torch.dtype, size: int, bits: int, rows: int, page: int, scales: int, lists: int, on_gpu: None
 ) -> None:
     """Pages within a group and of several; among them places without one, padding, and pages past the rows."""
-    x = make(Case(dtype, size, 3, bits, rows, 1, "each", 128 // rows))
+    x = make(Case(dtype, size, 3, bits, rows, 1, "each", 128 // rows, scales))
     stored = x.real.shape[1]
     pages = torch.stack([torch.randperm(stored // page + 2, device=DEVICE)[:3] - 1 for _ in range(2 * lists)])
     pages = pages.view(2, lists, 3)
     row = (pages[..., None] * page + torch.arange(page, device=DEVICE)).flatten(2)  # [B,Hs,n]
     row = row.repeat_interleave(3 // lists, 1)[:, None]  # [B,1,G,n]
     outside = (row < 0) | (row >= stored)
-    every = lowbit.logits(*x.all, bits, impl="torch")
+    every = lowbit.logits(*x.all, bits, impl="torch", grid=x.grid)
     expected = every.gather(3, row.clamp(0, stored - 1)).masked_fill(outside, -torch.inf)
     for impl in ("torch", "triton"):
-        got = lowbit.listed_logits(*x.all, bits, pages, page, impl=impl)
+        got = lowbit.listed_logits(*x.all, bits, pages, page, impl=impl, grid=x.grid)
         assert torch.equal(got.isneginf(), expected.isneginf()), impl
         held = ~expected.isneginf()
         assert float((got - expected)[held].abs().max()) <= slack(x, bits) + 1e-6, impl

@@ -51,6 +51,7 @@ MAKE = {
     "retrieval": lambda: RetrievalAttention(32, 10, 4, guides=50),
     "retrieval-query": lambda: RetrievalAttention(32, 10, 4, metric="query", share=0.1),
     "lowbit": lambda: LowBit(rows=16),
+    "lowbit-scales": lambda: LowBit(rows=16, scales=8),
     "lowbit-page": lambda: LowBit(4, 16, 8, "max"),
     "fier-each": lambda: Fier(16, "each"),
     "pq-each": lambda: PQ(8, 4, 300, 1, "each"),
@@ -76,7 +77,7 @@ def formulas(name: str) -> dict[tuple[str, ...], str]:
     """State attributes of a selector -> formula of their bytes, of the table of what is held."""
     found = {}
     for selector, state, _, formula in rows_of("Held"):
-        only = re.search(r"`(\w+)=True`", state)  # of a selector so made
+        only = re.search(r"`(\w+)=(?:True|8)`", state)  # of a selector so made
         if selector == name.partition("-")[0] and (only is None or only[1] in name):
             words = re.sub(r" \(.*\)", "", state)
             found[STATES.get(words, tuple(words.split(", ")))] = formula.strip("`")
@@ -176,7 +177,7 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
 
 
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
-FIXED += ["lowbit", "fier", "selfindex", "pq", "twostage"]
+FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -251,7 +252,7 @@ def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) ->
     return {"J": min(cache.selector.times * budget, letters["Z"]) * lists}
 
 
-WITHOUT = ["lowbit", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
+WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -219,6 +219,8 @@ STEPS = (
     ),
     few_bits_agreement("smollm2", 4096, f"{TRAINED} ", 14),
     few_bits_agreement("gemma3-270m", 8192, "", 14),
+    few_bits_equal("smollm2", 4096, 5),
+    few_bits_equal("gemma3-270m", 8192, 5),
     asked(
         "smollm2",
         "passkey",

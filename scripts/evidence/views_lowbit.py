@@ -167,7 +167,7 @@ def predicted(record: Record) -> str:
     heads, places, query = one["batch"] * one["heads"], one["rows"], one["group"]
     lines = []
     for name, scored in (("quest", places / 16), ("lowbit", float(places))):
-        method = next(mine for mine in one["selectors"] if mine["selector"] == name)
+        method = _way(record, name).of[BF16]
         read, dense = method["scan_bytes"] + method["rows_bytes"], method["dense_bytes"]
         voted = 3 * 4 * heads * scored  # a vote is written, and read twice by top-k
         apart = 2 * 4 * heads * scored * query  # by softmax a score of each query head is written and read besides

@@ -100,18 +100,20 @@ def compile_lowbit_ahead(
     page: int = 1,
     vote: str = "softmax",
     arch: int = 90,
+    scales: int = 16,
 ) -> list[Compiled]:
     """As `compile_ahead`, for `lowbit`: scores of every row (two kernels for "softmax"), then those of listed pages.
 
-    Levels are of the dtype, and bfloat16 for float32, as the selector keeps them.
+    Levels of 16 bits are of the dtype, and bfloat16 for float32, as the selector keeps them.
     """
     constants, options = lowbit_gpu.launch(dtype.itemsize, size, group, vote, bits, rows, page)
     element, softmax = ELEMENT[dtype], vote == "softmax"
-    levels = "*bf16" if dtype == torch.float32 else element
+    kept = "*bf16" if dtype == torch.float32 else element
+    levels: Arguments = [kept, kept, None] if scales == 16 else ["*i8", "*u8", "*fp32"]
     wide = 4 * lowbit.words(size, bits)
-    inputs: Arguments = [element, "*u8", levels, levels, "*i1"]
+    inputs: Arguments = [element, "*u8", *levels, "*i1"]
     steps: Arguments = [1 << 20, 1 << 16, rows * wide, 1 << 20, 1 << 16, size, 1 << 20, 1 << 16, size]
-    row_bytes = wide + 4 * size / rows + 1
+    row_bytes = wide + scales * size / (4 * rows) + 1
     arguments = [*inputs, "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32", *steps]
     tile_bytes = constants["PART"] * constants["BLOCK_W"]
     found = [_compile(lowbit_gpu.score_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]

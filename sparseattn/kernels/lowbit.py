@@ -2,7 +2,8 @@
 
 A group of `rows` consecutive rows shares, for each channel, a lowest level and a step (as KIVI stores keys,
 https://arxiv.org/abs/2402.02750); a row keeps a code of 1, 2 or 4 bits a channel, and its key is read as
-`low + step * code`. Groups by channel and not by row, because keys have channels far larger than others.
+`low + step * code`. Groups by channel and not by row, because keys have channels far larger than others. Levels are
+floats of 16 bits, or of 8 bits on a grid (`kernels.grid`).
 
 Codes are packed into bytes: byte j of a row's `4 W` holds channels j, j + 4W, j + 8W, .., lowest bits first, the head
 size padded to a multiple of `32 / bits`. A group's are stored as `(rows/T, W, T, 4)`, flat: words of 4 bytes, those of
@@ -17,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.kernels import grid as grids
 from sparseattn.kernels import scoring
 from sparseattn.kernels.scoring import best_rows, vote
 
@@ -69,30 +71,68 @@ def quantise(keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype
     Returns:
         codes `[B,H,n,D]` uint8; low, the level of code 0, and step `[B,H,n/rows,D]`.
     """
+    low, step = sixteen(*reach(keys, rows, levels, "torch"), bits, levels, dtype)
+    return _codes(keys, low.float(), step.float(), bits), low, step
+
+
+def reach(keys: Tensor, rows: int, levels: str, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """What levels are made of, `[B,H,n/rows,D]` float32: the least and the largest number of a channel in a group; for
+    "means" those of the numbers below and above the middle of these, the first twice where none is above.
+
+    impl: see `scoring`, "torch" or "numba".
+    """
+    if scoring.chosen(impl, keys.device, keys.dtype, ("torch", "numba")) == "numba":
+        from sparseattn.kernels import lowbit_cpu
+
+        return lowbit_cpu.means(keys, rows) if levels == "means" else lowbit_cpu.extents(keys, rows)
     grouped = keys.float().unflatten(2, (-1, rows))  # [B,H,n/rows,rows,D]
     least, most = grouped.amin(3), grouped.amax(3)
     if levels != "means":
-        low, step = _even(least, most, bits, levels, dtype)
-    else:
-        upper = grouped > ((least + most) / 2)[:, :, :, None]
-        above = upper.sum(3)
-        total, high = grouped.sum(3), torch.where(upper, grouped, 0.0).sum(3)
-        low = nearest((total - high) / (rows - above), dtype)  # the least number is never above the middle
-        step = nearest((high / above.clamp(min=1) - low.float()) * (above > 0), dtype)
-    held = step.float()[:, :, :, None]
-    codes = (grouped - low.float()[:, :, :, None]) / torch.where(held > 0, held, 1.0)
-    return codes.round_().clamp_(0, (1 << bits) - 1).to(torch.uint8).flatten(2, 3), low, step
+        return least, most
+    upper = grouped > ((least + most) / 2)[:, :, :, None]
+    above = upper.sum(3)
+    total, high = grouped.sum(3), torch.where(upper, grouped, 0.0).sum(3)
+    below = (total - high) / (rows - above)  # the least number is never above the middle
+    return below, torch.where(above > 0, high / above.clamp(min=1), below)
 
 
-def _even(least: Tensor, most: Tensor, bits: int, levels: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """low and step of `quantise`'s "bins" and "ends", for what numbers reach from `least` to `most`."""
+def sixteen(least: Tensor, most: Tensor, bits: int, levels: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """low and step in 16 bits, of what `reach` finds."""
     last = (1 << bits) - 1
+    if levels == "means":
+        low = nearest(least, dtype)
+        return low, nearest((most - low.float()) * (most > least), dtype)
     if levels == "ends":
         low = rounded(least, dtype, up=False)
         return low, rounded((most - low.float()) / last, dtype, up=True)
     low = nearest(least + (most - least) / (2 << bits), dtype)
-    needed = torch.maximum((low.float() - least) * 2, (most - low.float()) / (last + 0.5))
-    return low, rounded(needed, dtype, up=True)
+    return low, rounded(_needed(least, most, low.float(), bits), dtype, up=True)
+
+
+def eight(least: Tensor, most: Tensor, bits: int, levels: str, held: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """low and step in 8 bits, for "bins" and "means", and the grid that they are on: `held`, or what it has to grow to.
+    Steps are rounded up, those of "means" to the nearest."""
+    parts, share = (1, 0.0) if levels == "means" else (1 << bits, 0.5)
+    wide = (most - least) / parts
+    wanted = least + wide * share
+    grid = grids.fitting(wanted, wide, held)
+    low = grids.lows(wanted, grid)
+    lowest = grids.read(low, low, grid)[0]
+    if levels == "means":
+        return low, grids.steps((most - lowest) * (most > least), grid, up=False), grid
+    return low, grids.steps(_needed(least, most, lowest, bits), grid, up=True), grid
+
+
+def _needed(least: Tensor, most: Tensor, low: Tensor, bits: int) -> Tensor:
+    """The step of "bins" for which no number from `least` to `most` is farther than half of it from a level."""
+    return torch.maximum((low - least) * 2, (most - low) / ((1 << bits) - 0.5))
+
+
+def _codes(keys: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
+    """Codes `[B,H,n,D]` uint8 of the nearest levels, which are `[B,H,n/rows,D]` float32."""
+    grouped = keys.float().unflatten(2, (low.shape[2], -1))
+    codes = (grouped - low[:, :, :, None]) / torch.where(step > 0, step, 1.0)[:, :, :, None]
+    return codes.round_().clamp_(0, (1 << bits) - 1).to(torch.uint8).flatten(2, 3)
 
 
 def pack(codes: Tensor, rows: int, bits: int) -> Tensor:
@@ -110,18 +150,22 @@ def encode(
     keys: Tensor, rows: int, bits: int, levels: str, dtype: torch.dtype, impl: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pack` of `quantise`'s codes, low and step; impl: see `scoring`, "torch" or "numba"."""
+    low, step = sixteen(*reach(keys, rows, levels, impl), bits, levels, dtype)
+    return code(keys, low, step, bits, impl=impl), low, step
+
+
+def code(
+    keys: Tensor, low: Tensor, step: Tensor, bits: int, grid: Tensor | None = None, impl: str | None = None
+) -> Tensor:
+    """Keys `[B,H,n,D]` packed (`pack`) as the codes of their nearest levels; grid: see `logits`, impl: see `reach`."""
+    rows = keys.shape[2] // low.shape[2]
+    if grid is not None:
+        low, step = grids.read(low, step, grid)
     if scoring.chosen(impl, keys.device, keys.dtype, ("torch", "numba")) != "numba":
-        codes, low, step = quantise(keys, rows, bits, levels, dtype)
-        return pack(codes, rows, bits), low, step
+        return pack(_codes(keys, low.float(), step.float(), bits), rows, bits)
     from sparseattn.kernels import lowbit_cpu
 
-    if levels == "means":
-        below, above = lowbit_cpu.means(keys, rows)
-        low = nearest(below, dtype)
-        step = nearest((above - low.float()) * (above > below), dtype)
-    else:
-        low, step = _even(*lowbit_cpu.extents(keys, rows), bits, levels, dtype)
-    return lowbit_cpu.encode(keys, low, step, rows, bits, words(keys.shape[-1], bits)), low, step
+    return lowbit_cpu.encode(keys, low, step, rows, bits, words(keys.shape[-1], bits))
 
 
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
@@ -145,15 +189,23 @@ def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
     return rows.unflatten(3, (-1, tile(rows.device))).transpose(4, 5).flatten(3).contiguous()
 
 
-def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
-    """`[B,H,n,D]` float32: the keys that codes and levels stand for."""
+def keys_of(packed: Tensor, low: Tensor, step: Tensor, bits: int, grid: Tensor | None = None) -> Tensor:
+    """`[B,H,n,D]` float32: the keys that codes and levels stand for; grid: see `logits`."""
     codes = unpack(packed, bits, low.shape[-1])
     codes = codes.unflatten(2, (low.shape[2], -1)).float()  # [B,H,n/rows,rows,D]
-    return (codes * step.float()[:, :, :, None] + low.float()[:, :, :, None]).flatten(2, 3)
+    low, step = grids.read(low, step, grid)
+    return (codes * step[:, :, :, None] + low[:, :, :, None]).flatten(2, 3)
 
 
 def logits(
-    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, impl: str | None = None
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    impl: str | None = None,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """The logits of rows by their keys of few bits.
 
@@ -163,10 +215,11 @@ def logits(
     Args:
         query: `[B,H,G,D]`, after RoPE.
         packed: `[B,H,N/rows,rows*4W]` uint8, see the module.
-        low, step: `[B,H,N/rows,D]`.
+        low, step: `[B,H,N/rows,D]`, of 16 bits or, on a grid, int8 and uint8.
         real: `[B,N]` bool.
         bits: of a code.
         impl: see `scoring`.
+        grid: `[B,H,3,D]` float32, see `kernels.grid`; None: levels of 16 bits.
 
     Returns:
         `[B,H,G,N]` float32: `q . (low + step * code) / sqrt(D)`, -inf where a row is not real.
@@ -177,16 +230,16 @@ def logits(
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
-        return lowbit_gpu.scores(query, packed, low, step, real, bits, "each").unflatten(1, query.shape[1:3])
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, "each", grid=grid).unflatten(1, query.shape[1:3])
     if impl == "numba":
         from sparseattn.kernels import lowbit_cpu
 
-        return lowbit_cpu.logits(query, packed, low, step, real, bits)
+        return lowbit_cpu.logits(query, packed, low, step, real, bits, grid)
     batch, heads, _, size = query.shape
     asked, groups = query.float() / size**0.5, low.shape[2]
     once = max(CHUNK // max(batch * heads * real.shape[1] // max(groups, 1) * size, 1), 1)  # groups
     parts = zip(packed.split(once, 2), low.split(once, 2), step.split(once, 2), strict=True)
-    out = torch.cat([asked @ keys_of(*part, bits).mT for part in parts], -1)
+    out = torch.cat([asked @ keys_of(*part, bits, grid).mT for part in parts], -1)
     return out.masked_fill(~real[:, None, None], -torch.inf)
 
 
@@ -200,11 +253,12 @@ def scores(
     group: str,
     page: int = 1,
     impl: str | None = None,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """`logits`, the masses of pages of them, and the group's vote.
 
     Args:
-        query, packed, low, step, real, bits, impl: see `logits`.
+        query, packed, low, step, real, bits, impl, grid: see `logits`.
         group: see `scoring.vote`.
         page: rows of a page, which scores the logarithm of the sum of its rows' exponentiated logits; it divides the
             rows of a group. 1: rows score their own logits.
@@ -218,12 +272,12 @@ def scores(
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
-        return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page)
+        return lowbit_gpu.scores(query, packed, low, step, real, bits, group, page, grid=grid)
     if impl == "numba" and group == "softmax":
         from sparseattn.kernels import lowbit_cpu
 
-        return lowbit_cpu.scores(query, packed, low, step, real, bits, page)
-    found = logits(query, packed, low, step, real, bits, impl)
+        return lowbit_cpu.scores(query, packed, low, step, real, bits, page, grid)
+    found = logits(query, packed, low, step, real, bits, impl, grid)
     if page > 1:
         found = found.unflatten(-1, (-1, page)).logsumexp(-1)
     return vote(found, group, impl)
@@ -240,14 +294,15 @@ def best(
     count: int,
     page: int = 1,
     impl: str | None = None,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """The rows, or pages, with the `count` highest `scores`: `[B,Hs,S]` int32 as `scoring.best_rows` has them."""
     impl = _implementation(impl, query)
     if impl == "numba" and group == "softmax" and page == 1 and real.shape[1]:
         from sparseattn.kernels import lowbit_cpu
 
-        return lowbit_cpu.chosen_rows(query, packed, low, step, real, bits, count)
-    return best_rows(scores(query, packed, low, step, real, bits, group, page, impl), count)
+        return lowbit_cpu.chosen_rows(query, packed, low, step, real, bits, count, grid)
+    return best_rows(scores(query, packed, low, step, real, bits, group, page, impl, grid), count)
 
 
 def _implementation(impl: str | None, query: Tensor) -> str:
@@ -265,11 +320,12 @@ def listed_logits(
     pages: Tensor,
     page: int,
     impl: str | None = None,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """The logits of the rows of some pages by their keys of few bits, as `logits` has them.
 
     Args:
-        query, packed, low, step, real, bits: see `logits`.
+        query, packed, low, step, real, bits, grid: see `logits`.
         pages: integers `[B,H,P]`, listed for all of a KV head's query heads, or `[B,H*G,P]` for each; negative: unused.
         page: rows of a page, any power of two; a group need hold no whole number of pages.
         impl: see `scoring`.
@@ -284,11 +340,11 @@ def listed_logits(
     if impl == "triton":
         from sparseattn.kernels import lowbit_gpu
 
-        return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page)
+        return lowbit_gpu.listed(query, packed, low, step, real, bits, pages, page, grid=grid)
     if impl == "numba":
         from sparseattn.kernels import lowbit_cpu
 
-        return lowbit_cpu.listed_logits(query, packed, low, step, real, bits, pages, page)
+        return lowbit_cpu.listed_logits(query, packed, low, step, real, bits, pages, page, grid)
     batch, heads, group, size = query.shape
     listed, held = pages.shape[1], real.shape[1]
     out = query.new_full((batch, heads, group, pages.shape[2], page), -torch.inf, dtype=torch.float32)
@@ -300,6 +356,7 @@ def listed_logits(
     asked = (query.float() / size**0.5).view(batch, listed, -1, size)  # [B,L,1 or G,D]
     b = torch.arange(batch, device=query.device)[:, None, None]
     h = torch.arange(listed, device=query.device)[None, :, None] // (listed // heads)
+    of_lists = None if grid is None else grid.repeat_interleave(listed // heads, 1)
     once = max(CHUNK // (batch * listed * page * size), 1)
     for first in range(0, pages.shape[2], once):
         part = pages[:, :, first : first + once].long()
@@ -307,8 +364,9 @@ def listed_logits(
         there = (row >= 0) & (row < held)
         row = torch.where(there, row, 0)
         codes = _apart(tiles[b, h, row // height, :, row % height].flatten(3), bits, size)  # [B,L,n,D]
-        keys = codes.float() * step[b, h, row // rows].float() + low[b, h, row // rows].float()
-        found = (asked @ keys.mT).masked_fill(~(there & real[b, row])[:, :, None], -torch.inf)
+        lowest, wide = grids.read(low[b, h, row // rows], step[b, h, row // rows], of_lists)
+        known = (there & real[b, row])[:, :, None]
+        found = (asked @ (codes.float() * wide + lowest).mT).masked_fill(~known, -torch.inf)
         out[:, :, :, first : first + once] = found.view(batch, heads, group, -1, page)
     return out.flatten(3)
 
@@ -325,6 +383,7 @@ def best_listed(
     page: int,
     count: int,
     impl: str | None = None,
+    grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of the rows of some pages those with the best votes, and how many groups' levels that reads.
 
@@ -338,8 +397,9 @@ def best_listed(
     if impl == "numba" and group == "softmax" and pages.shape[2] and pages.shape[1] == query.shape[1]:
         from sparseattn.kernels import lowbit_cpu
 
-        return lowbit_cpu.chosen_listed(query, packed, low, step, real, bits, pages, page, count)
-    scores = vote(listed_logits(query, packed, low, step, real, bits, pages, page, impl), group)  # [B,Hs,P*page]
+        return lowbit_cpu.chosen_listed(query, packed, low, step, real, bits, pages, page, count, grid)
+    found = listed_logits(query, packed, low, step, real, bits, pages, page, impl, grid)
+    scores = vote(found, group)  # [B,Hs,P*page]
     place = best_rows(scores, count).long()
     on, listed = place.clamp(min=0), pages.long()
     own = listed.repeat_interleave(scores.shape[1] // listed.shape[1], 1)  # [B,Hs,P]

@@ -6,8 +6,8 @@ group and query head: four products and their sum are one instruction where ther
 vectors of plain integers elsewhere; `instructions` says which. One unpacking serves up to four query heads.
 
 Rounding the query moves a logit by at most `D last top / (508 sqrt(D))`, `last` the largest code and `top` the largest
-|q_i step_i|: half of 1/127 of `top` in each channel, times a code's distance from the middle one, because what rounding
-does to the middle code is added to the base `q . low`.
+|q_i step_i|: half of 1/127 of `top` in each channel, times a code's distance from the middle one, because the product
+with the levels of the middle code is not rounded: it is the base, less what the rounded query makes of that code.
 
 numba keeps compiled code by this file's time stamp (see `numba_cpu`): of that file `_read` and `fetch` are compiled in
 here.
@@ -31,6 +31,7 @@ from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
 
+from sparseattn.kernels.grid import NUMBERS
 from sparseattn.kernels.numba_cpu import (
     EXPONENTIAL,
     FAST,
@@ -52,6 +53,7 @@ AHEAD = 4  # listed pages asked for before their turn: they lie anywhere in memo
 LINES_AHEAD = 48  # codes asked for before their turn: 3 kB, so that rounding a group's query does not hold them up
 LEAST = 1e-30  # of a query's numbers times steps, below which all are taken for zero
 LOWEST = float(np.float32(-3e38))  # taken from -inf: -inf less itself is no number
+ONE, NONE = np.float32(1), np.float32(-0.0)  # what is multiplied with and added where it shall change nothing
 MAGIC = 1.5 * 2**23  # added to a float32, it leaves the nearest integer in the lowest bits
 # log2(1 + y) / y between sqrt(1/2) and sqrt(2), within 9e-8; 2^f - 1 by powers of f from -1/2 to 1/2, within 2.1e-7.
 LOGARITHM = (
@@ -169,12 +171,14 @@ def _plus_products(builder, total, codes, asked):
 def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, a, wide, scale, base, g):
     """Rounds the queries of `served` (1 to 4) heads, one after the other in `query[q:]`, times `step` to bytes
     `asked[a:]`, `wide` from head to head; `scale[g:]` is what 1 of them stands for, and `base[g:]` the product with
-    `low` and what rounding does to the `middle` code. All float32; `padded`, a query's numbers, is a multiple of 16."""
+    the levels of the `middle` code, less what the bytes make of it. All float32; `padded`, a query's numbers, is a
+    multiple of 16."""
 
     def code(context, builder, signature, arguments):
         served_, query_, q_, low_, step_, padded_, middle_, numbers_, asked_, a_, wide_, scale_, base_, g_ = arguments
         none, sixteen = ir.Constant(padded_.type, 0), ir.Constant(padded_.type, LANES)
         middles = _splat(builder, middle_, FLOATS)
+        magic = ir.Constant(WORD, int(np.float32(MAGIC).view(np.int32)))  # in what is cut to bytes
         most, start = ir.Constant(FLOAT, 127.0), ir.Constant(FLOAT, 0.0)
 
         def load(array, value, place):
@@ -186,19 +190,23 @@ def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, 
         def heads(many):
             totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             tops = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
+            sums = [cgutils.alloca_once(builder, WORDS) for _ in range(many)]
             for held in (*totals, *tops):
                 builder.store(_all(FLOATS, 0.0), held)
+            for held in sums:
+                builder.store(_all(WORDS, 0), held)
             with cgutils.for_range_slice(builder, none, padded_, sixteen, intp=padded_.type) as (d, _):
-                lows, steps = load(low, low_, d), load(step, step_, d)
+                steps = load(step, step_, d)
+                centres = _times_plus(builder, steps, middles, load(low, low_, d))
                 for k, (total, top) in enumerate(zip(totals, tops, strict=True)):
                     x = load(query, query_, builder.add(place_of(q_, padded_, k), d))
-                    builder.store(_times_plus(builder, x, lows, builder.load(total)), total)
+                    builder.store(_times_plus(builder, x, centres, builder.load(total)), total)
                     x = builder.fmul(x, steps)
                     to = builder.add(place_of(none, padded_, k), d)
                     builder.store(x, _at(context, builder, numbers, numbers_, to, FLOATS), align=4)
                     size = _call(builder, "llvm.fabs.v16f32", FLOATS, x)
                     builder.store(_larger(builder, size, builder.load(top)), top)
-            factors, less = [], []
+            factors, units = [], []
             for k, top in enumerate(tops):
                 largest = _call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
                 there = builder.fcmp_ordered(">", largest, ir.Constant(FLOAT, LEAST))
@@ -206,17 +214,21 @@ def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, 
                 by = builder.select(there, builder.fmul(largest, ir.Constant(FLOAT, 1 / 127)), start)
                 builder.store(by, _at(context, builder, scale, scale_, builder.add(g_, ir.Constant(g_.type, k))))
                 factors.append(_splat(builder, factor, FLOATS))
-                less.append(_splat(builder, builder.fneg(by), FLOATS))
+                units.append(by)
             with cgutils.for_range_slice(builder, none, padded_, sixteen, intp=padded_.type) as (d, _):
-                for k, total in enumerate(totals):
+                for k, held in enumerate(sums):
                     x = load(numbers, numbers_, builder.add(place_of(none, padded_, k), d))
-                    moved = _times_plus(builder, x, factors[k], _all(FLOATS, MAGIC))
+                    moved = builder.bitcast(_times_plus(builder, x, factors[k], _all(FLOATS, MAGIC)), WORDS)
                     to = _at(context, builder, asked, asked_, builder.add(place_of(a_, wide_, k), d), MARKS)
-                    builder.store(builder.trunc(builder.bitcast(moved, WORDS), MARKS), to, align=1)
-                    rest = _times_plus(builder, builder.fsub(moved, _all(FLOATS, MAGIC)), less[k], x)
-                    builder.store(_times_plus(builder, rest, middles, builder.load(total)), total)
-            for k, total in enumerate(totals):
+                    builder.store(builder.trunc(moved, MARKS), to, align=1)
+                    builder.store(builder.add(moved, builder.load(held)), held)
+            extra = builder.mul(builder.trunc(padded_, WORD), magic)
+            for k, (total, held) in enumerate(zip(totals, sums, strict=True)):
+                bytes_ = _call(builder, "llvm.vector.reduce.add.v16i32", WORD, builder.load(held))
+                bytes_ = builder.sitofp(builder.sub(bytes_, extra), FLOAT)
+                of_middle = builder.fmul(builder.fmul(units[k], middle_), bytes_)
                 whole = _call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
+                whole = builder.fsub(whole, of_middle)
                 builder.store(whole, _at(context, builder, base, base_, builder.add(g_, ir.Constant(g_.type, k))))
 
         for many in range(1, SERVED + 1):
@@ -317,14 +329,33 @@ def _put(typing, array, place, number):
     return types.void(array, types.intp, array.dtype), code
 
 
+@intrinsic
+def _of_grid(typing, levels, grid, place, other):
+    """`grid[place]` where `levels` are of 8 bits, else `other`."""
+    eight = levels.dtype in (types.int8, types.uint8)
+
+    def code(context, builder, signature, arguments):
+        if not eight:
+            return arguments[3]
+        value = builder.load(_at(context, builder, grid, arguments[1], arguments[2]))
+        value.set_metadata("alias.scope", _scope(builder))
+        return value
+
+    return types.float32(levels, grid, types.intp, types.float32), code
+
+
 @njit(inline="always")
 def _ask(
-    query, h, share, padded, size, bits, wide, low, low_at, step, step_at, lows, steps, numbers, asked, scale, base
-):
-    """The query heads of KV head h, rounded for one group, whose levels are `low[low_at:]` and `step[step_at:]`."""
+    query, h, share, padded, size, bits, wide, low, low_at, step, step_at, grid, grid_at, lows, steps, numbers, asked,
+    scale, base,
+):  # fmt: skip
+    """The query heads of KV head h, rounded for one group, whose levels are `low[low_at:]` and `step[step_at:]`, on the
+    grid `grid[grid_at:]` (`kernels.grid`) if they are of 8 bits."""
+    unit_at, pace_at = grid_at + size, grid_at + 2 * size
     for d in range(size):
-        _put(lows, d, _read(low, low_at + d))
-        _put(steps, d, _read(step, step_at + d))
+        unit, anchor = _of_grid(low, grid, unit_at + d, ONE), _of_grid(low, grid, grid_at + d, NONE)
+        _put(lows, d, _read(low, low_at + d) * unit + anchor)
+        _put(steps, d, _read(step, step_at + d) * _of_grid(step, grid, pace_at + d, ONE))
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     for g in range(0, share, SERVED):
         served, q = min(SERVED, share - g), (h * share + g) * padded
@@ -350,8 +381,8 @@ def _scratch(share, padded, wide):
 
 
 @njit
-def _part(query, h, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, real, r, rows, words,
-          bits, first, last, out, o, out_step):  # fmt: skip
+def _part(query, h, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
+          real, r, rows, words, bits, first, last, out, o, out_step):  # fmt: skip
     """Logits of the groups `first` to `last` of one KV head, `out[o:]` and so on for each query head."""
     share, padded = query.shape[1:]
     wide = _wide(words, bits, padded)
@@ -360,7 +391,8 @@ def _part(query, h, size, packed, at, group_step, low, low_at, low_step, step, s
     paired = tiles & -2 if PAIRS else 0
     for group in range(first, last):
         _ask(flat, h, share, padded, size, bits, wide, low, low_at + group * low_step,
-             step, step_at + group * step_step, lows, steps, numbers, asked, scale, base)  # fmt: skip
+             step, step_at + group * step_step, grid, h * grid_step,
+             lows, steps, numbers, asked, scale, base)  # fmt: skip
         codes, row = at + group * group_step, r + group * rows
         to = o + (group - first) * rows
         for g in range(0, share, SERVED):
@@ -374,8 +406,8 @@ def _part(query, h, size, packed, at, group_step, low, low_at, low_step, step, s
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _logits(query, size, packed, packed_steps, low, low_steps, step, step_steps, real, real_step, rows, words, bits,
-            once, out):  # fmt: skip
+def _logits(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, real, real_step,
+            rows, words, bits, once, out):  # fmt: skip
     """query: `[B*H,G,padded]`; out: `[B,H,G,N]`; `once`: groups of a part."""
     _, heads, share, count = out.shape
     groups = count // rows
@@ -386,19 +418,30 @@ def _logits(query, size, packed, packed_steps, low, low_steps, step, step_steps,
         b, h = which // heads, which % heads
         _part(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
               low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-              step, b * step_steps[0] + h * step_steps[1], step_steps[2],
+              step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
               real, b * real_step, rows, words, bits, first, min(groups, first + once),
               line, which * share * count + first * rows, count)  # fmt: skip
 
 
-def _stored(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, rows: int, factor: float) -> Any:
+def _stored(
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    grid: Tensor | None,
+    real: Tensor,
+    rows: int,
+    factor: float,
+) -> Any:
     """What a kernel takes of its inputs, the query padded and times `factor`."""
     size = query.shape[-1]
     padded = -(-size // LANES) * LANES
     asked = torch.nn.functional.pad(query.float().flatten(0, 1) * factor, (0, padded - size)).contiguous()
+    units = torch.empty(0) if grid is None else grid
     return (
-        asked.numpy(), size, *_flat(packed), *_flat(low), *_flat(step), _line(real.view(torch.uint8)), real.stride(0),
-        rows, packed.shape[3] // (4 * rows),
+        asked.numpy(), size, *_flat(packed), *_flat(low), *_flat(step),
+        _line(units.contiguous()), 0 if grid is None else NUMBERS * size,
+        _line(real.view(torch.uint8)), real.stride(0), rows, packed.shape[3] // (4 * rows),
     )  # fmt: skip
 
 
@@ -406,13 +449,15 @@ def _work(query: Tensor, rows: int) -> float:
     return query.numel() * rows / 8  # integer products: a register has four times as many of them, and two a cycle
 
 
-def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int) -> Tensor:
+def logits(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, grid: Tensor | None = None
+) -> Tensor:
     """As `sparseattn.kernels.lowbit.logits`, the query times steps rounded to 8 bits."""
     batch, heads, share, size = query.shape
     count = real.shape[1]
     rows = count // low.shape[2]
     out = torch.empty(batch, heads, share, count)
-    inputs = _stored(query, packed, low, step, real, rows, size**-0.5)
+    inputs = _stored(query, packed, low, step, grid, real, rows, size**-0.5)
     with ONE_AT_A_TIME:
         use_threads(_work(query, count))
         _logits(*inputs, bits, max(PART_ROWS // rows, 1), out.numpy())
@@ -423,8 +468,8 @@ def logits(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
 
 
 @njit
-def _pages(query, h, g, served, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, real, r,
-           rows, words, bits, count, pages, page, out, o, out_step):  # fmt: skip
+def _pages(query, h, g, served, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
+           grid_at, real, r, rows, words, bits, count, pages, page, out, o, out_step):  # fmt: skip
     """Logits of listed pages for `served` query heads from g on of KV head h; pages: `[P]`."""
     padded = query.shape[2]
     wide = _wide(words, bits, padded)
@@ -447,7 +492,8 @@ def _pages(query, h, g, served, size, packed, at, group_step, low, low_at, low_s
             group, row = row // rows, row - inside
             if group != known:
                 _ask(flat, 0, served, padded, size, bits, wide, low, low_at + group * low_step,
-                     step, step_at + group * step_step, lows, steps, numbers, asked, scale, base)  # fmt: skip
+                     step, step_at + group * step_step, grid, grid_at,
+                     lows, steps, numbers, asked, scale, base)  # fmt: skip
                 known = group
             codes = at + group * group_step + (row - group * rows) * 4 * words
             for g in range(0, served, SERVED):
@@ -464,8 +510,8 @@ def _pages(query, h, g, served, size, packed, at, group_step, low, low_at, low_s
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _listed(query, size, packed, packed_steps, low, low_steps, step, step_steps, real, real_step, rows, words, bits,
-            count, heads, pages, page, parts, out):  # fmt: skip
+def _listed(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, real, real_step,
+            rows, words, bits, count, heads, pages, page, parts, out):  # fmt: skip
     """pages: `[B*H,lists,P]`, lists 1 or G; out: `[B*H,G,P*page]`."""
     share, lists, named = query.shape[1], pages.shape[1], pages.shape[2]
     line, served, each = out.reshape(-1), share // lists, (named + parts - 1) // parts
@@ -477,28 +523,29 @@ def _listed(query, size, packed, packed_steps, low, low_steps, step, step_steps,
         _pages(query[which : which + 1], 0, head * served, served, size,
                packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
                low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-               step, b * step_steps[0] + h * step_steps[1], step_steps[2],
+               step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, which * grid_step,
                real, b * real_step, rows, words, bits, count, pages[which, head, first : min(named, first + each)],
                page, line, ((which * share + head * served) * named + first) * page, named * page)  # fmt: skip
 
 
 def listed_logits(
-    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int
-) -> Tensor:
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int,
+    grid: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `sparseattn.kernels.lowbit.listed_logits`."""
-    return _listed_logits(query, packed, low, step, real, bits, pages, page, 1.0)
+    return _listed_logits(query, packed, low, step, real, bits, pages, page, grid, 1.0)
 
 
 def _listed_logits(
     query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int,
-    factor: float,
+    grid: Tensor | None, factor: float,
 ) -> Tensor:  # fmt: skip
     """Logits of the rows of listed pages, times `factor`."""
     batch, heads, share, size = query.shape
     count, named = real.shape[1], pages.shape[2]
     rows = count // low.shape[2] if count else LANES
     out = torch.empty(batch, heads, share, named * page)
-    inputs = _stored(query, packed, low, step, real, rows, factor * size**-0.5)
+    inputs = _stored(query, packed, low, step, grid, real, rows, factor * size**-0.5)
     listed = pages.int().contiguous().numpy().reshape(batch * heads, -1, named)
     with ONE_AT_A_TIME:
         threads = use_threads(2 * _work(query, named * page))  # a group's query may be rounded for one page alone
@@ -814,15 +861,15 @@ def _factors(peak, total, most):
 
 
 @njit
-def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, real, r, rows,
-           words, bits, first, last, page, each, held, to, places, peak, total):  # fmt: skip
+def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
+           real, r, rows, words, bits, first, last, page, each, held, to, places, peak, total):  # fmt: skip
     """The weights of a part, groups `first` to `last`, as `held[to:]` and so on for each query head; of each head the
     largest score and the sum of the weights as `peak` and `total` `[G]`.
     """
     share, full = query.shape[1], (last - first) * rows
     logits, masses = np.empty(share * full, np.float32), np.empty(each, np.float32)
-    _part(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, real, r, rows,
-          words, bits, first, last, logits, 0, full)  # fmt: skip
+    _part(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
+          real, r, rows, words, bits, first, last, logits, 0, full)  # fmt: skip
     for g in range(share):
         scores, begin, count = logits, g * full, full
         if page > 1:
@@ -839,8 +886,8 @@ def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, st
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, real, real_step, rows, words, bits,
-             groups, once, heads, page, each, held, out, ids):  # fmt: skip
+def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, real, real_step,
+             rows, words, bits, groups, once, heads, page, each, held, out, ids):  # fmt: skip
     """held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; ids: `[B*H,S]`, the best places of each, or S 0;
     `once`: groups of a part, of which `each` is the number of pages, up to a multiple of 16.
 
@@ -865,7 +912,7 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
                 first = part * once
                 _weigh(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
                        low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-                       step, b * step_steps[0] + h * step_steps[1], step_steps[2],
+                       step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
                        real, b * real_step, rows, words, bits, first, min(groups, first + once), page, each,
                        line, worker * share * places + part * each, places,
                        peak[which, part], total[which, part])  # fmt: skip
@@ -889,8 +936,9 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
 
 
 def _vote(
-    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int, count: int | None
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int, count: int | None,
+    grid: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Votes `[B,H,parts,each]`, of which as many of a part as it has pages are said; for a `count`, which reads single
     rows, the best rows `[B,H,S]` int32 instead."""
     batch, heads, share, size = query.shape
@@ -899,7 +947,7 @@ def _vote(
     parts, inside = -(-low.shape[2] // once), once * rows // page
     each = -(-inside // LANES) * LANES
     ids = torch.empty(batch, heads, min(count or 0, real.shape[1]), dtype=torch.int32)
-    inputs = _stored(query, packed, low, step, real, rows, float(LOG2E) * size**-0.5)
+    inputs = _stored(query, packed, low, step, grid, real, rows, float(LOG2E) * size**-0.5)
     with ONE_AT_A_TIME:
         threads = use_threads(_work(query, real.shape[1]) + EXPONENTIAL * lists * share * parts * each / 8)
         workers = lists if lists % threads else threads
@@ -912,17 +960,21 @@ def _vote(
     return out.view(batch, heads, parts, each)[..., :inside] if count is None else out, ids
 
 
-def scores(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int) -> Tensor:
+def scores(
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, page: int,
+    grid: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `sparseattn.kernels.lowbit.scores` by "softmax"."""
-    votes, _ = _vote(query, packed, low, step, real, bits, page, None)
+    votes, _ = _vote(query, packed, low, step, real, bits, page, None, grid)
     return votes.flatten(2)[..., : real.shape[1] // page]
 
 
 def chosen_rows(
-    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, count: int
-) -> Tensor:
+    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, count: int,
+    grid: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `sparseattn.kernels.lowbit.best` by "softmax"; of votes, a thread keeps those of one KV head."""
-    return _vote(query, packed, low, step, real, bits, 1, count)[1]
+    return _vote(query, packed, low, step, real, bits, 1, count, grid)[1]
 
 
 @njit(parallel=True, cache=True, nogil=True)
@@ -971,11 +1023,11 @@ def _touched(pages, page, rows, marked):
 
 def chosen_listed(
     query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, pages: Tensor, page: int,
-    count: int,
+    count: int, grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `sparseattn.kernels.lowbit.best_listed` by "softmax", of pages `[B,H,P]`."""
     pages = pages.int().contiguous()
-    logits = _listed_logits(query, packed, low, step, real, bits, pages, page, float(LOG2E))
+    logits = _listed_logits(query, packed, low, step, real, bits, pages, page, grid, float(LOG2E))
     batch, heads, share, listed = logits.shape
     lists, held = batch * heads, low.shape[2]
     ids = torch.empty(batch, heads, min(count, listed), dtype=torch.int32)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
 from sparseattn.kernels.pages import _log, vote_softmax
 from sparseattn.kernels.scoring import vote
@@ -53,13 +54,33 @@ def _plane(packed, BITS: tl.constexpr, plane: tl.constexpr, kind: tl.constexpr):
     return held.to(kind)
 
 
+@triton.jit
+def _lows(low, mask, grid, head, d, here, D: tl.constexpr):
+    """The lowest levels of channels d, where these are `here`, that `low` points at; where masked that of a 0."""
+    levels = tl.load(low, mask=mask, other=0).to(tl.float32)
+    if grid is not None:
+        anchor = tl.load(grid + head * 3 * D + d, mask=here, other=0.0)
+        levels = levels * tl.load(grid + head * 3 * D + D + d, mask=here, other=0.0) + anchor
+    return levels
+
+
+@triton.jit
+def _steps(step, mask, grid, head, d, here, D: tl.constexpr):
+    """The steps of channels d, where these are `here`, that `step` points at; 0 where masked."""
+    wide = tl.load(step, mask=mask, other=0).to(tl.float32)
+    if grid is not None:
+        wide = wide * tl.load(grid + head * 3 * D + 2 * D + d, mask=here, other=0.0)
+    return wide
+
+
 # Specialised are strides alone: a group more must not compile a new kernel.
 @triton.jit(do_not_specialize=["parts", "real_step_b"])
 def score_rows(
     query,  # [B,H,G,D]
     packed,  # [B,H,N/ROWS,ROWS*WIDE] uint8, any strides but the last
-    low,  # [B,H,N/ROWS,D] of 16 bits, any strides but the last
-    step,  # likewise
+    low,  # [B,H,N/ROWS,D] of 16 bits or int8, any strides but the last
+    step,  # likewise, of 16 bits or uint8
+    grid,  # [B,H,3,D] float32 for levels of 8 bits, else None
     real,  # [B,N]
     out,  # [B,H,N/PAGE] or, for "each" and "softmax", [B,H,G,N/PAGE] float32
     tile_lse,  # [B,H,G,tiles] float32; None but for "softmax"
@@ -111,10 +132,10 @@ def score_rows(
         group = head * 0 + row // ROWS  # of 64 bits
         known = tl.load(real + row + r) != 0
         size = tl.max(known.to(tl.int32), 0) * D  # what is not real is not read: spare capacity costs nothing
-        base = tl.load(low + group * low_step_n + d, mask=d < size, other=0.0).to(tl.float32)
+        base = _lows(low + group * low_step_n + d, d < size, grid, head, d, d < size, D)
         base = tl.sum(asked * base[None, :], 1)  # [BLOCK_G]
         if kind == tl.float16:  # a query times a step might overflow, or fall below what float16 holds
-            wide = tl.load(step + group * step_step_n + d, mask=d < size, other=0.0).to(tl.float32)
+            wide = _steps(step + group * step_step_n + d, d < size, grid, head, d, d < size, D)
             largest = tl.max(tl.abs(asked * wide[None, :]), 1)
             largest = tl.where(largest > 0.0, largest, 1.0)  # [BLOCK_G]
         codes = tl.load(
@@ -126,7 +147,7 @@ def score_rows(
         for plane in tl.static_range(8 // BITS):
             at = plane * WIDE + j  # channels
             here = (j < WIDE) & (at < size)
-            stretch = tl.load(step + group * step_step_n + at, mask=here, other=0.0).to(tl.float32)
+            stretch = _steps(step + group * step_step_n + at, here, grid, head, at, here, D)
             q = tl.load(query + g[None, :] * D + at[:, None], mask=here[:, None] & (g < G)[None, :], other=0.0)
             # Codes are left where they lie in a byte, as numbers so many times as large.
             q = q.to(tl.float32) * (stretch * 0.5 ** (BITS * plane - _down(BITS, plane)))[:, None]
@@ -170,8 +191,9 @@ def score_rows(
 def score_listed_rows(
     query,  # [B,H,G,D]
     packed,  # [B,H,N/ROWS,ROWS*WIDE] uint8, any strides but the last
-    low,  # [B,H,N/ROWS,D] of 16 bits, any strides but the last
-    step,  # likewise
+    low,  # [B,H,N/ROWS,D] of 16 bits or int8, any strides but the last
+    step,  # likewise, of 16 bits or uint8
+    grid,  # [B,H,3,D] float32 for levels of 8 bits, else None
     real,  # [B,N]
     ids,  # [B,Hs,P]
     out,  # [B,H,G,P*page] float32
@@ -203,6 +225,7 @@ def score_listed_rows(
     chosen, b = tl.program_id(1), tl.program_id(2)
     list_at = b.to(tl.int64) * tl.num_programs(1) + chosen  # of B*Hs
     h = (chosen // EACH).to(tl.int64)
+    head = list_at // EACH  # of B*H
     kind = query.dtype.element_ty
     g = tl.arange(0, BLOCK_G)
     j = tl.arange(0, BLOCK_W)
@@ -226,14 +249,15 @@ def score_listed_rows(
         at = plane * WIDE + j
         fits = (j < WIDE) & (at < D)
         mask = known[:, None] & fits[None, :]
-        stretch = tl.load(step + (group * step_step_n)[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
-        least = tl.load(low + (group * low_step_n)[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
+        channel, there = at[None, :], fits[None, :]
+        stretch = _steps(step + (group * step_step_n)[:, None] + channel, mask, grid, head, channel, there, D)
+        least = _lows(low + (group * low_step_n)[:, None] + channel, mask, grid, head, channel, there, D)
         code = ((codes >> (BITS * plane)) & ((1 << BITS) - 1)).to(tl.float32)
         q = tl.load(query + g[None, :] * D + at[:, None], mask=fits[:, None] & (g < G)[None, :], other=0.0)
         scores = tl.dot((least + stretch * code).to(kind), q, scores, input_precision="ieee")
     scores = tl.where(known[:, None], scores * scale, float("-inf"))  # [BLOCK,BLOCK_G]
-    there = listed * page
-    tl.store(out + (list_at * G + g)[None, :] * there + slot[:, None], scores, mask=(g < G)[None, :] & here[:, None])
+    many = listed * page
+    tl.store(out + (list_at * G + g)[None, :] * many + slot[:, None], scores, mask=(g < G)[None, :] & here[:, None])
 
 
 # NOT MEASURED on a GPU yet: from the compiler's reports, without spills (docs/kernels.md).
@@ -300,12 +324,20 @@ def launch_vote(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return constants, {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def _check(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor) -> None:
+def _check(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, grid: Tensor | None) -> None:
     """ValueError for what the kernels cannot read."""
-    if not low.dtype == step.dtype or low.element_size() != 2 or packed.dtype != torch.uint8:
-        raise ValueError(
-            f"codes are torch.uint8 and levels of one 16-bit dtype, got {packed.dtype}, {low.dtype} and {step.dtype}"
+    if grid is None:
+        fit, wanted = low.dtype == step.dtype and low.element_size() == 2, "levels of one 16-bit dtype"
+    else:
+        fit, wanted = (
+            (low.dtype, step.dtype) == (torch.int8, torch.uint8),
+            "levels on a grid torch.int8 and torch.uint8",
         )
+        shape = *low.shape[:2], grids.NUMBERS, low.shape[3]
+        if grid.dtype != torch.float32 or grid.shape != shape:
+            raise ValueError(f"a grid is {list(shape)} in float32, got {list(grid.shape)} in {grid.dtype}")
+    if not fit or packed.dtype != torch.uint8:
+        raise ValueError(f"codes are torch.uint8 and {wanted}, got {packed.dtype}, {low.dtype} and {step.dtype}")
     strides = packed.stride(-1), low.stride(-1), step.stride(-1)
     if strides != (1, 1, 1):
         raise ValueError(f"codes and levels have adjacent elements, got last strides {strides}")
@@ -317,7 +349,15 @@ def _check(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tenso
 
 
 def scores(
-    query: Tensor, packed: Tensor, low: Tensor, step: Tensor, real: Tensor, bits: int, group: str, page: int = 1
+    query: Tensor,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    real: Tensor,
+    bits: int,
+    group: str,
+    page: int = 1,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """`[B,Hs,N/page]` float32, as `sparseattn.kernels.lowbit.scores`.
 
@@ -326,13 +366,14 @@ def scores(
     Args:
         query: `[B,H,G,D]` float32, float16 or bfloat16.
         packed: `[B,H,N/rows,rows*4W]` uint8, any strides but the last. Rows that are not real may hold anything.
-        low, step: `[B,H,N/rows,D]` of 16 bits, likewise.
+        low, step: `[B,H,N/rows,D]` of 16 bits, or int8 and uint8 on a grid, likewise.
         real: `[B,N]` bool.
+        grid: `[B,H,3,D]` float32.
 
     Raises:
         ValueError: dtypes, shapes or strides that the kernels cannot read.
     """
-    _check(query, packed, low, step, real)
+    _check(query, packed, low, step, real, grid)
     batch, heads, group_size, size = query.shape
     stored = real.shape[1]
     if not packed.shape[2]:
@@ -340,7 +381,7 @@ def scores(
     rows = stored // packed.shape[2]
     part = part_of(query.element_size(), rows)
     if page > part:  # a page of more rows than are multiplied at once: first the masses of its parts
-        found = scores(query, packed, low, step, real, bits, "each", part).unflatten(-1, (-1, page // part))
+        found = scores(query, packed, low, step, real, bits, "each", part, grid).unflatten(-1, (-1, page // part))
         return vote(found.logsumexp(-1).unflatten(1, (heads, group_size)), group, "torch")
     kept = group in ("each", "softmax")
     number = stored // page
@@ -363,6 +404,7 @@ def scores(
             packed,
             low,
             step,
+            None if grid is None else grid.contiguous(),
             real,
             first,
             tile_lse,
@@ -377,8 +419,8 @@ def scores(
         )
         if tile_lse is not None:
             constants, options = launch_vote(group_size)
-            grid = triton.cdiv(number, VOTE_BLOCK), batch * heads
-            vote_softmax[grid](each, tile_lse, voted, number, tiles, **constants, **options)
+            programs = triton.cdiv(number, VOTE_BLOCK), batch * heads
+            vote_softmax[programs](each, tile_lse, voted, number, tiles, **constants, **options)
     return first.flatten(1, 2) if voted is None else voted
 
 
@@ -391,12 +433,13 @@ def listed(
     bits: int,
     pages: Tensor,
     page: int,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """`[B,H,G,P*page]` float32, as `sparseattn.kernels.lowbit.listed_logits`; inputs as of `scores`.
 
     In 16 bits a key is rounded as a model's own keys are.
     """
-    _check(query, packed, low, step, real)
+    _check(query, packed, low, step, real, grid)
     batch, heads, group, size = query.shape
     chosen, number = pages.shape[1:]
     out = query.new_empty(batch, heads, group, number * page, dtype=torch.float32)
@@ -413,6 +456,7 @@ def listed(
                 packed,
                 low,
                 step,
+                None if grid is None else grid.contiguous(),
                 real,
                 pages.contiguous(),
                 out,

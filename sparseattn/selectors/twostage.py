@@ -32,6 +32,7 @@ class TwoStage(Selector):
             Where `pages` proposes for each query head and `group` makes one choice per KV head, that is the union of
             its query heads' proposals, up to G times as many rows; where only `group` is "each", every query head
             chooses from its KV head's.
+        scales: bits of a level in the second stage, see `LowBit`.
 
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
@@ -55,12 +56,13 @@ class TwoStage(Selector):
         bits: int = 2,
         rows: int = 64,
         group: str = "softmax",
+        scales: int = 16,
     ) -> None:
         from sparseattn.selectors import as_selector  # which knows this class too
 
         check_least(times=(times, 1))
         self.pages, self.times = as_selector(pages), times
-        self.inside = LowBit(bits, rows, group=group)
+        self.inside = LowBit(bits, rows, group=group, scales=scales)
 
     @property
     def bits(self) -> int:
@@ -76,6 +78,11 @@ class TwoStage(Selector):
     def group(self) -> str:
         """The vote of a query group on proposed rows."""
         return self.inside.group
+
+    @property
+    def scales(self) -> int:
+        """Bits of a level."""
+        return self.inside.scales
 
     def fix(self, rows: int, seal: int) -> None:
         for _, part in self.parts():
@@ -107,11 +114,13 @@ class TwoStage(Selector):
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
-        codes, low, step = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible
+        index = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, real
+        grid = self.inside.levels_grid
         ids, groups = lowbit.best_listed(
-            query, codes, low, step, real, self.bits, self.group, listed, page, budget
+            query, *index, self.bits, self.group, listed, page, budget, grid=grid
         )  # [B,Hs,S], [B,L]
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, groups * (4 * size), (heads, ids.shape[1])))
+        levels = self.inside.levels_bytes(groups, size)
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
         """The pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for the same one again.
