@@ -122,7 +122,7 @@ def compile_lowbit_ahead(
         vote_constants, vote_options = lowbit_gpu.launch_vote(group)
         found.append(_compile(pages.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group))
     each = group if vote == "each" else 1
-    constants, options = lowbit_gpu.launch_listed(size, group // each, each, bits, rows)
+    constants, options = lowbit_gpu.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)
     arguments = [*inputs, "*i64", "*fp32", "i32", "i32", "i32", "i32", "fp32", *steps]
     tile_bytes = constants["BLOCK"] * constants["BLOCK_W"]
     return [*found, _compile(lowbit_gpu.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]

@@ -266,7 +266,7 @@ PART = {
     4: 16,
 }  # rows of one product by bytes of a query's number: those of a warp group, and what does not spill
 PROGRAM = 256  # rows of a program of `score_rows`
-LISTED = 64  # rows of a program of `score_listed_rows`
+LISTED = {2: 64, 4: 32}  # rows of a program of `score_listed_rows` by bytes of a query's number
 VOTE_BLOCK = 512  # rows or pages that one program of `vote_softmax` votes on
 
 
@@ -299,7 +299,7 @@ def launch(
 
 
 def launch_listed(
-    size: int, group: int, each: int, bits: int, rows: int, tiled: int = 1
+    itemsize: int, size: int, group: int, each: int, bits: int, rows: int, tiled: int = 1
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """As `launch`, for `score_listed_rows`: `group` query heads share a list, a KV head has `each`."""
     wide = 4 * lowbit.words(size, bits)
@@ -313,9 +313,9 @@ def launch_listed(
         "WIDE": wide,
         "BLOCK_G": max(8, triton.next_power_of_2(group)),
         "BLOCK_W": max(16, triton.next_power_of_2(wide)),
-        "BLOCK": LISTED,
+        "BLOCK": LISTED[itemsize],
     }
-    return constants, {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    return constants, {"num_warps": 4 if itemsize == 2 else 8, "num_stages": 1, "enable_fp_fusion": True}
 
 
 def launch_vote(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -448,7 +448,9 @@ def listed(
     if out.numel():
         each = chosen // heads
         rows = real.shape[1] // packed.shape[2]
-        constants, options = launch_listed(size, group // each, each, bits, rows, lowbit.tile(packed.device))
+        constants, options = launch_listed(
+            query.element_size(), size, group // each, each, bits, rows, lowbit.tile(packed.device)
+        )
         real = real if real.stride(-1) == 1 else real.contiguous()
         with torch.cuda.device_of(query):
             score_listed_rows[triton.cdiv(number * page, constants["BLOCK"]), chosen, batch](
