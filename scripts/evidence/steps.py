@@ -213,6 +213,14 @@ STEPS = (
     few_bits_text("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 4),
     few_bits_text("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 4),
     Step(
+        "lowbit-scales",
+        "levels of 8 and of 16 bits, in groups of 64 and of 32 rows",
+        "sparseattn bench code needles --selector lowbit --selector lowbit:scales=8 --selector lowbit:rows=32 "
+        f"--selector lowbit:rows=32,scales=8 --budget 256 {EQUAL} --no-figures --out OUT",
+        2,
+        "bench.jsonl",
+    ),
+    Step(
         "lowbit-limits",
         "where keys of few bits fail: head sizes, key norms, outliers, far positions, hard keys",
         "python -m benchmarks.lowbit --trace prose --trace long --results OUT",

@@ -40,6 +40,7 @@ VIEWS: dict[str, View] = {
     "kernels-table": views_kernels.table,
     "lowbit-recovered": views_lowbit.recovered,
     "lowbit-votes": views_lowbit.votes,
+    "lowbit-scales": views_lowbit.scales,
     "lowbit-nearer": views_lowbit.nearer,
     "lowbit-passkey": views_lowbit.passkey,
     "lowbit-speed": views_lowbit.speed,

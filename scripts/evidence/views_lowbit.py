@@ -62,6 +62,17 @@ def votes(record: Record) -> str:
     )
 
 
+def scales(record: Record) -> str:
+    """Levels of 8 bits beside those of 16."""
+    found = Measured(record)
+    lines = []
+    for label in found.labels():
+        mine = [found.must(label, ROWS, trace) for trace in found.traces]
+        cells = [f"{one['mean.recovered']:.3f}" for one in mine]
+        lines.append([ticked(spec(label)), *cells, percent(mine[0]["mean.bytes_share"], 1)])
+    return table([f"recovered, {ROWS} rows", *map(ticked, found.traces), "bytes"], lines)
+
+
 def nearer(*records: Record) -> str:
     """How many times smaller the divergence is than Quest's, text by text."""
     lines = []
