@@ -42,7 +42,7 @@ def few_bits(trace: str, more: str, minutes: float) -> Step:
         f"lowbit-{trace}",
         f"keys of few bits on the trace {trace}, beside the rows' true order and Quest",
         f"sparseattn bench {trace} {BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 "
-        f"--selector lowbit:rows=128 {more}{EQUAL} --no-figures --out OUT",
+        f"--selector lowbit:rows=32,scales=8 {more}{EQUAL} --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -55,7 +55,7 @@ def few_bits_text(model: str, text: str, tokens: int, layers: str, minutes: floa
         f"keys of few bits on {model}'s keys of the text {text}, beside the rows' true order and Quest",
         f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
         f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {BESIDE} "
-        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=128 {EQUAL} "
+        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8 {EQUAL} "
         "--no-figures --out OUT",
         minutes,
         "bench.jsonl",

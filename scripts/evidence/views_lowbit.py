@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from scripts.evidence.markdown import bullets, parts, percent, table, text, ticked
+from scripts.evidence.markdown import bullets, parts, percent, significant, table, text, ticked
 from scripts.evidence.views_agreement import FULL, Agreed
 from scripts.evidence.views_asked import Asked
 from scripts.evidence.views_speed import BF16, _machine, _setting, _way
@@ -85,7 +85,7 @@ def nearer(*records: Record) -> str:
             cells = [f"{kl[method]:.4f}" for method in (ORDER, "LowBit", "TwoStage", "LowBit(bits=1)", "Quest")]
             ratio = quest / kl["LowBit"] if kl["LowBit"] > 0 else float("inf")
             model, tokens = found.rows[0]["model"], found.length
-            lines.append([f"`{model}`, {tokens:,} tokens, {name} ({found.kinds[name]})", *cells, f"{ratio:.0f}"])
+            lines.append([f"`{model}`, {tokens:,} tokens, {name} ({found.kinds[name]})", *cells, significant(ratio)])
     head = ["KL at 256 rows, nats a token", "true order", "`lowbit`", "`twostage`", "one bit", "`quest`"]
     return table([*head, "`quest` / `lowbit`"], lines)
 

@@ -76,6 +76,7 @@ class Selector(ABC):
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
+        usual: parts that are as by default, as `label` says them.
         late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
             is loaded at its first use.
         width: bytes of an element of a key in `scan_bytes`; None: those it is kept in. Set where a comparison computes
@@ -93,6 +94,7 @@ class Selector(ABC):
     uses_budget: bool = True
     width: int | None = None
     knob: str | None = None
+    usual: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     layer: int = 0
     rope: Rope | None = None
@@ -254,15 +256,12 @@ class Selector(ABC):
 
     def label(self, *, knob: bool = True) -> str:
         """The class and the arguments that are not as by default, the `knob` among them or not; a part by its label."""
-        from sparseattn.selectors import make_selector  # which knows this class too
-
         said = []
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = getattr(self, name)
             if isinstance(value, Selector):
-                usual = parameter.default
-                if not (isinstance(usual, str) and value.label() == make_selector(usual).label()):
-                    said.append(f"{name}={value.label()}")
+                if (part := f"{name}={value.label()}") not in self.usual:
+                    said.append(part)
             elif value != parameter.default and (knob or name != self.knob):
                 said.append(f"{name}={value!r}")
         return type(self).__name__ + (f"({', '.join(said)})" if said else "")

@@ -48,6 +48,7 @@ class TwoStage(Selector):
     """
 
     knob = "times"
+    usual = ("pages=Quest",)
 
     def __init__(
         self,
