@@ -55,8 +55,8 @@ def few_bits_text(model: str, text: str, tokens: int, layers: str, minutes: floa
         f"keys of few bits on {model}'s keys of the text {text}, beside the rows' true order and Quest",
         f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
         f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {BESIDE} "
-        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8 {EQUAL} "
-        "--no-figures --out OUT",
+        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector "
+        f"lowbit:rows=32,scales=8 {EQUAL} --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
