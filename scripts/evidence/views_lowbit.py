@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from scripts.evidence.markdown import bullets, parts, percent, significant, table, text, ticked
@@ -143,23 +143,42 @@ def slope(record: Record) -> str:
 
 
 def limits(record: Record) -> str:
-    """Recovered share on keys of many kinds, of the true order's, and the logits' error."""
+    """Recovered share on keys of many kinds, of the true order's, and the logits' error: means over layers and sizes."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    trace = ""
+    for one in record["problems"]:
+        name, _, layer = one["keys"].partition(", layer ")
+        if layer:  # "prose, layer 2", or "prose, layer 2, a million positions on"; what follows is made of its keys
+            trace, name = name, f"{name}{layer.lstrip('0123456789')}"
+        elif ", D = " in name:
+            name = name.partition(", D = ")[0]
+        else:
+            name = f"{trace}, {name}"
+        kinds.setdefault(name, []).append(one)
     names = [name for name in NAMES if any(name in one["methods"] for one in record["problems"])]
     lines = []
-    for one in record["problems"]:
-        cells = [
-            f"{one['methods'][name]['mean'] / one['order']:.2f}" if name in one["methods"] else "" for name in names
-        ]
-        error = one["errors"]["2"]
-        cells += [f"{error['rms.numba']:.2f}", f"{error['of_bound.numba']:.2f}"]
-        lines.append([one["keys"], f"{one['order']:.2f}", *cells])
+    for kind, mine in kinds.items():
+        cells = [f"{_mean(one['order'] for one in mine):.2f}"]
+        for name in names:
+            there = [one for one in mine if name in one["methods"]]
+            cells.append(f"{_mean(one['methods'][name]['mean'] / one['order'] for one in there):.2f}" if there else "")
+        errors = [one["errors"]["2"] for one in mine]
+        cells.append(f"{_mean(one['rms.numba'] for one in errors):.2f}")
+        lines.append([kind, *cells, f"{max(one['of_bound.numba'] for one in errors):.2f}"])
     head = ["keys", "true order", *(NAMES[name] for name in names), "rms error", "largest / bound"]
+    sizes = sorted({one["size"] for one in record["problems"] if ", D = " in one["keys"]})
     words = text(
         f"The first column is the share that the rows' true order recovers at {record['budget']} rows, the next ones "
         "are what methods recover of it. The error is that of two-bit logits as numba's kernel has them, in standard "
-        "deviations of the logits, and the largest one as a part of the bound."
+        "deviations of the logits, and the largest one as a part of the bound. Means over three layers of a trace, and "
+        f"over drawn keys of D = {', '.join(map(str, sizes))}:"
     )
     return parts(words, table(head, lines))
+
+
+def _mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return sum(every) / len(every)
 
 
 def planes(record: Record) -> str:
