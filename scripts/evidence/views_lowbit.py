@@ -143,7 +143,7 @@ def slope(record: Record) -> str:
 
 
 def limits(record: Record) -> str:
-    """Recovered share on keys of many kinds, of the true order's, and the logits' error: means over layers and sizes."""
+    """Recovered share on keys of many kinds, of the true order's, and the error of logits: means over layers, sizes."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     trace = ""
     for one in record["problems"]:
