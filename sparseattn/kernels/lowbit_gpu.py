@@ -295,7 +295,11 @@ def launch(
         "PART": part,
         "EACH": PROGRAM // part,
     }
-    return constants, {"num_warps": part // 16 if itemsize == 2 else 4, "num_stages": 1, "enable_fp_fusion": True}
+    return constants, {
+        "num_warps": 4 if part >= 32 or itemsize == 4 else part // 16,
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }
 
 
 def launch_listed(
