@@ -131,7 +131,7 @@ def sealing(way: Way, ids: Tensor) -> Clock:
     before = int(layers[0].rows.sealed)
     way.feed(ids)
     for layer in layers:  # there may be fewer rows than the cache waits for
-        layer.rows.seal_rows = layer.rows.selector.span
+        layer.rows.seal_rows = layer.rows.selector.unit
     started = Clock.now(ids.device)
     way.cache.seal()
     taken = Clock.now(ids.device) - started

@@ -74,7 +74,7 @@ def measure(
     """
     selectors = [make_selector(spec) for spec in options.selector]
     more = beyond(tokens, positions(model), options)
-    room = tokens + more + max(selector.span for selector in selectors)
+    room = tokens + more + max(selector.unit for selector in selectors)
     say(f"{tokens} tokens: prefill", 1)
     started = Clock.now(ids.device)
     queries = any(selector.queries_share for selector in selectors)
@@ -155,12 +155,12 @@ def check(model: Any, options: argparse.Namespace) -> None:
             layers = tried.prepared.layers.values()
             if not tried.sparse_layers:
                 raise ValueError(f"--dense-layers {options.dense_layers} leaves no layer of the model to be sparse")
-            span = max(layer.rows.selector.span for layer in tried.sparse_layers.values())
+            unit = max(layer.rows.selector.unit for layer in tried.sparse_layers.values())
         for tokens in options.tokens:
-            if (more := beyond(tokens, most, options)) < span:
+            if (more := beyond(tokens, most, options)) < unit:
                 raise ValueError(
-                    f"behind --tokens {tokens} the model has positions for {more} more, and {spec} seals {span} rows "
-                    f"at a time: take {span - more} tokens less"
+                    f"behind --tokens {tokens} the model has positions for {more} more, and {spec} seals {unit} rows "
+                    f"at a time: take {unit - more} tokens less"
                 )
     row = sum(2 * layer.heads * layer.size * layer.dtype.itemsize for layer in layers)
     copies = 1 + len(DENSE) + len(options.selector)

@@ -79,8 +79,8 @@ def check_fit(methods: Sequence[Method], rows: int, seal: int) -> None:
         selector = make_selector(method.spec)
         KVCache(selector, sink=method.sink, window=method.window, seal=seal)  # its own checks
         budget_rows(method.budget, rows, selector.span, method.spec)
-        if rows - method.sink - method.window < selector.span:
+        if rows - method.sink - method.window < selector.unit:
             raise ValueError(
-                f"a sink of {method.sink} and a window of {method.window} leave less than a span of {selector.span} of "
+                f"a sink of {method.sink} and a window of {method.window} leave less than a unit of {selector.unit} of "
                 f"{rows} rows to select ({method.spec})"
             )

@@ -27,7 +27,7 @@ def show(record: Mapping[str, Any], tables: Callable[[Any], Iterable[Table]], wo
     if as_json:
         print(json.dumps(record))
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDE)
     for table in tables(record):
         console.print(table)
     console.print(words, soft_wrap=True)

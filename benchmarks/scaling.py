@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"scaling-{device}.json"
     drawn = options.out or Path(__file__).parent.parent / "docs" / f"scaling-{device}.png"
-    progress, begun = Console(stderr=True, highlight=False), time.perf_counter()
+    progress, begun = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     record: dict[str, Any] = header(options, "how a decode step grows with context, batch and budget")
     record |= {"memory_gib": round(options.memory, 2), "sweeps": {}}
 

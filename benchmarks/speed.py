@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.error(str(error))
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"{options.name}-{torch.device(options.device).type}.json"
-    progress = Console(stderr=True, highlight=False)
+    progress = Console(stderr=True, highlight=False, markup=False)
     record: dict[str, Any] = header(options, "one decode step against dense attention") | {"results": []}
     begun = time.perf_counter()
 

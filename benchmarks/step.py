@@ -43,7 +43,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     """Seconds to append the rows, which are made beforehand, chunk by chunk, and to seal them: the index."""
     shape, device = inputs.shape, inputs.shape.device
     selector = method.selector(inputs, artefact)
-    room = shape.rows + (options.cycles + 1) * options.seal + selector.span
+    room = shape.rows + (options.cycles + 1) * options.seal + selector.unit
     on_gpu = torch.device(device).type != "cpu"
     cache = KVCache(
         selector,
@@ -164,14 +164,14 @@ def appending(cache: KVCache, inputs: Inputs, step: float, options: argparse.Nam
     Args:
         step: seconds of a step, in whose share it is told.
     """
-    shape, span = inputs.shape, cache.selector.span
+    shape, unit = inputs.shape, cache.selector.unit
     at = int(cache.lengths[0])
     begun, cycles, pauses, tokens = time.perf_counter(), 0, [], []
     while cycles < options.cycles and (not cycles or time.perf_counter() - begun < options.patience):
         sealed = int(cache.sealed[0])
-        keys, values = inputs.rows(at, at + options.seal + span)
-        queries = inputs.queries(at, at + options.seal + span) if cache.selector.queries_share else None
-        for token in range(options.seal + span):
+        keys, values = inputs.rows(at, at + options.seal + unit)
+        queries = inputs.queries(at, at + options.seal + unit) if cache.selector.queries_share else None
+        for token in range(options.seal + unit):
             row = slice(token, token + 1)
             asked = None if queries is None else queries[:, :, :, row]
             started = Clock.now(shape.device)

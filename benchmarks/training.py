@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.steps = 110
     torch.set_num_threads(options.threads)
     options.results.mkdir(parents=True, exist_ok=True)
-    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, progress = Console(highlight=False, markup=False), Console(stderr=True, highlight=False, markup=False)
     for question in options.questions or QUESTIONS:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             result = QUESTIONS[question](options, Path(folder), lambda words: progress.print(words, soft_wrap=True))

@@ -23,7 +23,7 @@ from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.transformers import SparseCache, restore
 
 MODEL = "reference, smollm2, gemma3-270m, a folder, a GGUF file or a name on the Hugging Face hub"
-SELECTORS = ("quest", "exact:group=softmax", "window")
+SELECTORS = ("lowbit", "quest", "exact:group=softmax", "window")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a prompt of yours; default: a question with an answer")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt, at most")
     parser.add_argument("--new", type=int, default=8, help="tokens to generate")
-    parser.add_argument("--selector", default="quest")
+    parser.add_argument("--selector", default="lowbit")
     parser.add_argument("--budget", default="256", help='rows ("256"), a share ("5%%") or "all"')
     parser.add_argument("--dense-layers", type=int, default=0)
     given = parser.parse_args()

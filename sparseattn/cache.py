@@ -57,7 +57,7 @@ class KVCache:
             comparisons and tests do, decoding for its own sake does not.
 
     Raises:
-        ValueError: an unknown selector, a negative size, `seal` below the selector's span, a `queries_share` that is no
+        ValueError: an unknown selector, a negative size, `seal` below the selector's unit, a `queries_share` that is no
             share, a `sealed_device` other than host memory, `indexes` that cannot be a folder, or `fixed` without a
             capacity for more than the sink, with a `sealed_device`, or with a selector whose step the host takes part
             in.
@@ -84,8 +84,8 @@ class KVCache:
         for name, size in sizes.items():
             if type(size) is not int or size < 0:
                 raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
-        if seal < selector.span:
-            raise ValueError(f"seal is at least the span of {selector!r}, {selector.span} rows, got {seal}")
+        if seal < selector.unit:
+            raise ValueError(f"seal is at least the unit of {selector!r}, {selector.unit} rows, got {seal}")
         checks.loose(selector)
         self.selector = selector
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
@@ -94,7 +94,7 @@ class KVCache:
         self.check = check
         near = capacity
         if self.sealed_device is not None:
-            near = sink + window + rollback + seal + selector.span  # after a seal, room until the next one
+            near = sink + window + rollback + seal + selector.unit  # after a seal, room until the next one
             selector.to(self.sealed_device)
         self._stored = StoredRows(sink, near, capacity, self.sealed_device, checks.share(selector))
         if fixed:
@@ -102,14 +102,14 @@ class KVCache:
         self._forget()
 
     def _fix(self, capacity: int) -> None:
-        span = self.selector.span
-        if self.sealed_device is not None or capacity < self.sink + span:
+        unit = self.selector.unit
+        if self.sealed_device is not None or capacity < self.sink + unit:
             apart = "" if self.sealed_device is None else f' and sealed_device="{self.sealed_device}"'
             raise ValueError(
-                f"fixed=True takes a capacity for the sink and a span, {self.sink + span} rows or more, all on one "
+                f"fixed=True takes a capacity for the sink and a unit, {self.sink + unit} rows or more, all on one "
                 f"device; got capacity={capacity}{apart}"
             )
-        self.selector.fix((capacity - self.sink) // span * span, self.seal_rows // span * span)
+        self.selector.fix((capacity - self.sink) // unit * unit, self.seal_rows // unit * unit)
         self._stored.fix(capacity)
         self._capacity = capacity
 
@@ -252,7 +252,7 @@ class KVCache:
         at = None if positions is None else checks.positions(positions, batch, new, zones.next)
         if self.fixed:
             counts = [new] * batch if at is None else (at >= 0).sum(1).tolist()
-            zones.require_room(counts, self._capacity, self.selector.span)
+            zones.require_room(counts, self._capacity, self.selector.unit)
         if first:
             stored.begin(zones, keys)
         stored.store(keys, values, queries, at)
@@ -298,7 +298,7 @@ class KVCache:
         """
         self._require_rows()
         least = self.seal_rows if self._decoded else 1
-        each = self._stored.zones.due(self.window + self.rollback, least, self.selector.span)
+        each = self._stored.zones.due(self.window + self.rollback, least, self.selector.unit)
         if max(each):
             checks.repeatable(self._stored.keys.full, "sealing rows")
         self._decoded = True

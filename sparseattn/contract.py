@@ -80,6 +80,12 @@ def check(
         f"a span of {{length}} rows from row {{first}} on, where a span has 0 to {selection.span}",
     )
     used = length > 0
+    if selection.whole:
+        refuse(
+            used & ((length != selection.span) | (start % selection.span != 0)),
+            f"it names {{rows}} and calls that a whole page, where a page has {selection.span} rows from a multiple of "
+            f"{selection.span} on",
+        )
     refuse(
         used & ((start < 0) | (start + length > sealed)),
         "it names {rows}, and " + (f"the rows it was shown are 0 to {sealed - 1}" if sealed else "was shown none"),

@@ -96,7 +96,7 @@ def _save(
     metadata = {
         "format": FORMAT,
         "version": VERSION,
-        "selector": _class(selector),
+        "selector": selector.own_class(),
         "arguments": _arguments(selector),
         "rows": known,
         "warnings": json.dumps(list(said)),
@@ -125,7 +125,7 @@ def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[st
     except TensorFileError as error:
         raise IndexFileError(f"{error}; delete it") from error
     expected = {
-        "selector": _class(selector),
+        "selector": selector.own_class(),
         "arguments": _arguments(selector),
         "rows": known,
     }
@@ -154,17 +154,19 @@ def _load(selector: Selector, rows: Rows, known: str, path: str | os.PathLike[st
 
 
 def kept(selector: Selector) -> bool:
-    """Whether its index is kept in files: all state is in row buffers, and it says what that must be."""
+    """Whether its index is kept in files: all state is in row buffers, and it says what that must be, parts too."""
     tensors_only = all(isinstance(state, RowBuffer) for _, state in selector.buffers())
-    return tensors_only and type(selector).check_state is not Selector.check_state
+    return tensors_only and _says(selector)
+
+
+def _says(selector: Selector) -> bool:
+    """Whether it overrides `check_state`, and so do its parts."""
+    own = type(selector).check_state is not Selector.check_state
+    return own and all(_says(part) for _, part in selector.parts())
 
 
 def _filled(selector: Selector) -> list[tuple[str, RowBuffer]]:
     return [(name, state) for name, state in selector.buffers() if isinstance(state, RowBuffer) and state.rows]
-
-
-def _class(selector: Selector) -> str:
-    return f"{type(selector).__module__}:{type(selector).__qualname__}"
 
 
 def _arguments(selector: Selector) -> str:
@@ -173,7 +175,7 @@ def _arguments(selector: Selector) -> str:
 
 def _identity(selector: Selector, rows_hash: str) -> str:
     # With the version a file of another release has another name: it is passed over, and the index is built.
-    known = (VERSION, _class(selector), _arguments(selector), rows_hash)
+    known = (VERSION, selector.own_class(), _arguments(selector), rows_hash)
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 

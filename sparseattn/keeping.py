@@ -14,7 +14,7 @@ import hashlib
 import types
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,27 +38,47 @@ def append_first(selector: Selector, rows: Rows) -> Tensor | None:
             `State`, or a `State` that the constructor did not make. A plain number or text may change, and so may what
             the class names in `late`. What was put in place of an attribute is taken back.
     """
-    before = {name: (value, _look(value, selector)) for name, value in _named(selector).items()}
+    before = {name: (one, _look(one.value, selector)) for name, one in _named(selector).items()}
     order = selector.append(rows)
-    for name, value in _named(selector).items():
-        if name in before and before[name][1] == _look(value, selector):
+    for name, one in _named(selector).items():
+        if name in before and before[name][1] == _look(one.value, selector):
             continue
-        if isinstance(value, PLAIN):
+        if isinstance(one.value, PLAIN):
             continue
         if name in before:
-            setattr(selector, name, before[name][0])
+            setattr(one.owner, one.attribute, before[name][0].value)
         else:
-            delattr(selector, name)
+            delattr(one.owner, one.attribute)
         raise ValueError(
-            f"append of {selector!r} has left a {type(value).__name__} in its attribute {name!r}: what it keeps of the "
-            f"rows lies in State made in the constructor, tensors in a RowBuffer (sparseattn.storage), where reorder, "
-            f"clone and reset find it; what no row decides, name in the class's `late`"
+            f"append of {selector!r} has left a {type(one.value).__name__} in its attribute {name!r}: what it keeps of "
+            f"the rows lies in State made in the constructor, tensors in a RowBuffer (sparseattn.storage), where "
+            f"reorder, clone and reset find it; what no row decides, name in the class's `late`"
         )
     return order
 
 
-def _named(selector: Selector) -> dict[str, Any]:
-    return {n: value for n, value in _attributes(selector).items() if n != "stored" and n not in selector.late}
+class _Kept(NamedTuple):
+    """What an attribute of a selector, or of a part of it, holds."""
+
+    owner: Selector
+    attribute: str
+    value: Any
+
+
+def _named(selector: Selector) -> dict[str, _Kept]:
+    """What a selector and its parts keep, by names as in `Selector.buffers`."""
+    own = {
+        name: _Kept(selector, name, value)
+        for name, value in _attributes(selector).items()
+        if name != "stored" and name not in selector.late
+    }
+    inner = {f"{name}.{n}": one for name, part in selector.parts() for n, one in _named(part).items()}
+    return own | inner
+
+
+def _is_of(value: object, selector: Selector) -> bool:
+    """Whether it is the selector, or a part of it."""
+    return value is selector or any(_is_of(value, part) for _, part in selector.parts())
 
 
 def _attributes(value: object) -> dict[str, Any]:
@@ -131,7 +151,7 @@ def _look(value: Any, selector: Selector, depth: int = DEPTH, seen: Seen | None 
     if (content := _writable_bytes(value)) is not None:
         return type(value), hashlib.sha256(content).digest()
     seen = {} if seen is None else seen
-    if isinstance(value, WHOLE) or value is selector:  # whose own attributes are looked at, one after the other
+    if isinstance(value, WHOLE) or _is_of(value, selector):  # whose attributes are looked at, one after the other
         return _Held(value)
     if depth <= seen.get(id(value), (0, None))[0]:
         return _Held(value)

@@ -211,7 +211,7 @@ def evaluate_budgets(
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     is_trace(trace)
     method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
-    seal = method.span if seal is None else seal
+    seal = method.unit if seal is None else seal
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
     check_replay(trace, budgets, method, sink, window, last, seal, indices)
@@ -299,14 +299,14 @@ def check_replay(
     A method that lacks a layer, such as SAAP where its artefact was not trained for it, is refused and not measured on
     the others: means over other layers compare with nothing.
     """
-    KVCache(method, sink=sink, window=window, seal=method.span if seal is None else seal)  # its own checks
+    KVCache(method, sink=sink, window=window, seal=method.unit if seal is None else seal)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window
-    if left < method.span:
+    if left < method.unit:
         raise ValueError(
             f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} rows "
-            f"before the replay to select from; {method!r} needs at least {method.span}"
+            f"before the replay to select from; {method!r} needs at least {method.unit}"
         )
     held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:

@@ -23,6 +23,8 @@ class Selection:
         scanned: `[B,Hs]` int64, rows or representatives (page bounds, centroids) scored to choose, or None.
         scan_bytes: `[B,H]` int64, bytes of index, metadata and model read to choose, per KV head (a query group
             shares one pass over its KV head's metadata), or None.
+        whole: whether every span that is used has `span` rows and begins at a multiple of `span`: whole pages, which
+            who reads by page need not take apart. A property of the method, not of what the tensors hold.
 
     `Hs` is H (one choice for a whole query group) or H*G (one per query head, head `h*G + g`). Shapes depend on the
     budget and on how many rows are stored, never on what the tensors hold, so that no step waits for the device.
@@ -36,6 +38,7 @@ class Selection:
     span: int
     scanned: Tensor | None = None
     scan_bytes: Tensor | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.start.ndim != 3 or self.start.shape != self.length.shape:
@@ -55,19 +58,20 @@ class Selection:
         """Nothing beyond the sink and the window, for H = `heads` KV heads: zero slots."""
         empty = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
         nothing = torch.zeros(batch, heads, dtype=torch.int64, device=device)
-        return cls(empty, empty, 1, nothing, nothing)
+        return cls(empty, empty, 1, nothing, nothing, whole=True)
 
     @classmethod
     def tokens(cls, ids: Tensor, scanned: Tensor | None = None, scan_bytes: Tensor | None = None) -> Selection:
         """Single rows: `ids` `[B,Hs,S]` of any integer dtype, distinct within a head; a negative id is unused."""
-        return cls(ids.clamp(min=0).int(), (ids >= 0).int(), 1, scanned, scan_bytes)
+        return cls(ids.clamp(min=0).int(), (ids >= 0).int(), 1, scanned, scan_bytes, whole=True)
 
     @classmethod
     def pages(
         cls, ids: Tensor, page: int, scanned: Tensor | None = None, scan_bytes: Tensor | None = None
     ) -> Selection:
         """Whole pages of `page` rows (a power of two): `ids` `[B,Hs,S]`, distinct; a negative id is unused."""
-        return cls((ids.clamp(min=0) * page).int(), (ids >= 0).int() * page, page, scanned, scan_bytes)
+        start, length = (ids.clamp(min=0) * page).int(), (ids >= 0).int() * page
+        return cls(start, length, page, scanned, scan_bytes, whole=True)
 
     @classmethod
     def runs(

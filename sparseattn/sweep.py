@@ -174,7 +174,7 @@ def check(selector: Selector, keys: int, k: int) -> None:
     """`k` of `keys` keys can be looked for with this selector; else ValueError."""
     if k < 1:
         raise ValueError(f"k is 1 or more keys, got {k}")
-    if k > keys // selector.span * selector.span:
+    if k > keys // selector.unit * selector.unit:
         raise ValueError(f"recall@{k} needs at least {k} keys that {selector!r} can index, there are {keys}")
     budget_rows(k, keys, selector.span, repr(selector))
 
@@ -184,7 +184,7 @@ class _Index:
 
     def __init__(self, selector: Selector, problem: Problem) -> None:
         self.selector = selector.for_layer(problem.layer, problem.rope)
-        cache = KVCache(self.selector, sink=0, window=0, seal=selector.span)
+        cache = KVCache(self.selector, sink=0, window=0, seal=selector.unit)
         keys, training, at = problem.keys[None], problem.training, problem.positions
         learns = training is not None and selector.queries_share
         queries = training[None] if training is not None and learns else None
@@ -205,7 +205,7 @@ class _Index:
 
 def _build(selector: Selector, problems: Sequence[Problem], k: int, report: Progress) -> list[_Index]:
     # What a first use compiles or loads is not the index's time: a small one is built and asked before.
-    few = min(max(256, k + selector.span), problems[0].keys.shape[1])
+    few = min(max(256, k + selector.unit), problems[0].keys.shape[1])
     small = problems[0]
     training = None if small.training is None else small.training[:, :, :few]
     small = Problem(small.keys[:, :few], small.queries[:, :, :1], training, layer=small.layer, rope=small.rope)

@@ -14,12 +14,15 @@ from torch import Tensor
 from sparseattn import (
     HNSW,
     IVF,
+    PQ,
     SAAP,
     Bounds,
     Exact,
+    Fier,
     Flat,
     KMeans,
     KVCache,
+    LowBit,
     Moments,
     PerfectBuckets,
     QueryBridge,
@@ -29,12 +32,15 @@ from sparseattn import (
     Rows,
     Selection,
     Selector,
+    SelfIndex,
+    TwoStage,
     Window,
 )
 from sparseattn.artefact import Artefact, Classifier, Partition
 from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.buckets import Partitioned
+from sparseattn.selectors.loaded import Loaded, of_parts
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
@@ -92,6 +98,25 @@ class SampledBuckets(Buckets):
     def __init__(self, queries_share: float, reverse: bool = True) -> None:
         super().__init__(reverse)
         self.queries_share = queries_share
+
+
+class Same(Selector):
+    """A test double with a part and nothing else: it does what its part does, in every law."""
+
+    def __init__(self, inner: Selector) -> None:
+        self.inner, self.span = inner, inner.span
+
+    def fix(self, rows: int, seal: int) -> None:
+        self.inner.fix(rows, seal)
+
+    def append(self, rows: Rows) -> Tensor | None:
+        return self.inner.append(rows)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        return self.inner.select(query, positions, budget)
 
 
 def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):
@@ -168,6 +193,34 @@ CASES = [
     ),
     Case("saap-deroped", lambda: drawn(SAAP, False, probes=3, span=1), lambda: drawn(SAAP, False, span=1)),
     Case("saap-context", lambda: drawn(SAAP, probes=3, context=0.8), lambda: drawn(SAAP, context=0.8)),
+    Case("lowbit", lambda: LowBit(rows=16), lambda: LowBit(rows=16)),
+    Case("lowbit-one", lambda: LowBit(1, 32, group="each"), lambda: LowBit(1, 32, group="each")),
+    Case("lowbit-scales", lambda: LowBit(2, 16, scales=8), lambda: LowBit(2, 16, scales=8)),
+    Case("lowbit-page", lambda: LowBit(4, 16, 8, "max"), lambda: LowBit(4, 16, 8, "max")),
+    Case("twostage", lambda: TwoStage(times=2, rows=16), lambda: TwoStage(times=1, rows=16)),
+    Case(
+        "twostage-union",
+        lambda: TwoStage(Quest(8, "each"), 3, rows=16),
+        lambda: TwoStage(Quest(8, "each"), 1, rows=16),
+    ),
+    Case(
+        "twostage-each",
+        lambda: TwoStage(LowBit(1, 16, 4), 2, 4, 32, "each"),
+        lambda: TwoStage(LowBit(1, 16, 4), 1, 4, 32, "each"),
+    ),
+    Case(
+        "twostage-saap",
+        lambda: TwoStage(drawn(SAAP, probes=4), 4, rows=16),
+        lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, rows=16),
+    ),
+    Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
+    Case("same-sampled", lambda: Same(Same(SampledBuckets(0.3))), lambda: Same(Same(SampledBuckets(0.3)))),
+    Case("fier", lambda: Fier(16), lambda: Fier(16)),
+    # Rows of equal codes tie: these cases have none where a law's budget ends, at 8 to 16 names a key or by their vote.
+    Case("selfindex", lambda: SelfIndex("sum"), lambda: SelfIndex("sum")),
+    Case("selfindex-max", lambda: SelfIndex("max"), lambda: SelfIndex("max")),
+    Case("pq", lambda: PQ(8), lambda: PQ(8)),
+    Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),

@@ -377,9 +377,9 @@ def test_what_is_measured_by_default() -> None:
         ("--selector qwest", "did you mean 'quest'?"),
         ("--selector quest@sinks=4", "behind @ come sink, window, budget as name=rows, got 'sinks=4'"),
         ("--selector quest@sink=four", "sink and window are numbers of rows, got 'four'"),
-        ("--rows 20 --selector window", "a sink of 4 and a window of 16 leave less than a span of 1 of 20 rows"),
+        ("--rows 20 --selector window", "a sink of 4 and a window of 16 leave less than a unit of 1 of 20 rows"),
         ("--budget 8 --selector quest", "less than one span"),
-        ("--seal 8 --selector quest", "seal is at least the span of"),
+        ("--seal 8 --selector quest", "seal is at least the unit of"),
         ("--impl fast", "--impl is one of reference, gather"),
         ("--rows 100000000000 --selector window", "100000000000 rows of 1 x 2 KV heads take"),
         ("--device nowhere", "device nowhere is not a torch device, such as cpu or cuda"),
@@ -402,7 +402,7 @@ def test_what_it_refuses(arguments: str, sentence: str, capsys: pytest.CaptureFi
         ("--memory 0", "--memory is more than 0 GiB, got 0"),
         ("--dtype int8", "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         ("--budget-sizes 8,64", "a budget of 8 rows is less than one span of quest"),
-        ("--rows-sizes 20", "leave less than a span of 16 of 20 rows to select (quest)"),
+        ("--rows-sizes 20", "leave less than a unit of 16 of 20 rows to select (quest)"),
     ],
 )
 def test_what_scaling_refuses(

@@ -194,7 +194,7 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
         ({"window": True}, "an int, got True"),
         ({"seal": 100.5}, "an int, got 100.5"),
         ({"window": -1}, "window is 0 or more"),
-        ({"seal": 8}, "at least the span"),
+        ({"seal": 8}, "at least the unit"),
         ({"selector": Quest}, "an instance of a Selector"),
         ({"selector": SampledBuckets(1.5)}, "from 0 to 1, got 1.5"),
         ({"selector": SampledBuckets(float("nan"))}, "from 0 to 1, got nan"),
@@ -497,7 +497,6 @@ class Wrong(Window):
         self.tensor = torch.zeros(8)
         self.array = np.zeros(8)
         self.nested = ([[]], {"a": {}})
-        self.inner = Quest()
         self.made: torch.Tensor | None = None
         self.slotted, self.below = Slotted(), Below()
         self.numbers, self.bytes = array.array("d", [0.0]), bytearray(8)
@@ -527,7 +526,6 @@ HOW = {
     "a dict in a dict": lambda s, keys: s.nested[1]["a"].update({float(keys[0, 0]): 1}),
     "a module": lambda s, keys: setattr(s, "layer", torch.nn.Linear(2, 2)),
     "an object": lambda s, keys: setattr(s, "thing", object()),
-    "the state of another selector": lambda s, keys: s.inner.append(Rows(keys[None, None], keys[None, None], AT)),
     "a state that the constructor did not make": lambda s, keys: setattr(s, "late_one", RowBuffer(1)),
     "a state in a slot, which reorder does not find": lambda s, keys: s.fill_own(keys.mean(1)[None]),
     "a list in a slot": lambda s, keys: s.slotted.rows.append(len(keys)),
@@ -541,7 +539,6 @@ HOW = {
     "a tensor's data written to": lambda s, keys: s.tensor.data.add_(1),
     "a tensor's data in place of its own": lambda s, keys: setattr(s.tensor, "data", keys.mean(0)),
 }
-AT = torch.arange(64)[None]
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])

@@ -57,7 +57,7 @@ class Sequence:
 
 
 def seal(model: list[Sequence], cache: KVCache, first: bool) -> None:
-    span, waiting = cache.selector.span, [one.waiting(cache) for one in model]
+    span, waiting = cache.selector.unit, [one.waiting(cache) for one in model]
     slack = span - 1 if len({rows % span for rows in waiting}) > 1 else 0
     if max(waiting) < (1 if first else cache.seal_rows) + slack:
         return

@@ -536,7 +536,7 @@ def test_a_progress_bar_shows_names_as_they_are() -> None:
         (["--last", "0"], "last is 1 to"),
         (["--far", "1.5"], "--far is a share of the attention, 0 to 1, got 1.5"),
         (["--far", "1"], "no head of small has 1 of its attention on indexed rows"),
-        (["--seal", "4", "--selector", "quest"], "at least the span"),
+        (["--seal", "4", "--selector", "quest"], "at least the unit"),
         (["--sink", "-1"], "sink"),
     ],
 )

@@ -62,8 +62,10 @@ def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("676 tokens prefilled, 24 decoded; loss of the dense model")
     differences = {line.split()[0]: float(re.findall(r"\(([+-][\d.]+)\)", line)[0]) for line in lines[1:]}
-    assert list(differences) == ["quest", "exact:group=softmax", "window"]
-    assert differences["quest"] == differences["exact:group=softmax"] == 0, "a budget of all rows is the dense model"
+    assert list(differences) == ["lowbit", "quest", "exact:group=softmax", "window"]
+    assert differences["lowbit"] == differences["quest"] == differences["exact:group=softmax"] == 0, (
+        "a budget of all rows is the dense model"
+    )
     assert differences["window"] != 0
 
 

@@ -78,7 +78,7 @@ ARROWS = {
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "ahead")),
+    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "ahead")),
     "transformers": (
         "integrations/models.py",
         "integrations/gguf.py",
@@ -90,7 +90,7 @@ HOMES = {
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
-    "numba": ("kernels/numba_cpu.py", "selectors/graph.py"),
+    "numba": ("kernels/numba_cpu.py", "kernels/lowbit_cpu.py", "selectors/graph.py"),
 }
 
 

@@ -420,7 +420,7 @@ def test_what_is_refused(llama: Any) -> None:
         ({"dense_layers": 4}, "0 to 3"),
         ({"dense_layers": [3]}, "0 to 3"),
         ({"sparse_from": -1}, "got -1"),
-        ({"seal": 8}, "seal is at least the span"),
+        ({"seal": 8}, "seal is at least the unit"),
         ({"selector": "saap:artefact=reference"}, r"layer 0: .* is for 2 KV heads with 4 query heads each of size 64"),
         ({"selector": "saap"}, r"layer 0: no artefact that ships \(reference, smollm2\) is for a layer with a RoPE"),
         ({"impl": "fast"}, "layer 0: impl is one of"),

@@ -65,6 +65,19 @@ PAGES = [
 ]
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
+# dtype, D, G, bits, rows of a group, page, vote, bits of levels: every vote and number of bits, and where a tile is
+# largest.
+LOWBIT = [
+    ("bfloat16", 128, 4, 2, 64, 1, "softmax", 16),
+    ("bfloat16", 128, 4, 2, 32, 1, "softmax", 8),
+    ("float16", 80, 5, 2, 32, 1, "each", 16),
+    ("bfloat16", 128, 8, 1, 64, 16, "max", 16),
+    ("float16", 256, 16, 4, 128, 1, "sum", 16),
+    ("float32", 128, 4, 2, 64, 1, "softmax", 16),
+    ("float32", 256, 17, 4, 64, 16, "each", 16),
+]
+SIXTEEN = ("f32.f16.f16", "f32.bf16.bf16", "kind::f16")  # what instructions of 16-bit products are called
+MULTIPLY = ("attend_split", "score_pages", "score_rows", "score_listed_rows")  # by tensor cores in 16 bits
 Rows = list[dict[str, Any]]
 
 
@@ -92,6 +105,11 @@ def compile_all(arch: int) -> Rows:
     for dtype, size, group in LISTS:
         found = ahead.compile_lists_ahead(getattr(torch, dtype), size, group, arch)
         keep("score_listed", found, dtype=dtype, D=size, G=group)
+    for dtype, size, group, bits, each, page, vote, scales in LOWBIT:
+        built = ahead.compile_lowbit_ahead(getattr(torch, dtype), size, group, bits, each, page, vote, arch, scales)
+        names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
+        for name, found in zip(names, built, strict=True):
+            keep(name, found, dtype=dtype, D=size, G=group, bits=bits, rows=each, page=page, vote=vote, scales=scales)
     return rows
 
 
@@ -100,7 +118,7 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import ahead, lists, pages, probes, triton_gpu
+    from sparseattn.kernels import ahead, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
     from sparseattn.selection import Bounds, Selection
 
     h100 = SimpleNamespace(
@@ -124,6 +142,7 @@ def compile_a_launch() -> Rows:
             (pages, ["score_pages", "vote_softmax", "name_pages"]),
             (probes, ["cut_runs"]),
             (lists, ["score_listed"]),
+            (lowbit_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
         ):
             for name in names:
                 patch.setattr(module, name, Warm(getattr(module, name)))
@@ -139,6 +158,11 @@ def compile_a_launch() -> Rows:
         ids = torch.zeros(2, 2, 1, dtype=torch.int64)
         probes.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
         lists.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
+        patch.setattr(lowbit, "tile", lambda device: 1)  # as on a GPU
+        levels = torch.zeros(2, 2, 2, 8, 128).bfloat16()
+        index = torch.zeros(2, 2, 8, 64 * 32, dtype=torch.uint8), *levels, torch.ones(2, 512, dtype=torch.bool), 2
+        lowbit_gpu.scores(query, *index, "softmax")
+        lowbit_gpu.listed(query, *index, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
     facts = [
         ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
         ahead.compile_merge_ahead(torch.bfloat16, 128),
@@ -148,6 +172,7 @@ def compile_a_launch() -> Rows:
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),
         ahead.compile_probes_ahead(16),
         ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
+        *ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4),
     ]
     return [
         {"launched": vars(ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
@@ -179,8 +204,8 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 
 def test_every_variant_compiles(compiled: Rows) -> None:
-    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES)
-    each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS)
+    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _ in LOWBIT)
+    each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
     assert len(compiled) == each
 
 
@@ -200,9 +225,9 @@ def test_shared_memory_lets_two_programs_run_on_a_multiprocessor(compiled: Rows)
 def test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(compiled: Rows) -> None:
     """float32 on tensor cores would be tf32, which keeps 11 bits."""
     for row in compiled:
-        wants = row["dtype"] != "float32" and row["kernel"] in ("attend_split", "score_pages")
+        wants = row["dtype"] != "float32" and row["kernel"] in MULTIPLY
         assert bool(row["mma"]) == wants, row
-        assert all("f32.f16.f16.f32" in name or "f32.bf16.bf16.f32" in name for name in row["mma"]), row
+        assert all(any(kind in name for kind in SIXTEEN) for name in row["mma"]), row
 
 
 def test_rows_are_loaded_sixteen_bytes_at_once(compiled: Rows) -> None:
@@ -218,6 +243,14 @@ def test_rows_are_loaded_sixteen_bytes_at_once(compiled: Rows) -> None:
             assert set(row["loads"]) <= {"16", "8", "4"} | others[row["kernel"]], row
             assert row["loads"].get("8", 0) <= 1, row
             assert row["loads"].get("2", 0) <= 1, row
+
+
+def test_codes_of_a_few_bits_are_loaded_sixteen_bytes_at_once(compiled: Rows) -> None:
+    """Where a row's are a multiple of that; each of 80 channels' 20 bytes are 4 and 4."""
+    seen = [row for row in compiled if row["kernel"] == "score_rows" and row["D"] * row["bits"] % 128 == 0]
+    assert len(seen) >= 4
+    for row in seen:
+        assert row["loads"]["16"] >= max(row["vector_loads"], 1), row
 
 
 @pytest.mark.slow

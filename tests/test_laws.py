@@ -137,13 +137,13 @@ def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case, apart: st
 def test_a_padded_batch_equals_the_unpadded_sequences(
     case: Case, budget: int | None, side: str, apart: str | None
 ) -> None:
-    """Exactly, at every step, for token-level selectors that seal at every span and for exhaustive budgets. A batch
+    """Exactly, at every step, for token-level selectors that seal at every row and for exhaustive budgets. A batch
     seals together, so the last rows of a page may be sealed a few steps earlier than alone: pages agree at first."""
     if budget is None and case.exhaustive is None:
         pytest.skip(case.reason)
     make = case.make if budget is not None or case.exhaustive is None else case.exhaustive
-    span = make().span
-    seal = 32 if budget is None else span
+    unit = make().unit
+    seal = 32 if budget is None else unit
     lengths, prefill, steps = (100, 67, 3), 100, 34
     queries, keys, values = attention(3, H, G, prefill + steps, D)
     batch = KVCache(make(), sink=4, window=8, seal=seal, sealed_device=apart)
@@ -174,7 +174,7 @@ def test_a_padded_batch_equals_the_unpadded_sequences(
                     if batched is not None and single is not None:
                         assert torch.equal(batched[mine].flatten()[:1], single.flatten()[:1]), name
             expected = decode(queries[mine, :, :, t], alone, budget)
-            if span == 1 or budget is None or step == 0:
+            if unit == 1 or budget is None or step == 0:
                 torch.testing.assert_close(got[step][mine], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -18,19 +18,25 @@ from benchmarks.measure import Temporaries
 from sparseattn import (
     HNSW,
     IVF,
+    PQ,
     SAAP,
     SELECTORS,
+    Fier,
     KMeans,
     KVCache,
+    LowBit,
     Moments,
     Quest,
     RetrievalAttention,
     Selector,
+    TwoStage,
     decode,
     make_selector,
 )
+from sparseattn.kernels import lowbit, scoring
 from sparseattn.queries import sampled
 from sparseattn.selectors.buckets import Partitioned
+from sparseattn.selectors.coded import Coded
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
@@ -44,6 +50,13 @@ MAKE = {
     "quest-int8": lambda: Quest(8, int8=True),
     "retrieval": lambda: RetrievalAttention(32, 10, 4, guides=50),
     "retrieval-query": lambda: RetrievalAttention(32, 10, 4, metric="query", share=0.1),
+    "lowbit": lambda: LowBit(rows=16),
+    "lowbit-scales": lambda: LowBit(rows=16, scales=8),
+    "lowbit-page": lambda: LowBit(4, 16, 8, "max"),
+    "fier-each": lambda: Fier(16, "each"),
+    "pq-each": lambda: PQ(8, 4, 300, 1, "each"),
+    "twostage": lambda: TwoStage(rows=16),
+    "twostage-union": lambda: TwoStage(Quest(8, "each"), 3, rows=16),
     "bridge": lambda: make_selector("bridge:probes=2,neighbours=16,guides=50"),
     "ivf": lambda: IVF(lists=8, probes=2),
     "hnsw": lambda: HNSW(degree=8, build_beam=20, beam=20),
@@ -64,7 +77,7 @@ def formulas(name: str) -> dict[tuple[str, ...], str]:
     """State attributes of a selector -> formula of their bytes, of the table of what is held."""
     found = {}
     for selector, state, _, formula in rows_of("Held"):
-        only = re.search(r"`(\w+)=True`", state)  # of a selector so made
+        only = re.search(r"`(\w+)=(?:True|8)`", state)  # of a selector so made
         if selector == name.partition("-")[0] and (only is None or only[1] in name):
             words = re.sub(r" \(.*\)", "", state)
             found[STATES.get(words, tuple(words.split(", ")))] = formula.strip("`")
@@ -112,8 +125,13 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     letters = {"B": batch, "H": kv, "G": group, "D": size, "e": query.element_size(), "U": near, "Z": zone}
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
-    if isinstance(selector, Quest):
-        letters["P"] = zone // selector.page
+    pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
+    if isinstance(pages, Quest):
+        letters["P"] = zone // pages.page
+    if isinstance(coded, LowBit):
+        letters |= {"b": 4 * lowbit.words(size, coded.bits), "L": coded.rows}
+    if isinstance(coded, Coded):
+        letters |= {"b": coded.codes.full.shape[3], "k": coded.centroids.full.shape[3]}
     if isinstance(selector, Partitioned):
         assert selector._here is not None
         classifier = selector._here.partition.classifier
@@ -158,7 +176,11 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
     assert not any(bytes_held.values()), f"every state of a selector is on the page: {bytes_held}"
 
 
-@pytest.mark.parametrize("name", ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"])
+FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
+FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
+
+
+@pytest.mark.parametrize("name", FIXED)
 @pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
 def test_a_fixed_cache_holds_what_a_full_one_would(name: str) -> None:
     """From the first row on, whatever is stored."""
@@ -168,15 +190,16 @@ def test_a_fixed_cache_holds_what_a_full_one_would(name: str) -> None:
     decode(queries[:, :, :, -1].contiguous(), cache, 64)
     selector = cache.selector
     letters = letters_of(cache, queries[:, :, :, -1])
-    span = selector.span
-    letters |= {"N": 1000, "U": 1000, "Z": 996 // span * span, "P": 996 // span}
+    unit = selector.unit
+    letters |= {"N": 1000, "U": 1000, "Z": 996 // unit * unit, "P": 996 // unit}
     if hasattr(selector, "guides"):
         letters["S"] = selector.guides
     if isinstance(selector, Partitioned):
-        letters["R"] = (letters["Z"] // (32 // span * span)).bit_length()
+        letters["R"] = (letters["Z"] // (32 // unit * unit)).bit_length()
     assert cache.keys.nbytes + cache.values.nbytes == value(formulas("all")[("keys", "values")], letters)
+    held: dict[str, Any] = dict(selector.buffers())
     for states, formula in formulas(name).items():
-        buffers = [getattr(selector, state) for state in states if hasattr(selector, state)]
+        buffers = [held[state] for state in states if state in held]
         if states in (("model",), ("kept",)) or (name, states) in (("saap", ("moments",)), ("bridge", ("real",))):
             continue  # no storage of rows; Exact's last choice; not kept; not read by a step
         assert sum(buffer.full.nbytes for buffer in buffers) == value(formula, letters), states
@@ -214,11 +237,38 @@ def test_temporaries_are_at_most_what_the_page_says(name: str, dtype: torch.dtyp
         decode(query, cache, budget)
     letters = letters_of(cache, query)
     dense = int((cache.bounds.rows - cache.bounds.sealed + cache.bounds.sink).max())
-    letters |= {"M": selection.start.shape[2] * selection.span, "E": dense}
+    letters |= {"M": selection.start.shape[2] * selection.span, "E": dense} | proposed(name, cache, letters, budget)
     chosen = value(bounds[f"{name.partition('-')[0]}: select"], letters)
     attended = value(bounds["attend"], letters | {"A": selection.start.shape[1]})
     assert selecting.peak <= chosen
     assert step.peak <= chosen + attended
+
+
+def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) -> dict[str, int]:
+    """The rows that a first stage proposes to a list, where there is one."""
+    if not isinstance(cache.selector, TwoStage):
+        return {}
+    lists = letters["G"] if name.endswith("union") else 1
+    return {"J": min(cache.selector.times * budget, letters["Z"]) * lists}
+
+
+WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_temporaries_without_numba_are_at_most_what_the_page_says(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, query = filled(name, dtype)
+    bounds = {row[0]: row[1].strip("`") for row in rows_of("Temporaries of a step")}
+    monkeypatch.setattr(scoring, "why_not_numba", lambda device, dtype: "not here")
+    with Temporaries() as selecting:
+        selection = cache.select(query, 512)
+    letters = letters_of(cache, query)
+    letters |= {"M": selection.start.shape[2] * selection.span} | proposed(name, cache, letters, 512)
+    step = f"{name.partition('-')[0]}: select"
+    assert selecting.peak <= value(bounds.get(f"{step} without numba", bounds[step]), letters)
 
 
 def long_enough(name: str, dtype: torch.dtype) -> tuple[KVCache, torch.Tensor, int]:
@@ -255,19 +305,24 @@ def test_the_workspace_is_what_the_page_says(name: str, dtype: torch.dtype) -> N
 
 def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
     letters: dict[str, Any] = {"B": 1, "H": 8, "G": 4, "D": 128, "e": 2, "N": 131_072, "U": 131_072, "Q": 0}
-    letters |= {"Z": 131_072 - 68 - (131_072 - 68) % 16, "C": 1024, "R": 1, "F": 1024, "c": 4, "A": 32, "T": 2048}
+    letters |= {"C": 1024, "R": 1, "F": 1024, "c": 4, "A": 32, "T": 2048}
     own = {
         "bridge": {"S": 2048, "K": 256},
         "retrieval": {"S": 2048, "K": 100, "W": 32},
         "hnsw": {"W": 32},
+        "lowbit": {"b": 32, "L": 64},
+        "fier": {"b": 16, "L": 32},
+        "selfindex": {"b": 16, "k": 16},
+        "pq": {"b": 16, "k": 256},
+        "twostage": {"b": 32, "L": 64},
     }
     kinds = ("KV", "books", "metadata", "index")
     named = {row[0]: [float(cell.removesuffix(" %")) for cell in row[1:]] for row in rows_of("For 1,000 tokens")}
     assert set(named) == set(SELECTORS)
     for name, cells in named.items():
         here = letters | own.get(name, {})
-        if name in ("exact", "random", "window", "flat", "ivf", "hnsw", "bridge", "retrieval"):
-            here["Z"] = 131_072 - 68
+        unit = SELECTORS[name]().unit
+        here["Z"] = (131_072 - 68) // unit * unit
         here |= {"P": here["Z"] // 16, "Y": 1 << int(4 * here["Z"] ** 0.5).bit_length() - 1}
         here["X"] = 8 * here["Z"] / 31 * 32
         total = dict.fromkeys((*kinds, "model"), 0.0)

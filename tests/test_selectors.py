@@ -19,7 +19,7 @@ from sparseattn.synthetic import synthetic
 
 def filled(selector: Selector, rows: int = 512, group: int = 3, dtype: torch.dtype = torch.float32, sink: int = 0):
     queries, keys, values = heads(2, 2, group, rows, 64, dtype)
-    cache = KVCache(selector, sink=sink, window=0, seal=max(selector.span, 16))
+    cache = KVCache(selector, sink=sink, window=0, seal=max(selector.unit, 16))
     cache.append(keys, values)
     cache.seal()
     return cache, queries[:, :, :, -1]

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 150)
     try:
         steps = order(STEPS, [name for name in options.only.split(",") if name])
     except ValueError as error:

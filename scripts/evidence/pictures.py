@@ -197,6 +197,20 @@ PICTURES: dict[str, Picture] = {
         "KL divergence from full attention against rows and bytes, by text",
         "../agreement.png",
     ),
+    "agreement-lowbit-smollm2": Picture(
+        ("agreement-smollm2-lowbit",),
+        agreement,
+        "KL divergence of SmolLM2 from full attention against rows and bytes, by keys of few bits and every other "
+        "method, by text",
+        "agreement-lowbit-smollm2.png",
+    ),
+    "agreement-lowbit-gemma3": Picture(
+        ("agreement-gemma3-lowbit",),
+        agreement,
+        "KL divergence of Gemma from full attention against rows and bytes, by keys of few bits and page scores, by "
+        "text",
+        "agreement-lowbit-gemma3.png",
+    ),
     "eval-accuracy": Picture(
         ("eval-reference-cpu",),
         accuracy,

@@ -8,11 +8,20 @@ from scripts.evidence.step import Step
 TRAINED = "--selector saap --selector kmeans --selector moments"
 COMPARED = (
     "--selector exact --selector exact:group=softmax --selector quest --selector quest:group=each "
-    "--selector quest:page=8,int8=True --selector retrieval --selector bridge"
+    "--selector quest:page=8,int8=True --selector lowbit --selector twostage --selector retrieval --selector bridge"
 )
 JUDGED = "--selector exact --selector quest --selector quest:page=8,int8=True"
 ASKED = "--selector exact --selector moments --selector saap --selector quest --selector quest:group=each"
 CONTROLS = "--selector random --selector window"
+# Keys of few bits beside what they are measured against.
+FEW_BITS = (
+    "--selector lowbit --selector lowbit:bits=1 --selector lowbit:page=16 --selector twostage "
+    "--selector 'twostage:pages=[quest:int8=True],times=4' --selector fier --selector selfindex --selector pq"
+)
+# With every method as many rows wait for sealing and are read densely: a prefill leaves none behind groups of 64.
+EQUAL = "--window 92 --seal 64"  # the last 32 of a multiple of 64 tokens are decoded
+EQUAL_ASKED = "--window 123 --seal 64"  # the last 64, the first of which ends the prefill
+BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=8,int8=True"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 
@@ -24,6 +33,59 @@ def bench(trace: str, more: str, minutes: float) -> Step:
         f"sparseattn bench {trace} --by-layer {COMPARED} {more}{CONTROLS} --out OUT",
         minutes,
         "bench.jsonl",
+    )
+
+
+def few_bits(trace: str, more: str, minutes: float) -> Step:
+    """Keys of few bits on one trace, beside the rows' true order and Quest."""
+    return Step(
+        f"lowbit-{trace}",
+        f"keys of few bits on the trace {trace}, beside the rows' true order and Quest",
+        f"sparseattn bench {trace} {BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 "
+        f"--selector lowbit:rows=32,scales=8 {more}{EQUAL} --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def few_bits_text(model: str, text: str, tokens: int, layers: str, minutes: float) -> Step:
+    """The same on a text of another kind than any built-in trace of the model."""
+    return Step(
+        f"lowbit-{text}",
+        f"keys of few bits on {model}'s keys of the text {text}, beside the rows' true order and Quest",
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {BESIDE} "
+        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector "
+        f"lowbit:rows=32,scales=8 {EQUAL} --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def few_bits_agreement(model: str, length: int, more: str, minutes: float) -> Step:
+    """How far predictions by keys of few bits are from full attention's."""
+    return Step(
+        f"agreement-{model.partition('-')[0]}-lowbit",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by keys of few bits",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--text as-you-like-it --lengths {length} --last 64 --samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} "
+        "--budget 64,256 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def few_bits_equal(model: str, length: int, minutes: float) -> Step:
+    """The same at equal rows, those that wait for sealing included."""
+    return Step(
+        f"agreement-{model.partition('-')[0]}-equal",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, at equally many rows",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--text as-you-like-it --lengths {length} --last 64 --samples 2 --selector exact:group=softmax "
+        "--selector quest --selector lowbit --selector lowbit:bits=1 --selector twostage --budget 256 "
+        f"{EQUAL_ASKED} --out OUT",
+        minutes,
+        "eval.jsonl",
     )
 
 
@@ -144,6 +206,47 @@ STEPS = (
     # Whether full attention answers at all is what these are for.
     asked("smollm2", "kv", "300,1000", "--selector exact", 3, "-kv"),
     asked("gemma3-270m", "kv", "300,1000", "--selector exact", 3, "-kv"),
+    # Groups of query heads vote in four ways on one text.
+    few_bits("code", "--selector lowbit:group=sum --selector lowbit:group=max --selector lowbit:group=each ", 5),
+    few_bits("needles", "", 5),
+    few_bits("long", "", 6),
+    few_bits_text("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 4),
+    few_bits_text("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 4),
+    Step(
+        "lowbit-scales",
+        "levels of 8 and of 16 bits, in groups of 64 and of 32 rows",
+        "sparseattn bench code needles --selector lowbit --selector lowbit:scales=8 --selector lowbit:rows=32 "
+        f"--selector lowbit:rows=32,scales=8 --budget 256 {EQUAL} --no-figures --out OUT",
+        2,
+        "bench.jsonl",
+    ),
+    Step(
+        "lowbit-limits",
+        "where keys of few bits fail: head sizes, key norms, outliers, far positions, hard keys",
+        "python -m benchmarks.lowbit --trace prose --trace long --results OUT",
+        6,
+        "lowbit.json",
+    ),
+    few_bits_agreement("smollm2", 4096, f"{TRAINED} ", 14),
+    few_bits_agreement("gemma3-270m", 8192, "", 14),
+    few_bits_equal("smollm2", 4096, 5),
+    few_bits_equal("gemma3-270m", 8192, 5),
+    asked(
+        "smollm2",
+        "passkey",
+        "1000,2000",
+        "--selector lowbit --selector lowbit:bits=1 --selector twostage",
+        10,
+        "-lowbit",
+    ),
+    asked(
+        "gemma3-270m",
+        "passkey",
+        "8000",
+        "--selector lowbit --selector lowbit:bits=1 --selector twostage",
+        10,
+        "-lowbit",
+    ),
     generate("smollm2", "2048,4096,7936", "--selector saap ", 8),
     generate("gemma3-270m", "16384,31488", "", 15),
     Step(
@@ -158,8 +261,9 @@ STEPS = (
         "speed-cpu",
         "one decode step of every method against dense attention",
         "python -m benchmarks.speed --rows 131072 --dtype bfloat16,float32 --selector quest "
-        "--selector quest:page=8,int8=True --selector saap --selector kmeans --selector moments --selector exact "
-        f"{CONTROLS} --rounds 15 --cycles 4 --results OUT",
+        "--selector quest:page=8,int8=True --selector lowbit --selector lowbit:bits=1 --selector twostage "
+        "--selector 'twostage:pages=[quest:int8=True],times=4' --selector saap --selector kmeans --selector moments "
+        f"--selector exact {CONTROLS} --rounds 15 --cycles 4 --results OUT",
         5,
         "speed-cpu.json",
     ),
@@ -193,6 +297,14 @@ STEPS = (
         "how a decode step grows with context, batch and budget",
         "python -m benchmarks.scaling --memory 2.05 --rounds 9 --results OUT --out OUT/scaling.png",
         8,
+        "scaling-cpu.json",
+    ),
+    Step(
+        "scaling-lowbit-cpu",
+        "how a decode step by keys of few bits grows with context",
+        "python -m benchmarks.scaling rows --selector lowbit --selector twostage --selector quest --memory 2.05 "
+        "--rounds 9 --results OUT --out OUT/scaling.png",
+        5,
         "scaling-cpu.json",
     ),
     Step(

@@ -42,10 +42,15 @@ def measured(kernels: Iterable[Mapping[str, Any]]) -> str:
 
 def _of(one: Mapping[str, Any]) -> str:
     """What a kernel was compiled for."""
-    named = [f"{name}={one[name]}" for name in ("D", "G", "span", "each", "vote") if one.get(name) is not None]
+    named = [
+        f"{name}={one[name]}"
+        for name in ("D", "G", "span", "each", "bits", "rows", "vote")
+        if one.get(name) is not None
+    ]
     more = {
         "per query head": one.get("per") == "query",
         "8-bit bounds": one.get("int8"),
-        f"blocks of {one.get('page')}": one.get("page"),
+        "8-bit levels": one.get("scales") == 8,
+        f"{'pages' if one.get('bits') else 'blocks'} of {one.get('page')}": (one.get("page") or 0) > 1,
     }
     return " ".join([one["dtype"], *named, *(words for words, holds in more.items() if holds)])

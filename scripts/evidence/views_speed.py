@@ -82,6 +82,8 @@ def short(speed: Record, graph: Record) -> str:
         ["dense", significant(quest.dense(BF16)), "1", ""],
         ["`quest`", *quest.cells(BF16)],
         ["`quest:page=8,int8=True`", *_way(speed, "quest:page=8,int8=True").cells(BF16)],
+        ["`lowbit`", *_way(speed, "lowbit").cells(BF16)],
+        ["`twostage`", *_way(speed, "twostage").cells(BF16)],
         [SAAP, *_way(speed, "saap").cells(BF16)],
         [_graph_name(graph), *_way(graph, "retrieval:share=0.25").cells(BF16)],
     ]
@@ -101,6 +103,8 @@ def long(speed: Record, int8: Record, graph: Record) -> str:
         ("`quest`", quest),
         ("`quest:int8=True`", _way(int8, "quest:int8=True")),
         ("`quest:page=8,int8=True`", _way(int8, "quest:page=8,int8=True")),
+        ("`lowbit`", _way(speed, "lowbit")),
+        ("`twostage`", _way(speed, "twostage")),
         ("`saap` (random weights, C and hidden width 1,024)", _way(speed, "saap")),
         ("`kmeans`", _way(speed, "kmeans")),
         ("`moments`", _way(speed, "moments")),

@@ -39,7 +39,7 @@ from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
-SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "random", "window")
+SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
 # Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
 TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"), LEAD: ("saap", "moments")}
 

@@ -37,7 +37,7 @@ from sparseattn.tasks.records import Records
 from sparseattn.tasks.scoring import EDITION, SCORINGS
 from sparseattn.tasks.tokens import Tokens
 
-SELECTED = ("exact", "quest", "random", "window")
+SELECTED = ("exact", "quest", "lowbit", "random", "window")
 GENERATED = "passkey,kv"
 
 

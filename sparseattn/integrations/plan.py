@@ -79,7 +79,7 @@ def try_out(
     selector: Selector, what: AttentionLayer, budget: Budget, apart: torch.device | str | None, impl: str | None
 ) -> None:
     """One decode over a few random rows of a layer's shape: what does not fit raises now."""
-    count = max(selector.span, 16)
+    count = max(selector.unit, 16)
     draw = torch.Generator().manual_seed(0)
     shape = (1, what.heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)

@@ -3,7 +3,8 @@
 The file of an implementation begins with its name: `impl="reference"` is `reference.py`, the specification; "gather"
 is `gather.py`, torch that runs anywhere at a cost proportional to the budget; "numba" is `numba_cpu.py`, compiled for
 the CPU; "triton" is `triton_gpu.py`, the fused kernel. `ATTEND` is the table of them. `merge` combines attention over
-disjoint rows; `scoring` is what selectors compute to choose, in Triton in `pages.py`, `probes.py` and `lists.py`.
+disjoint rows; `scoring` is what selectors compute to choose, in Triton in `pages.py`, `probes.py`, `lists.py` and
+`lowbit_gpu.py`.
 """
 
 from __future__ import annotations

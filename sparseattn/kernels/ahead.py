@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseattn.kernels import lists, pages, probes, triton_gpu
+from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 Arguments = list[str | int | None]
@@ -89,6 +89,43 @@ def compile_pages_ahead(
     arguments = ["*fp32", "*i64", "*i32", "*i32", "i32", "i32"]
     named = _compile(pages.name_pages, arguments, {"BLOCK": pages.NAME_BLOCK}, pages.NAME_OPTIONS, arch, row_bytes=12)
     return [*found, named]
+
+
+def compile_lowbit_ahead(
+    dtype: torch.dtype,
+    size: int,
+    group: int,
+    bits: int = 2,
+    rows: int = 64,
+    page: int = 1,
+    vote: str = "softmax",
+    arch: int = 90,
+    scales: int = 16,
+) -> list[Compiled]:
+    """As `compile_ahead`, for `lowbit`: scores of every row (two kernels for "softmax"), then those of listed pages.
+
+    Levels of 16 bits are of the dtype, and bfloat16 for float32, as the selector keeps them.
+    """
+    constants, options = lowbit_gpu.launch(dtype.itemsize, size, group, vote, bits, rows, page)
+    element, softmax = ELEMENT[dtype], vote == "softmax"
+    kept = "*bf16" if dtype == torch.float32 else element
+    levels: Arguments = [kept, kept, None] if scales == 16 else ["*i8", "*u8", "*fp32"]
+    wide = 4 * lowbit.words(size, bits)
+    inputs: Arguments = [element, "*u8", *levels, "*i1"]
+    steps: Arguments = [1 << 20, 1 << 16, rows * wide, 1 << 20, 1 << 16, size, 1 << 20, 1 << 16, size]
+    row_bytes = wide + scales * size / (4 * rows) + 1
+    arguments = [*inputs, "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32", *steps]
+    tile_bytes = constants["PART"] * constants["BLOCK_W"]
+    found = [_compile(lowbit_gpu.score_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]
+    if softmax:
+        arguments = ["*fp32", "*fp32", "*fp32", "i32", "i32"]
+        vote_constants, vote_options = lowbit_gpu.launch_vote(group)
+        found.append(_compile(pages.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group))
+    each = group if vote == "each" else 1
+    constants, options = lowbit_gpu.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)
+    arguments = [*inputs, "*i64", "*fp32", "i32", "i32", "i32", "i32", "fp32", *steps]
+    tile_bytes = constants["BLOCK"] * constants["BLOCK_W"]
+    return [*found, _compile(lowbit_gpu.score_listed_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]
 
 
 def compile_probes_ahead(span: int, each: int = 1, buckets: int = 1024, arch: int = 90) -> Compiled:

@@ -76,6 +76,8 @@ def _widened(builder, value, number):
         return builder.fptrunc(value, ir.FloatType())
     if number == types.int8:
         return builder.sitofp(value, ir.FloatType())
+    if number == types.uint8:
+        return builder.uitofp(value, ir.FloatType())
     return value
 
 

@@ -70,6 +70,27 @@ def best(scores: Tensor, count: int) -> Tensor:
     return torch.where(top.values.isneginf(), -1, top.indices)
 
 
+def best_rows(scores: Tensor, count: int, impl: str | None = None) -> Tensor:
+    """The candidates with the `count` highest scores, in no order.
+
+    Args:
+        scores: `[B,Hs,N]`, -inf for what must not be chosen.
+        impl: see the module; "torch", or "numba", which takes float32.
+
+    Returns:
+        `[B,Hs,S]` int32, S = min(count, N); -1 where there are fewer. Of candidates with the same score any may be
+        chosen.
+    """
+    if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
+        impl = "torch"
+    if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
+        from sparseattn.kernels import lowbit_cpu
+
+        return lowbit_cpu.best_rows(scores, count)
+    top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
+    return torch.where(top.values.isneginf(), -1, top.indices).int()
+
+
 # -- pages -----------------------------------------------------------------------------------------------------------
 
 

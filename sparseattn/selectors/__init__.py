@@ -7,28 +7,36 @@ import difflib
 import importlib
 import inspect
 import re
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
+from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.kmeans import KMeans
+from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
+from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
+from sparseattn.selectors.selfindex import SelfIndex
+from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
 __all__ = [
     "HNSW",
     "IVF",
+    "PQ",
     "SAAP",
     "SELECTORS",
     "Exact",
+    "Fier",
     "Flat",
     "KMeans",
+    "LowBit",
     "Moments",
     "PerfectBuckets",
     "QueryBridge",
@@ -37,6 +45,8 @@ __all__ = [
     "RetrievalAttention",
     "Rows",
     "Selector",
+    "SelfIndex",
+    "TwoStage",
     "Window",
     "as_selector",
     "make_selector",
@@ -45,15 +55,20 @@ __all__ = [
 SELECTORS: dict[str, type[Selector]] = {
     "bridge": QueryBridge,
     "exact": Exact,
+    "fier": Fier,
     "flat": Flat,
     "hnsw": HNSW,
     "ivf": IVF,
     "kmeans": KMeans,
+    "lowbit": LowBit,
     "moments": Moments,
+    "pq": PQ,
     "quest": Quest,
     "random": Random,
     "retrieval": RetrievalAttention,
     "saap": SAAP,
+    "selfindex": SelfIndex,
+    "twostage": TwoStage,
     "window": Window,
 }
 
@@ -63,11 +78,15 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?::(?P<args>[A-
 def make_selector(spec: str) -> Selector:
     """The selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
 
-    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`). A module is imported, which
-    runs its code with the rights of this process: take no such text from where you would take no program.
+    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`). A value that is a selector
+    itself, which its argument's annotation tells, is such a text again, in brackets if it has arguments, and brackets
+    nest: `twostage:pages=lowbit,times=4`, `twostage:pages=[quest:page=8,int8=True],times=4`. A shell may want quotes
+    around them. A module is imported, which runs its code with the rights of this process: take no such text from where
+    you would take no program.
 
     Raises:
-        ValueError: an unknown name or argument (with the nearest known one), or a value the selector refuses.
+        ValueError: an unknown name or argument (with the nearest known one), brackets that do not match, or a value the
+            selector refuses.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -79,7 +98,7 @@ def make_selector(spec: str) -> Selector:
     types = get_type_hints(method.__init__)
     known = list(inspect.signature(method).parameters)
     arguments: dict[str, Any] = {}
-    for pair in match["args"].split(",") if match["args"] else []:
+    for pair in _pairs(match["args"]) if match["args"] else []:
         name, equals, text = pair.partition("=")
         if not equals or name not in known:
             raise ValueError(
@@ -105,8 +124,33 @@ def as_selector(given: Selector | str) -> Selector:
     return made
 
 
+def _pairs(text: str) -> list[str]:
+    """`"a=1,b=[c:d=2,e=3]"` at the commas outside of brackets; ValueError where these do not match."""
+    pairs, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            pairs.append("")
+        else:
+            pairs[-1] += letter
+    if depth:
+        what = "closes a bracket that it did not open" if depth < 0 else "leaves a bracket open"
+        raise ValueError(f"{text!r} {what}: a selector with arguments, as a value, is name=[NAME:arg=value,...]")
+    return pairs
+
+
 def _value(method: type[Selector], name: str, text: str, kind: Any) -> Any:
     """`text` as the argument's annotated type; without a plain one, a Python literal, else the text itself."""
+    if kind is Selector or Selector in get_args(kind):
+        bracketed = text.startswith("[") and text.endswith("]")
+        if "=" in text and not bracketed:
+            raise ValueError(
+                f"{method.__name__}'s {name} is a selector, whose arguments stand in brackets: {name}=[NAME:arg=value,"
+                f"...], got {text!r}"
+            )
+        return make_selector(text[1:-1] if bracketed else text)
     if kind is str:
         return text
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
+TOLD = ("layer", "rope", "stored", "width")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -38,7 +40,7 @@ class Rows:
         keys: `[B,H,n,D]`, after RoPE.
         values: `[B,H,n,D]`.
         positions: `[B,n]` int64 token positions; negative marks a row of padding, never to be selected. Padding comes
-            in whole spans of the selector: a page is all padding or none.
+            in whole units of the selector: a page is all padding or none.
         queries: `[B,H,G,m,D]` of those of the rows that are sampled for the selector's `queries_share`, 0 or more of
             them; None where the share is 0. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
@@ -59,14 +61,22 @@ class Selector(ABC):
     (tensors in a `RowBuffer`) made in the constructor (a plain counter is set back in `reset`); other attributes are
     parameters, shared by clones.
 
+    A method may be made of others: an attribute that is a `Selector` is a part of it. Its state is the method's, under
+    names such as `pages.low`; it is cloned, reordered, moved and reset with the method, and told what the method is
+    told (`TOLD`). The method passes on `append`, `select` and `fix`, and rows in the order in which they are stored.
+
     Attributes:
-        span: rows come in spans of this many, a power of two; the cache seals multiples of it.
+        span: longest span of a selection, a power of two; a budget is at least that.
+        unit: the cache seals multiples of this many rows, itself a multiple of the span, which it is by default; with
+            parts, the least common multiple of the span and their units.
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
-            rows until they are sealed, and each is G times a key; rows are sampled evenly, by position.
-        host: whether it works in host memory only; a cache on a GPU then needs `sealed_device="cpu"`.
+            rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
+            of every part; one that wants a smaller share sees the same queries.
+        host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
+        usual: parts that are as by default, as `label` says them.
         late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
             is loaded at its first use.
         width: bytes of an element of a key in `scan_bytes`; None: those it is kept in. Set where a comparison computes
@@ -84,10 +94,28 @@ class Selector(ABC):
     uses_budget: bool = True
     width: int | None = None
     knob: str | None = None
+    usual: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     layer: int = 0
     rope: Rope | None = None
     stored: Tensor | None = None
+
+    @property
+    def unit(self) -> int:
+        return math.lcm(self.span, *(part.unit for _, part in self.parts()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, Selector):
+            self.queries_share = max(self.queries_share, value.queries_share)
+            self.host = self.host or value.host
+        elif name in TOLD:
+            for _, part in self.parts():
+                setattr(part, name, value)
+
+    def parts(self) -> list[tuple[str, Selector]]:
+        """The selectors that this one is made of, by the attribute's name."""
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Selector)]
 
     @abstractmethod
     def append(self, rows: Rows) -> Tensor | None:
@@ -157,66 +185,95 @@ class Selector(ABC):
 
     def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
         """A fresh instance for a model layer: same configuration and repr, no rows."""
-        fresh = self._twin(lambda state: state.fresh())
+        fresh = self._twin(lambda state: state.fresh(), lambda part: part.for_layer(layer, rope))
         fresh.reset()
         fresh.layer, fresh.rope = layer, rope
         return fresh
 
     def clone(self: Self) -> Self:
         """An independent copy of the state; parameters are shared."""
-        return self._twin(lambda state: state.clone())
+        return self._twin(lambda state: state.clone(), lambda part: part.clone())
 
-    def _twin(self: Self, made: Callable[[State], State]) -> Self:
+    def _twin(self: Self, made: Callable[[State], State], made_part: Callable[[Selector], Selector]) -> Self:
         twin = copy.copy(self)
-        twin.stored = None
-        for name, held in self.buffers():
-            setattr(twin, name, made(held))
+        for name, state in self._states():
+            setattr(twin, name, made(state))
+        for name, part in self.parts():
+            setattr(twin, name, made_part(part))
+        twin.stored = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
-        for _, state in self.buffers():
+        for _, state in self._states():
             state.take(index)
+        for _, part in self.parts():
+            part.reorder(index)
 
     def reset(self) -> None:
         """Forgets every row."""
         self.stored = None
-        for _, state in self.buffers():
+        for _, state in self._states():
             state.reset()
+        for _, part in self.parts():
+            part.reset()
 
     def to(self, device: torch.device | str) -> None:
         """Moves state and tensor parameters."""
         for name, value in vars(self).items():
-            if isinstance(value, State):
+            if isinstance(value, (State, Selector)):
                 value.to(device)
             elif isinstance(value, (Tensor, torch.nn.Module)) and name != "stored":
                 setattr(self, name, value.to(device))
 
-    def buffers(self) -> list[tuple[str, State]]:
-        """The state: attributes that are row buffers or another `State`, by name."""
+    def _states(self) -> list[tuple[str, State]]:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, State)]
 
-    def index_arguments(self) -> dict[str, Any]:
-        """What the index of given rows depends on, for JSON: the constructor's arguments, all but the knob."""
-        names = [name for name in inspect.signature(type(self)).parameters if name != self.knob]
-        return {name: getattr(self, name) for name in names}
+    def buffers(self) -> list[tuple[str, State]]:
+        """The state: attributes that are row buffers or another `State`, by name, and those of parts as `part.name`."""
+        inner = [(f"{name}.{held}", state) for name, part in self.parts() for held, state in part.buffers()]
+        return self._states() + inner
 
-    def source(self) -> str:
-        """The class with its module and, where it reads a file, its hash: with `repr`, what results depend on."""
+    def index_arguments(self) -> dict[str, Any]:
+        """What the index of given rows depends on, for JSON: the constructor's arguments, all but the knob; of a part,
+        its class and what its index depends on."""
+        names = [name for name in inspect.signature(type(self)).parameters if name != self.knob]
+        given = {name: getattr(self, name) for name in names}
+        return {
+            name: {"selector": value.own_class(), **value.index_arguments()} if isinstance(value, Selector) else value
+            for name, value in given.items()
+        }
+
+    def own_class(self) -> str:
+        """The class, as `module:name`."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
 
+    def source(self) -> str:
+        """The class with its module and, where it reads a file, its hash: with `repr`, what results depend on. Of a
+        method with parts, theirs too."""
+        inner = ", ".join(f"{name}={part.source()}" for name, part in self.parts())
+        return self.own_class() + (f"({inner})" if inner else "")
+
     def label(self, *, knob: bool = True) -> str:
-        """The class and the arguments that are not as by default, the `knob` among them or not."""
-        changed = [
-            f"{name}={getattr(self, name)!r}"
-            for name, parameter in inspect.signature(type(self)).parameters.items()
-            if getattr(self, name) != parameter.default and (knob or name != self.knob)
-        ]
-        return type(self).__name__ + (f"({', '.join(changed)})" if changed else "")
+        """The class and the arguments that are not as by default, the `knob` among them or not; a part by its label."""
+        said = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name)
+            if isinstance(value, Selector):
+                if (part := f"{name}={value.label()}") not in self.usual:
+                    said.append(part)
+            elif value != parameter.default and (knob or name != self.knob):
+                said.append(f"{name}={value!r}")
+        return type(self).__name__ + (f"({', '.join(said)})" if said else "")
 
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def half(keys: Tensor) -> torch.dtype:
+    """What levels and centroids of keys are kept in: the keys' dtype if it is of 16 bits, else bfloat16."""
+    return keys.dtype if keys.element_size() == 2 else torch.bfloat16
 
 
 def check_least(**sizes: tuple[int, int]) -> None:

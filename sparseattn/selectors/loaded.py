@@ -66,5 +66,17 @@ def check_no_order(order: Tensor | None) -> None:
         raise ValueError("it holds an order of the rows where the method has none")
 
 
+def of_parts(state: Loaded, *names: str) -> dict[str, Loaded]:
+    """What is whose, for a method whose state is its parts' alone: part -> its state by its own names; ValueError for
+    what is no part's."""
+    split: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for name, tensor in state.items():
+        part, dot, own = name.partition(".")
+        if not dot or part not in split:
+            raise ValueError(f"it holds {name}, which is of none of the parts {', '.join(names)}")
+        split[part][own] = tensor
+    return dict(split)
+
+
 def _words(names: Mapping[str, object]) -> str:
     return ", ".join(sorted(names)) or "nothing"

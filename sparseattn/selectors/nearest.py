@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
 
 BLOCK = 2**27  # products held at once on a GPU, 512 MiB
 
@@ -17,10 +21,18 @@ def load_faiss() -> Any:
         import faiss
     except ImportError as error:
         raise ImportError(
-            "exact nearest keys and the indexes Flat, IVF and HNSW are faiss's, which is not installed: "
+            "exact nearest keys, the indexes Flat, IVF and HNSW and PQ's codebooks are faiss's, which is missing: "
             "pip install 'sparseattn[faiss]' (or 'sparseattn[faiss-gpu]')"
         ) from error
     return faiss
+
+
+def in_threads(build: Callable[[Item], None], items: Iterable[Item]) -> None:
+    """`build` of each item, side by side, each by one thread: what faiss builds then depends on the item alone."""
+    faiss = load_faiss()
+    single = {"initializer": faiss.omp_set_num_threads, "initargs": (1,)}  # OpenMP keeps it for each thread
+    with ThreadPoolExecutor(faiss.omp_get_max_threads(), **single) as threads:
+        list(threads.map(build, items))
 
 
 @functools.lru_cache(maxsize=1)

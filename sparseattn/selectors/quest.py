@@ -115,4 +115,4 @@ class Quest(Selector):
         read = scanned * (2 * size * self.bytes_of(self.low.full))
         if self.int8:
             read = read + (scanned > 0) * (4 * size)
-        return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads))
+        return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads), whole=True)

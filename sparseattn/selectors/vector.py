@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most
-from sparseattn.selectors.nearest import load_faiss
+from sparseattn.selectors.nearest import in_threads, load_faiss
 from sparseattn.storage import RowBuffer, State
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
@@ -40,8 +39,6 @@ class IndexTable(State):
     def extend(self, keys: Tensor, real: Tensor, grow: Callable[[Any, Any], Any]) -> None:
         """Shows `grow(index or None, keys [n,D] float32)` the real keys of every head, and keeps the index it returns.
 
-        Heads are built side by side, each by one thread: what faiss builds then depends on the keys alone.
-
         Args:
             keys: `[B,H,n,D]`. real: `[B,n]` bool.
         """
@@ -52,11 +49,7 @@ class IndexTable(State):
             b, h = place
             self.indexes[b][h] = grow(self.indexes[b][h], _host(keys[b, h][real[b]]))
 
-        places = [(b, h) for b in real.any(1).nonzero()[:, 0].tolist() for h in range(heads)]
-        faiss = load_faiss()
-        single = {"initializer": faiss.omp_set_num_threads, "initargs": (1,)}  # OpenMP keeps it for each thread
-        with ThreadPoolExecutor(faiss.omp_get_max_threads(), **single) as threads:
-            list(threads.map(build, places))
+        in_threads(build, [(b, h) for b in real.any(1).nonzero()[:, 0].tolist() for h in range(heads)])
         self.rows += new
 
     def fresh(self) -> IndexTable:

@@ -103,7 +103,7 @@ class ModelDecoder:
             settings = dict(self.settings)
             if layers is not None:
                 settings["dense_layers"] = sorted(set(range(every)) - set(layers))
-            cache = prefill.cache(selector, None, seal=self.seal or selector.span, check=True, **settings)
+            cache = prefill.cache(selector, None, seal=self.seal or selector.unit, check=True, **settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)

@@ -1,0 +1,77 @@
+"""Keys as bytes that name centroids: how they are chosen, packed and scored. In torch, which is the specification.
+
+The channels are cut into subspaces of d consecutive ones, each with a codebook of its own: 256 centroids, or 16, of
+which a byte names two. So a key of M bytes is read as centroids behind each other (product quantisation,
+https://doi.org/10.1109/TPAMI.2010.57), and a query's product with it is a sum of M numbers from tables of the query's
+products with all centroids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BYTE = 256  # entries of a table
+HALF = 16  # centroids of a codebook of which a byte names two
+CHUNK = 1 << 22  # distances held at a time, 16 MiB
+
+
+def nearest(keys: Tensor, books: Tensor) -> Tensor:
+    """`[B,H,n,S]` uint8: of keys `[B,H,n,D]`, the nearest centroid in each of the S subspaces of `[B,H,S,K,d]`."""
+    batch, heads, count, _ = keys.shape
+    subspaces, centroids, size = books.shape[2:]
+    held = books.float().flatten(0, 2)  # [BHS,K,d]
+    half = held.square().sum(-1)[:, None] / 2  # [BHS,1,K]
+    names = keys.new_empty(batch, heads, count, subspaces, dtype=torch.uint8)
+    once = max(CHUNK // (len(held) * centroids), 1)  # rows
+    for part, out in zip(keys.split(once, 2), names.split(once, 2), strict=True):
+        cut = part.float().unflatten(3, (subspaces, size)).transpose(2, 3).flatten(0, 2)  # [BHS,n,d]
+        found = torch.baddbmm(half, cut, held.mT, alpha=-1).argmin(-1)  # half the distance less |k|^2 / 2
+        out.copy_(found.unflatten(0, (batch, heads, subspaces)).transpose(2, 3))
+    return names
+
+
+def paired(names: Tensor) -> Tensor:
+    """`[..,S/2]`: names `[..,S]` uint8 below 16, two a byte, the first in its low bits; a last one without a second
+    stands alone."""
+    low, high = torch.nn.functional.pad(names, (0, names.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def tables(query: Tensor, books: Tensor) -> Tensor:
+    """What each byte adds to the product of a query with a key.
+
+    Args:
+        query: `[B,H,G,S*d]`.
+        books: `[B,H,S,K,d]`, K 256 or, two a byte, 16.
+
+    Returns:
+        `[B,H,G,M,256]` float32, M = S or half of it.
+    """
+    cut = query.float().unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3)  # [B,H,S,G,d]
+    each = (cut @ books.float().mT).transpose(2, 3)  # [B,H,G,S,K]
+    if each.shape[4] == BYTE:
+        return each
+    low, high = torch.nn.functional.pad(each, (0, 0, 0, each.shape[3] % 2)).unflatten(3, (-1, 2)).unbind(4)
+    return (high[..., None] + low[..., None, :]).flatten(4)
+
+
+def logits(tables: Tensor, codes: Tensor, real: Tensor) -> Tensor:
+    """The logits of rows by their codes.
+
+    Args:
+        tables: `[B,H,G,M,256]` float32, what a centroid adds to the logit.
+        codes: `[B,H,N,M]` uint8.
+        real: `[B,N]` bool.
+
+    Returns:
+        `[B,H,G,N]` float32, -inf where a row is not real.
+    """
+    batch, heads, group, subspaces, _ = tables.shape
+    place = torch.arange(batch * heads * subspaces, dtype=torch.int32, device=codes.device) * BYTE
+    names = codes.int() + place.view(batch, heads, 1, subspaces)  # [B,H,N,M]
+    flat = tables.permute(0, 1, 3, 4, 2).reshape(-1, group)  # [BHM*256,G]
+    # Rows of a table summed: 1.6 times as fast as `gather` on a CPU (SmolLM2's shapes, 8,192 rows)
+    sums = torch.nn.functional.embedding_bag(names.flatten(0, 2), flat, mode="sum")
+    out = sums.view(batch, heads, -1, group).mT
+    return out.masked_fill(~real[:, None, None], -torch.inf)

@@ -1,0 +1,139 @@
+"""Every row ranked by its key in one, two or four bits, stored by channel as KIVI stores keys. Ours.
+
+KIVI, https://arxiv.org/abs/2402.02750; FIER, https://arxiv.org/abs/2508.08256, ranks by one bit (`Fier`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.kernels import grid as grids
+from sparseattn.kernels import lowbit
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, Selector, check_group, half
+from sparseattn.storage import RowBuffer
+
+BITS = (1, 2, 4)
+
+
+class LowBit(Selector):
+    """Reads the rows whose keys, rounded to a few bits a channel, have the largest product with the query.
+
+    Args:
+        bits: 1, 2 (default) or 4 of a channel of a row.
+        rows: a group that shares levels, a multiple of 16. Rows that wait for a full one are read densely.
+        page: choose pages of so many rows by the sum of their rows' weights, a power of two that divides `rows`; 1
+            (default): single rows.
+        group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
+            for itself.
+        scales: bits of a level, 16 (default) or 8. With 8, levels are on a grid of each channel, which grows as keys
+            do, see `kernels.grid`.
+
+    Two bits and four: levels in the middle of 4 or 16 equal parts of what a channel's numbers in the group reach over,
+    so that a number is at most half a step off, and a logit at most `sum_i |q_i| step_i / (2 sqrt(D))`; where numba
+    scores, the query is rounded too (`kernels.lowbit.logits`). One bit: the means of the numbers below and above the
+    middle, without such a bound. An index row takes `bits * D / 8` bytes and its share of the levels,
+    `scales D / (4 rows)` (two numbers a channel): at D = 64, 20 bytes where Quest's
+    bounds (page 16, bfloat16) take 16.
+
+    The bound holds for levels of 8 bits as they are read, too, until keys come that do not fit a channel's grid: then
+    the levels that are stored are rounded anew, at most by a few units of the new grid.
+
+    `scan_bytes`: the codes and levels of every row, and the grid.
+    """
+
+    def __init__(self, bits: int = 2, rows: int = 64, page: int = 1, group: str = "softmax", scales: int = 16) -> None:
+        if bits not in BITS:
+            raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
+        if rows < lowbit.TILE or rows % lowbit.TILE:
+            raise ValueError(f"rows of a group are a multiple of {lowbit.TILE}, got {rows}")
+        if page < 1 or page & (page - 1) or rows % page:
+            raise ValueError(f"a page is a power of two rows that divides a group's {rows}, or 1, got {page}")
+        if scales not in (8, 16):
+            raise ValueError(f"scales is 8 or 16 bits of a level, got {scales}")
+        self.bits, self.rows, self.page, self.group, self.scales = bits, rows, page, check_group(group), scales
+        self.span = page
+        self.codes = RowBuffer(2)  # [B,H,N/rows,rows*4W] uint8, see `kernels.lowbit`
+        self.low = RowBuffer(2)  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
+        self.step = RowBuffer(2)
+        self.grid = RowBuffer(2, grids.NUMBERS)  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.grid`
+        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
+
+    @property
+    def unit(self) -> int:
+        return self.rows
+
+    @property
+    def levels(self) -> str:
+        """See `kernels.lowbit.quantise`."""
+        return "bins" if self.bits > 1 else "means"
+
+    def fix(self, rows: int, seal: int) -> None:
+        for buffer in (self.codes, self.low, self.step):
+            buffer.fix(rows // self.rows)
+        self.grid.fix()
+        self.real.fix(rows)
+
+    def to(self, device: torch.device | str) -> None:
+        held = self.codes.full if self.codes.allocated else None
+        super().to(device)
+        if held is not None and lowbit.tile(held.device) != lowbit.tile(self.codes.full.device):
+            codes = self.codes.full
+            codes.copy_(lowbit.moved(held, self.bits, self.low.full.shape[-1], codes.device))
+
+    def append(self, rows: Rows) -> None:
+        keys = rows.keys
+        found = lowbit.reach(keys, self.rows, self.levels)
+        if self.scales == 16:
+            low, step = lowbit.sixteen(*found, self.bits, self.levels, half(keys))
+        else:
+            low, step = self._on_grid(*found)
+        self.codes.append(lowbit.code(keys, low, step, self.bits, self.levels_grid))
+        self.low.append(low)
+        self.step.append(step)
+        self.real.append(rows.positions >= 0)
+
+    def _on_grid(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels of 8 bits; where they do not fit, the grid grows, and those stored before are rounded to it."""
+        held = self.levels_grid
+        low, step, grid = lowbit.eight(least, most, self.bits, self.levels, held)
+        if held is None:
+            self.grid.append(grid)
+        elif not torch.equal(held, grid):
+            if self.low.rows:
+                stored = grids.moved(self.low.data, self.step.data, held, grid, self.bits)
+                for buffer, levels in zip((self.low, self.step), stored, strict=True):
+                    buffer.data.copy_(levels)
+            held.copy_(grid)
+        return low, step
+
+    @property
+    def levels_grid(self) -> Tensor | None:
+        """The grid of levels of 8 bits; None with 16, and before the first row."""
+        return self.grid.data if self.grid.rows else None
+
+    def levels_bytes(self, groups: Tensor, size: int) -> Tensor:
+        """Bytes of the levels of so many groups of `size` channels, and of the grid that they are on."""
+        read = groups * (self.scales // 4 * size)
+        return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
+
+    def keep(self, first: int) -> None:
+        """Forgets the rows from `first` on, a multiple of a group's."""
+        for buffer in (self.codes, self.low, self.step):
+            buffer.resize(first // self.rows, buffer.full)
+        self.real.resize(first, self.real.full)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads, group, size = query.shape
+        if not self.real.rows:
+            return Selection.none(batch, heads, query.device)
+        real = self.real.visible
+        index = self.codes.visible, self.low.visible, self.step.visible
+        scanned = real.sum(-1)[:, None]  # [B,1]
+        chosen = heads * group if self.group == "each" else heads
+        read = scanned * lowbit.words(size, self.bits) * 4 + self.levels_bytes(scanned // self.rows, size)
+        costs = scanned.expand(-1, chosen), read.expand(-1, heads)
+        best = budget // self.page
+        ids = lowbit.best(query, *index, real, self.bits, self.group, best, self.page, grid=self.levels_grid)
+        return Selection.pages(ids, self.page, *costs)

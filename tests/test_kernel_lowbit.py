@@ -1,0 +1,347 @@
+"""numba's code for keys of a few bits against the specification in torch, on what instructions there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseattn import KVCache, LowBit
+from sparseattn.kernels import grid as grids
+from sparseattn.kernels import lowbit, scoring
+from sparseattn.selectors.base import GROUPS, Rows
+
+pytest.importorskip("numba")
+from sparseattn.kernels import lowbit_cpu
+
+fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+LEVELS = {1: "means", 2: "bins", 4: "bins"}
+# bits, G, groups, rows of one, D, dtype of queries and keys, bits of levels if not 16: odd numbers of tiles, more than
+# four query heads, channels that fill no register and no word
+SHAPES = [
+    (2, 4, 5, 64, 128, bf16),
+    (2, 7, 3, 48, 80, fp16),
+    (1, 3, 2, 16, 40, fp32),
+    (1, 1, 4, 32, 256, bf16),
+    (4, 5, 3, 16, 40, bf16),
+    (4, 2, 2, 64, 64, fp32),
+    (2, 1, 1, 16, 1, fp32),
+    (2, 5, 3, 48, 72, bf16, 8),
+]
+
+
+class Index:
+    """Two sequences of two KV heads, in storage with spare places that hold anything; one row in five is not real."""
+
+    def __init__(self, bits: int, group: int, groups: int, rows: int, size: int, dtype: torch.dtype, scales: int = 16):
+        self.bits, self.rows, self.dtype = bits, rows, dtype
+        self.query = torch.randn(2, 2, group, size).to(dtype)
+        self.keys = (torch.randn(2, 2, groups * rows, size) * torch.rand(size).exp() + torch.randn(size)).to(dtype)
+        kind = fp16 if dtype == fp16 else bf16
+        self.found, self.grid = lowbit.encode(self.keys, rows, bits, LEVELS[bits], kind, impl="torch"), None
+        if scales == 8:
+            low, step, self.grid = lowbit.eight(*lowbit.reach(self.keys, rows, LEVELS[bits]), bits, LEVELS[bits], None)
+            self.found = lowbit.code(self.keys, low, step, bits, self.grid, "torch"), low, step
+        self.real = torch.rand(2, groups * rows) < 0.8
+        self.real[1, : 2 * rows // 3] = False
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        packed, low, step = (spare(x, torch.nan if x.is_floating_point() else 99) for x in self.found)
+        return self.query, packed, low, step, spare(self.real, True, 1), self.bits
+
+    @property
+    def bound(self) -> Tensor:
+        """`[B,H,G,N]`: how far rounding the query to 8 bits may move a logit."""
+        step, size = grids.read(*self.found[1:], self.grid)[1], self.query.shape[-1]
+        largest = (self.query.float()[:, :, :, None] * step[:, :, None]).abs().amax(-1)  # [B,H,G,N/rows]
+        return (largest * ((1 << self.bits) - 1) * size**0.5 / 508).repeat_interleave(self.rows, -1)
+
+
+def spare(x: Tensor, filling: float, dim: int = 2) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] += 3
+    wide = x.new_full(shape, filling)
+    wide.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return wide.narrow(dim, 0, x.shape[dim])
+
+
+def off(got: Tensor, expected: Tensor) -> Tensor:
+    """How far `got` is, the places of -inf being the same."""
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.isneginf(), expected.isneginf())
+    return (got - expected).masked_fill(expected.isneginf(), 0).abs()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_the_specifications_within_the_bound(shape: tuple) -> None:
+    index = Index(*shape)
+    expected = lowbit.logits(*index.inputs, impl="torch", grid=index.grid)
+    found = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)
+    assert found.shape == expected.shape
+    slack = 1e-5 * expected.masked_fill(expected.isinf(), 0).abs().max() + 1e-5
+    assert (off(found, expected) <= index.bound + slack).all()
+    assert off(found, expected).max() < 0.5 * index.bound.max() + slack  # which it comes near in no random case
+
+
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+def test_the_error_of_logits_has_the_bound_that_scales_say(size: int, bits: int, impl: str) -> None:
+    """Half a step in each channel; numba's code rounds the query to 8 bits besides. Keys with a drift, an outlier
+    channel and one huge number; a query that asks for one channel above all."""
+    rows, n = 64, 256
+    keys = torch.randn(2, 3, n, size) + torch.linspace(-5, 5, n)[:, None]
+    keys[..., 3] *= 50
+    keys[:, :, 70, 5] = 1000.0
+    query = torch.randn(2, 3, 4, size)
+    query[..., 7] = 100.0
+    packed, low, step = lowbit.encode(keys, rows, bits, "bins", torch.bfloat16)
+    real = torch.ones(2, n, dtype=torch.bool)
+    exact = query @ keys.mT / size**0.5
+    error = (lowbit.logits(query, packed, low, step, real, bits, impl) - exact).abs()
+    stretch = query.abs()[:, :, :, None] * step.float()[:, :, None]  # [B,H,G,n/rows,D]
+    bound = stretch.sum(-1) / (2 * size**0.5)
+    if impl == "numba":
+        bound = bound + ((1 << bits) - 1) * size**0.5 / 508 * stretch.amax(-1)
+    assert (error <= bound.repeat_interleave(rows, -1) * (1 + 1e-5)).all()
+    assert error.max() > 0.01 * bound.max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None:
+    """Steps of 1 and a query of whole numbers to 127: integers through and through, but for the base."""
+    index = Index(*shape)
+    index.query = torch.randint(-127, 128, index.query.shape).to(index.dtype)
+    index.query[..., 0] = 127
+    packed, low, step = index.found
+    index.found = packed, low.float().round().to(low.dtype), torch.ones_like(step)
+    if index.grid is not None:
+        index.grid = torch.tensor([0.0, 0.1, 1.0])[:, None].expand_as(index.grid)
+    expected = lowbit.logits(*index.inputs, impl="torch", grid=index.grid)
+    found = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)
+    assert off(found, expected).max() <= 2e-6 * index.query.shape[-1] ** 0.5 * 2000
+
+
+@pytest.mark.parametrize("page", [1, 2, 16, 32])
+@pytest.mark.parametrize("group", GROUPS)
+def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(2, 3, 7, 32, 64, bf16, 8 if page == 2 else 16)
+    logits = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)
+    masses = logits.unflatten(-1, (-1, page)).logsumexp(-1)
+    expected = scoring.vote(masses, group, "torch")
+    for rows, threads in ((32, 1), (96, 2), (96, 3), (2048, 4)):  # of a part; 4 lists are shared by 3 threads
+        monkeypatch.setattr(lowbit_cpu, "PART_ROWS", rows)
+        monkeypatch.setattr(lowbit_cpu, "use_threads", lambda work, threads=threads: threads)
+        found = lowbit.scores(*index.inputs, group, page, impl="numba", grid=index.grid)
+        # Where a product is half way between two integers, one in ten thousand, the logarithm's factor rounds it off.
+        assert off(found, expected).max() < 0.02
+        assert off(found, expected).mean() < 5e-4
+        best = lowbit.best(*index.inputs, group, 5, page, "numba", index.grid).long()  # in one kernel, or of scores
+        assert torch.equal(found.gather(2, best).sort(-1).values, found.topk(5).values.sort(-1).values)
+    index.real[:] = False
+    assert bool(lowbit.scores(*index.inputs, group, page, impl="numba", grid=index.grid).isneginf().all())
+    assert bool((lowbit.best(*index.inputs, group, 5, page, "numba", grid=index.grid) == -1).all())
+    for impl in ("torch", "numba"):
+        none = [x[:, :, :0] for x in index.inputs[1:4]]
+        assert lowbit.best(index.query, *none, index.real[:, :0], index.inputs[-1], group, 5, page, impl).shape[2] == 0
+
+
+@pytest.mark.parametrize("page", [1, 4, 16, 32, 128])
+@pytest.mark.parametrize("each", [False, True])
+def test_listed_pages_have_the_logits_of_their_rows(page: int, each: bool) -> None:
+    index = Index(2, 6, 8, 48, 72, fp16, 8 if page == 4 else 16)
+    every = lowbit.logits(*index.inputs, impl="numba", grid=index.grid)  # [B,H,G,N]
+    many = every.shape[-1] // page
+    pages = torch.stack([torch.randperm(many + 1)[:9] for _ in range(2 * 2 * (6 if each else 1))])
+    pages = pages.view(2, -1, pages.shape[-1])  # page `many` is behind all rows, or its end is
+    pages[:, :, 1] = -1
+    found = lowbit.listed_logits(*index.inputs, pages, page, impl="numba", grid=index.grid)
+    expected = lowbit.listed_logits(*index.inputs, pages, page, impl="torch", grid=index.grid)
+    assert (off(found, expected) <= index.bound.max()).all()
+    rows = (pages[..., None] * page + torch.arange(page)).flatten(2)
+    rows = rows.unflatten(1, (2, -1)).expand(2, 2, 6, -1)
+    there = (rows >= 0) & (rows < every.shape[-1])
+    held = every.gather(3, torch.where(there, rows, 0)).masked_fill(~there, -torch.inf)
+    assert torch.equal(found, held)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_are_coded_as_the_specification_codes_them(shape: tuple) -> None:
+    index = Index(*shape)
+    keys, rows, bits = index.keys, index.rows, index.bits
+    keys[:, :, :rows, :2] = 0.3  # a channel of one number
+    kind = fp16 if index.dtype == fp16 else bf16
+    for levels in ("bins", "ends", LEVELS[bits]):
+        expected = lowbit.encode(keys, rows, bits, levels, kind, impl="torch")
+        view = spare(keys, torch.nan)
+        found = lowbit.encode(view, rows, bits, levels, kind, impl="numba")
+        if levels != "means":
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            continue
+        for a, b in zip(found[1:], expected[1:], strict=True):  # sums in another order: the next number of 16 bits
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4)
+        size = keys.shape[-1]
+        assert (lowbit.unpack(found[0], bits, size) != lowbit.unpack(expected[0], bits, size)).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_levels_of_8_bits_keep_the_bound_and_make_room_for_larger_keys(bits: int) -> None:
+    """Half a step, as they are read; where the grid has grown at most `(last + 1) pace / 4 + unit / 2` more, and little
+    of a step; the choice of the grown index is numba's as torch's."""
+    selector = LowBit(bits, 32, scales=8)
+    parts = [torch.randn(2, 3, 96, 40) * torch.rand(40).exp() + torch.randn(40) for _ in range(2)]
+    parts[1][..., ::2] *= 10
+    before = None
+    for times, keys in enumerate(parts, 1):
+        selector.append(Rows(keys, keys, torch.arange(96).expand(2, -1)))
+        grid, levels = selector.grid.data.clone(), (selector.low.data, selector.step.data)
+        step = grids.read(*levels, grid)[1]
+        away = lowbit.keys_of(selector.codes.data, *levels, bits, grid) - torch.cat(parts[:times], 2)
+        away = away.abs().unflatten(2, (-1, 32)).amax(3) - step / 2
+        if before is not None:
+            grew = (grid != before).any(2, keepdim=True)  # [B,H,1,D]
+            assert grew[..., ::2].all()
+            assert not grew.all()
+            _, unit, pace = grid[:, :, :, None].unbind(2)
+            away[:, :, :3] -= ((1 << bits) * pace / 4 + unit / 2) * grew
+        assert away.max() <= 1e-5
+        before = grid
+    query, budget = torch.randn(2, 3, 4, 40), 20
+    index = selector.codes.data, *levels, selector.real.data, bits, "each"
+    first, second = (lowbit.scores(query, *index, impl=impl, grid=grid) for impl in ("torch", "numba"))
+    assert (first - second).abs().max() < 0.1 * first.std()
+    read = selector.select(query, torch.full((2,), 192), budget).scan_bytes
+    assert read.unique().tolist() == [192 * 4 * lowbit.words(40, bits) + 6 * 2 * 40 + 12 * 40]
+
+
+def test_scales_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="scales is 8 or 16 bits of a level, got 4"):
+        LowBit(scales=4)
+
+
+@pytest.mark.parametrize(
+    ("total", "count"), [(4000, 100), (4000, 300), (1000, 7), (32, 2), (17, 3), (5, 9), (403, 403), (1, 1)]
+)
+def test_best_rows_are_the_highest(total: int, count: int) -> None:
+    """Scattered, in runs, with ties, far from zero, with few that may be chosen, and with none."""
+    drawn = torch.randn(2, 3, total)
+    few = drawn.masked_fill(torch.rand(2, 3, total) < 0.98, -torch.inf)
+    none = drawn.new_full(drawn.shape, -torch.inf)
+    for scores in (drawn, drawn.sort(-1).values, drawn.round(), drawn * 0, drawn - 60, drawn * 1e-30, few, none):
+        for impl in ("torch", "numba"):
+            ids = scoring.best_rows(scores, count, impl)
+            assert ids.dtype == torch.int32
+            assert ids.shape == (2, 3, min(count, total))
+            named = torch.zeros(2, 3, total + 1, dtype=torch.int32)
+            named.scatter_add_(2, torch.where(ids < 0, total, ids).long(), torch.ones_like(ids))
+            assert named[..., :total].max() <= 1
+            held = scores.masked_fill(named[..., :total] == 0, -torch.inf).sort(-1, descending=True).values
+            assert torch.equal(held[..., : ids.shape[2]], scores.topk(ids.shape[2]).values)
+    assert scoring.best_rows(drawn, 0, "numba").shape == (2, 3, 0)
+
+
+def test_rounding_the_query_hardly_changes_the_choice() -> None:
+    """Of the 256 best of 4,096 rows by keys of so many bits, at least 97 % are chosen by the rounded query too."""
+    keys, query = torch.randn(1, 2, 4096, 128), torch.randn(1, 2, 4, 128)
+    real = torch.ones(1, 4096, dtype=torch.bool)
+    for bits in (1, 2, 4):
+        index = lowbit.encode(keys, 64, bits, LEVELS[bits], bf16)
+        chosen = []
+        for impl in ("torch", "numba"):
+            ids = scoring.best_rows(lowbit.scores(query, *index, real, bits, "each", impl=impl), 256).long()
+            chosen.append(torch.zeros(1, 8, 4096, dtype=torch.bool).scatter_(2, ids, True))
+        assert (chosen[0] & chosen[1]).sum() >= 0.97 * chosen[0].sum()
+
+
+def test_a_row_may_be_no_number() -> None:
+    """A query or level that is NaN or infinite harms its own head, and nothing is read or written astray."""
+    index = Index(2, 4, 3, 32, 64, fp32)
+    expected = lowbit.scores(*index.inputs, "softmax", impl="numba")
+    index.query[0, 0, 1, 3] = torch.nan
+    found = lowbit.scores(*index.inputs, "softmax", impl="numba")
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[0, 1], expected[0, 1])
+    ids = scoring.best_rows(torch.full((1, 1, 100), torch.nan), 7, "numba")
+    assert len(set(ids.flatten().tolist())) == 7
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 100
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
+    index = Index(2, 4, 130, 64, 64, bf16)
+    before, found = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        scores = lowbit.scores(*index.inputs, "softmax", impl="numba")
+        found.append((scores, scoring.best_rows(scores, 100, "numba")))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_named_numba_runs_or_raises() -> None:
+    index = Index(2, 4, 2, 32, 64, fp32)
+    query, *rest = index.inputs
+    with pytest.raises(RuntimeError, match="float32, float16 and bfloat16, not float64"):
+        lowbit.logits(query.double(), *rest, impl="numba")
+    with pytest.raises(ValueError, match="impl is one of torch, numba, triton or None, got 'fast'"):
+        lowbit.scores(query, *rest, "softmax", impl="fast")
+    query.requires_grad_()
+    best = lowbit.best(query, *rest, "softmax", 3)
+    assert torch.equal(best.sort().values, lowbit.best(query.detach(), *rest, "softmax", 3, impl="torch").sort().values)
+    lowbit.logits(query, *rest).masked_fill(~rest[3][:, None, None], 0).sum().backward()  # by torch
+    assert bool((query.grad != 0).any())
+
+
+def test_the_selector_seals_while_it_decodes() -> None:
+    """Built in one go or row by row, its index is the same, and so is its choice."""
+    keys, values = torch.randn(2, 1, 2, 300, 64)
+    whole, grown = KVCache(LowBit(), sink=4, window=8, seal=64), KVCache(LowBit(), sink=4, window=8, seal=64)
+    whole.append(keys, values)
+    for row in range(300):
+        grown.append(keys[:, :, row : row + 1], values[:, :, row : row + 1])
+    query = torch.randn(1, 2, 4, 64)
+    first, second = (cache.select(query, 50) for cache in (whole, grown))
+    assert torch.equal(first.mask(300), second.mask(300))
+    assert first.attended.tolist() == [[50, 50]]
+
+
+@pytest.mark.skipif("KERNEL_LOWBIT" in os.environ, reason="this is the inner run")
+@pytest.mark.parametrize(
+    ("name", "features", "expected"),
+    [
+        ("haswell", "+avx2,+avx,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt,+sse4.2", "avx2"),
+        ("x86-64", "+sse2", "plain"),
+    ],
+)
+def test_other_instructions_do_the_same(name: str, features: str, expected: str) -> None:
+    """These tests once more, compiled for a processor without AVX-512, and for one without AVX2."""
+    if lowbit_cpu.instructions() not in ("vnni", "avx2"):
+        pytest.skip("needs a processor with AVX2")
+    flags = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "KERNEL_LOWBIT": expected}
+    here = [f"{__file__}::{test}" for test in INNER]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", *here],
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_instructions_are_those_named() -> None:
+    assert lowbit_cpu.instructions() == os.environ.get("KERNEL_LOWBIT", lowbit_cpu.instructions())
+
+
+INNER = (  # one of each kind, all of bfloat16: numba compiles for other dtypes anew
+    "test_the_instructions_are_those_named",
+    "test_logits_are_the_specifications_within_the_bound[shape0]",
+    "test_logits_are_the_specifications_within_the_bound[shape3]",
+    "test_logits_are_the_specifications_within_the_bound[shape4]",
+    "test_scores_are_the_vote_on_the_masses_of_pages[softmax-16]",
+    "test_best_rows_are_the_highest[4000-100]",
+)
