@@ -38,7 +38,7 @@ def test_fier_rounds_every_channel_of_a_group_to_its_least_or_largest_number() -
     assert float(near.float().mean()) < 0.1
     other = LowBit(1, 32)
     filled(other, keys)
-    assert bool((fier.step.data > other.step.data).all()), "its levels are the ends, not the mean and deviation"
+    assert bool((fier.step.data > other.step.data).all()), "its levels are the ends, not the means of both sides"
 
 
 def test_fier_reads_as_many_bytes_as_quest_and_lowbit_of_one_bit_as_many() -> None:

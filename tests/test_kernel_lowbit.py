@@ -333,8 +333,9 @@ def test_other_instructions_do_the_same(name: str, features: str, expected: str)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.skipif("KERNEL_LOWBIT" not in os.environ, reason="asked of the runs that `INNER` names")
 def test_the_instructions_are_those_named() -> None:
-    assert lowbit_cpu.instructions() == os.environ.get("KERNEL_LOWBIT", lowbit_cpu.instructions())
+    assert lowbit_cpu.instructions() == os.environ["KERNEL_LOWBIT"]
 
 
 INNER = (  # one of each kind, all of bfloat16: numba compiles for other dtypes anew

@@ -22,6 +22,10 @@ FEW_BITS = (
 EQUAL = "--window 92 --seal 64"  # the last 32 of a multiple of 64 tokens are decoded
 EQUAL_ASKED = "--window 123 --seal 64"  # the last 64, the first of which ends the prefill
 BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=8,int8=True"
+COMPARED_BITS = (
+    f"{BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8"
+)
+UNSEEN = "--text workshop --text paradise-lost --text as-you-like-it"  # of kinds that no level was chosen on
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 
@@ -41,8 +45,7 @@ def few_bits(trace: str, more: str, minutes: float) -> Step:
     return Step(
         f"lowbit-{trace}",
         f"keys of few bits on the trace {trace}, beside the rows' true order and Quest",
-        f"sparseattn bench {trace} {BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 "
-        f"--selector lowbit:rows=32,scales=8 {more}{EQUAL} --no-figures --out OUT",
+        f"sparseattn bench {trace} {COMPARED_BITS} {more}{EQUAL} --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -54,9 +57,8 @@ def few_bits_text(model: str, text: str, tokens: int, layers: str, minutes: floa
         f"lowbit-{text}",
         f"keys of few bits on {model}'s keys of the text {text}, beside the rows' true order and Quest",
         f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
-        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {BESIDE} "
-        f"--selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector "
-        f"lowbit:rows=32,scales=8 {EQUAL} --no-figures --out OUT",
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {COMPARED_BITS} "
+        f"{EQUAL} --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -67,8 +69,8 @@ def few_bits_agreement(model: str, length: int, more: str, minutes: float) -> St
     return Step(
         f"agreement-{model.partition('-')[0]}-lowbit",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by keys of few bits",
-        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
-        f"--text as-you-like-it --lengths {length} --last 64 --samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} "
+        f"sparseattn eval --model {model} --dtype float32 --task agreement {UNSEEN} --lengths {length} --last 64 "
+        f"--samples 2 {BESIDE} {FEW_BITS} {more}{CONTROLS} "
         "--budget 64,256 --out OUT",
         minutes,
         "eval.jsonl",
@@ -80,8 +82,8 @@ def few_bits_equal(model: str, length: int, minutes: float) -> Step:
     return Step(
         f"agreement-{model.partition('-')[0]}-equal",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, at equally many rows",
-        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
-        f"--text as-you-like-it --lengths {length} --last 64 --samples 2 --selector exact:group=softmax "
+        f"sparseattn eval --model {model} --dtype float32 --task agreement {UNSEEN} --lengths {length} --last 64 "
+        "--samples 2 --selector exact:group=softmax "
         "--selector quest --selector lowbit --selector lowbit:bits=1 --selector twostage --budget 256 "
         f"{EQUAL_ASKED} --out OUT",
         minutes,

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from scripts.evidence.markdown import bullets, parts, percent, significant, table, text, ticked
 from scripts.evidence.views_agreement import FULL, Agreed
 from scripts.evidence.views_asked import Asked
-from scripts.evidence.views_speed import BF16, _machine, _setting, _way
+from scripts.evidence.views_speed import BF16, machine_of, setting_of, timed
 from scripts.evidence.views_traces import Measured, spec
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -109,14 +109,14 @@ def passkey(*records: Record) -> str:
 def speed(record: Record) -> str:
     """One decode step on a CPU."""
     words = text(
-        f"The table times {_setting(record)}, bfloat16 and budget {record['budget']:,}, on {_machine(record)} with "
+        f"The table times {setting_of(record)}, bfloat16 and budget {record['budget']:,}, on {machine_of(record)} with "
         "cold caches. Dense is the fastest of torch's seven ways in the same rounds."
     )
     lines = []
     named = ("lowbit", "twostage", "quest", "saap")
     every = next(one for one in record["results"] if one["dtype"] == BF16)["selectors"]
     for method in (one for one in every if one["selector"].partition(":")[0] in named):
-        way, seconds = _way(record, method["selector"]), method["seconds"]
+        way, seconds = timed(record, method["selector"]), method["seconds"]
         step, times, bound = way.cells(BF16)
         select, attend = (f"{1e3 * seconds[part]['median']:.1f}" for part in ("select", "attend"))
         share, build = method["append"]["share_of_step"], method["prefill_seconds"]["index"]["wall"]
@@ -197,7 +197,7 @@ def predicted(record: Record) -> str:
     heads, places, query = one["batch"] * one["heads"], one["rows"], one["group"]
     lines = []
     for name, scored in (("quest", places / 16), ("lowbit", float(places))):
-        method = _way(record, name).of[BF16]
+        method = timed(record, name).of[BF16]
         read, dense = method["scan_bytes"] + method["rows_bytes"], method["dense_bytes"]
         voted = 3 * 4 * heads * scored  # a vote is written, and read twice by top-k
         apart = 2 * 4 * heads * scored * query  # by softmax a score of each query head is written and read besides

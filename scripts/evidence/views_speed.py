@@ -34,7 +34,7 @@ class Way:
         return 1e3 * one["seconds"][f"dense:{one['dense']}"]["median"]
 
 
-def _way(record: Record, selector: str) -> Way:
+def timed(record: Record, selector: str) -> Way:
     """One selector of a record of `benchmarks.speed`; LookupError where it was not timed."""
     found = {
         one["dtype"]: method
@@ -51,13 +51,13 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
 
 
-def _machine(record: Record) -> str:
+def machine_of(record: Record) -> str:
     machine = record["machine"]
     devices = [one["name"] for one in machine["cuda_devices"]]
     return devices[0] if devices else f"{record['threads']} cores ({machine['processor']})"
 
 
-def _setting(record: Record) -> str:
+def setting_of(record: Record) -> str:
     shape = record["results"][0]
     return (
         f"one step (select and attend) of one layer with {shape['rows']:,} rows, {shape['heads']} KV heads of "
@@ -66,26 +66,26 @@ def _setting(record: Record) -> str:
 
 
 def _graph_name(record: Record) -> str:
-    one = _way(record, "retrieval:share=0.25").of[BF16]
+    one = timed(record, "retrieval:share=0.25").of[BF16]
     return f"`retrieval`, {one['sink'] + one['window']} rows dense and {one['budget']} found"
 
 
 def short(speed: Record, graph: Record) -> str:
     """README's paragraph and table."""
-    quest = _way(speed, "quest")
+    quest = timed(speed, "quest")
     words = text(
-        f"The table times {_setting(speed)}, bfloat16 and budget {speed['budget']:,}, on {_machine(speed)} with cold "
-        "caches. Dense is the fastest of torch's seven ways; `retrieval` comes from a run of its own "
+        f"The table times {setting_of(speed)}, bfloat16 and budget {speed['budget']:,}, on {machine_of(speed)} with "
+        "cold caches. Dense is the fastest of torch's seven ways; `retrieval` comes from a run of its own "
         "([more](docs/results/speed.md))."
     )
     lines = [
         ["dense", significant(quest.dense(BF16)), "1", ""],
         ["`quest`", *quest.cells(BF16)],
-        ["`quest:page=8,int8=True`", *_way(speed, "quest:page=8,int8=True").cells(BF16)],
-        ["`lowbit`", *_way(speed, "lowbit").cells(BF16)],
-        ["`twostage`", *_way(speed, "twostage").cells(BF16)],
-        [SAAP, *_way(speed, "saap").cells(BF16)],
-        [_graph_name(graph), *_way(graph, "retrieval:share=0.25").cells(BF16)],
+        ["`quest:page=8,int8=True`", *timed(speed, "quest:page=8,int8=True").cells(BF16)],
+        ["`lowbit`", *timed(speed, "lowbit").cells(BF16)],
+        ["`twostage`", *timed(speed, "twostage").cells(BF16)],
+        [SAAP, *timed(speed, "saap").cells(BF16)],
+        [_graph_name(graph), *timed(graph, "retrieval:share=0.25").cells(BF16)],
     ]
     return parts(words, table(["", "ms", "times as fast as dense", "the bytes would allow"], lines))
 
@@ -93,23 +93,23 @@ def short(speed: Record, graph: Record) -> str:
 def long(speed: Record, int8: Record, graph: Record) -> str:
     """The table of both dtypes."""
     words = text(
-        f"The table times {_setting(speed)} and budget {speed['budget']:,}, on {_machine(speed)} with caches emptied "
-        'before each call. "To dense" compares it with the fastest of seven dense ways of torch\'s in the same rounds. '
-        "The bound is dense's bytes over those that the method must read:"
+        f"The table times {setting_of(speed)} and budget {speed['budget']:,}, on {machine_of(speed)} with caches "
+        'emptied before each call. "To dense" compares it with the fastest of seven dense ways of torch\'s in the same '
+        "rounds. The bound is dense's bytes over those that the method must read:"
     )
-    quest = _way(speed, "quest")
+    quest = timed(speed, "quest")
     lines = [["dense", significant(quest.dense(BF16)), "1", "", significant(quest.dense(FP32)), "1", ""]]
     for name, way in (
         ("`quest`", quest),
-        ("`quest:int8=True`", _way(int8, "quest:int8=True")),
-        ("`quest:page=8,int8=True`", _way(int8, "quest:page=8,int8=True")),
-        ("`lowbit`", _way(speed, "lowbit")),
-        ("`twostage`", _way(speed, "twostage")),
-        ("`saap` (random weights, C and hidden width 1,024)", _way(speed, "saap")),
-        ("`kmeans`", _way(speed, "kmeans")),
-        ("`moments`", _way(speed, "moments")),
-        (_graph_name(graph), _way(graph, "retrieval:share=0.25")),
-        ("`bridge:share=0.25`", _way(graph, "bridge:share=0.25")),
+        ("`quest:int8=True`", timed(int8, "quest:int8=True")),
+        ("`quest:page=8,int8=True`", timed(int8, "quest:page=8,int8=True")),
+        ("`lowbit`", timed(speed, "lowbit")),
+        ("`twostage`", timed(speed, "twostage")),
+        ("`saap` (random weights, C and hidden width 1,024)", timed(speed, "saap")),
+        ("`kmeans`", timed(speed, "kmeans")),
+        ("`moments`", timed(speed, "moments")),
+        (_graph_name(graph), timed(graph, "retrieval:share=0.25")),
+        ("`bridge:share=0.25`", timed(graph, "bridge:share=0.25")),
     ):
         lines.append([name, *way.cells(BF16), *way.cells(FP32)])
     head = ["", "bf16: ms", "to dense", "bytes bound", "fp32: ms", "to dense", "bytes bound"]
@@ -118,8 +118,8 @@ def long(speed: Record, int8: Record, graph: Record) -> str:
 
 def notes(speed: Record, int8: Record, graph: Record) -> str:
     """What is to be known of the table."""
-    quest, again, saap = _way(speed, "quest"), _way(int8, "quest"), _way(speed, "saap")
-    walked = _way(graph, "retrieval:share=0.25")
+    quest, again, saap = timed(speed, "quest"), timed(int8, "quest"), timed(speed, "saap")
+    walked = timed(graph, "retrieval:share=0.25")
     ranged = quest.of[BF16]["speed_up"]
     appending = [100 * way.of[dtype]["append"]["share_of_step"] for way in (quest, saap) for dtype in (BF16, FP32)]
     pauses = sorted(one["append"]["longest_pause_seconds"] for one in walked.of.values())
@@ -141,7 +141,7 @@ def notes(speed: Record, int8: Record, graph: Record) -> str:
 
 def choosing(speed: Record, graph: Record, scaling: Record) -> str:
     """The paragraph on speed of the page on choosing."""
-    quest, walked = _way(speed, "quest"), _way(graph, "retrieval:share=0.25")
+    quest, walked = timed(speed, "quest"), timed(graph, "retrieval:share=0.25")
     inserting = [one["append"]["share_of_step"] for one in walked.of.values()]
     first = next(one for one in scaling["sweeps"]["rows"]["points"] if one["selector"] == "quest")
     return text(
@@ -157,7 +157,7 @@ def choosing(speed: Record, graph: Record, scaling: Record) -> str:
 
 def _building(graph: Record) -> tuple[list[float], list[float], list[float]]:
     """Seconds to build one graph, on the wall and of processor time, and to insert the rows of a seal into one."""
-    ways = _way(graph, "retrieval:share=0.25").of.values()
+    ways = timed(graph, "retrieval:share=0.25").of.values()
     graphs = graph["heads"] * graph["group"]
     wall, processor = (
         sorted(one["prefill_seconds"]["index"][clock] / graphs for one in ways) for clock in ("wall", "processor")
@@ -203,12 +203,12 @@ def generate(record: Record) -> str:
     model = f"`{record['model']}` ({shape['parameters'] / 1e6:.0f} M parameters, {shape['num_hidden_layers']} layers)"
     default = [f"{_found(one, 'sdpa')['tokens_per_second']:.0f}" for one in lengths]
     words = text(
-        f"Decoding with {model} on {_machine(record)}, torch {record['versions']['torch']}, {record['dtype']}, budget "
-        f"{record['budget']}, sink {record['sink']}, window {record['window']}, seal {record['seal']:,}; every way by "
-        f"turns behind one prefill, medians of {record['steps']} steps, without the time to build an index. Dense is "
-        "the fastest of transformers' own ways, sdpa over a `StaticCache`; the `DynamicCache` that `generate` takes "
-        f"by default decodes {' and '.join(default)} tokens a second. Equal is the share of the steps in which the "
-        "likeliest token was dense's."
+        f"Decoding with {model} on {machine_of(record)}, torch {record['versions']['torch']}, {record['dtype']}, "
+        f"budget {record['budget']}, sink {record['sink']}, window {record['window']}, seal {record['seal']:,}; every "
+        f"way by turns behind one prefill, medians of {record['steps']} steps, without the time to build an index. "
+        "Dense is the fastest of transformers' own ways, sdpa over a `StaticCache`; the `DynamicCache` that `generate` "
+        f"takes by default decodes {' and '.join(default)} tokens a second. Equal is the share of the steps in which "
+        "the likeliest token was dense's."
     )
     head = ["tokens/s"]
     for one in lengths:

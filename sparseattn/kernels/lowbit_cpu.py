@@ -558,7 +558,8 @@ def _listed_logits(
 
 @intrinsic
 def _fold(typing, numbers, at, many, out, o):
-    """`out[o:o + 16]`: the largest of each lane of `many` registers from `numbers[at]` on; NaN where there is one."""
+    """`out[o:o + 16]`: the largest of each lane of `many` registers from `numbers[at]` on, or of those behind the last
+    NaN, or this: no more than the largest number."""
 
     def code(context, builder, signature, arguments):
         numbers_, at_, many_, out_, o_ = arguments

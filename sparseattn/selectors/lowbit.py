@@ -34,8 +34,7 @@ class LowBit(Selector):
     so that a number is at most half a step off, and a logit at most `sum_i |q_i| step_i / (2 sqrt(D))`; where numba
     scores, the query is rounded too (`kernels.lowbit.logits`). One bit: the means of the numbers below and above the
     middle, without such a bound. An index row takes `bits * D / 8` bytes and its share of the levels,
-    `scales D / (4 rows)` (two numbers a channel): at D = 64, 20 bytes where Quest's
-    bounds (page 16, bfloat16) take 16.
+    `scales D / (4 rows)` (two numbers a channel): at D = 64, 20 bytes where Quest's bounds (page 16, bfloat16) take 16.
 
     The bound holds for levels of 8 bits as they are read, too, until keys come that do not fit a channel's grid: then
     the levels that are stored are rounded anew, at most by a few units of the new grid.
