@@ -465,15 +465,21 @@ def _bound(up, down, q, high, low, at, other, size):
 
 
 @njit(fastmath=set(FAST))
-def _pages(up, down, low, low_base, low_step, high, high_base, high_step, real, real_base, first, last, each, scores):
-    """Scores `[G or 1,P]` of the pages from `first` to `last` of one KV head; up, down: `[G,D]`."""
+def _pages(
+    up, down, low, low_base, low_step, high, high_base, high_step, real, real_base, tabled, first, last, each, scores
+):  # fmt: skip
+    """Scores `[G or 1,P]` of the pages from `first` to `last` of one KV head; up, down: `[G,D]`; real: whether there is
+    such a page, or if `tabled` where it lies, below 0 for none."""
     group, size = up.shape
     ups, downs = up.reshape(-1), down.reshape(-1)
     for p in range(first, last):
-        if not real[real_base + p]:
+        place = np.int64(real[real_base + p])
+        if not tabled:
+            place = p if place else -1
+        if place < 0:
             scores[:, p] = -np.inf
             continue
-        at, other = high_base + p * high_step, low_base + p * low_step
+        at, other = high_base + place * high_step, low_base + place * low_step
         best = np.float32(-np.inf)
         for g in range(group):
             bound = _bound(ups, downs, g * size, high, low, at, other, size)
@@ -499,8 +505,9 @@ def _halves(query, root, summed, up, down):
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, real_step, each, scores):
-    """query: `[B*H,G,D]`; low, high: flat, with steps of b, h, p; real: flat `[B,P]`; scores: `[B,H,G or 1,P]`."""
+def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, real_step, tabled, each, scores):
+    """query: `[B*H,G,D]`; low, high: flat, with steps of b, h, p; real: flat `[B,P]`, see `_pages`; scores: `[B,H,G or
+    1,P]`."""
     batch, heads, _, pages = scores.shape
     halves = np.empty((2, batch * heads, 1 if summed else query.shape[1], query.shape[2]), np.float32)
     up, down = halves[0], halves[1]
@@ -511,13 +518,14 @@ def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, re
         b, h = which // heads, which % heads
         _pages(
             up[which], down[which], low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-            high, b * high_steps[0] + h * high_steps[1], high_steps[2], real, b * real_step,
+            high, b * high_steps[0] + h * high_steps[1], high_steps[2], real, b * real_step, tabled,
             chunk * PAGES, min(pages, (chunk + 1) * PAGES), each, scores[b, h],
         )  # fmt: skip
 
 
 def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str) -> Tensor:
-    """As `sparseattn.kernels.scoring.page_scores`, for `group` "sum", "max" and "each"."""
+    """As `sparseattn.kernels.scoring.page_scores`, for `group` "sum", "max" and "each"; real: see `_pages`,
+    int32 if it is a table."""
     batch, heads, served, size = query.shape
     pages, each, summed = real.shape[1], group == "each", group == "sum"  # the bound is linear in both halves
     held, steps = _flat(low)
@@ -527,10 +535,17 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
         use_threads(2 * batch * heads * (1 if summed else served) * size * pages)
         _page_scores(
             _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed,
-            held, steps, top, top_steps, _line(real), real.stride(0), each,
+            held, steps, top, top_steps, _line(real), real.stride(0), real.dtype == torch.int32, each,
             scores.numpy().reshape(batch, heads, served if each else 1, pages),
         )  # fmt: skip
     return scores
+
+
+def page_scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str) -> Tensor:
+    """As `sparseattn.kernels.scoring.page_scores_at`, for `group` "sum", "max" and "each"."""
+    shared = low.transpose(0, 1)[None], high.transpose(0, 1)[None]  # [1,H,pages,D]
+    low, high = (held.expand(len(query), -1, -1, -1) for held in shared)
+    return page_scores(query, low, high, table, group)
 
 
 # -- the vote of a query group ---------------------------------------------------------------------------------------

@@ -144,6 +144,36 @@ def page_scores(
     return vote(bound.masked_fill(~real[:, None, None], -torch.inf), group, impl)
 
 
+def page_scores_at(
+    query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str, impl: str | None = None
+) -> Tensor:
+    """`page_scores` where the bounds of all sequences' pages lie in one store, as a serving engine's blocks do.
+
+    Args:
+        query: `[B,H,G,D]`, after RoPE.
+        low, high: `[pages,H,D]` of the query's dtype.
+        table: `[B,P]` int32, which page of the store is a sequence's; negative: none.
+        group: see `vote`.
+        impl: see the module.
+
+    Returns:
+        `[B,Hs,P]` float32, -inf where the table names none.
+    """
+    impl = chosen(impl, query.device, query.dtype)
+    if impl == "numba":
+        from sparseattn.kernels import numba_cpu
+
+        scores = numba_cpu.page_scores_at(query, low, high, table, "each" if group == "softmax" else group)
+        return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
+    if impl == "triton":
+        from sparseattn.kernels import pages
+
+        return pages.scores_at(query, low, high, table, group)
+    place = table.long().clamp(min=0)
+    low, high = (held[place].transpose(1, 2) for held in (low, high))  # [B,H,P,D]
+    return page_scores(query, low, high, table >= 0, group, impl=impl)
+
+
 def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """The pages with the `count` highest scores, in no order.
 

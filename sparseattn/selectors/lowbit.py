@@ -11,13 +11,14 @@ from torch import Tensor
 from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, check_group, half
+from sparseattn.selectors.base import Rows, Selector, half, vote
+from sparseattn.selectors.paged import Entries, PageSelector
 from sparseattn.storage import RowBuffer
 
 BITS = (1, 2, 4)
 
 
-class LowBit(Selector):
+class LowBit(PageSelector):
     """Reads the rows whose keys, rounded to a few bits a channel, have the largest product with the query.
 
     Args:
@@ -42,6 +43,11 @@ class LowBit(Selector):
     `scan_bytes`: the codes and levels of every row, and the grid.
     """
 
+    entry_names = ("codes", "low", "step")
+    codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.lowbit`
+    low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
+    step: RowBuffer
+
     def __init__(self, bits: int = 2, rows: int = 64, page: int = 1, group: str = "softmax", scales: int = 16) -> None:
         if bits not in BITS:
             raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
@@ -51,13 +57,9 @@ class LowBit(Selector):
             raise ValueError(f"a page is a power of two rows that divides a group's {rows}, or 1, got {page}")
         if scales not in (8, 16):
             raise ValueError(f"scales is 8 or 16 bits of a level, got {scales}")
-        self.bits, self.rows, self.page, self.group, self.scales = bits, rows, page, check_group(group), scales
-        self.span = page
-        self.codes = RowBuffer(2)  # [B,H,N/rows,rows*4W] uint8, see `kernels.lowbit`
-        self.low = RowBuffer(2)  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
-        self.step = RowBuffer(2)
+        super().__init__(page, group)
+        self.bits, self.rows, self.scales = bits, rows, scales
         self.grid = RowBuffer(2, grids.NUMBERS)  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.grid`
-        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
 
     @property
     def unit(self) -> int:
@@ -69,10 +71,10 @@ class LowBit(Selector):
         return "bins" if self.bits > 1 else "means"
 
     def fix(self, rows: int, seal: int) -> None:
-        for buffer in (self.codes, self.low, self.step):
-            buffer.fix(rows // self.rows)
+        for name in self.entry_names:
+            getattr(self, name).fix(rows // self.rows)
         self.grid.fix()
-        self.real.fix(rows)
+        self.real.fix(rows)  # [B,N]: rows, not groups
 
     def to(self, device: torch.device | str) -> None:
         held = self.codes.full if self.codes.allocated else None
@@ -82,16 +84,40 @@ class LowBit(Selector):
             codes.copy_(lowbit.moved(held, self.bits, self.low.full.shape[-1], codes.device))
 
     def append(self, rows: Rows) -> None:
-        keys = rows.keys
+        for name, part in self.entries(rows.keys).items():
+            getattr(self, name).append(part)
+        self.real.append(rows.positions >= 0)
+
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
         found = lowbit.reach(keys, self.rows, self.levels)
         if self.scales == 16:
             low, step = lowbit.sixteen(*found, self.bits, self.levels, half(keys))
         else:
             low, step = self._on_grid(*found)
-        self.codes.append(lowbit.code(keys, low, step, self.bits, self.levels_grid))
-        self.low.append(low)
-        self.step.append(step)
-        self.real.append(rows.positions >= 0)
+        return {"codes": lowbit.code(keys, low, step, self.bits, self.levels_grid), "low": low, "step": step}
+
+    def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        return lowbit.scores(
+            query, *self._index(entries), real, self.bits, self.group, self.page, grid=self.levels_grid
+        )
+
+    def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
+        batch, held = len(query), len(store["low"])
+        shared = (part.transpose(0, 1)[None].expand(batch, *[-1] * part.ndim) for part in self._index(store))
+        real = table.new_ones(1, dtype=torch.bool).expand(batch, held * self.rows)
+        pages = table[:, None].expand(-1, query.shape[1], -1)
+        found = lowbit.listed_logits(query, *shared, real, self.bits, pages, self.rows)
+        return vote(found.unflatten(-1, (-1, self.page)).logsumexp(-1), self.group)
+
+    def why_not_shared(self) -> str | None:
+        if self.page == 1:
+            return "it chooses single rows: give it pages, such as lowbit:page=16"
+        return "its 8-bit levels are on a grid of a whole sequence" if self.scales == 8 else None
+
+    check_state = Selector.check_state  # not kept in files
+
+    def _index(self, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
+        return entries["codes"], entries["low"], entries["step"]
 
     def _on_grid(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Levels of 8 bits; where they do not fit, the grid grows, and those stored before are rounded to it."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.scoring import best_pages, page_scores
-from sparseattn.selection import Selection
-from sparseattn.selectors.base import Rows, Selector, check_group
+from sparseattn.kernels.scoring import page_scores, page_scores_at
+from sparseattn.selectors.base import Rows
 from sparseattn.selectors.loaded import Loaded, check_equal, check_finite, check_no_order, check_tensors
+from sparseattn.selectors.paged import Entries, PageSelector
 from sparseattn.storage import RowBuffer
 
 SLACK = 1.25  # a step leaves room for longer keys, so that few of them make the stored bounds be rounded anew
@@ -18,7 +18,7 @@ TINY = 1e-30  # least step, of a channel that is zero
 FULL = 1 / 126.5  # of a channel's largest number, its step: rounded up that is 127 on every device
 
 
-class Quest(Selector):
+class Quest(PageSelector):
     """Reads the pages with the highest upper bound `sum_i max(q_i M_i, q_i m_i)`, m and M the page's key bounds.
 
     Args:
@@ -36,15 +36,14 @@ class Quest(Selector):
     Layers 0 and 1 stay dense in the paper; which layers are dense is the caller's choice here.
     """
 
+    entry_names = ("low", "high")
+    low: RowBuffer  # [B,H,P,D] minima m, of the keys' dtype or int8
+    high: RowBuffer  # [B,H,P,D] maxima M
+
     def __init__(self, page: int = 16, group: str = "sum", int8: bool = False) -> None:
-        if page < 1 or page & (page - 1):
-            raise ValueError(f"a page is a power of two rows (16 in the paper), got {page}")
-        self.page, self.group, self.int8 = page, check_group(group), int8
-        self.span = page
-        self.low = RowBuffer(2)  # [B,H,P,D] minima m, of the keys' dtype or int8
-        self.high = RowBuffer(2)  # [B,H,P,D] maxima M
+        super().__init__(page, group)
+        self.int8 = int8
         self.step = RowBuffer(2)  # [B,H,D] float32, what 1 of an 8-bit bound stands for
-        self.real = RowBuffer(1, spare=False)  # [B,P] bool, not padding
 
     @classmethod
     def paper(cls, page: int = 16) -> dict[str, Any]:
@@ -55,18 +54,18 @@ class Quest(Selector):
         return {"selector": cls(page, group="each"), "sink": 0, "window": 1, "seal": page}
 
     def fix(self, rows: int, seal: int) -> None:
-        for buffer in (self.low, self.high, self.real):
-            buffer.fix(rows // self.page)
+        super().fix(rows, seal)
         self.step.fix()
 
-    def append(self, rows: Rows) -> None:
-        pages = rows.keys.unflatten(2, (-1, self.page))  # [B,H,P,page,D]
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        pages = keys.unflatten(2, (-1, self.page))  # [B,H,P,page,D]
         low, high = pages.amin(3), pages.amax(3)
         if self.int8:
             low, high = self._rounded(low.float(), high.float())
-        self.low.append(low)
-        self.high.append(high)
-        self.real.append(rows.positions[:, :: self.page] >= 0)
+        return {"low": low, "high": high}
+
+    def why_not_shared(self) -> str | None:
+        return "its 8-bit bounds have one step for a channel of a whole sequence" if self.int8 else None
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         check_no_order(order)
@@ -100,19 +99,13 @@ class Quest(Selector):
         step = held[:, :, None]
         return (low / step).floor().to(torch.int8), (high / step).ceil().to(torch.int8)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
-        chosen = heads * group if self.group == "each" else heads
-        if budget < self.page:
-            raise ValueError(f"Quest reads whole pages: its budget is at least {self.page} rows, got {budget}")
-        if self.real.rows == 0:
-            return Selection.none(batch, heads, query.device)
-        real = self.real.visible
+    def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         step = self.step.data if self.int8 else None
-        scores = page_scores(query, self.low.visible, self.high.visible, real, self.group, step)
-        start, length = best_pages(scores, budget // self.page, self.page)
-        scanned = real.sum(-1, keepdim=True)
-        read = scanned * (2 * size * self.bytes_of(self.low.full))
-        if self.int8:
-            read = read + (scanned > 0) * (4 * size)
-        return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads), whole=True)
+        return page_scores(query, entries["low"], entries["high"], real, self.group, step)
+
+    def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
+        return page_scores_at(query, store["low"], store["high"], table, self.group)
+
+    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
+        read = super().bytes_read(entries, count)
+        return read + (count > 0) * (4 * entries["low"].shape[-1]) if self.int8 else read

@@ -1,0 +1,138 @@
+"""Methods whose index has an entry for every few rows and whose choice is of whole pages by a score.
+
+Quest is the first of them, https://arxiv.org/abs/2406.10774. What an entry holds and how pages score is all that such a
+method says: a `KVCache` keeps the entries of a sequence side by side, a serving engine
+(`sparseattn.integrations.vllm`) in the order of its blocks, as PagedAttention has them, https://arxiv.org/abs/2309.06180.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparseattn.kernels.scoring import best_pages
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, Selector, check_group
+from sparseattn.selectors.loaded import Loaded, check_equal, check_finite, check_no_order, check_tensors
+from sparseattn.storage import RowBuffer
+
+Entries: TypeAlias = Mapping[str, Tensor]
+
+
+class PageSelector(Selector):
+    """Chooses pages of `page` rows by a score, from entries of `unit` rows that their keys alone decide.
+
+    A subclass names the tensors of an entry (`entry_names`), computes them (`entries`) and scores them (`scores`). That
+    is enough for every cache; `scores_at` may be overridden for speed.
+
+    Args:
+        page: rows of a page, a power of two.
+        group: how a query group votes, see `vote`.
+
+    Attributes:
+        entry_names: names of an entry's tensors. Each is an attribute, a `RowBuffer` of `[B,H,E,..]`, E entries.
+        real: `[B,E]` bool, entries that are no padding.
+    """
+
+    entry_names: tuple[str, ...] = ()
+
+    def __init__(self, page: int, group: str) -> None:
+        if page < 1 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows, got {page}")
+        self.page, self.group = page, check_group(group)
+        self.span = page
+        for name in self.entry_names:
+            setattr(self, name, RowBuffer(2))
+        self.real = RowBuffer(1, spare=False)
+
+    # -- what a method says ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        """The entries of E times `unit` rows.
+
+        Args:
+            keys: `[B,H,E*unit,D]`, after RoPE, any strides.
+
+        Returns:
+            name -> `[B,H,E,..]` for every name of `entry_names`: what one holds depends on its own rows alone.
+        """
+
+    @abstractmethod
+    def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        """How much pages promise, the group's vote included.
+
+        Args:
+            query: `[B,H,G,D]`, after RoPE.
+            entries: name -> `[B,H,E,..]`, of the query's dtype or what `entries` made of it.
+            real: `[B,E]` bool; an entry that is not may hold anything.
+
+        Returns:
+            `[B,Hs,P]` float32, P = E * unit / page, -inf where an entry is not real.
+        """
+
+    def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
+        """`scores` where sequences share one store of entries, as the blocks of a serving engine are shared.
+
+        Args:
+            query: `[B,H,G,D]`.
+            store: name -> `[entries,H,..]`.
+            table: `[B,E]` int32, which entry of the store is a sequence's; negative: none.
+
+        Returns:
+            As `scores`.
+        """
+        place = table.long().clamp(min=0)
+        own = {name: held[place].transpose(1, 2) for name, held in store.items()}
+        return self.scores(query, own, table >= 0)
+
+    def why_not_shared(self) -> str | None:
+        """Why its entries cannot lie in a store that sequences share, as the end of a sentence; None: they can."""
+        return None
+
+    # -- what every cache needs --------------------------------------------------------------------------------------
+
+    def fix(self, rows: int, seal: int) -> None:
+        for name in (*self.entry_names, "real"):
+            getattr(self, name).fix(rows // self.unit)
+
+    def append(self, rows: Rows) -> None:
+        for name, part in self.entries(rows.keys).items():
+            getattr(self, name).append(part)
+        self.real.append(rows.positions[:, :: self.unit] >= 0)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        """An entry's shape and dtype are told by making one."""
+        check_no_order(order)
+        count = rows.keys.shape[2] // self.unit
+        one = self.entries(rows.keys[:, :, : self.unit])
+        wanted = {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()}
+        check_tensors(state, {**wanted, "real": (torch.bool, (len(rows.keys), count))})
+        check_equal(state, "real", (rows.positions[:, :: self.unit] >= 0).cpu())
+        check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads, group, _ = query.shape
+        if budget < self.page:
+            raise ValueError(
+                f"{type(self).__name__} reads whole pages: its budget is at least {self.page} rows, got {budget}"
+            )
+        if self.real.rows == 0:
+            return Selection.none(batch, heads, query.device)
+        real = self.real.visible
+        entries = {name: getattr(self, name).visible for name in self.entry_names}
+        start, length = best_pages(self.scores(query, entries, real), budget // self.page, self.page)
+        scanned = real.sum(-1, keepdim=True)
+        read = self.bytes_read(entries, scanned)
+        chosen = heads * group if self.group == "each" else heads
+        scanned = scanned * (self.unit // self.page)
+        return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads), whole=True)
+
+    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
+        """`[B,1]` int64: what scoring `count` `[B,1]` entries of one KV head reads."""
+        return count * sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entries.values())
