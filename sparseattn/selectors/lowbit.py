@@ -103,10 +103,10 @@ class LowBit(PageSelector):
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
         batch, held = len(query), len(store["low"])
-        shared = (part.transpose(0, 1)[None].expand(batch, *[-1] * part.ndim) for part in self._index(store))
+        codes, low, step = (part.transpose(0, 1)[None].expand(batch, -1, -1, -1) for part in self._index(store))
         real = table.new_ones(1, dtype=torch.bool).expand(batch, held * self.rows)
         pages = table[:, None].expand(-1, query.shape[1], -1)
-        found = lowbit.listed_logits(query, *shared, real, self.bits, pages, self.rows)
+        found = lowbit.listed_logits(query, codes, low, step, real, self.bits, pages, self.rows)
         return vote(found.unflatten(-1, (-1, self.page)).logsumexp(-1), self.group)
 
     def why_not_shared(self) -> str | None:
