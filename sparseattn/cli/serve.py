@@ -79,9 +79,10 @@ def serve(
             "--port": port,
             "--max-model-len": max_model_len,
             "--tensor-parallel-size": tensor_parallel_size,
-            "--drain": drain,
         }
     )
+    if drain < 0:
+        raise ValueError(f"--drain is 0 or more, got {drain}")
     if kv_cache_gib is not None and not 0 < kv_cache_gib < 2**20:
         raise ValueError(f"--kv-cache-gib is GiB above 0, got {kv_cache_gib}")
     cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
