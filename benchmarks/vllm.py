@@ -79,12 +79,12 @@ class Turns:
             else:
                 attend(**named)
 
-        SparseCPUBuilder.build = built  # type: ignore[method-assign]
+        SparseCPUBuilder.build = built  # type: ignore[method-assign, assignment]
         ops.cpu_attention_with_kv_cache = attended
         try:
             yield
         finally:
-            SparseCPUBuilder.build = build  # type: ignore[method-assign]
+            SparseCPUBuilder.build = build
             ops.cpu_attention_with_kv_cache = attend
 
 
@@ -203,8 +203,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "dense_layers": options.dense_layers,
         "above": options.above,
     }
-    contexts, batches = integers(options.contexts, "--contexts"), integers(options.batches, "--batches")
-    prompts = integers(options.prefill, "--prefill") if options.prefill else []
+    contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
+    prompts = integers(options.prefill or None, "--prefill") or []
     turns = Turns()
     with tempfile.TemporaryDirectory() as into, turns.installed():
         folder, vocabulary = model_folder(options.model, Path(into))
