@@ -51,8 +51,8 @@ VARIANTS = [
     ("float32", 256, 64, 16, False, 0),
 ]
 MERGES = [("bfloat16", 128), ("float32", 256)]
-# dtype, D, G, vote, where bounds lie (in order, with 8 bits, or in a store with a table): every vote, and the lines of the
-# pages' tile table where a tile is largest.
+# dtype, D, G, vote, where bounds lie (in order, with 8 bits, or in a store with a table): every vote, and the lines of
+# the pages' tile table where a tile is largest.
 PAGES = [
     ("float16", 64, 1, "each", "order"),
     ("bfloat16", 128, 4, "sum", "order"),
