@@ -43,13 +43,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
 
+from sparseattn.integrations.vllm.cuda_layer import SparseLayer
 from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, Step, decoding
-from sparseattn.integrations.vllm.plain import PlainIndex
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import KEY, Settings, configured
-from sparseattn.kernels import attend
-from sparseattn.kernels.scoring import best_pages
-from sparseattn.selection import Selection
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.window import Window
@@ -164,7 +161,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
 class SparseTritonImpl(TritonAttentionImpl):
     """One layer's attention. `sparse` is None in a dense layer, whose forward is vLLM's."""
 
-    sparse: Sparse | None = None
+    sparse: SparseLayer | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -206,48 +203,6 @@ class SparseTritonImpl(TritonAttentionImpl):
         return output
 
 
-class Sparse:
-    """What a sparse layer has that a dense one has not: an index, and how to choose by it.
-
-    Args:
-        selector: shared by the layers.
-        block: rows of a block.
-        budget: rows beyond sink and window.
-    """
-
-    def __init__(self, selector: PageSelector | Window, block: int, budget: int) -> None:
-        self.index = PlainIndex(selector, block) if isinstance(selector, PageSelector) else None
-        self.budget = budget
-
-    def update(self, keys: Tensor, places: Tensor | None) -> None:
-        """Brings the index up to date with the rows that this step wrote, see `PlainIndex.update`."""
-        if self.index is not None:
-            self.index.fit(keys)
-            if places is not None:
-                self.index.update(keys, places)
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
-        """`[n,H,G,D]`: attention over sink, chosen pages and recent rows. Shapes are those of the arguments.
-
-        Args:
-            query: `[n,H,G,D]`, after RoPE.
-            keys, values: `[blocks,H,block,D]`, any strides but the last.
-        """
-        selection = self.select(query, step)
-        return attend(query, keys, values, selection, step.bounds, scale=scale, impl="triton", block_table=step.blocks)[
-            0
-        ]
-
-    def select(self, query: Tensor, step: Step) -> Selection:
-        """The pages of each KV head (or query head) of the n requests, counted from `step.bounds.base`."""
-        if self.index is None or not step.table.shape[1]:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        selector = self.index.selector
-        scores = selector.scores_at(query, self.index.store, step.table)
-        start, length = best_pages(scores, self.budget // selector.page, selector.page)
-        return Selection(start, length, selector.page, whole=True)
-
-
 def given(vllm_config: VllmConfig) -> Settings:
     """The settings.
 
@@ -263,14 +218,16 @@ def given(vllm_config: VllmConfig) -> Settings:
 
 def refuse(vllm_config: VllmConfig) -> None:
     """ValueError for an engine in which rows come or go past this backend, or a request decodes several tokens."""
-    for there, what in (
-        (
-            vllm_config.kv_transfer_config,
-            "a KV connector (kv_transfer_config), whose rows have no entries in the index",
-        ),
-        (vllm_config.speculative_config, "speculative decoding, whose rows are taken back"),
-    ):
-        if there is not None:
+    parallel = vllm_config.parallel_config
+    unserved = {
+        "a KV connector (kv_transfer_config), whose rows have no entries": vllm_config.kv_transfer_config is not None,
+        "speculative decoding, whose rows are taken back": vllm_config.speculative_config is not None,
+        "contexts that several devices share (context parallelism)": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "batches in halves (enable_dbo)": parallel.use_ubatching,
+    }
+    for what, holds in unserved.items():
+        if holds:
             raise ValueError(f"sparseattn's CUDA backend does not serve {what}: leave out one of the two")
 
 
@@ -324,11 +281,11 @@ def mark(
     cache = why_dense_cache(spec, model)
     chosen = [name for name in names if name in full and name not in early and cache is None]
     for name in chosen:
-        layers[name].impl.sparse = Sparse(selector, spec.block_size, settings.budget)
-    reasons = {cache or why.get(name) or "among the first" for name in names if name not in chosen}
+        layers[name].impl.sparse = SparseLayer(selector, spec.block_size, settings.budget)
+    reasons = {cache or why.get(name) or "the first of full attention" for name in names if name not in chosen}
     logger.info_once(
         "sparseattn: %d of %d layers decode by %s, budget %d%s",
         *(len(chosen), len(names), settings.selector, settings.budget),
-        f"; dense are those with {', '.join(sorted(reasons))}" if reasons else "",
+        f"; dense: {', '.join(sorted(reasons))}" if reasons else "",
     )
     return len(chosen)
