@@ -69,6 +69,7 @@ def test_a_recorded_step_serves_later_ones(run: dict[str, Any]) -> None:
 def test_first_layers_stay_dense_and_the_log_says_what_was_not_tried(run: dict[str, Any]) -> None:
     assert run["sparse_layers"] == [False, True]
     assert "experimental: not run on a GPU" in run["log"]
+    assert "the index takes" in run["log"]
     assert "1 of 2 layers decode by quest:page=16, budget 4096; dense: the first of full attention" in run["log"]
 
 

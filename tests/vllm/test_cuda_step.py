@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseattn import KVCache, LowBit, Quest, Window, decode
+from sparseattn import Bounds, KVCache, LowBit, Quest, Selection, Window, decode
+from sparseattn.integrations.vllm import cuda_layer
 from sparseattn.integrations.vllm.cuda_layer import SparseLayer
 from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, decoding
 from sparseattn.integrations.vllm.plain import PlainIndex, finished
@@ -21,6 +24,8 @@ from sparseattn.selectors.base import Selector
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+from sparseattn.kernels import triton_gpu
+
 BLOCK, SINK, WINDOW, ABOVE = 32, 5, 9, 60
 H, G, D = 2, 3, 16
 
@@ -112,6 +117,7 @@ def test_both_ways_read_what_a_cache_of_each_request_alone_reads(selector: Selec
     zones, indexed, budget = zones_of(selector), not isinstance(selector, Window), 32
     layer = SparseLayer(selector, BLOCK, budget)
     places = finished(batch.all_slots(), zones.unit, 100) if indexed else None
+    layer.fit(batch.keys)
     layer.update(batch.keys, places)
     steps = {"eager": Eager(zones, ABOVE, indexed).step(batch.common, batch.metadata)}
     fixed = Fixed(zones, ABOVE, 6, 8 * BLOCK, torch.device("cpu"), indexed)
@@ -180,6 +186,39 @@ def test_steps_of_a_fixed_shape_keep_their_tensors() -> None:
         ]
         seen.append([(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in held])
     assert seen[0] == seen[1]
+
+
+class NothingAsked(TorchDispatchMode):
+    """Fails where the host would wait for a device: a number taken from a tensor, a shape that depends on data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave"), name
+        if name in ("index", "index_put_", "_index_put_impl_"):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("selector", [Quest(16), Quest(16, group="softmax"), Window()], ids=repr)
+def test_a_step_of_fixed_shape_never_waits(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a graph records, and what fills its tensors. `attend` looks at its inputs on the CPU alone."""
+    batch, indexed = Batch([200, 50, 131], [1] * 3, [False] * 3), not isinstance(selector, Window)
+    layer = SparseLayer(selector, BLOCK, 32)
+    layer.fit(batch.keys)
+    fixed = Fixed(zones_of(selector), ABOVE, 4, 8 * BLOCK, torch.device("cpu"), indexed)
+    sparse = decoding(batch.common, ABOVE)
+
+    def unchecked(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, **how: Any) -> Any:
+        return triton_gpu.attend(query, keys, values, selection, bounds, how["scale"], how["block_table"])
+
+    monkeypatch.setattr(cuda_layer, "attend", unchecked)
+    with NothingAsked():
+        places, step = fixed.fill(batch.common, batch.metadata, sparse)
+        layer.update(batch.keys, places)
+        out = layer.attend(batch.query, batch.keys, batch.values, step, 1.0)
+    assert out[[0, 2]].isfinite().all()
+    with pytest.raises(AssertionError, match="nonzero"), NothingAsked():
+        Eager(zones_of(selector), ABOVE, indexed).step(batch.common, batch.metadata)
 
 
 @pytest.mark.parametrize("unit", [1, 8, 32])

@@ -118,7 +118,9 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         zones = Zones(page, unit, block, settings.sink, settings.window)
         self.eager = Eager(zones, settings.above, indexed)
         self.fixed: Fixed | None = None
-        if mark(vllm_config, kv_cache_spec, layer_names, settings, selector) and self.decode_cudagraph_enabled:
+        self.sparse = mark(vllm_config, kv_cache_spec, layer_names, settings, selector)
+        self.unfitted = list(self.sparse)
+        if self.sparse and self.decode_cudagraph_enabled:
             requests, most = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
             self.fixed = Fixed(zones, settings.above, requests, most, device, indexed)
 
@@ -139,12 +141,22 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseMetadata:
         common = common_attn_metadata
+        if self.unfitted:
+            self._fit()
         metadata = SparseMetadata(**vars(super().build(common_prefix_len, common, fast_build)))
         if self._is_fixed(common):
             self._fill(common, metadata, decoding(common, self.eager.above))
         else:
             metadata.places, metadata.step = self.eager.places(common), self.eager.step(common, metadata)
         return metadata
+
+    def _fit(self) -> None:
+        """Allocates the index, now that the cache is there: no later, for a graph must not record it."""
+        for layer in self.unfitted:
+            layer.impl.sparse.fit(layer.kv_cache.split(layer.impl.head_size, dim=-1)[0])
+        self.unfitted = []
+        size = sum(layer.impl.sparse.bytes for layer in self.sparse)
+        logger.info_once("sparseattn: the index takes %.1f MiB beside the cache", size / 2**20)
 
     def _is_fixed(self, common: CommonAttentionMetadata) -> bool:
         return (
@@ -267,8 +279,8 @@ def mark(
     names: list[str],
     settings: Settings,
     selector: PageSelector | Window,
-) -> int:
-    """Makes layers of a cache's group sparse, and says how many.
+) -> list[Attention]:
+    """Makes layers of a cache's group sparse, and says which.
 
     The model's first `dense_layers` of full attention stay dense; those of an earlier pipeline rank count.
     """
@@ -288,4 +300,4 @@ def mark(
         *(len(chosen), len(names), settings.selector, settings.budget),
         f"; dense: {', '.join(sorted(reasons))}" if reasons else "",
     )
-    return len(chosen)
+    return [layers[name] for name in chosen]

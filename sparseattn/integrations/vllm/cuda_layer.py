@@ -26,12 +26,20 @@ class SparseLayer:
         self.index = PlainIndex(selector, block) if isinstance(selector, PageSelector) else None
         self.budget = budget
 
-    def update(self, keys: Tensor, places: Tensor | None) -> None:
-        """Brings the index up to date with the rows that this step wrote, see `PlainIndex.update`."""
+    def fit(self, keys: Tensor) -> None:
+        """Allocates the index of a cache, see `PlainIndex.fit`."""
         if self.index is not None:
             self.index.fit(keys)
-            if places is not None:
-                self.index.update(keys, places)
+
+    @property
+    def bytes(self) -> int:
+        """Of the index."""
+        return 0 if self.index is None else self.index.bytes
+
+    def update(self, keys: Tensor, places: Tensor | None) -> None:
+        """Brings the index up to date with the rows that this step wrote, see `PlainIndex.update`."""
+        if self.index is not None and places is not None:
+            self.index.update(keys, places)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
         """`[n,H,G,D]`: attention over sink, chosen pages and recent rows. Shapes are those of the arguments.

@@ -31,16 +31,13 @@ class PlainIndex:
             )
         self.selector, self.block = selector, block
         self.store: dict[str, Tensor] = {}  # name -> [entries,H,..]
-        self._of: tuple[int, ...] = ()
 
     def fit(self, keys: Tensor) -> None:
-        """Allocates the index of a cache of keys `[blocks,H,block,D]`, unless it fits already.
+        """Allocates the index of a cache of keys `[blocks,H,block,D]`, anew if there was one.
 
         Raises:
             ValueError: blocks of another size.
         """
-        if self._of == tuple(keys.shape):
-            return
         blocks, heads, block, size = keys.shape
         if block != self.block:
             raise ValueError(f"the index is of blocks of {self.block} rows, got a cache with blocks of {block}")
@@ -48,7 +45,6 @@ class PlainIndex:
         one = self.selector.entries(keys.new_zeros(1, heads, unit, size))
         number = blocks * (block // unit)
         self.store = {name: part.new_zeros(number, *part.shape[1:2], *part.shape[3:]) for name, part in one.items()}
-        self._of = tuple(keys.shape)
 
     @property
     def bytes(self) -> int:
