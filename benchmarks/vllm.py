@@ -35,7 +35,7 @@ from sparseattn.cli.common import integers, progress_bar
 from sparseattn.environment import machine, versions
 
 WARM = 4  # steps of each kind that do not count
-SHAPE = {  # of the random model
+SHAPE: dict[str, Any] = {  # of the random model
     "vocab_size": 32_000,
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -79,12 +79,12 @@ class Turns:
             else:
                 attend(**named)
 
-        SparseCPUBuilder.build = built  # type: ignore[method-assign, assignment]
+        SparseCPUBuilder.build = built  # type: ignore[method-assign,assignment]
         ops.cpu_attention_with_kv_cache = attended
         try:
             yield
         finally:
-            SparseCPUBuilder.build = build
+            SparseCPUBuilder.build = build  # type: ignore[method-assign]
             ops.cpu_attention_with_kv_cache = attend
 
 
@@ -95,7 +95,7 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
 
         config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=None)
         config.save_pretrained(into)
-        return str(into), int(SHAPE["vocab_size"])  # type: ignore[call-overload]
+        return str(into), int(SHAPE["vocab_size"])
     from sparseattn.integrations.models import folder_of
 
     folder = str(folder_of(name))

@@ -10,7 +10,7 @@ from sparseattn.integrations.vllm.settings import Settings, configured
 
 
 def why_not_version() -> str | None:
-    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache and its kernels are of one release."""
+    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache is known of one series alone."""
     found = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
     if found is not None and found.startswith(f"{SERIES}."):
         return None
