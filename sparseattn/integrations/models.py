@@ -54,25 +54,50 @@ def load_model(
         ModelError: no such folder, hub or package index out of reach, not a causal LM, a faulty config.json, weights of
             other shapes, no tokenizer, no such device or no room on it.
     """
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ModelError("loading a model needs transformers: pip install 'sparseattn[transformers]'") from error
+    _check_transformers("a model")
     try:
         place = usable_device(device)
     except ValueError as error:
         raise ModelError(str(error)) from error
     if isinstance(path_or_id, str) and path_or_id in NAMED:
-        return NAMED[path_or_id](dtype, place, progress)
+        own = torch.float32 if path_or_id == REFERENCE else None
+        return _pretrained(str(NAMED[path_or_id](progress)), dtype or own, place)
     if gguf.is_gguf(path_or_id):
         return _pretrained(str(gguf.converted(Path(path_or_id), progress)), dtype, place)
     return _pretrained(os.fspath(path_or_id), dtype, place)
 
 
-def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
-    """`load_model` of a folder or of the hub."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def load_tokenizer(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> Any:
+    """The tokenizer of a model without its weights, or None for a byte model; arguments as for `load_model`.
 
+    Of a GGUF file that is not converted yet, the tokenizer alone is read.
+
+    Raises:
+        ModelError: no such folder, hub or package index out of reach, a faulty config.json, or no tokenizer.
+    """
+    _check_transformers("a tokenizer")
+    if isinstance(path_or_id, str) and path_or_id in NAMED:
+        name = str(NAMED[path_or_id](progress))
+    elif gguf.is_gguf(path_or_id):
+        folder = gguf.folder_of(Path(path_or_id))
+        if not (folder / "config.json").is_file():
+            return gguf.tokenizer(Path(path_or_id))
+        name = str(folder)
+    else:
+        name = os.fspath(path_or_id)
+    source, local = _located(name)
+    return _tokenizer(name, source, local, _config(name, source, local))
+
+
+def _check_transformers(what: str) -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ModelError(f"loading {what} needs transformers: pip install 'sparseattn[transformers]'") from error
+
+
+def _located(name: str) -> tuple[str, bool]:
+    """What transformers is to call a model folder or a name on the hub, and whether it is a folder here."""
     folder = Path(name).expanduser()
     local = folder.is_dir()
     if local and not (folder / "config.json").is_file():
@@ -81,12 +106,25 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
         raise ModelError(
             f"{name} is a file, not a model folder" if folder.exists() else f"no such model folder: {name}"
         )
-    source = str(folder) if local else name
+    return (str(folder) if local else name), local
+
+
+def _config(name: str, source: str, local: bool) -> Any:
+    from transformers import AutoConfig
+
     where = f"the config.json of {name} cannot be read"
     if not local:
         where = f"{name} is neither a folder here nor a model that the hub gives"
     with in_a_sentence(where, name):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
+    """`load_model` of a folder or of the hub."""
+    from transformers import AutoModelForCausalLM
+
+    source, local = _located(name)
+    config = _config(name, source, local)
     where = f"the weights of {name} cannot be loaded into the model that its config.json describes"
     with in_a_sentence(where, name), _no_loading_bar(), _log_held_back():
         try:
@@ -105,13 +143,20 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
             raise
         _check_loaded(name, loading)
         model = model.to(device).eval()
-    if local and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+    return model, _tokenizer(name, source, local, config)
+
+
+def _tokenizer(name: str, source: str, local: bool, config: Any) -> Any:
+    """None for a model of bytes."""
+    from transformers import AutoTokenizer
+
+    if local and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         if vocabulary != 256:
             raise ModelError(f"{name} has {vocabulary} tokens and no tokenizer files; a model of bytes has 256")
-        return model, None
+        return None
     with in_a_sentence(f"the tokenizer of {name} cannot be loaded", name):
-        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def _check_loaded(name: str, loading: Mapping[str, Any]) -> None:
@@ -165,23 +210,20 @@ def reference_model() -> Any:
     return load_model(REFERENCE, device="cpu")[0]
 
 
-def _reference(dtype: torch.dtype | None, device: torch.device, _: Progress | None) -> tuple[Any, Any]:
+def _reference(_: Progress | None) -> Path:
     folder = reference_folder()
     if not (folder / "model.safetensors").is_file():
         raise ModelError(f"the reference model's weights are missing from {folder}; reinstall sparseattn")
-    return _pretrained(str(folder), dtype or torch.float32, device)
+    return folder
 
 
-def _packaged(name: str) -> Loader:
-    def load(dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> tuple[Any, Any]:
-        return _pretrained(str(packages.fetched(packages.PACKAGED[name], progress)), dtype, device)
-
-    return load
+def _packaged(name: str) -> Place:
+    return lambda progress: packages.fetched(packages.PACKAGED[name], progress)
 
 
-Loader: TypeAlias = Callable[["torch.dtype | None", torch.device, Progress | None], "tuple[Any, Any]"]
-# Models by name -> what loads them, for a dtype (None: the model's own), a device, and who is told how far it is.
-NAMED: dict[str, Loader] = {REFERENCE: _reference} | {name: _packaged(name) for name in packages.PACKAGED}
+Place: TypeAlias = Callable[["Progress | None"], Path]
+# Models by name -> what gives their folder, and tells how far it is where the model has to be fetched.
+NAMED: dict[str, Place] = {REFERENCE: _reference} | {name: _packaged(name) for name in packages.PACKAGED}
 
 
 def reference_folder() -> Path:
