@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sparseattn.cli.common import leading_model, open_model, open_tokenizer
+from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
 from sparseattn.cli.eval_plan import Plan
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
 from sparseattn.tasks.agreement import AGREEMENT
@@ -132,10 +131,10 @@ def served(where: Sequence[Address], model: str | None, chat: bool, concurrency:
         tokens = Tokens(tokenizer, chat)
         for server in servers:
             if (counts := counts_alike(server, tokens.count)) is not None:
-                warnings.warn(
-                    f"the server {server.name} ({server.model}) counts {counts[1]} tokens where the tokenizer of "
-                    f"{model or servers[0].name} counts {counts[0]}: lengths are in tokens of the latter",
-                    stacklevel=2,
+                said = (
+                    f"sparseattn: the server {server.name} ({server.model}) counts {counts[1]} tokens where the "
+                    f"tokenizer of {model or servers[0].name} counts {counts[0]}: lengths are in tokens of the latter"
                 )
+                errors.print(said, style="yellow", soft_wrap=True)
         settings = {"model": model or servers[0].model}
         yield Opened(Served(servers, tokens, chat, concurrency), tokens, settings)

@@ -28,6 +28,13 @@ class ServerError(ValueError):
     """What a server does not do, in one sentence."""
 
 
+class _Torn(Exception):
+    """A stream without its end."""
+
+    def __str__(self) -> str:
+        return "it broke off in the middle of an answer"
+
+
 @dataclass(frozen=True)
 class Address:
     """Where a server is.
@@ -248,18 +255,21 @@ class Server:
 
     async def _once(self, client: Any, question: Question, attempt: int) -> Answer:
         began = time.perf_counter()
-        first, text, chosen = None, "", False
+        first, text, chosen, whole = None, "", False, False
         async with await _begin(client, self.model, question) as stream:
             async for chunk in stream:
                 for choice in chunk.choices[:1]:  # none in a chunk that only counts
-                    chosen = True
+                    chosen, whole = True, choice.finish_reason is not None
                     text += (choice.text if question.begun is None else choice.delta.content) or ""
                 if text and first is None:
                     first = time.perf_counter() - began
                 if question.ended(text):
+                    whole = True
                     break
         if not chosen:
             raise ServerError(f"{self._who} sent no answer to {question.what}, or not as a stream")
+        if not whole:  # without a length or an end of chunks, a lost connection looks like the end of the stream
+            raise _Torn
         return Answer(text, first, time.perf_counter() - began, attempt)
 
     @property
@@ -269,7 +279,7 @@ class Server:
     def _lost(self, error: Exception) -> bool:
         """Whether the connection failed. In the middle of a stream older releases of openai raise httpx's own error."""
         named = {kind.__name__ for kind in type(error).__mro__}
-        return isinstance(error, self._openai.APIConnectionError) or "TransportError" in named
+        return isinstance(error, (self._openai.APIConnectionError, _Torn)) or "TransportError" in named
 
     def _passing(self, error: Exception) -> bool:
         if isinstance(error, self._openai.APITimeoutError):
