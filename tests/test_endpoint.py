@@ -308,13 +308,34 @@ def test_what_goes_wrong_is_a_sentence_and_the_work_so_far_is_kept(
     server.faults = [fault] * attempts
     done = run(*options, "--out", tmp_path)
     assert done.exit_code == 2, done.exception
-    assert f"the server dense ({server.url}/v1) {sentence}" in said(done) or sentence in said(done)
+    assert f"the server dense ({server.url}/v1) " in said(done)
+    assert sentence in said(done)
     assert (tmp_path / "eval.jsonl").read_bytes().startswith(before)
     assert len(server.asked) >= asked + attempts
     server.faults, left = [], 8 - len(lines(tmp_path))
     server.asked.clear()
     assert run(*options, "--out", tmp_path).exit_code == 0
     assert (len(lines(tmp_path)), len(server.asked)) == (8, left)
+
+
+def test_what_is_not_answered_yet_is_dropped(serve: Callable[..., Server]) -> None:
+    free = threading.Event()
+
+    def slow(prompt: str) -> str:
+        free.wait(20)
+        return right(prompt)
+
+    server = serve(slow)
+    asked = []
+    with endpoint.Server(Address.of(server.url)) as one, pytest.raises(KeyboardInterrupt), one.asking(2) as ask:
+        asked += [ask(endpoint.Question("it", f"The pass key is {n}.", None, 9, bool)) for n in range(4)]
+        while len(server.asked) < 2:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+    assert not free.is_set(), "nobody waited for the server"
+    assert all(future.cancelled() for future in asked)
+    free.set()
+    assert len(server.asked) == 2
 
 
 def test_a_stream_of_nothing_is_no_answer(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -357,7 +378,7 @@ def test_chats_count_by_the_servers_own_tokenizer(serve: Callable[..., Server], 
     assert done.exit_code == 0, done.output
     (body,) = server.asked
     user, model = body["messages"]
-    assert user["role"], model["role"] == ("user", "assistant")
+    assert (user["role"], model["role"]) == ("user", "assistant")
     assert user["content"].endswith("\nWhat is the pass key?")
     assert model["content"] == "The pass key is"
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
