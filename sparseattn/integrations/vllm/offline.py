@@ -74,7 +74,7 @@ class Offline:
         self.version, self.concurrency = found.version, concurrency
         self._llm = LLM(
             model=model,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             max_num_seqs=concurrency,
             kv_cache_memory_bytes=cache_bytes,
             enforce_eager=True,
@@ -108,7 +108,8 @@ class Offline:
         llm = self._llm.llm_engine
         from vllm import SamplingParams
 
-        coming, under_way, number = iter(asked), {}, 0
+        coming, number = iter(asked), 0
+        under_way: dict[str, list[Any]] = {}  # name, prompt, when it began, seconds to the first token
         try:
             while True:
                 while len(under_way) < self.concurrency and (one := next(coming, None)) is not None:
