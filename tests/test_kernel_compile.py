@@ -51,17 +51,22 @@ VARIANTS = [
     ("float32", 256, 64, 16, False, 0),
 ]
 MERGES = [("bfloat16", 128), ("float32", 256)]
-# dtype, D, G, vote, 8-bit bounds: every vote, and the lines of the pages' tile table where a tile is largest.
+# dtype, D, G, vote, where bounds lie (in order, with 8 bits, or in a store with a table): every vote, and the lines of
+# the pages' tile table where a tile is largest.
 PAGES = [
-    ("float16", 64, 1, "each", False),
-    ("bfloat16", 128, 4, "sum", False),
-    ("bfloat16", 128, 4, "sum", True),
-    ("bfloat16", 128, 4, "softmax", False),
-    ("float16", 256, 16, "max", False),
-    ("float32", 64, 4, "sum", False),
-    ("float32", 128, 4, "sum", False),
-    ("float32", 128, 4, "sum", True),
-    ("float32", 256, 17, "each", False),
+    ("float16", 64, 1, "each", "order"),
+    ("bfloat16", 128, 4, "sum", "order"),
+    ("bfloat16", 128, 4, "sum", "int8"),
+    ("bfloat16", 128, 4, "sum", "table"),
+    ("bfloat16", 128, 4, "softmax", "order"),
+    ("float16", 256, 16, "max", "order"),
+    ("float16", 256, 16, "softmax", "table"),
+    ("float32", 64, 4, "sum", "order"),
+    ("float32", 128, 4, "sum", "order"),
+    ("float32", 128, 4, "sum", "int8"),
+    ("float32", 128, 4, "sum", "table"),
+    ("float32", 256, 17, "each", "order"),
+    ("float32", 256, 17, "each", "table"),
 ]
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
@@ -95,11 +100,12 @@ def compile_all(arch: int) -> Rows:
         keep("attend_split", found, dtype=dtype, D=size, span=span, G=group, per=per, page=page)
     for dtype, size in MERGES:
         keep("merge_splits", ahead.compile_merge_ahead(getattr(torch, dtype), size, arch), dtype=dtype, D=size)
-    for dtype, size, group, vote, int8 in PAGES:
-        built = ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch, int8=int8)
+    for dtype, size, group, vote, kept in PAGES:
+        options = {"int8": kept == "int8", "table": kept == "table"}
+        built = ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch, **options)
         names = ["score_pages", *["vote_softmax"] * (vote == "softmax"), "name_pages"]
         for name, found in zip(names, built, strict=True):
-            keep(name, found, dtype=dtype, D=size, G=group, vote=vote, int8=int8)
+            keep(name, found, dtype=dtype, D=size, G=group, vote=vote, **options)
     for span, each in PROBES:
         keep("cut_runs", ahead.compile_probes_ahead(span, each, arch=arch), dtype="int32", span=span, each=each)
     for dtype, size, group in LISTS:
@@ -155,6 +161,8 @@ def compile_a_launch() -> Rows:
             pages.best(pages.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16)
         real, step, bounds = torch.ones(2, 512, dtype=torch.bool), torch.ones(2, 2, 128), cache.to(torch.int8)
         pages.best(pages.scores(query, bounds, bounds, real, "sum", step), 3, 16)
+        store = cache.transpose(1, 2).flatten(0, 1)
+        pages.best(pages.scores_at(query, store, store, torch.zeros(2, 512, dtype=torch.int32), "sum"), 3, 16)
         ids = torch.zeros(2, 2, 1, dtype=torch.int64)
         probes.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
         lists.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
@@ -170,6 +178,7 @@ def compile_a_launch() -> Rows:
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),
+        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", table=True),
         ahead.compile_probes_ahead(16),
         ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
         *ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4),

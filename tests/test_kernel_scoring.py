@@ -17,6 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
 from sparseattn.kernels import lists, pages, probes  # noqa: E402
+from sparseattn.kernels.scoring import page_scores_at  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32 = torch.float16, torch.float32
@@ -76,6 +77,40 @@ def test_int8_bounds_are_scored_as_what_they_stand_for(group: str, dtype: torch.
     expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
     got = pages.scores(query, low, high, real, group, step)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("dtype", "size", "heads", "number"), [(fp32, 64, 4, 150), (fp16, 128, 3, 40), (fp16, 80, 1, 1), (fp32, 33, 2, 0)]
+)
+def test_page_scores_of_a_shared_store_are_the_specification(
+    group: str, dtype: torch.dtype, size: int, heads: int, number: int
+) -> None:
+    """Entries in shuffled places, some named by two sequences; those that nobody names are NaN; a table with gaps."""
+    batch, kv_heads, held = 3, 2, 2 * number + 3
+    query = torch.randn(batch, kv_heads, heads, size, device=DEVICE).to(dtype)
+    rows = torch.randn(held, kv_heads, 4, size, device=DEVICE).to(dtype)
+    table = torch.stack([torch.randperm(held)[:number] for _ in range(batch)]).int().to(DEVICE)
+    table[torch.rand(table.shape, device=DEVICE) < 0.2] = -1
+    table[-1] = -1  # a sequence with nothing to choose from
+    unnamed = torch.ones(held, dtype=torch.bool, device=DEVICE)
+    unnamed[table[table >= 0].long()] = False
+    # Both in one tensor, and a table that is a part of a wider one: strides are not those of tensors of their own.
+    both = torch.stack([rows.amin(2), rows.amax(2)], 1)  # [held,2,H,D]
+    expected = page_scores_at(query.float(), both[:, 0].float(), both[:, 1].float(), table, group, impl="torch")
+    both[unnamed] = torch.nan
+    wide = torch.full((batch, number + 7), held, dtype=torch.int32, device=DEVICE)
+    wide[:, :number] = table
+    got = page_scores_at(query, both[:, 0], both[:, 1], wide[:, :number], group, impl="triton")
+    assert torch.equal(got.isneginf(), expected.isneginf())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-4)
+
+
+def test_a_table_of_another_dtype_is_refused() -> None:
+    store = torch.zeros(4, 1, 16, device=DEVICE)
+    table = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"int32 \[B,P\], got torch.int64 \[1, 4\]"):
+        pages.scores_at(torch.zeros(1, 1, 1, 16, device=DEVICE), store, store, table, "sum")
 
 
 def test_page_bounds_of_another_dtype_are_refused() -> None:

@@ -50,6 +50,7 @@ def _of(one: Mapping[str, Any]) -> str:
     more = {
         "per query head": one.get("per") == "query",
         "8-bit bounds": one.get("int8"),
+        "in a shared store": one.get("table"),
         "8-bit levels": one.get("scales") == 8,
         f"{'pages' if one.get('bits') else 'blocks'} of {one.get('page')}": (one.get("page") or 0) > 1,
     }

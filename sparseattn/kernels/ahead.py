@@ -71,16 +71,27 @@ def compile_merge_ahead(dtype: torch.dtype, size: int, arch: int = 90) -> Compil
 
 
 def compile_pages_ahead(
-    dtype: torch.dtype, size: int, group: int, vote: str = "sum", arch: int = 90, *, int8: bool = False
+    dtype: torch.dtype,
+    size: int,
+    group: int,
+    vote: str = "sum",
+    arch: int = 90,
+    *,
+    int8: bool = False,
+    table: bool = False,
 ) -> list[Compiled]:
-    """As `compile_ahead`, for Quest: the scores of pages (two kernels for "softmax"), then the naming of the best."""
+    """As `compile_ahead`, for Quest: the scores of pages (two kernels for "softmax"), then the naming of the best.
+
+    `table`: the bounds lie in a store that sequences share, as `pages.scores_at` reads them.
+    """
     constants, options = pages.launch(dtype.itemsize, size, group, vote)
     element, softmax, kept = ELEMENT[dtype], vote == "softmax", 1 if int8 else dtype.itemsize
-    steps = [1 << 20, 1 << 16, size]
+    steps = [0, size, 1 << 16] if table else [1 << 20, 1 << 16, size]  # of b, h and a page
     bounds: Arguments = ["*i8", "*i8", "*fp32"] if int8 else [element, element, None]
-    arguments: Arguments = [element, *bounds, "*i1", "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32"]
+    arguments: Arguments = [element, *bounds, *((None, "*i32") if table else ("*i1", None))]
+    arguments += ["*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32"]
     tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * kept
-    row_bytes = 2 * size * kept + 1
+    row_bytes = 2 * size * kept + (4 if table else 1)
     arguments += [*steps, *steps]
     found = [_compile(pages.score_pages, arguments, constants, options, arch, tile_bytes, row_bytes)]
     if softmax:

@@ -3,7 +3,8 @@
 The bound `sum_i max(q_i M_i, q_i m_i)` is two matrix products, as in `sparseattn.selectors.quest`. "sum", "max" and
 "each" are one launch, which reads each page's bounds once and writes one number for each selection head. "softmax"
 needs every page of a head before the first vote: the first launch then writes what "each" would and the logarithm of
-each tile's sum, the second reads these, 4G bytes a page where the bounds were `2 D` elements.
+each tile's sum, the second reads these, 4G bytes a page where the bounds were `2 D` elements. With a table the bounds
+of all sequences lie in one store and are read where they lie, as the rows of vLLM's blocks are.
 https://arxiv.org/abs/2406.10774
 """
 
@@ -21,17 +22,18 @@ from torch import Tensor
 
 
 # Specialised are strides alone: a page more must not compile a new kernel.
-@triton.jit(do_not_specialize=["pages", "real_step_b"])
+@triton.jit(do_not_specialize=["pages", "known_step_b"])
 def score_pages(
     query,  # [B,H,G,D]
-    low,  # [B,H,P,D], any strides but the last
+    low,  # [B,H,P,D], any strides but the last; with a table [B,H,pages of the store,D]
     high,  # likewise
     step,  # [B,H,D] float32, or None: what 1 of low and high stands for
-    real,  # [B,P]
+    real,  # [B,P]; None with a table
+    table,  # [B,P] int32, which page of the store is a sequence's, negative: none; or None: they lie in order
     out,  # [B,H,P] or, for "each" and "softmax", [B,H,G,P] float32
     tile_lse,  # [B,H,G,tiles] float32; None but for "softmax"
     pages,
-    real_step_b,
+    known_step_b,  # of `real`, or of the table
     scale,
     low_step_b,
     low_step_h,
@@ -52,10 +54,16 @@ def score_pages(
     d = tl.arange(0, BLOCK_D)
     page = tile * BLOCK + tl.arange(0, BLOCK)
     here = page < pages
-    known = tl.load(real + b.to(tl.int64) * real_step_b + page, mask=here, other=0) != 0
+    at = b.to(tl.int64) * known_step_b + page
+    if table is not None:
+        place = tl.load(table + at, mask=here, other=-1).to(tl.int64)
+        known = place >= 0
+    else:
+        place = page.to(tl.int64)
+        known = tl.load(real + at, mask=here, other=0) != 0
+    place = place[:, None]
     # Bounds of pages that are not real are not read: they may be NaN, and spare capacity costs nothing.
     mask = known[:, None] & (d < D)
-    place = page.to(tl.int64)[:, None]
     high += b.to(tl.int64) * high_step_b + h.to(tl.int64) * high_step_h
     low += b.to(tl.int64) * low_step_b + h.to(tl.int64) * low_step_h
     most = tl.load(high + place * high_step_p + d, mask=mask, other=0.0)  # [BLOCK,BLOCK_D]
@@ -198,14 +206,51 @@ def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, s
     Raises:
         ValueError: dtypes that differ, or bounds whose last stride is not 1.
     """
+    real = real if real.stride(-1) == 1 else real.contiguous()
+    return _scores(query, low, high, group, real=real, step=step)
+
+
+def scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str) -> Tensor:
+    """`scores` where the bounds of all sequences' pages lie in one store: `[B,Hs,P]` float32, -inf where there is none.
+
+    Its launches depend on shapes alone, so that a CUDA graph may capture them.
+
+    Args:
+        query: `[B,H,G,D]` float32, float16 or bfloat16.
+        low, high: `[pages,H,D]` of that dtype, any strides but the last. Pages that nobody names may hold anything.
+        table: `[B,P]` int32, which page of the store is a sequence's; negative: none.
+        group: see `scores`.
+
+    Raises:
+        ValueError: dtypes that differ, or bounds whose last stride is not 1.
+    """
+    if table.dtype != torch.int32:
+        raise ValueError(f"a table of pages is int32 [B,P], got {table.dtype} {list(table.shape)}")
+    low, high = (held.transpose(0, 1)[None].expand(len(query), -1, -1, -1) for held in (low, high))
+    return _scores(query, low, high, group, table=table if table.stride(-1) == 1 else table.contiguous())
+
+
+def _scores(
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    group: str,
+    *,
+    real: Tensor | None = None,
+    table: Tensor | None = None,
+    step: Tensor | None = None,
+) -> Tensor:
+    """The launches, with one of `real` and `table`."""
     kind = query.dtype if step is None else torch.int8
     if not kind == low.dtype == high.dtype or low.stride(-1) != 1 or high.stride(-1) != 1:
         raise ValueError(
             f"page bounds are of the query's {query.dtype}, or torch.int8 with a step, with adjacent elements, got "
             f"{low.dtype} and {high.dtype} with last strides {low.stride(-1)} and {high.stride(-1)}"
         )
+    known = real if table is None else table
+    assert known is not None
     batch, heads, group_size, size = query.shape
-    pages = low.shape[2]
+    pages = known.shape[1]
     constants, options = launch(query.element_size(), size, group_size, group)
     tiles = triton.cdiv(pages, constants["BLOCK"])
     each = (
@@ -224,11 +269,12 @@ def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, s
                 low,
                 high,
                 None if step is None else step.contiguous(),
-                real if real.stride(-1) == 1 else real.contiguous(),
+                real,
+                table,
                 first,
                 tile_lse,
                 pages,
-                real.stride(0) if real.stride(-1) == 1 else pages,
+                known.stride(0),
                 size**-0.5,
                 *low.stride()[:3],
                 *high.stride()[:3],

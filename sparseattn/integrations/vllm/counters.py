@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Counter:
 
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
-        self._counts = np.memmap(folder / f"{os.getpid()}.counts", np.int64, "w+", shape=(len(NAMES),))
+        self._counts: Any = np.memmap(folder / f"{os.getpid()}.counts", np.int64, "w+", shape=(len(NAMES),))
 
     @classmethod
     def of_process(cls) -> Counter:
@@ -87,7 +88,7 @@ def begin() -> None:
 
 def stats() -> VLLMStats:
     """The counts of every process of engines started from here, those that have ended included."""
-    total = np.zeros(len(NAMES), np.int64)
+    total: Any = np.zeros(len(NAMES), np.int64)
     for path in sorted(Path(os.environ.get(FOLDER, os.devnull)).glob("*.counts")):
         total += np.fromfile(path, np.int64)
     return VLLMStats(*total.tolist())

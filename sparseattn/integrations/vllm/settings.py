@@ -91,7 +91,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
         if type(value) is not kind:
             raise ValueError(f'"{KEY}": {name} is {"a text" if kind is str else "a whole number"}, got {value!r}')
         least = 1 if name in ("budget", "window") else 0
-        if kind is int and value < least:
+        if isinstance(value, int) and value < least:
             raise ValueError(f'"{KEY}": {name} is {least} or more, got {value}')
     settings = Settings(**given)
     made = settings.make()
