@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.integrations.vllm.engine import version
+from sparseattn.integrations.vllm.installed import distribution
 
-HERE = version() is not None  # by the distribution: `import vllm` finds this folder too
+HERE = distribution() is not None  # by the distribution: `import vllm` finds this folder too
 if HERE:
     with warnings.catch_warnings():  # of its imports, which are its own affair; what tests cause stays an error
         warnings.simplefilter("ignore")

