@@ -65,6 +65,7 @@ ARROWS = {
         *("devices", "integrations", "files", "locks", "places", "wheels", "__version__"),
     ),
     "integrations.vllm": ("integrations.vllm", "kernels", "selection", "selectors"),
+    "integrations.vllm.serving": ("integrations", "wheels"),  # it runs before an engine does
     "environment": ("devices", "kernels"),
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
@@ -87,7 +88,7 @@ HOMES = {
         "integrations/routing.py",
         "integrations/upstream.py",
     ),
-    "vllm": ("integrations/vllm/cuda.py",),
+    "vllm": tuple(f"integrations/vllm/{name}.py" for name in ("plugin", "cpu", "cuda")),
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),
