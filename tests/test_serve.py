@@ -199,6 +199,13 @@ def test_models_that_cannot_be_served_are_refused(
     assert "no such model folder" in refusal(monkeypatch, tmp_path / "absent", "--port", port)
 
 
+def test_what_vllm_loads_has_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.NAMED, "known", lambda progress: model)
+    assert serving.servable("known") == (str(model), "known")
+    assert serving.servable(str(model)) == (str(model), "tiny")
+    assert serving.servable("organisation/model") == ("organisation/model", "organisation/model")
+
+
 def test_an_address_that_is_taken_is_refused(packages: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
