@@ -21,6 +21,8 @@ OPTIONAL = (
     "rich",
     "numpy",
     "sklearn",
+    "openai",
+    "anyio",
 )
 
 # Module -> what it may import of the package. A prefix stands for everything below it.
@@ -92,6 +94,8 @@ HOMES = {
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),
+    "openai": ("integrations/endpoint.py",),
+    "anyio": ("integrations/endpoint.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
     "numba": (
         "kernels/numba_cpu.py",

@@ -9,6 +9,7 @@ entry of the index is computed from the cache when its last row was written: tha
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ from sparseattn.kernels import blocks
 from sparseattn.selectors.paged import PageSelector
 
 logger = init_logger("vllm.sparseattn")
+BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
 
 
 def check_shape(settings: Settings, block: int) -> None:
@@ -140,16 +142,24 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.settings = settings_of(vllm_config)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self.sparse = [
-            name for name, layer in layers.items() if isinstance(layer.impl, SparseCPUImpl) and layer.impl.take(name)
-        ]
-        if self.settings is None or not self.sparse:
+        self.impls = [layer.impl.named(name) for name, layer in layers.items() if isinstance(layer.impl, SparseCPUImpl)]
+        self.use(settings_of(vllm_config))
+        BUILDERS.add(self)
+
+    def use(self, settings: Settings | None) -> None:
+        """Serves by these settings from the next step on; None: as stock. Indexes begin anew.
+
+        Raises:
+            ValueError: settings that do not fit the engine's blocks.
+        """
+        self.sparse = [impl for impl in self.impls if impl.use(settings)]
+        self.settings = settings if self.sparse else None
+        if self.settings is None:
             return
+        check_shape(self.settings, self.block_size)
         page, unit, self.budget = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
-        check_shape(self.settings, self.block_size)
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
         logger.info(
@@ -168,7 +178,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.settings is None or not self.sparse:
+        if self.settings is None:
             return stock
         metadata = SparseMetadata(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
         metadata.finished = self.finished(stock)
@@ -231,24 +241,24 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        settings = settings_of(get_current_vllm_config())
-        assert settings is not None  # or vLLM would have been given the stock class
-        self.settings: Settings = settings
-        self.dense = why_dense(self, self.attn_type, self.head_size)
+        self.unable = why_dense(self, self.attn_type, self.head_size)
+        self.layer = 0
         self.sparse = False
-        self.store: Store | None = None
-        self.packing = ""
         self.counter: Counter | None = None
 
-    def take(self, name: str) -> bool:
-        """Learns which layer it is; whether it is to be sparse."""
-        layer = extract_layer_index(name)
-        if self.dense is None and layer < self.settings.dense_layers:
-            self.dense = f"it is one of the first {self.settings.dense_layers} layers"
-        self.sparse = self.dense is None
-        self.selector = self.settings.make().for_layer(layer)
-        self.page, self.unit, self.pages = self.settings.shape
-        self.counter = Counter.of_process()
+    def named(self, name: str) -> SparseCPUImpl:
+        """Learns which layer it is."""
+        self.layer, self.counter = extract_layer_index(name), Counter.of_process()
+        return self
+
+    def use(self, settings: Settings | None) -> bool:
+        """See `SparseCPUBuilder.use`; whether the layer is sparse from now on."""
+        self.store: Store | None = None
+        self.packing = ""
+        self.sparse = settings is not None and self.unable is None and self.layer >= settings.dense_layers
+        if settings is not None:
+            self.selector = settings.make().for_layer(self.layer)
+            self.page, self.unit, self.pages = settings.shape
         return self.sparse
 
     def forward(
@@ -265,7 +275,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         metadata = attn_metadata
         if not self.sparse or not isinstance(metadata, SparseMetadata):
-            if metadata is not None and self.dense is not None and self.counter is not None:
+            if isinstance(metadata, SparseMetadata) and self.unable is None and self.counter is not None:
                 self.counter.add(dense_calls=1)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
@@ -305,3 +315,20 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if isinstance(self.selector, PageSelector):
             places = count * block // self.unit
             self.store = Store(self.selector, places, heads, double // 2, kv_cache.dtype, kv_cache.device)
+
+
+def switch(settings: Settings | None) -> None:
+    """Lets the engines of this process serve by other settings, or as stock. Cached prefixes must be dropped
+    (`LLM.reset_prefix_cache`), since their entries are gone.
+
+    Raises:
+        RuntimeError: there is none in this process that was started with the plug-in.
+        ValueError: settings that do not fit.
+    """
+    builders = list(BUILDERS)
+    if not any(builder.impls for builder in builders):
+        raise RuntimeError("no engine of this process was started with sparseattn's settings")
+    for builder in builders:
+        builder.use(settings)
+    if settings is not None and not any(builder.sparse for builder in builders):
+        raise ValueError(f"no layer is left to be sparse with dense_layers {settings.dense_layers}")
