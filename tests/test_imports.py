@@ -66,8 +66,7 @@ ARROWS = {
         *("attention", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
         *("devices", "integrations", "files", "locks", "places", "wheels", "__version__"),
     ),
-    "integrations.vllm": ("integrations.vllm", "kernels", "selection", "selectors"),
-    "integrations.vllm.serving": ("integrations", "wheels"),  # it runs before an engine does
+    "integrations.vllm": ("integrations", "kernels", "selection", "selectors", "wheels"),
     "environment": ("devices", "kernels"),
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
@@ -90,7 +89,7 @@ HOMES = {
         "integrations/routing.py",
         "integrations/upstream.py",
     ),
-    "vllm": tuple(f"integrations/vllm/{name}.py" for name in ("plugin", "cpu", "cuda")),
+    "vllm": tuple(f"integrations/vllm/{name}.py" for name in ("cpu", "cuda", "offline", "plugin")),
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),

