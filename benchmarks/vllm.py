@@ -104,6 +104,7 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
     return folder, int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])
 
 
+@torch.inference_mode()
 def fill(config: Any) -> None:
     """Random numbers in every block of the engine's cache, and the entries of every place."""
     draw = torch.Generator().manual_seed(0)
@@ -198,6 +199,7 @@ def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int,
     pairs = [b / a for a, b in zip(taken["stock"], taken["sparse"], strict=True)]
     return {
         "tokens": tokens,
+        "pairs": times,
         "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
         "slower": spread(pairs),
     }
