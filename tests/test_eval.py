@@ -154,16 +154,16 @@ def test_prompts_that_differ_have_different_keys() -> None:
 def test_a_long_prompt_loses_the_middle_of_its_context() -> None:
     example = Example("mine", "abcdefghij", "Q?", ("a",), "all", {"line": 3})
     prompt = Prompt.of(example, BYTES, limit=4)
-    assert prompt.shortened(16) is prompt
-    assert BYTES.text(prompt.shortened(13).context) == "abcghij"
-    assert prompt.shortened(13).facts["cut"] == 3
-    assert BYTES.text(prompt.shortened(13).question) == "Q?"
-    assert BYTES.text(prompt.shortened(8).context) == "aj"
+    assert prompt.shortened(16, BYTES) is prompt
+    assert BYTES.text(prompt.shortened(13, BYTES).context) == "abcghij"
+    assert prompt.shortened(13, BYTES).facts["cut"] == 3
+    assert BYTES.text(prompt.shortened(13, BYTES).question) == "Q?"
+    assert BYTES.text(prompt.shortened(8, BYTES).context) == "aj"
     sentence = (
         r"a prompt of mine .line 3. has 2 tokens of a question and 4 of an answer: --max-length is 8 or more, got 7"
     )
     with pytest.raises(ValueError, match=sentence):
-        prompt.shortened(7, "--max-length")
+        prompt.shortened(7, BYTES, "--max-length")
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ OPTIONAL = (
     "rich",
     "numpy",
     "sklearn",
+    "openai",
+    "anyio",
 )
 
 # Module -> what it may import of the package. A prefix stands for everything below it.
@@ -87,10 +89,12 @@ HOMES = {
         "integrations/routing.py",
         "integrations/upstream.py",
     ),
-    "vllm": ("integrations/vllm/cuda.py",),
+    "vllm": ("integrations/vllm/cpu.py", "integrations/vllm/cuda.py", "integrations/vllm/plugin.py"),
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),
+    "openai": ("integrations/endpoint.py",),
+    "anyio": ("integrations/endpoint.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
     "numba": (
         "kernels/numba_cpu.py",

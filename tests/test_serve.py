@@ -159,7 +159,7 @@ def test_a_model_without_a_chat_template_is_said(
     ("given", "said"),
     [
         (["--selector", "qust"], "qust"),
-        (["--selector", "retrieval"], "keeps an index of another kind"),
+        (["--selector", "retrieval"], "has another kind of index"),
         (["--budget", "3"], "budget is at least"),
         (["--window", "0"], "window is 1 or more, got 0"),
         (["--dtype", "int8"], "--dtype is one of auto, float32, float16, bfloat16, got 'int8'"),

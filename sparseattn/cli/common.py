@@ -33,7 +33,7 @@ from rich.text import Text
 from sparseattn.builtin import BUILTIN, BYTES, LEADING, builtin_trace, prepare
 from sparseattn.files import naming
 from sparseattn.integrations.errors import ModelError
-from sparseattn.integrations.models import NAMED, REFERENCE, load_model
+from sparseattn.integrations.models import NAMED, REFERENCE, load_model, load_tokenizer
 from sparseattn.integrations.packages import PACKAGED, fetched
 from sparseattn.selectors import SELECTORS
 from sparseattn.tasks.prompts import read_text
@@ -281,3 +281,10 @@ def open_model(name: str, dtype: torch.dtype | None, device: torch.device) -> tu
     say_terms(name)
     with model_progress() as progress:
         return load_model(name, dtype, device, progress)
+
+
+def open_tokenizer(name: str) -> Any:
+    """`load_tokenizer`, showing what `open_model` shows."""
+    say_terms(name)
+    with model_progress() as progress:
+        return load_tokenizer(name, progress)

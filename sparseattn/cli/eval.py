@@ -1,13 +1,14 @@
-"""`sparseattn eval`: what each method leaves of a model's answers to long prompts, and of its predictions of a text."""
+"""`sparseattn eval`: what each method leaves of a model's answers to long prompts, and of its predictions of a text;
+and what servers answer to the same prompts."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from sparseattn.cli.common import (
@@ -16,12 +17,11 @@ from sparseattn.cli.common import (
     SELECTOR_HELP,
     TEXT_HELP,
     in_a_sentence,
-    leading_model,
-    open_model,
     results_folder,
 )
+from sparseattn.cli.eval_engines import addresses, local, served
 from sparseattn.cli.eval_plan import ALL_LAYERS, Plan, one_of, positive
-from sparseattn.cli.eval_report import marked
+from sparseattn.cli.eval_report import Row, marked
 from sparseattn.cli.eval_run import measured
 from sparseattn.cli.eval_show import show
 from sparseattn.cli.eval_sources import OWN_TOKENS, Files, sources
@@ -31,21 +31,34 @@ from sparseattn.integrations.models import REFERENCE
 from sparseattn.locks import locked
 from sparseattn.tasks import TASKS
 from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.tasks.engines import Engine
 from sparseattn.tasks.prompts import TAIL, TEMPLATE
 from sparseattn.tasks.records import Records
 from sparseattn.tasks.scoring import EDITION, SCORINGS
-from sparseattn.tasks.tokens import Tokens
 
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
 GENERATED = "passkey,kv"
+AT_ONCE = 4  # requests at a server
 
 
 @in_a_sentence
 def evaluate(
+    context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help=f"{MODEL_HELP} Default: {LEAD}; {REFERENCE} where that cannot be had.")
+        str | None,
+        typer.Option(
+            help=f"{MODEL_HELP} Default: {LEAD}; {REFERENCE} where that cannot be had. With --endpoint its tokenizer "
+            "alone is loaded; default the first server's own."
+        ),
     ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="[NAME=]URL[#MODEL] of a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...), asked "
+            "instead of a model here; the key is OPENAI_API_KEY. Repeat it: the others are compared with the first."
+        ),
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Requests at an --endpoint at once. Default: 4.")] = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -125,7 +138,10 @@ def evaluate(
             "the model is refused."
         ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put prompts into the model's chat template; ask an --endpoint as a chat."),
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(STORED)}; as stored by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
     chunk: Annotated[int, typer.Option(help="Tokens per forward call of the prefill.")] = 2048,
@@ -149,16 +165,19 @@ def evaluate(
         samples=samples,
         seed=seed,
         protocols=protocol,
-        selectors=selector or SELECTED,
+        selectors=[] if endpoint else selector or SELECTED,
         budgets=budget,
         layers=sparse_layers or [ALL_LAYERS],
         last=last,
         answer_tokens=answer_tokens,
         max_length=max_length,
     )
-    positive({"--chunk": chunk, "--seal": seal})
+    positive({"--chunk": chunk, "--seal": seal, "--concurrency": concurrency})
     one_of("--scoring", scoring, SCORINGS)
     stored = None if dtype is None else stored_dtype(dtype, "--dtype")
+    where = addresses(endpoint, given(context), plan.tasks) if endpoint else []
+    if concurrency is not None and not where:
+        raise ValueError("--concurrency is of servers: name one with --endpoint")
     if bool(text) != (AGREEMENT in plan.tasks):
         raise ValueError(f"--task {AGREEMENT} and --text go together")
     if figures:
@@ -167,25 +186,16 @@ def evaluate(
     place = usable_device(device)
     results_folder(out)
 
-    with locked(out / "eval.lock", f"--out {out}"):  # of two runs, each would write every record
-        name = leading_model() if model is None else model
-        loaded, tokenizer = open_model(name, stored, place)
-        tokens = Tokens(tokenizer, chat)
-        rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
-        wide = stored is torch.float32  # computed so on purpose, of a model that keeps 16 bits
-        decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)
-        for method in plan.methods:
-            if method.selector is not None and wide:
-                method.selector.width = 2
-            decoder.check_layers(method.layers or [], "--sparse-layers")
-        asked = sources(plan, files, decoder, tokens)
+    with contextlib.ExitStack() as held:
+        held.enter_context(locked(out / "eval.lock", f"--out {out}"))  # of two runs, each would write every record
+        if where:
+            opened = held.enter_context(served(where, model, chat, concurrency or AT_ONCE))
+        else:
+            rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
+            opened = local(plan, model, chat, stored, place, rows, seal, chunk)
+        asked = sources(plan, files, opened.engine, opened.tokens)
         settings = {
-            "model": name,
-            "weights": decoder.fingerprint(),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "bytes_of": 2 if wide else None,
-            **rows,
-            "seal": seal,
+            **opened.settings,
             "chat": chat,
             "answer_tokens": answer_tokens,
             "scoring": scoring,
@@ -193,10 +203,23 @@ def evaluate(
         }
         records = Records(out / "eval.jsonl", settings)
         found: list[dict[str, Any]] = []
-        each = measured(asked, plan, decoder, tokens, records)
+        first = compared_with(opened.engine)
+        each = held.enter_context(contextlib.closing(measured(asked, opened.engine, records)))
         for _, column in itertools.groupby(each, lambda one: (one["task"], one.get("length"))):
-            whole = marked(list(column))  # what full attention answers is known once the column is
+            whole = marked(list(column), first)  # what that one answers is known once the column is
             found += whole
             if json:
                 typer.echo("\n".join(map(json_module.dumps, whole)))
         show(found, records.path, json=json, figures=figures)
+
+
+def given(context: typer.Context) -> set[str]:
+    """The parameters that the user gave."""
+    sources_of = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources_of.items() if source is not None and source.name != "DEFAULT"}
+
+
+def compared_with(engine: Engine) -> Row:
+    """Where the records of what all else is compared with stand in tables."""
+    first = engine.passes[0].compared[0]
+    return first.label, first.written

@@ -15,6 +15,7 @@ Record: TypeAlias = "Mapping[str, Any]"
 Row: TypeAlias = "tuple[str, str | None]"  # method, with its layers if not all, and budget
 
 WIDE = 150  # columns that the whole table needs
+FULL_ROW: Row = (FULL, None)
 NEAR = 0.02  # of full attention's score: near enough
 ANSWERED = 0.8  # by full attention: below it a task says nothing of other methods
 GRADED = ("f1",)  # scorings that right answers do not bring near 1: those compare words
@@ -114,16 +115,17 @@ def _cell(number: float) -> str:
     return "-" if math.isnan(number) else f"{number:.0f}"
 
 
-def marked(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The records of one task and length, for other programs: with `full_answers`, full attention's mean score, and
-    `uninformative`, whether that is so low that nothing is learned from the others (see `cautions`).
+def marked(records: Sequence[Record], first: Row = FULL_ROW) -> list[dict[str, Any]]:
+    """The records of one task and length, for other programs: with `full_answers`, the mean score of full attention, or
+    of what stands `first` in its place, and `uninformative`, whether that is so low that nothing is learned from the
+    others (see `cautions`).
 
     Records without a score stay as they are.
     """
     made = []
     for one in records:
         mine = [other for other in records if other["protocol"] == one["protocol"]]
-        full = value(select(mine, (FULL, None))) if "score" in one else math.nan
+        full = value(select(mine, first)) if "score" in one else math.nan
         extra = {} if math.isnan(full) else {"full_answers": full, "uninformative": _too_few(one, full)}
         made.append({**one, **extra})
     return made
@@ -133,17 +135,19 @@ def _too_few(one: Record, full: float) -> bool:
     return full < ANSWERED and one.get("scoring") not in GRADED
 
 
-def cautions(records: Sequence[Record]) -> list[str]:
-    """A sentence for each protocol, task and length of which full attention answers too few prompts."""
+def cautions(records: Sequence[Record], first: Row = FULL_ROW) -> list[str]:
+    """A sentence for each protocol, task and length of which full attention, or what stands `first` in its place,
+    answers too few prompts."""
+    who, others = ("full attention", "methods") if first == FULL_ROW else (at(first), "others")
     said = []
     for protocol, mine in by(records, "protocol").items():
         for (task, length), column in by_column(mine).items():
-            full = select(column, (FULL, None))
+            full = select(column, first)
             if full and _too_few(full[0], value(full)):
                 where = task if length is None else f"{task} at {length:,} tokens"
                 said.append(
-                    f"full attention answers {value(full):.0%} of {where} (protocol {protocol}, {len(full)} prompts), "
-                    f"fewer than {ANSWERED:.0%}: nothing is learned there of the methods"
+                    f"{who} answers {value(full):.0%} of {where} (protocol {protocol}, {len(full)} prompts), "
+                    f"fewer than {ANSWERED:.0%}: nothing is learned there of the {others}"
                 )
     return said
 
@@ -155,7 +159,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 def _verdict(protocol: str, records: Sequence[Record]) -> str:
     grid = {row: by(select(records, row), "task") for row in rows_of(records)}
-    full = {task: value(mine) for task, mine in grid.pop((FULL, None)).items()}
+    full = {task: value(mine) for task, mine in grid.pop(FULL_ROW).items()}
     levels = ", ".join(f"{task} {level:.0%}" for task, level in full.items())
     lost = {row: max(full[task] - value(mine[task]) for task in full) for row, mine in grid.items()}
     rows = {row: mean(one["rows"] for ours in mine.values() for one in ours) for row, mine in grid.items()}

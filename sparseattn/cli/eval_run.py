@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from sparseattn.cli.common import progress_bar
-from sparseattn.cli.eval_plan import Plan
 from sparseattn.cli.eval_sources import Source
 from sparseattn.environment import machine, versions
 from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.records import Records
-from sparseattn.tasks.run import measure
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.tasks.engines import Engine, Pass
+from sparseattn.tasks.records import Key, Records
+from sparseattn.tasks.run import Prompt
 
 
-def measured(
-    sources: Sequence[Source], plan: Plan, decoder: ModelDecoder, tokens: Tokens, records: Records
-) -> Iterator[dict[str, Any]]:
-    """Every record that was asked for, those that were there already among them, with a progress bar."""
+def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Generator[dict[str, Any], None, None]:
+    """Every record that was asked for, those that were there already among them, in the order of the prompts and with
+    a progress bar. All passes but the last say nothing before they are through."""
     made_by = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
-    methods, protocols = plan.methods, plan.protocols
-    cells = len(methods) * sum(source.count * (1 if source.task == AGREEMENT else len(protocols)) for source in sources)
+    everything = [one for each in engine.passes for one in each.compared]
+    asked_of = {source.task: 1 if source.task == AGREEMENT else len(engine.protocols) for source in sources}
+    cells = len(everything) * sum(source.count * asked_of[source.task] for source in sources)
+    coming: deque[Key] = deque()  # of the records that are to be given out, as far as prompts were made
     with progress_bar() as bar:
         task = bar.add_task("", total=cells)
-        for source in sources:
-            for number, prompt in enumerate(source.make(), 1):
-                bar.update(task, description=f"{source.task} {number}/{source.count}, {prompt.tokens:,} tokens")
-                keys = prompt.keys(protocols, methods)
-                missing = [key for key in keys if key not in records.found]
-                bar.advance(task, len(keys) - len(missing))
-                if missing:
-                    for record in measure(prompt, methods, protocols, decoder, tokens, records.found, decoder.ends):
-                        records.add({**record, **made_by})
-                        bar.advance(task)
-                yield from (records.found[key] for key in keys)
+
+        def unanswered(each: Pass) -> Iterator[Prompt]:
+            """The prompts of which a record is missing. The same prompt may come twice: it is handed over once."""
+            taken: set[Key] = set()
+            whose = f"{each.compared[0].label}: " if len(engine.passes) > 1 else ""
+            for source in sources:
+                for number, prompt in enumerate(source.make(), 1):
+                    words = f"{whose}{source.task} {number}/{source.count}, {prompt.tokens:,} tokens"
+                    bar.update(task, description=words)
+                    keys = prompt.keys(engine.protocols, each.compared)
+                    missing = {key for key in keys if key not in records.found and key not in taken}
+                    bar.advance(task, len(keys) - len(missing))
+                    taken |= missing
+                    if each is engine.passes[-1]:
+                        coming.extend(prompt.keys(engine.protocols, everything))
+                    if missing:
+                        yield prompt
+
+        for each in engine.passes:
+            with contextlib.closing(each.measure(unanswered(each), records.found)) as new:
+                for record in new:
+                    records.add({**record, **made_by})
+                    bar.advance(task)
+                    while coming and coming[0] in records.found:
+                        yield records.found[coming.popleft()]
+    yield from (records.found[key] for key in coming)

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparseattn.cli import agreement_report
+from sparseattn.cli import agreement_report, whole_report
 from sparseattn.cli import eval_report as report
 from sparseattn.cli.common import Screen, errors
+from sparseattn.tasks.records import WHOLE
 from sparseattn.tasks.run import FORCED
 
 
@@ -22,29 +23,36 @@ def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: boo
         figures: draw them.
     """
     screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
-    scored = [one for one in found if one["protocol"] != FORCED]
+    scored = [one for one in found if one["protocol"] not in (FORCED, WHOLE)]
     forced = [one for one in found if one["protocol"] == FORCED]
+    whole = [one for one in found if one["protocol"] == WHOLE]
     if not json:
-        for table in report.tables(scored) + agreement_report.tables(forced):
+        for table in report.tables(scored) + agreement_report.tables(forced) + whole_report.tables(whole):
             screen.print(table)
-    for figure in _drawn(scored, forced, path.parent) if figures else []:
+    for figure in _drawn(scored, forced, whole, path.parent) if figures else []:
         errors.print(f"figure: {figure}", soft_wrap=True)
     errors.print(f"records: {path}", soft_wrap=True)
-    for line in report.cautions(scored):
+    first = report.rows_of(whole)[0] if whole else report.FULL_ROW
+    for line in report.cautions(scored) + report.cautions(whole, first):
         errors.print(f"sparseattn: {line}", soft_wrap=True)
-    for line in report.verdicts(scored) + agreement_report.verdicts(forced):
+    for line in report.verdicts(scored) + agreement_report.verdicts(forced) + whole_report.verdicts(whole):
         (errors if json else Screen()).print(line, soft_wrap=True)
 
 
-def _drawn(scored: Sequence[report.Record], forced: Sequence[report.Record], folder: Path) -> list[Path]:
+def _drawn(
+    scored: Sequence[report.Record], forced: Sequence[report.Record], whole: Sequence[report.Record], folder: Path
+) -> list[Path]:
     """The paths of the figures, which are there then."""
-    from sparseattn.cli import plots
+    from sparseattn.cli import plots, plots_whole
 
     made = []
     if scored:
         made.append(folder / "accuracy.png")
         plots.accuracy(scored, made[-1])
-    for name, mine in report.grids(scored).items():
+    if whole:
+        made.append(folder / "accuracy.png")
+        plots_whole.accuracy(whole, made[-1])
+    for name, mine in report.grids([*scored, *whole]).items():
         made.append(folder / f"heat-{name}.png")
         plots.heat(mine, made[-1])
     if forced:

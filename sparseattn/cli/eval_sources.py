@@ -11,7 +11,7 @@ from sparseattn.cli.common import open_text
 from sparseattn.cli.eval_plan import Plan
 from sparseattn.tasks import TASKS, Example, Filler, example
 from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.tasks.engines import Engine
 from sparseattn.tasks.filler import from_text, made_up
 from sparseattn.tasks.prompts import read_prompts
 from sparseattn.tasks.run import Prompt
@@ -101,28 +101,28 @@ class Source:
     make: Callable[[], Iterable[Prompt]]
 
 
-def sources(plan: Plan, files: Files, decoder: ModelDecoder, tokens: Tokens) -> list[Source]:
+def sources(plan: Plan, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
     """All that is asked; what does not fit the model is refused here, before anything is measured.
 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
-    found = [_generated(name, plan, files.filler, decoder, tokens) for name in plan.tasks if name != AGREEMENT]
-    found += [_own(examples, plan, decoder, tokens) for examples in files.prompts]
+    found = [_generated(name, plan, files.filler, engine, tokens) for name in plan.tasks if name != AGREEMENT]
+    found += [_own(examples, plan, engine, tokens) for examples in files.prompts]
     if files.texts:
-        decoder.check(plan.lengths[-1], "--lengths")
+        engine.check(plan.lengths[-1], "--lengths")
         found += [_windows(text, plan, tokens) for text in files.texts]
     return found
 
 
-def _generated(name: str, plan: Plan, filler: Filler, decoder: ModelDecoder, tokens: Tokens) -> Source:
+def _generated(name: str, plan: Plan, filler: Filler, engine: Engine, tokens: Tokens) -> Source:
     """A task over the grid of lengths and depths."""
     depths = list(plan.depths) if TASKS[name].uses_depth else [0.0]
     make_one = functools.partial(example, name, count=tokens.count, filler=filler, spare=tokens.spare)
     longest = plan.lengths[-1]
     for depth in depths:
         shortest = Prompt.of(make_one(plan.lengths[0], depth, plan.seed), tokens, plan.answer_tokens)
-        decoder.check(longest + shortest.limit, f"--lengths {longest} with an answer of {shortest.limit} tokens")
+        engine.check(longest + shortest.limit, f"--lengths {longest} with an answer of {shortest.limit} tokens")
 
     def make() -> Iterator[Prompt]:
         for length in plan.lengths:
@@ -133,9 +133,9 @@ def _generated(name: str, plan: Plan, filler: Filler, decoder: ModelDecoder, tok
     return Source(name, len(plan.lengths) * len(depths) * plan.samples, make)
 
 
-def _own(examples: Sequence[Example], plan: Plan, decoder: ModelDecoder, tokens: Tokens) -> Source:
+def _own(examples: Sequence[Example], plan: Plan, engine: Engine, tokens: Tokens) -> Source:
     """A file of the user's, cut to `--max-length` where that is given."""
-    limit, longest, most = plan.answer_tokens or OWN_TOKENS, plan.max_length, decoder.positions
+    limit, longest, most = plan.answer_tokens or OWN_TOKENS, plan.max_length, engine.positions
     if longest is not None and most is not None and longest > most:
         raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
 
@@ -143,9 +143,9 @@ def _own(examples: Sequence[Example], plan: Plan, decoder: ModelDecoder, tokens:
         for one in examples:
             prompt = Prompt.of(one, tokens, limit)
             if longest is not None:
-                prompt = prompt.shortened(longest, "--max-length")
+                prompt = prompt.shortened(longest, tokens, "--max-length")
             what = f"{prompt.name} with its answer"
-            decoder.check(prompt.tokens + limit, what, f"; --max-length {most} cuts the middle out of its context")
+            engine.check(prompt.tokens + limit, what, f"; --max-length {most} cuts the middle out of its context")
             yield prompt
 
     for _ in make():  # not kept: lists of a million tokens take more memory than tokenizing twice takes time

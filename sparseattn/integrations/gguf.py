@@ -104,6 +104,17 @@ def convert(path: Path, folder: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file, without its weights.
+
+    Raises:
+        ModelError: no GGUF file, or packages missing.
+    """
+    check_packages()
+    with in_a_sentence(f"the tokenizer of {path} cannot be read", str(path)), _quietly():
+        return _tokenizer(path)
+
+
 def check_packages() -> None:
     """ModelError where a package is missing that reading GGUF files needs."""
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -113,9 +124,8 @@ def check_packages() -> None:
 
 def _read(path: Path) -> tuple[Any, Any]:
     """The model in bfloat16, as if it had never been a GGUF file, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     held = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.bfloat16, trust_remote_code=False
     )
@@ -131,7 +141,13 @@ def _read(path: Path) -> tuple[Any, Any]:
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
     model.generation_config = held.generation_config
-    return model, tokenizer
+    return model, _tokenizer(path)
+
+
+def _tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
 
 
 @contextlib.contextmanager

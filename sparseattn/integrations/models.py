@@ -54,10 +54,7 @@ def load_model(
         ModelError: no such folder, hub or package index out of reach, not a causal LM, a faulty config.json, weights of
             other shapes, no tokenizer, no such device or no room on it.
     """
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ModelError("loading a model needs transformers: pip install 'sparseattn[transformers]'") from error
+    _check_transformers("a model")
     try:
         place = usable_device(device)
     except ValueError as error:
@@ -95,17 +92,44 @@ def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = No
     return name
 
 
-def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
-    """`load_model` of what `folder_of` gave."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def load_tokenizer(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> Any:
+    """The tokenizer of a model without its weights, or None for a byte model; arguments as for `load_model`.
 
-    folder = Path(name)
-    local = folder.is_dir()
+    Of a GGUF file that is not converted yet, the tokenizer alone is read.
+
+    Raises:
+        ModelError: no such folder, hub or package index out of reach, a faulty config.json, or no tokenizer.
+    """
+    _check_transformers("a tokenizer")
+    if gguf.is_gguf(path_or_id) and not (gguf.folder_of(Path(path_or_id)) / "config.json").is_file():
+        return gguf.tokenizer(Path(path_or_id))
+    name = folder_of(path_or_id, progress)
+    return _tokenizer(name, _config(name))
+
+
+def _check_transformers(what: str) -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ModelError(f"loading {what} needs transformers: pip install 'sparseattn[transformers]'") from error
+
+
+def _config(name: str) -> Any:
+    """Of what `folder_of` gave."""
+    from transformers import AutoConfig
+
     where = f"the config.json of {name} cannot be read"
-    if not local:
+    if not Path(name).is_dir():
         where = f"{name} is neither a folder here nor a model that the hub gives"
     with in_a_sentence(where, name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
+    """`load_model` of what `folder_of` gave."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(name)
     where = f"the weights of {name} cannot be loaded into the model that its config.json describes"
     with in_a_sentence(where, name), _no_loading_bar(), _log_held_back():
         try:
@@ -124,13 +148,21 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
             raise
         _check_loaded(name, loading)
         model = model.to(device).eval()
-    if local and not has_tokenizer(folder):
+    return model, _tokenizer(name, config)
+
+
+def _tokenizer(name: str, config: Any) -> Any:
+    """Of what `folder_of` gave; None for a model of bytes."""
+    from transformers import AutoTokenizer
+
+    folder = Path(name)
+    if folder.is_dir() and not has_tokenizer(folder):
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         if vocabulary != 256:
             raise ModelError(f"{name} has {vocabulary} tokens and no tokenizer files; a model of bytes has 256")
-        return model, None
+        return None
     with in_a_sentence(f"the tokenizer of {name} cannot be loaded", name):
-        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def has_tokenizer(folder: Path) -> bool:

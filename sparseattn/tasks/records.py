@@ -17,6 +17,7 @@ Key: TypeAlias = "tuple[Any, ...]"
 
 KEY = ("task", "prompt", "protocol", "method", "budget", "source", "layers")  # what tells records of a file apart
 NULLABLE = ("budget", "source", "layers")  # of full attention, of methods without a budget, and for all layers
+WHOLE = "whole"  # the protocol of prompts that are handed over whole, of which nobody says what rows are read
 MOST = 1e15  # of any number in a record: means of more are no longer what they seem
 
 
@@ -27,8 +28,8 @@ def key_of(record: Mapping[str, Any]) -> Key:
 def check_record(record: Mapping[str, Any]) -> None:
     """ValueError in a sentence for a record that tables and figures could not be made of.
 
-    It has the texts of `KEY`, the number `rows`, and either `score`, from 0 to 1, or what `agreement` gives. Records of
-    perplexity alone, as releases before that wrote them, may stay in a file.
+    It has the texts of `KEY`, the number `rows` (by the protocol `WHOLE` `seconds`), and either `score`, from 0 to 1,
+    or what `agreement` gives. Records of perplexity alone, as releases before that wrote them, may stay in a file.
     """
     for name in KEY:
         if not (isinstance(record.get(name), str) or (name in NULLABLE and record.get(name) is None)):
@@ -50,8 +51,8 @@ def check_record(record: Mapping[str, Any]) -> None:
             _number(record, "ruler", 0, 1)
         if not isinstance(record.get("answers", []), list):
             raise ValueError(f"answers are a list, got {reprlib.repr(record['answers'])}")
-    _number(record, "rows")
-    for name in ("length", "depth", "bytes_share"):
+    _number(record, "seconds" if record["protocol"] == WHOLE else "rows")
+    for name in ("length", "depth", "bytes_share", "first_token_seconds", "new_tokens"):
         if record.get(name) is not None:
             _number(record, name)
 

@@ -1,4 +1,4 @@
-"""One prefill of a prompt, and from it the responses of every method, by one of two protocols.
+"""One prefill of a prompt, and from it the responses of every method, by one of two protocols; what scores a response.
 
 - "question", the papers': the context is read densely; the question's tokens and then the answer's go through the
   sparse path, one by one.
@@ -15,7 +15,7 @@ import functools
 import hashlib
 import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from sparseattn.budget import Budget
 from sparseattn.selectors import Selector
 from sparseattn.tasks.agreement import agreement
 from sparseattn.tasks.base import Example
+from sparseattn.tasks.engines import Compared
 from sparseattn.tasks.records import KEY, Key
 from sparseattn.tasks.scoring import ruler, score
 from sparseattn.tasks.tokens import Tokens
@@ -129,8 +130,10 @@ class Prompt:
         context = [*tokens.before, *tokens.ids(example.context)]
         return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
 
-    def shortened(self, longest: int, option: str = "longest") -> Prompt:
+    def shortened(self, longest: int, tokens: Tokens, option: str = "longest") -> Prompt:
         """With so much cut out of the middle of the context that prompt and answer have `longest` tokens at most.
+
+        The example loses the same.
 
         Raises:
             ValueError: naming the `option` that `longest` was given to: question and answer leave no room for 2 tokens
@@ -145,8 +148,14 @@ class Prompt:
                 f"{self.name} has {len(self.question)} tokens of a question and {self.limit} of an answer: {option} is "
                 f"{asked + min(len(self.context), 2)} or more, got {longest}"
             )
-        cut = self.context[: room // 2] + self.context[-(room - room // 2) :]
-        return replace(self, context=cut, facts={**self.facts, "cut": len(self.context) - room})
+        head, foot = self.context[: room // 2], self.context[-(room - room // 2) :]
+        words = tokens.text(head[len(tokens.before) :]) + tokens.text(foot)
+        return replace(
+            self,
+            context=head + foot,
+            example=self.example and replace(self.example, context=words),
+            facts={**self.facts, "cut": len(self.context) - room},
+        )
 
     @classmethod
     def passage(cls, facts: dict[str, Any], ids: Sequence[int], last: int) -> Prompt:
@@ -179,7 +188,7 @@ class Prompt:
         """Those of `asked` that fit this prompt."""
         return asked if self.example is not None else (FORCED,)
 
-    def keys(self, asked: Sequence[str], methods: Sequence[Method]) -> list[Key]:
+    def keys(self, asked: Sequence[str], methods: Sequence[Compared]) -> list[Key]:
         """The keys of its records, in the order in which `measure` makes them."""
         name = (self.facts["task"], self.hash)
         return [
@@ -187,6 +196,13 @@ class Prompt:
             for protocol in self.protocols(asked)
             for method in methods
         ]
+
+    def record(self, key: Key, *parts: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of one of its `keys`, with what was found."""
+        made = {**self.facts, **dict(zip(KEY, key, strict=True)), "prompt_tokens": self.tokens}
+        for part in parts:
+            made |= part
+        return made
 
 
 def measure(
@@ -238,15 +254,9 @@ def measure(
                 else:
                     result = _answer(session, prompt.question[at:], prompt, tokens, ends)
                     times["decode_seconds"] = time.perf_counter() - began
-                yield {
-                    **prompt.facts,
-                    **dict(zip(KEY, key, strict=True)),
-                    "selector": method.selector and repr(method.selector),
-                    "prompt_tokens": prompt.tokens,
-                    **result,
-                    **session.facts(),
-                    **{name: round(seconds, 4) for name, seconds in times.items()},
-                }
+                chosen_by = {"selector": method.selector and repr(method.selector)}
+                took = {name: round(seconds, 4) for name, seconds in times.items()}
+                yield prompt.record(key, chosen_by, result, session.facts(), took)
                 del session  # before another one copies the keys and values
             del indexed
 
@@ -263,12 +273,20 @@ def _answer(
             break
         made.append(token)
         response = tokens.text(made)
-        if len(made) == prompt.limit or "\n" in response.lstrip():
+        if len(made) == prompt.limit or line_ended(response):
             break
         logits = session.feed([token])[-1]
-    example = prompt.example
-    assert example is not None
-    response = tokens.text(made)
+    assert prompt.example is not None
+    return scored(prompt.example, tokens.text(made))
+
+
+def line_ended(response: str) -> bool:
+    """Whether a response is whole: a line has ended behind some text."""
+    return "\n" in response.lstrip()
+
+
+def scored(example: Example, response: str) -> dict[str, Any]:
+    """A response and its scores, for a record."""
     return {
         "response": response,
         "answers": list(example.answers),

@@ -8,6 +8,11 @@ from typing import Any
 MARK = "sparseattn-prompt"  # stands for the prompt in a chat template
 
 
+def turns(question: str, lead: str) -> tuple[str, str]:
+    """A question in a chat: the end of the user's turn, and how the model's own begins."""
+    return (question[: -len(lead)].rstrip(), lead.lstrip()) if lead else (question, "")
+
+
 class Tokens:
     """Tokens of a transformers tokenizer, or bytes where it is None.
 
@@ -49,9 +54,10 @@ class Tokens:
         In a chat template the lead is the model's own beginning of its turn: there a model goes on with it, in the
         user's turn it would begin anew.
         """
-        if not self.after or not lead:
-            return [*self.ids(question), *self.after]
-        return [*self.ids(question[: -len(lead)].rstrip()), *self.after, *self.ids(lead.lstrip())]
+        if not self.after:
+            return self.ids(question)
+        users, begun = turns(question, lead)
+        return [*self.ids(users), *self.after, *self.ids(begun)]
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without any that mark its beginning or end."""
