@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ ENGINE = {
     "max_model_len": 1024,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 256,  # so that prompts are filled in parts, beside requests that decode
-    "kv_cache_memory_bytes": 64 << 20,
+    "kv_cache_memory_bytes": 24 << 20,
     "disable_log_stats": False,
     "seed": 0,
 }
@@ -102,8 +101,6 @@ def engine(model: Path, sparse: dict[str, Any] | None, **given: Any) -> Iterator
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def ask(llm: LLM, asked: list[list[int]], tokens: int | Sequence[int] = 24, **sampling: Any) -> Answer:
