@@ -19,9 +19,9 @@ from sparseattn.integrations.vllm import VLLMStats, stats
 VOCABULARY = 512
 LAYERS = 4
 FULL = 1 << 20  # a budget for every row
-SPARSE = {"selector": "quest", "budget": FULL, "sink": 4, "window": 32, "dense_layers": 1, "above": 100}
+SPARSE: dict[str, Any] = {"selector": "quest", "budget": FULL, "sink": 4, "window": 32, "dense_layers": 1, "above": 100}
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "skip_tokenizer_init": True,
@@ -39,7 +39,7 @@ def llama(folder: Path, heads: int = 4, kv_heads: int = 2, size: int = 64, layer
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
+        vocab_size=VOCABULARY, hidden_size=32 * heads, intermediate_size=256, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=4096,
         bos_token_id=None, eos_token_id=None, initializer_range=0.15,
     )  # fmt: skip
@@ -59,9 +59,24 @@ def gemma(folder: Path, kinds: Sequence[str]) -> Path:
     return _saved(Gemma3ForCausalLM, config, folder)
 
 
+def with_tokenizer(folder: Path) -> Path:
+    """The model `llama` with a word for each token, which beams ask for."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    return llama(folder)
+
+
 def _saved(kind: Any, config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
-    kind(config).save_pretrained(folder)
+    model = kind(config)
+    for name, weight in model.named_parameters():
+        if "post_" in name and "norm" in name and kind.__name__.startswith("Gemma"):
+            weight.data.fill_(3.0)  # else the embedding outweighs the layers, and each token is said again
+    model.save_pretrained(folder)
     return folder
 
 
@@ -131,6 +146,11 @@ def layers(llm: LLM) -> dict[str, Any]:
     """The engine's attention layers by name."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
     return dict(worker.model_runner.compilation_config.static_forward_context)
+
+
+def decoded(lengths: Sequence[int], tokens: Sequence[int], above: int = SPARSE["above"]) -> int:
+    """Tokens that are decoded in sequences above so many rows; the first token of each is the prompt's."""
+    return sum(length + at > above for length, most in zip(lengths, tokens, strict=True) for at in range(1, most))
 
 
 def check_counts(answer: Answer, full: bool) -> None:

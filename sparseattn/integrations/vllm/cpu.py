@@ -324,7 +324,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         metadata = attn_metadata
         if not self.sparse or not isinstance(metadata, SparseMetadata):
-            if isinstance(metadata, SparseMetadata) and self.full and self.counter is not None:
+            if metadata is not None and self.full and self.counter is not None:
                 self.counter.add(dense_calls=1)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
