@@ -29,9 +29,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
     get_layers_from_vllm_config,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparseattn.integrations.vllm.counters import Counter
-from sparseattn.integrations.vllm.engine import settings_of, why_dense
+from sparseattn.integrations.vllm.engine import nothing_sparse, settings_of, why_dense
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import Settings
 from sparseattn.integrations.vllm.store import Store
@@ -39,6 +40,7 @@ from sparseattn.kernels import blocks
 from sparseattn.selectors.paged import PageSelector
 
 logger = init_logger("vllm.sparseattn")
+EARLY = "one of the first of full attention"  # why a layer that could be sparse is not
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
 
 
@@ -86,6 +88,37 @@ def warm_up(dtype: torch.dtype, packing: str, queries: int, heads: int, block: i
         query, torch.empty_like(query), cache, packing, zones.page, zones.unit, place, tails, place, scores, 1,
         torch.zeros(1, dtype=torch.int64), 1.0,
     )  # fmt: skip
+
+
+def plan_layers(settings: Settings, vllm_config: Any) -> dict[str, str | None]:
+    """Why each attention layer of this process stays dense, by name; None where it is sparse.
+
+    The model's first `dense_layers` of full attention stay dense; those of an earlier pipeline rank count.
+
+    Raises:
+        ValueError: every layer of the model would.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    why = {name: _why_unable(layer, vllm_config) for name, layer in layers.items()}
+    full = [name for name, reason in why.items() if reason is None]
+    parallel = vllm_config.parallel_config
+    before, _ = vllm_config.model_config.get_layers_start_end_indices(parallel)
+    for name in full[: max(settings.dense_layers - before, 0)]:
+        why[name] = EARLY
+    if parallel.pipeline_parallel_size == 1 and all(why.values()):
+        raise ValueError(nothing_sparse(settings, "; ".join(f"{name}: {reason}" for name, reason in why.items())))
+    return why
+
+
+def _why_unable(layer: Attention, vllm_config: Any) -> str | None:
+    if not isinstance(layer.impl, SparseCPUImpl):
+        return "it has another backend"
+    if layer.impl.unable is not None:
+        return layer.impl.unable
+    # By its own cache, for vLLM may merge those of a group. A subclass's is of chunks, or has a mask of its own.
+    if type(layer.get_kv_cache_spec(vllm_config)) is not FullAttentionSpec:
+        return "its cache is not of full causal attention"
+    return "its values have another size than its keys" if layer.head_size_v != layer.head_size else None
 
 
 class SparseCPUBackend(CPUAttentionBackend):
@@ -143,33 +176,53 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self.impls = [layer.impl.named(name) for name, layer in layers.items() if isinstance(layer.impl, SparseCPUImpl)]
+        self.impls = {name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, SparseCPUImpl)}
         self.use(settings_of(vllm_config))
         BUILDERS.add(self)
+
+    def plan(self, settings: Settings | None) -> dict[str, str | None]:
+        """See `plan_layers`, of this group's layers; none without settings.
+
+        Raises:
+            ValueError: settings that do not fit the model or the engine's blocks.
+        """
+        if settings is None:
+            return {}
+        every = plan_layers(settings, self.vllm_config)
+        why = {name: every[name] for name in self.impls}
+        if not all(why.values()):
+            check_shape(settings, self.block_size)
+        return why
 
     def use(self, settings: Settings | None) -> None:
         """Serves by these settings from the next step on; None: as stock. Indexes begin anew.
 
         Raises:
-            ValueError: settings that do not fit the engine's blocks.
+            ValueError: see `plan`; then nothing has changed.
         """
-        self.sparse = [impl for impl in self.impls if impl.use(settings)]
+        why = self.plan(settings)
+        for name, impl in self.impls.items():
+            impl.use(name, settings, why.get(name))
+        self.sparse = [impl for impl in self.impls.values() if impl.sparse]
         self.settings = settings if self.sparse else None
         if self.settings is None:
             return
-        check_shape(self.settings, self.block_size)
         page, unit, self.budget = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
+        dense = {reason for reason in why.values() if reason is not None}
         logger.info(
-            "sparseattn: %s, budget %d, sink %d, window %d, sequences above %d rows, in %d layers; blocks of %d (%s)",
+            "sparseattn: %s, budget %d, sink %d, window %d, sequences above %d rows, in %d of %d layers%s; blocks of "
+            "%d (%s)",
             self.settings.selector,
             self.settings.budget,
             self.settings.sink,
             self.settings.window,
             self.settings.above,
             len(self.sparse),
+            len(why),
+            f" (dense: {', '.join(sorted(dense))})" if dense else "",
             self.block_size,
             self.isa,
         )
@@ -242,24 +295,20 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.unable = why_dense(self, self.attn_type, self.head_size)
-        self.layer = 0
+        self.full = False  # whether it is of full attention, sparse or one of the first
         self.sparse = False
         self.counter: Counter | None = None
 
-    def named(self, name: str) -> SparseCPUImpl:
-        """Learns which layer it is."""
-        self.layer, self.counter = extract_layer_index(name), Counter.of_process()
-        return self
-
-    def use(self, settings: Settings | None) -> bool:
-        """See `SparseCPUBuilder.use`; whether the layer is sparse from now on."""
+    def use(self, name: str, settings: Settings | None, dense: str | None) -> None:
+        """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on."""
         self.store: Store | None = None
         self.packing = ""
-        self.sparse = settings is not None and self.unable is None and self.layer >= settings.dense_layers
+        self.sparse = settings is not None and dense is None
+        self.full = self.sparse or dense == EARLY
+        self.counter = Counter.of_process()
         if settings is not None:
-            self.selector = settings.make().for_layer(self.layer)
+            self.selector = settings.make().for_layer(extract_layer_index(name))
             self.page, self.unit, self.pages = settings.shape
-        return self.sparse
 
     def forward(
         self,
@@ -275,7 +324,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         metadata = attn_metadata
         if not self.sparse or not isinstance(metadata, SparseMetadata):
-            if isinstance(metadata, SparseMetadata) and self.unable is None and self.counter is not None:
+            if metadata is not None and self.full and self.counter is not None:
                 self.counter.add(dense_calls=1)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
@@ -323,12 +372,12 @@ def switch(settings: Settings | None) -> None:
 
     Raises:
         RuntimeError: there is none in this process that was started with the plug-in.
-        ValueError: settings that do not fit.
+        ValueError: settings that do not fit; then nothing has changed.
     """
     builders = list(BUILDERS)
     if not any(builder.impls for builder in builders):
         raise RuntimeError("no engine of this process was started with sparseattn's settings")
     for builder in builders:
+        builder.plan(settings)
+    for builder in builders:
         builder.use(settings)
-    if settings is not None and not any(builder.sparse for builder in builders):
-        raise ValueError(f"no layer is left to be sparse with dense_layers {settings.dense_layers}")

@@ -7,6 +7,9 @@ from typing import Any
 from sparseattn.integrations.vllm.installed import why_not_version
 from sparseattn.integrations.vllm.settings import Settings, configured
 
+FULL = "full_attention"  # as transformers calls a layer's kind
+KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
+
 
 def settings_of(vllm_config: Any) -> Settings | None:
     """The settings of an engine's configuration, checked against it; None where there are none.
@@ -36,7 +39,42 @@ def settings_of(vllm_config: Any) -> Settings | None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
+    if vllm_config.model_config is not None:  # None: no model is served by this configuration
+        _check_model(vllm_config, settings)
     return settings
+
+
+def _check_model(vllm_config: Any, settings: Settings) -> None:
+    """ValueError for a model of which nothing would be sparse, as far as its configuration tells."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.use_mla:
+        raise ValueError(
+            "this model's attention is MLA, whose cache of latents sparseattn does not read: start vLLM without it"
+        )
+    if model.runner_type == "pooling":
+        raise ValueError("this model decodes nothing (it is run for pooling), so that nothing would be sparse")
+    if model.is_attention_free:
+        raise ValueError("this model has no attention, so that nothing would be sparse: start vLLM without sparseattn")
+    if cache.enable_prefix_caching and cache.mamba_cache_mode == "align":
+        raise ValueError(
+            "vLLM copies blocks of models with Mamba layers for cached prefixes, and the index of a copy would be "
+            "missing: start vLLM with --no-enable-prefix-caching"
+        )
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    if kinds and set(kinds) <= KINDS and not model.disable_sliding_window:
+        full = list(kinds).count(FULL)
+    else:  # each may be; what they are is seen when they are made
+        full = model.get_total_num_hidden_layers()
+    if settings.dense_layers >= full:
+        raise ValueError(nothing_sparse(settings, f"it has {full} of full attention"))
+
+
+def nothing_sparse(settings: Settings, why: str) -> str:
+    """What is said of a model without a sparse layer."""
+    return (
+        f"no layer of this model would be sparse with dense_layers {settings.dense_layers} ({why}): start vLLM with "
+        f"fewer dense_layers, or without sparseattn"
+    )
 
 
 def why_dense(impl: Any, attn_type: str, size: int) -> str | None:

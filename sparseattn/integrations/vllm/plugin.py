@@ -16,9 +16,29 @@ def register() -> None:
     counters.publish()
     if current_platform.is_cpu():
         _spare_llvmlite()
+        _refuse_early(type(current_platform))
         register_backend(AttentionBackendEnum.CPU_ATTN, "sparseattn.integrations.vllm.cpu.SparseCPUBackend")
     elif current_platform.is_cuda():  # asked for by --attention-backend CUSTOM
         register_backend(AttentionBackendEnum.CUSTOM, "sparseattn.integrations.vllm.cuda.SparseTritonBackend")
+
+
+def _refuse_early(platform: Any) -> None:
+    """Lets what cannot be served be refused while vLLM still makes its configuration, in the process that asks for it.
+
+    A backend is asked later, by a process of the engine, and by models with attention of another kind never.
+    """
+    from sparseattn.integrations.vllm.engine import settings_of
+
+    stock = platform.check_and_update_config.__func__
+    if getattr(stock, "refuses", False):
+        return
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        stock(cls, vllm_config)
+        settings_of(vllm_config)
+
+    check_and_update_config.refuses = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _spare_llvmlite() -> None:
