@@ -16,16 +16,15 @@ def table_of(random: Record, lowbit: Record, smollm2: Record) -> str:
     shape = random["shape"]
     words = text(
         f"The table times whole steps of vLLM {vllm_of(random)} with `{random['dtype']}` on {machine_of(random)}: "
-        f"stock, with its own block size, and the plug-in, by turns in one engine. The ratio is the median over pairs of "
-        f"steps. SmolLM2 has a budget of {smollm2['settings']['budget']:,} rows; the random Llama, of "
+        f"stock, with its own block size, and the plug-in, by turns in one engine. The ratio is the median over pairs "
+        f"of steps. SmolLM2 has a budget of {smollm2['settings']['budget']:,} rows; the random Llama, of "
         f"{shape['num_hidden_layers']} layers with {shape['num_attention_heads']} query and "
         f"{shape['num_key_value_heads']} KV heads of {shape['head_dim']}, has {random['settings']['budget']:,}."
     )
     rows = []
     for name, record in (("SmolLM2", smollm2), ("random Llama", random), ("random Llama", lowbit)):
-        for one in record["decode"]:
-            if one["sparse_layers"]:
-                rows.append([name, f"`{record['settings']['selector']}`", *cells(one)])
+        label = f"`{record['settings']['selector']}`"
+        rows += [[name, label, *cells(one)] for one in record["decode"] if one["sparse_layers"]]
     head = ["model", "selector", "rows", "batch", "stock: ms", "tokens/s", "sparse: ms", "tokens/s", "times as fast"]
     return parts(words, table(head, rows, left=2))
 
@@ -45,14 +44,14 @@ def notes(random: Record, smollm2: Record) -> str:
     prefill = smollm2["prefill"][0]
     first = random["decode"][0]["speed_up"]
     return bullets(
-        f"Sequences of {short[0]['context']:,} rows are below `above` ({smollm2['settings']['above']:,}) and stay dense: "
-        f"stock's time over ours is {ratios}.",
+        f"Sequences of {short[0]['context']:,} rows are below `above` ({smollm2['settings']['above']:,}) and stay "
+        f"dense: stock's time over ours is {ratios}.",
         f"Prefill of {prefill['tokens']:,} tokens takes {prefill['slower']['median']:.3f} times as long as stock's "
         f"(median of {prefill['pairs']} pairs), index included.",
         f"Ratios range: at {random['decode'][0]['context']:,} rows and batch 1 a quarter of the pairs is below "
         f"{first['q25']:.2f} and a quarter above {first['q75']:.2f}.",
-        "Stock's own attention depends on the processor: where it has matrix tiles for bfloat16 (AMX) it is faster, and "
-        "the ratios smaller. That was not measured.",
+        "Stock's own attention depends on the processor: with matrix tiles for bfloat16 (AMX) it is faster, and the "
+        " ratios smaller. That was not measured.",
     )
 
 
@@ -61,9 +60,9 @@ def readme(random: Record, smollm2: Record) -> str:
     by = {(one["context"], one["batch"]): one["speed_up"]["median"] for one in random["decode"]}
     own = {(one["context"], one["batch"]): one["speed_up"]["median"] for one in smollm2["decode"]}
     return text(
-        f"On {machine_of(random)} a step of vLLM in bfloat16 is {own[8192, 1]:.1f} times as fast as stock's with SmolLM2 "
-        f"at 8,192 rows, and {by[32768, 1]:.1f} and {by[131072, 1]:.1f} times with a random Llama at 32,768 and 131,072 "
-        f"([more](docs/serving.md#how-fast))."
+        f"On {machine_of(random)} a step of vLLM in bfloat16 is {own[8192, 1]:.1f} times as fast as stock's with "
+        f"SmolLM2 at 8,192 rows, and {by[32768, 1]:.1f} and {by[131072, 1]:.1f} times with a random Llama at 32,768 "
+        f"and 131,072 ([more](docs/serving.md#how-fast))."
     )
 
 
