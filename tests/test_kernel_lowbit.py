@@ -170,6 +170,23 @@ def test_listed_pages_have_the_logits_of_their_rows(page: int, each: bool) -> No
     assert torch.equal(found, held)
 
 
+@pytest.mark.parametrize("selector", [LowBit(rows=32, page=16), LowBit(4, rows=48, page=16, group="each")], ids=repr)
+def test_entries_in_a_store_have_the_scores_of_a_sequences_own(selector: LowBit) -> None:
+    """A store that sequences share, as a serving engine's: no row of it is left out because of what lies in memory."""
+    query, keys = torch.randn(3, 2, 5, 64), torch.randn(1, 2, 40 * selector.unit, 64)
+    made = selector.entries(keys)
+    store = {name: part[0].transpose(0, 1).contiguous() for name, part in made.items()}
+    table = torch.stack([torch.randperm(40)[:24] for _ in range(3)]).int()
+    table[1, 7:] = -1
+    found = selector.scores_at(query, store, table)
+    assert (found.isneginf() == (table < 0).repeat_interleave(selector.unit // selector.page, 1)[:, None]).all()
+    for one in range(3):
+        own = {name: part[table[one][table[one] >= 0].long()].transpose(0, 1)[None] for name, part in store.items()}
+        rows = int((table[one] >= 0).sum()) * selector.unit
+        expected = selector.scores(query[one : one + 1], own, torch.ones(1, rows, dtype=torch.bool))
+        torch.testing.assert_close(found[one : one + 1, :, : expected.shape[2]], expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_keys_are_coded_as_the_specification_codes_them(shape: tuple) -> None:
     index = Index(*shape)

@@ -386,6 +386,7 @@ def _stored(
     padded = -(-size // LANES) * LANES
     asked = torch.nn.functional.pad(query.float().flatten(0, 1) * factor, (0, padded - size)).contiguous()
     units = torch.empty(0) if grid is None else grid
+    real = real if real.stride(-1) == 1 else real.contiguous()  # one for all rows, expanded
     return (
         asked.numpy(), size, *_flat(packed), *_flat(low), *_flat(step),
         _line(units.contiguous()), 0 if grid is None else NUMBERS * size,
