@@ -1,4 +1,4 @@
-"""An engine with the plug-in says what stock vLLM says, where the budget leaves no row out, whatever the engine does."""
+"""An engine with the plug-in says what stock vLLM says where the budget leaves no row out, whatever it does."""
 
 from __future__ import annotations
 
