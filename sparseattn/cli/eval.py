@@ -19,7 +19,7 @@ from sparseattn.cli.common import (
     in_a_sentence,
     results_folder,
 )
-from sparseattn.cli.eval_engines import addresses, local, served
+from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
 from sparseattn.cli.eval_plan import ALL_LAYERS, Plan, one_of, positive
 from sparseattn.cli.eval_report import Row, marked
 from sparseattn.cli.eval_run import measured
@@ -37,6 +37,8 @@ from sparseattn.tasks.records import Records
 from sparseattn.tasks.scoring import EDITION, SCORINGS
 
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
+SERVED = ("quest", "lowbit:page=16", "window")  # by vLLM
+LOCAL, VLLM = ENGINES = ("local", "vllm")
 GENERATED = "passkey,kv"
 AT_ONCE = 4  # requests at a server
 
@@ -51,6 +53,13 @@ def evaluate(
             "alone is loaded; default the first server's own."
         ),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="local: the model here, through transformers; vllm: in vLLM's engine in this process, all "
+            "its decoding sparse, for selectors whose index is by page."
+        ),
+    ] = LOCAL,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
@@ -158,6 +167,7 @@ def evaluate(
 
     A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
     """
+    specs = [] if endpoint else selector or (SERVED if engine == VLLM else SELECTED)
     plan = Plan.of(
         tasks=task or ("" if prompts else GENERATED),
         lengths=lengths,
@@ -165,7 +175,7 @@ def evaluate(
         samples=samples,
         seed=seed,
         protocols=protocol,
-        selectors=[] if endpoint else selector or SELECTED,
+        selectors=specs,
         budgets=budget,
         layers=sparse_layers or [ALL_LAYERS],
         last=last,
@@ -175,9 +185,14 @@ def evaluate(
     positive({"--chunk": chunk, "--seal": seal, "--concurrency": concurrency})
     one_of("--scoring", scoring, SCORINGS)
     stored = None if dtype is None else stored_dtype(dtype, "--dtype")
+    one_of("--engine", engine, ENGINES)
+    rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
     where = addresses(endpoint, given(context), plan.tasks) if endpoint else []
-    if concurrency is not None and not where:
-        raise ValueError("--concurrency is of servers: name one with --endpoint")
+    if where and engine != LOCAL:
+        raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
+    if concurrency is not None and not where and engine == LOCAL:
+        raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
+    to_serve = settings_of_methods(plan, specs, rows, given(context)) if engine == VLLM else []
     if bool(text) != (AGREEMENT in plan.tasks):
         raise ValueError(f"--task {AGREEMENT} and --text go together")
     if figures:
@@ -190,8 +205,9 @@ def evaluate(
         held.enter_context(locked(out / "eval.lock", f"--out {out}"))  # of two runs, each would write every record
         if where:
             opened = held.enter_context(served(where, model, chat, concurrency or AT_ONCE))
+        elif engine == VLLM:
+            opened = held.enter_context(switched(plan, model, chat, dtype, to_serve, concurrency or AT_ONCE))
         else:
-            rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
             opened = local(plan, model, chat, stored, place, rows, seal, chunk)
         asked = sources(plan, files, opened.engine, opened.tokens)
         settings = {

@@ -12,11 +12,16 @@ import torch
 from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
 from sparseattn.cli.eval_plan import Plan
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
+from sparseattn.integrations.vllm.offline import Offline
+from sparseattn.integrations.vllm.serving import quarter_of_memory, servable
+from sparseattn.integrations.vllm.settings import Settings, parse
+from sparseattn.selectors import make_selector
 from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.engines import Engine
 from sparseattn.tasks.local import Local
 from sparseattn.tasks.served import Served
+from sparseattn.tasks.switched import Switched
 from sparseattn.tasks.tokens import Tokens
 
 INSIDE = (  # options, as the function has them, that need the model's inside
@@ -82,6 +87,68 @@ def local(
         "seal": seal,
     }
     return Opened(Local(decoder, tokens, plan.methods, plan.protocols), tokens, settings)
+
+
+@contextlib.contextmanager
+def switched(
+    plan: Plan,
+    name: str | None,
+    chat: bool,
+    dtype: str | None,
+    settings: Sequence[Settings],
+    concurrency: int,
+) -> Iterator[Opened]:
+    """vLLM in this process, as long as the block.
+
+    Args:
+        plan: what to measure; its methods, full attention first, are served.
+        name: of the model; None: the one that leads.
+        chat: put prompts into its chat template.
+        dtype: of its weights; None: as they are stored.
+        settings: of each method but the first.
+        concurrency: prompts at once.
+
+    Raises:
+        ValueError: no such model, no vLLM, or a method that it cannot serve.
+    """
+    name = leading_model() if name is None else name
+    folder, _ = servable(name)
+    tokens = Tokens(open_tokenizer(name), chat)
+    first = settings[0] if settings else None
+    with Offline(folder, first, dtype or "auto", concurrency, quarter_of_memory()) as engine:
+        told = {"model": name, "engine": "vllm", "dtype": dtype, "settings": [vars(one) for one in settings[:1]]}
+        methods = list(zip(plan.methods, (None, *settings), strict=True))
+        yield Opened(Switched(engine, tokens, methods), tokens, told)
+
+
+def settings_of_methods(
+    plan: Plan, specs: Sequence[str], rows: Mapping[str, int], given: Collection[str]
+) -> list[Settings]:
+    """How vLLM is to serve each method but full attention, checked before any work.
+
+    Args:
+        plan: what to measure.
+        specs: the selectors, as texts.
+        rows: sink, window and dense_layers.
+        given: parameters of the command that the user gave.
+
+    Raises:
+        ValueError: an option or a task that needs a model's inside, a budget that is not in rows, or a method that vLLM
+            cannot serve.
+    """
+    inside = ("protocol", "sparse_layers", "seal", "text", "last", "device", "chunk")
+    if named := [f"--{name.replace('_', '-')}" for name in inside if name in given]:
+        raise ValueError(f"vLLM reads prompts whole and decodes: {', '.join(named)} cannot be had of --engine vllm")
+    if AGREEMENT in plan.tasks:
+        raise ValueError(f"--task {AGREEMENT} needs a model's inside: it cannot be had of --engine vllm")
+    texts = {make_selector(spec).label(): spec for spec in specs}
+    found = []
+    for method in plan.methods[1:]:
+        if method.written is not None and not isinstance(method.budget, int):
+            raise ValueError(f"with --engine vllm a --budget is rows, got {method.written}")
+        budget = method.budget if isinstance(method.budget, int) else 1
+        found.append(parse({"selector": texts[method.label], "budget": budget, "above": 0, **rows}))
+    return found
 
 
 def addresses(endpoints: Sequence[str], given: Collection[str], tasks: Collection[str]) -> list[Address]:

@@ -87,12 +87,24 @@ def serve(
         raise ValueError(f"--kv-cache-gib is GiB above 0, got {kv_cache_gib}")
     cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
     server = serving.Server(
-        *(model, name or model, settings, host, port, dtype, max_model_len, tensor_parallel_size, cache, drain),
-        tuple(more or ()),
+        model=model,
+        name=name or model,
+        settings=settings,
+        host=host,
+        port=port,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        tensor_parallel=tensor_parallel_size,
+        cache_bytes=cache,
+        drain=drain,
+        more=tuple(more or ()),
     )
     engine = installed.engine()
     if settings is not None:
         installed.check_plugin()
+        if not engine.cpu:
+            server = replace(server, backend=serving.CUSTOM)
+            _say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, and on no GPU yet")
     environment = server.environment(os.environ)
     server.check_address()
     say_terms(model)

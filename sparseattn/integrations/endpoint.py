@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -21,9 +20,6 @@ LONGEST = 60.0  # seconds of such a pause
 PASSING = (408, 429, 502, 503, 504)  # statuses of a server that may answer later
 PATIENCE = 3600.0  # seconds without a byte: a prompt of a million tokens takes long before its first token
 REACH = 10.0  # seconds to connect
-# Seconds after which the thread that makes the next prompt lets the one that takes times go on. Beside a busy one, the
-# first token seems 13 ms later by Python's own 5 ms, by this 4 ms (two cores, a server here that answers at once).
-SWITCH = 0.0002
 SENTENCE = 500  # characters of a server's own words
 PROBE = "The old ferry passed the quiet harbour at noon, in 1984."  # to see how a server counts
 
@@ -227,7 +223,7 @@ class Server:
         from anyio.from_thread import start_blocking_portal
 
         asked: list[Future[Answer]] = []
-        with _turns(SWITCH), start_blocking_portal() as portal:
+        with start_blocking_portal() as portal:
             client = self._openai.AsyncOpenAI(**self._options, max_retries=0)  # it would not retry a broken stream
             room = portal.call(anyio.Semaphore, concurrency)
 
@@ -239,7 +235,7 @@ class Server:
             try:
                 yield ask
             finally:
-                for one in asked:
+                for one in reversed(asked):  # those that wait for room before those that would give it to them
                     one.cancel()
                 portal.call(client.close)
 
@@ -346,17 +342,6 @@ def counts_alike(server: Server, count: Callable[[str], int]) -> tuple[int, int]
     """Tokens of a sentence by `count` and by the server, where they differ; None: they agree, or it does not say."""
     ids, ours = server.ids(PROBE), count(PROBE)
     return None if not ids or len(ids) == ours else (ours, len(ids))
-
-
-@contextlib.contextmanager
-def _turns(seconds: float) -> Iterator[None]:
-    """Threads wait no longer for their turn within the block."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(seconds, before))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _library() -> Any:

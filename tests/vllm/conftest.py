@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from sparseattn.integrations.vllm.installed import DISTRIBUTIONS
+from sparseattn.integrations.vllm.installed import distribution
 
-
-def installed() -> bool:
-    """By the distribution: `import vllm` finds this folder too."""
-    for name in DISTRIBUTIONS:
-        try:
-            return bool(version(name))
-        except PackageNotFoundError:
-            continue
-    return False
-
-
-HERE = installed()
+HERE = distribution() is not None  # by the distribution: `import vllm` finds this folder too
 if HERE:
     with warnings.catch_warnings():  # of its imports, which are its own affair; what tests cause stays an error
         warnings.simplefilter("ignore")

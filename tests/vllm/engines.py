@@ -131,7 +131,10 @@ def ask(llm: LLM, asked: list[list[int]], tokens: int | Sequence[int] = 24, **sa
     samples = [one.outputs for one in outputs]
     return Answer(
         [[list(sample.token_ids) for sample in several] for several in samples],
-        [[[max(p.logprob for p in at.values()) for at in one.logprobs or ()] for one in several] for several in samples],
+        [
+            [[max(p.logprob for p in at.values()) for at in one.logprobs or ()] for one in several]
+            for several in samples
+        ],
         stats() - before,
         {name: count - metrics[name] for name, count in counted(llm).items()},
     )

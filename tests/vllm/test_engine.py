@@ -158,7 +158,9 @@ def several(models: Callable[..., Path]) -> dict[str, dict[str, Any]]:
     """Cached prefixes, several samples and beams: what stock vLLM answers, and at full and at small budget ours."""
     model = models(with_tokenizer)
     whole = prompts(600)[0]
-    shared = [whole[:kept] + tail for kept, tail in zip((600, 400, 130, 500), prompts(1, 60, 90, 5, seed=1), strict=True)]
+    shared = [
+        whole[:kept] + tail for kept, tail in zip((600, 400, 130, 500), prompts(1, 60, 90, 5, seed=1), strict=True)
+    ]
     told: dict[str, dict[str, Any]] = {}
     for name, sparse in (("stock", None), ("full", SPARSE), ("small", {**SPARSE, "budget": 64})):
         with engine(model, sparse, skip_tokenizer_init=False, max_logprobs=16) as llm:

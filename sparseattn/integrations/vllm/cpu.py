@@ -331,7 +331,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             )
         assert self.counter is not None
         if not self.packing:
-            self._begin(layer, kv_cache)
+            self.begin(layer, kv_cache)
         if metadata.finished is not None and self.store is not None:
             keys = blocks.keys(kv_cache, self.packing, metadata.finished, self.unit)
             self.store.update(metadata.finished, keys)
@@ -357,7 +357,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.counter.add(sparse_calls=served.count, rows_read=served.read * heads, rows_held=served.held * heads)
         return output
 
-    def _begin(self, layer: Any, kv_cache: Tensor) -> None:
+    def begin(self, layer: Any, kv_cache: Tensor) -> None:
         """The first call with a cache: makes the index beside it."""
         count, heads, block, double = kv_cache.shape
         self.packing = packing_of(layer.isa, kv_cache.dtype, heads, block, double // 2)

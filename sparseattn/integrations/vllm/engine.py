@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
-from sparseattn.integrations.vllm.installed import DISTRIBUTIONS, SERIES
+from sparseattn.integrations.vllm.installed import why_not_version
 from sparseattn.integrations.vllm.settings import Settings, configured
 
 FULL = "full_attention"  # as transformers calls a layer's kind
 KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
-
-
-def why_not_version() -> str | None:
-    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache is known of one series alone."""
-    found = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
-    if found is not None and found.startswith(f"{SERIES}."):
-        return None
-    given = "this vLLM is of no installed distribution" if found is None else f"this is vLLM {found}"
-    return f"sparseattn serves with vLLM {SERIES}, whose cache it knows, and {given}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def settings_of(vllm_config: Any) -> Settings | None:

