@@ -26,7 +26,7 @@ class VLLMStats:
     """Counts since the engine started, over its processes.
 
     Args:
-        sparse_calls: tokens decoded sparsely, times layers.
+        sparse_calls: tokens decoded sparsely, times layers, times processes that share a layer (tensor parallelism).
         dense_calls: attention calls of full-attention layers in which any request was attended to densely: prefill,
             short sequences, layers that stay dense.
         rows_read: rows that sparse calls read, summed over KV heads; with a choice for each query head, the most that
@@ -91,7 +91,9 @@ def stats() -> VLLMStats:
     """The counts of every process of engines started from here, those that have ended included."""
     total: Any = np.zeros(len(NAMES), np.int64)
     for path in sorted(Path(os.environ.get(FOLDER, os.devnull)).glob("*.counts")):
-        total += np.fromfile(path, np.int64)
+        counts = np.fromfile(path, np.int64)
+        if len(counts) == len(NAMES):  # else its process is about to write it
+            total += counts
     return VLLMStats(*total.tolist())
 
 

@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparseattn.integrations.vllm.counters import Counter
-from sparseattn.integrations.vllm.engine import nothing_sparse, settings_of, why_dense
+from sparseattn.integrations.vllm.engine import check_shape, nothing_sparse, settings_of, why_dense
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import Settings
 from sparseattn.integrations.vllm.store import Store
@@ -46,18 +46,6 @@ logger = init_logger("vllm.sparseattn")
 EARLY = "one of the first of full attention"  # why a layer that could be sparse is not
 AT_ONCE = 1024  # entries whose keys are unpacked together
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
-
-
-def check_shape(settings: Settings, block: int) -> None:
-    """ValueError where pages do not fit blocks, or registers."""
-    page, unit, _ = settings.shape
-    if page % 16:
-        raise ValueError(f"on a CPU, pages are a multiple of 16 rows, got {page} from {settings.selector!r}")
-    if block % unit:
-        raise ValueError(
-            f"a block of the engine holds whole entries of the index: {settings.selector!r} has entries of {unit} rows "
-            f"and this engine blocks of {block}; start vLLM with a --block-size that is a multiple of {unit}"
-        )
 
 
 def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) -> str:

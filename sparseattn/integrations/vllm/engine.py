@@ -60,6 +60,8 @@ def _check_model(vllm_config: Any, settings: Settings) -> None:
             "vLLM copies blocks of models with Mamba layers for cached prefixes, and the index of a copy would be "
             "missing: start vLLM with --no-enable-prefix-caching"
         )
+    if not model.is_hybrid:  # or vLLM still chooses larger blocks
+        check_shape(settings, cache.block_size)
     kinds = getattr(model.hf_text_config, "layer_types", None)
     if kinds and set(kinds) <= KINDS and not model.disable_sliding_window:
         full = list(kinds).count(FULL)
@@ -67,6 +69,18 @@ def _check_model(vllm_config: Any, settings: Settings) -> None:
         full = model.get_total_num_hidden_layers()
     if settings.dense_layers >= full:
         raise ValueError(nothing_sparse(settings, f"it has {full} of full attention"))
+
+
+def check_shape(settings: Settings, block: int) -> None:
+    """ValueError where pages do not fit blocks, or registers."""
+    page, unit, _ = settings.shape
+    if page % 16:
+        raise ValueError(f"on a CPU, pages are a multiple of 16 rows, got {page} from {settings.selector!r}")
+    if block % unit:
+        raise ValueError(
+            f"a block of the engine holds whole entries of the index: {settings.selector!r} has entries of {unit} rows "
+            f"and this engine blocks of {block}; start vLLM with a --block-size that is a multiple of {unit}"
+        )
 
 
 def nothing_sparse(settings: Settings, why: str) -> str:

@@ -1,0 +1,118 @@
+"""The pages that an engine reads are those that a `KVCache` chooses over the same keys."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import LAYERS, SPARSE, ask, check_counts, engine, llama, prompts
+from torch import Tensor
+
+from sparseattn import KVCache, make_selector
+from sparseattn.kernels import blocks
+from sparseattn.selectors.paged import Entries, PageSelector
+
+pytest.importorskip("numba")
+from sparseattn.integrations.vllm import cpu
+from sparseattn.kernels import blocks_cpu
+
+BUDGET, WINDOW = 96, 40
+LENGTHS, TOKENS = (500, 260, 390), (20, 20, 6)
+
+
+class Means(PageSelector):
+    """By the product of the query with a page's mean key. Entries are of two pages."""
+
+    entry_names = ("means",)
+
+    def __init__(self, page: int = 32) -> None:
+        super().__init__(page, "sum")
+
+    @property
+    def unit(self) -> int:
+        return 2 * self.page
+
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        return {"means": keys.unflatten(2, (-1, 2, self.page)).mean(4)}  # [B,H,E,2,D]
+
+    def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        found = query.sum(2, keepdim=True) @ entries["means"].flatten(2, 3).mT
+        return found[:, :, 0].float().masked_fill(~real.repeat_interleave(2, 1)[:, None], -torch.inf)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What sparse layers read, for each request and step: the kernel's own lists, and the request's keys."""
+    seen: list[dict[str, Any]] = []
+    kernel, forward = blocks_cpu._attend, cpu.SparseCPUImpl.forward
+    names = list(inspect.signature(kernel.py_func).parameters)
+    ran: list[dict[str, Any]] = []
+
+    def watched(*given: Any) -> None:
+        kernel(*given)
+        read = dict(zip(names, given, strict=True))
+        ran.append({name: torch.from_numpy(read[name].copy()) for name in ("always", "table", "ids")})
+
+    def forwarded(impl: Any, layer: Any, query: Any, key: Any, value: Any, held: Any, metadata: Any, **out: Any) -> Any:
+        ran.clear()
+        done = forward(impl, layer, query, key, value, held, metadata, **out)
+        if ran:
+            size, served = held.shape[2], metadata.served
+            which = torch.searchsorted(metadata.query_start_loc[:-1].long(), served.tokens)
+            chosen = ran[0]["ids"].view(served.count, -1, ran[0]["ids"].shape[-1])
+            for r, request in enumerate(which.tolist()):
+                rows, table = int(metadata.seq_lens[request]), metadata.block_table[request].long()
+                keys = blocks.keys(held, impl.packing, table[: -(-rows // size)], size)  # [blocks,H,size,D]
+                seen.append({
+                    "layer": layer.layer_name, "rows": rows, "blocks": table, "size": size, "page": impl.page,
+                    "unit": impl.unit, "query": query[served.tokens[r]].unflatten(0, (keys.shape[1], -1)).clone(),
+                    "keys": keys.transpose(0, 1).flatten(1, 2)[:, :rows].clone(), "ids": chosen[r],
+                    "always": ran[0]["always"][r], "table": ran[0]["table"][r],
+                })  # fmt: skip
+        return done
+
+    monkeypatch.setattr(blocks_cpu, "_attend", watched)
+    monkeypatch.setattr(cpu.SparseCPUImpl, "forward", forwarded)
+    return seen
+
+
+@pytest.mark.parametrize("selector", ["quest", "quest:page=32,group=each", "lowbit:page=16", "test_pages:Means"])
+def test_pages_are_those_that_a_cache_of_the_same_keys_chooses(
+    tmp_path: Path, calls: list[dict[str, Any]], selector: str
+) -> None:
+    """With a sink of one entry, which is where the cache begins to count too."""
+    unit = make_selector(selector).unit
+    settings = {**SPARSE, "selector": selector, "budget": BUDGET, "sink": unit, "window": WINDOW}
+    with engine(llama(tmp_path), settings) as llm:
+        answer = ask(llm, prompts(*LENGTHS), TOKENS)
+    check_counts(answer, full=False)
+    assert len(calls) == answer.stats.sparse_calls
+    assert len({call["layer"] for call in calls}) == LAYERS - 1
+    assert {call["rows"] for call in calls} >= {501, 519, 261, 279, 391, 395}
+    read = 0
+    for call in calls:
+        cache = KVCache(make_selector(selector), sink=unit, window=WINDOW, seal=unit)
+        cache.append(call["keys"][None], call["keys"][None])
+        found = cache.select(call["query"][None], BUDGET)
+        page, sealed = call["page"], unit + int(cache.sealed[0])
+        pages = call["size"] // page
+
+        def place(first: int, call: dict[str, Any] = call, page: int = page, pages: int = pages) -> int:
+            """Of a page in the engine's cache, by the sequence's row that it begins with."""
+            return int(call["blocks"][first // call["size"]]) * pages + first % call["size"] // page
+
+        near = [*range(0, unit, page), *range(sealed, call["rows"], page)]
+        assert [int(at) for at in call["always"] if at >= 0] == [place(first) for first in near]
+        per = unit // page
+        for head, ids in enumerate(call["ids"]):
+            own = {int(call["table"][i // per]) * per + int(i) % per for i in ids if i >= 0}
+            spans = zip(found.start[0, head].tolist(), found.length[0, head].tolist(), strict=True)
+            rows = {unit + row for start, length in spans for row in range(start, start + length)}
+            assert own == {place(row) for row in rows if row % page == 0}
+            assert len(own) == min(BUDGET // page, (sealed - unit) // page)
+            assert len(rows) == len(own) * page
+        read += (len(near) + len(own)) * page - (-call["rows"] % page)
+    assert answer.stats.rows_read == 2 * read, "of two KV heads"
