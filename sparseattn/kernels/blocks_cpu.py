@@ -494,8 +494,9 @@ def attend(
     with ONE_AT_A_TIME:
         threads = use_threads(4 * rows * lists * share * size, STEP)
         splits = max(1, min(-(-PARTS * threads // lists), rows // PART_ROWS))
-        acc, more = np.empty((lists, splits, share * size), np.float32), np.empty((2, lists, splits, share), np.float32)
-        ids = np.empty((lists, count), np.int32)
+        acc: Any = np.empty((lists, splits, share * size), np.float32)
+        more: Any = np.empty((2, lists, splits, share), np.float32)  # peaks and totals
+        ids: Any = np.empty((lists, count), np.int32)
         _attend(
             _whole(query), query.stride(0), share, size, np.float32(scale) * LOG2E, _whole(cache), cache.stride(0),
             cache.stride(1), heads, block, page, unit // page, packing == "pairs", always.numpy(), tails.numpy(),

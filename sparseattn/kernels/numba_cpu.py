@@ -553,7 +553,7 @@ def page_scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, grou
     low, high = low.transpose(0, 1), high.transpose(0, 1)  # [H,pages,D]
     (batch, heads, served, size), pages = query.shape, table.shape[1]
     each, summed = group == "each", group == "sum"
-    scores = np.empty((batch, heads, served if each else 1, pages), np.float32)
+    scores: Any = np.empty((batch, heads, served if each else 1, pages), np.float32)
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else served) * size * pages, STEP)
         _page_scores(
