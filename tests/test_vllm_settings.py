@@ -20,8 +20,8 @@ GIVEN = {"selector": "quest", "budget": 2048}
     ("given", "said"),
     [
         ("quest", r'"sparseattn" is a JSON object such as .* got \'quest\''),
-        ({"budget": 64}, '"sparseattn" needs \'selector\', such as'),
-        ({"selector": "quest"}, '"sparseattn" needs \'budget\', such as'),
+        ({"budget": 64}, "\"sparseattn\" needs 'selector', such as"),
+        ({"selector": "quest"}, "\"sparseattn\" needs 'budget', such as"),
         ({**GIVEN, "budgt": 1}, r"no setting 'budgt' \(did you mean 'budget'\?\); it takes selector, budget, sink"),
         ({**GIVEN, "budget": "64"}, "budget is a whole number, got '64'"),
         ({**GIVEN, "above": True}, "above is a whole number, got True"),
@@ -105,7 +105,10 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
         ({"runner_type": "pooling"}, "this model decodes nothing"),
         ({"is_attention_free": True}, "this model has no attention"),
         ({"mamba_cache_mode": "align"}, "start vLLM with --no-enable-prefix-caching"),
-        ({"settings": {"dense_layers": 4}}, r"with dense_layers 4 \(it has 4 of full attention\): start vLLM with fewer"),
+        (
+            {"settings": {"dense_layers": 4}},
+            r"with dense_layers 4 \(it has 4 of full attention\): start vLLM with fewer",
+        ),
         ({"layer_types": ["sliding_attention"] * 4}, r"with dense_layers 2 \(it has 0 of full attention\)"),
         ({"layer_types": ["full_attention"] * 2}, r"with dense_layers 2 \(it has 2 of full attention\)"),
         ({"settings": {"selector": "quest:page=8"}}, "pages are a multiple of 16 rows, got 8 from 'quest:page=8'"),

@@ -49,7 +49,11 @@ def configure(model: Path, sparse: Any, **given: Any) -> Any:
         ({"selector": "quest:page=256", "budget": 256}, {}, "entries of 256 rows and this engine blocks of 128"),
         ({"dense_layers": 4}, {}, "no layer of this model would be sparse with dense_layers 4"),
         ({}, {"kv_cache_dtype": "fp8"}, "an FP8 cache is not served sparsely, got kv_cache_dtype fp8"),
-        ({}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "--kv-transfer-config"),
+        (
+            {},
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "--kv-transfer-config",
+        ),
         (
             {},
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
@@ -83,7 +87,9 @@ def test_layers_that_only_show_what_they_are_when_they_are_made(tmp_path: Path) 
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path)
     with (
-        pytest.raises(ValueError, match=r"with dense_layers 0 \(model.layers.0.self_attn.attn: it has a sliding window;"),
+        pytest.raises(
+            ValueError, match=r"with dense_layers 0 \(model.layers.0.self_attn.attn: it has a sliding window;"
+        ),
         engine(tmp_path, {**SPARSE, "dense_layers": 0}),
     ):
         pass
