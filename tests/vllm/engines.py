@@ -18,9 +18,10 @@ from sparseattn.integrations.vllm import VLLMStats, stats
 
 VOCABULARY = 512
 LAYERS = 4
+LENGTHS = (700, 300, 40, 520, 129, 260, 90, 333)  # of prompts
+TOKENS = (24, 60, 70, 24, 8, 40, 24, 30)  # the third request becomes long enough to be sparse while it decodes
 FULL = 1 << 20  # a budget for every row
 SPARSE: dict[str, Any] = {"selector": "quest", "budget": FULL, "sink": 4, "window": 32, "dense_layers": 1, "above": 100}
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -104,13 +105,13 @@ class Answer:
 
 
 @contextlib.contextmanager
-def engine(model: Path, sparse: dict[str, Any] | None, **given: Any) -> Iterator[LLM]:
-    """An engine with settings of the plug-in, or stock; `given` over `ENGINE`."""
+def engine(model: Path, sparse: dict[str, Any] | None, apart: bool = False, **given: Any) -> Iterator[LLM]:
+    """An engine with settings of the plug-in, or stock; `given` over `ENGINE`. `apart`: in processes of its own."""
     additional = {} if sparse is None else {"sparseattn": sparse}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM looks at every name
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(apart)))
         llm = LLM(model=str(model), additional_config=additional, **{**ENGINE, **given})
     try:
         yield llm

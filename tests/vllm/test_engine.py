@@ -1,4 +1,4 @@
-"""An engine with the plug-in says what stock vLLM says where the budget leaves no row out, whatever it does."""
+"""An engine with the plug-in says what stock vLLM says, where no row is left out, whatever the engine does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from engines import (
     LAYERS,
+    LENGTHS,
     SPARSE,
+    TOKENS,
     Answer,
     ask,
     check_counts,
@@ -25,9 +27,6 @@ from engines import (
 )
 
 from sparseattn.integrations.vllm.settings import parse
-
-LENGTHS = (700, 300, 40, 520, 129, 260, 90, 333)
-TOKENS = (24, 60, 70, 24, 8, 40, 24, 30)  # the third request becomes long enough to be sparse while it decodes
 
 
 @pytest.fixture(scope="module")
