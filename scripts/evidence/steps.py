@@ -321,8 +321,8 @@ STEPS = (
     Step(
         "vllm-random",
         "decoding in vLLM with the plug-in against stock, a random Llama at 32,768 and 131,072 rows",
-        f"{VLLM} -m benchmarks.vllm --model random --selector quest:page=32 --budget 2048 --contexts 32768,131072 --gib 10 "
-        "--steps 30 --out OUT/vllm.json",
+        f"{VLLM} -m benchmarks.vllm --model random --selector quest:page=32 --budget 2048 --contexts 32768,131072 "
+        "--gib 10 --steps 30 --out OUT/vllm.json",
         3,
         "vllm.json",
     ),
