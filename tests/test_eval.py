@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -724,3 +725,27 @@ def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -
     plots.heat(grids["kv-question"], tmp_path / "heat.png")
     for name in ("plain", "many", "heat"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--protocol", "prefill"], "--protocol cannot be had of --engine vllm"),
+        (["--task", "agreement", "--text", "alice"], "needs a model's inside|--text cannot be had of --engine vllm"),
+        (["--budget", "5%"], "with --engine vllm a --budget is rows, got 5%"),
+        (["--selector", "exact", "--budget", "64"], "has another kind of index"),
+        (["--endpoint", "http://127.0.0.1:1"], "give one of the two"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, options: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["eval", "--engine", "vllm", "--out", str(tmp_path / "out"), *options])
+    assert done.exit_code == 2
+    assert re.search(said, " ".join(done.output.split())), done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_absent_vllm_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseattn.integrations.vllm.installed.DISTRIBUTIONS", ("no-such-vllm",))
+    done = CliRunner().invoke(app, ["eval", "--engine", "vllm", "--out", str(tmp_path / "out"), "--budget", "64"])
+    assert done.exit_code == 2
+    assert "serves with vLLM 0.32, and none is installed here" in " ".join(done.output.split())

@@ -12,7 +12,7 @@ import torch
 from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
 from sparseattn.cli.eval_plan import Plan
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
-from sparseattn.integrations.vllm.offline import Offline
+from sparseattn.integrations.vllm.offline import Offline, check_offline
 from sparseattn.integrations.vllm.serving import quarter_of_memory, servable
 from sparseattn.integrations.vllm.settings import Settings, parse
 from sparseattn.selectors import make_selector
@@ -133,8 +133,8 @@ def settings_of_methods(
         given: parameters of the command that the user gave.
 
     Raises:
-        ValueError: an option or a task that needs a model's inside, a budget that is not in rows, or a method that vLLM
-            cannot serve.
+        ValueError: an option or a task that needs a model's inside, a budget that is not in rows, a method that vLLM
+            cannot serve, or no vLLM that can be switched.
     """
     inside = ("protocol", "sparse_layers", "seal", "text", "last", "device", "chunk")
     if named := [f"--{name.replace('_', '-')}" for name in inside if name in given]:
@@ -148,6 +148,7 @@ def settings_of_methods(
             raise ValueError(f"with --engine vllm a --budget is rows, got {method.written}")
         budget = method.budget if isinstance(method.budget, int) else 1
         found.append(parse({"selector": texts[method.label], "budget": budget, "above": 0, **rows}))
+    check_offline()
     return found
 
 

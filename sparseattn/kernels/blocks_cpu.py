@@ -56,6 +56,7 @@ from sparseattn.kernels.vectors import (
 
 SERVED = 4  # query heads whose sums for two registers of rows or channels stay in registers
 PART_ROWS = 256  # of a list for which a part of its own pays
+FEW = 1 << 14  # scores of which one thread finds the best in less time than it takes to wake another
 PARTS = 4  # parts in all for each thread, at least, where there are rows for them
 
 
@@ -434,8 +435,12 @@ def _attend(
     `[R*Hs,P]`; ids `[R*Hs,S]`, to be filled; tokens `[R]`; acc `[R*Hs,splits,share*D]`, peak, total `[..,share]`."""
     lists, splits = total.shape[:2]
     chosen = lists // tokens.shape[0]
-    for which in prange(lists):
-        best(scores[which], ids[which])
+    if scores.size < FEW:
+        for which in range(lists):
+            best(scores[which], ids[which])
+    else:
+        for which in prange(lists):
+            best(scores[which], ids[which])
     units = lists * splits
     for unit in prange(units):
         which, split = unit // splits, unit % splits

@@ -44,6 +44,22 @@ class Answered:
     first_seconds: float
 
 
+def check_offline() -> str:
+    """The version of a vLLM whose methods can be switched.
+
+    Raises:
+        ValueError: there is none here, or it is of another series or for CUDA.
+    """
+    found = engine()
+    if not found.cpu:
+        raise ValueError(
+            "--engine vllm switches methods in a running engine, which the CUDA backend cannot: start a server for "
+            "each method (sparseattn serve) and ask them with --endpoint"
+        )
+    check_plugin()
+    return found.version
+
+
 class Offline:
     """An engine, and what it serves by (`use`). Use it as a context manager: it holds most of the memory it was given.
 
@@ -55,23 +71,17 @@ class Offline:
         cache_bytes: of the cache.
 
     Raises:
-        ValueError: vLLM is missing or of another series, or what `settings_of` refuses.
+        ValueError: see `check_offline`, and what `settings_of` refuses.
     """
 
     def __init__(self, model: str, first: Settings | None, dtype: str, concurrency: int, cache_bytes: int) -> None:
-        found = engine()
-        if not found.cpu:
-            raise ValueError(
-                "--engine vllm switches methods in a running engine, which the CUDA backend cannot: start a server for "
-                "each method (sparseattn serve) and ask them with --endpoint"
-            )
-        check_plugin()
+        version = check_offline()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # methods are switched in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM
 
         told: dict[str, Any] = {} if first is None else {KEY: vars(first)}
-        self.version, self.concurrency = found.version, concurrency
+        self.version, self.concurrency = version, concurrency
         self._llm = LLM(
             model=model,
             dtype=dtype,

@@ -1,0 +1,44 @@
+"""`eval --engine vllm`: methods compared in one engine that is switched between them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparseattn.integrations.packages import PACKAGED
+
+
+def run(out: Path, *more: str) -> tuple[list[dict[str, object]], str]:
+    """The records of a run, and what it said beside them."""
+    command = [sys.executable, "-m", "sparseattn", "eval", "--engine", "vllm", "--model", "smollm2", "--json"]
+    asked = ["--dtype", "float32", "--task", "passkey", "--lengths", "300", "--samples", "2", "--depths", "0.5"]
+    done = subprocess.run(
+        [*command, *asked, "--no-figures", "--out", str(out), *more], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
+
+
+@pytest.mark.skipif(not PACKAGED["smollm2"].cached, reason="smollm2 is not cached: `sparseattn models --fetch smollm2`")
+def test_methods_are_switched_in_one_engine(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, "--selector", "quest", "--selector", "window", "--budget", "16,4096", "--concurrency", "2")
+    by = {(one["method"], one["budget"]): [] for one in found}
+    for one in found:
+        by[one["method"], one["budget"]].append(one)
+    assert list(by) == [("full", None), ("Quest", "16"), ("Quest", "4096"), ("Window", None)]
+    assert all(len(ones) == 2 for ones in by.values())
+    answers = {key: [one["response"] for one in ones] for key, ones in by.items()}
+    assert answers["Quest", "4096"] == answers["full", None]  # in float32, every row is read
+    assert answers["Window", None] != answers["full", None]
+    shares = {key: [one["rows_share"] for one in ones] for key, ones in by.items()}
+    assert shares["full", None] == shares["Quest", "4096"] == [1, 1]
+    assert all(0.2 < small < 0.7 for small in shares["Quest", "16"])
+    assert max(shares["Window", None]) < min(shares["Quest", "16"])
+    # What is there is not asked again: of the second run only the new budget is new.
+    again, _ = run(tmp_path, "--selector", "quest", "--budget", "16,32", "--concurrency", "2")
+    assert [one for one in again if one["budget"] == "16"] == by["Quest", "16"]
+    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == len(found) + 2
