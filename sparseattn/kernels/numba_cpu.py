@@ -43,18 +43,20 @@ LINE = 64  # bytes of a cache line
 OUTPUTS = 128  # of a linear layer, computed by one part
 EXPONENTIAL = 20  # multiplications that take as long as the exponentials and logarithms of one score's vote
 ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (docs/log, 2026-11-22)
+STEP = 150_000  # the same amid an engine's step, whose threads are awake still
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 # Sums may be reordered, which vector instructions need, and rounded once; NaN and infinity keep their meaning.
 FAST = ("reassoc", "contract", "nsz")
 
 
-def use_threads(work: float = math.inf) -> int:
-    """Lets numba's loops run on torch's threads, or on as many of them as pay for `work` multiplications.
+def use_threads(work: float = math.inf, alone: int = ALONE) -> int:
+    """Lets numba's loops run on torch's threads, or on as many of them as pay for `work` multiplications, one more for
+    each `alone`.
 
     numba is told only what it was not told before: amid a model, with cold caches, telling takes 15 to 40 us
     (docs/log, 2026-11-22).
     """
-    threads = int(min(torch.get_num_threads(), MOST_THREADS, 1 + work / ALONE))
+    threads = int(min(torch.get_num_threads(), MOST_THREADS, 1 + work / alone))
     if getattr(LET, "threads", None) != threads:
         numba.set_num_threads(threads)
         LET.threads = threads
@@ -446,6 +448,11 @@ def _flat(rows: Tensor) -> tuple[Any, tuple[int, ...]]:
     return _line(rows), steps[:3]
 
 
+def _whole(part: Tensor) -> Any:
+    """As `_line`, quicker where the rows lie one after the other."""
+    return _bits(part).reshape(-1) if part.is_contiguous() else _line(part)
+
+
 def _line(part: Tensor) -> Any:
     """The storage of `part` from its first element to its last as a flat numpy array, a view."""
     shape, steps = part.shape, part.stride()
@@ -543,9 +550,18 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
 
 def page_scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str) -> Tensor:
     """As `sparseattn.kernels.scoring.page_scores_at`, for `group` "sum", "max" and "each"."""
-    shared = low.transpose(0, 1)[None], high.transpose(0, 1)[None]  # [1,H,pages,D]
-    low, high = (held.expand(len(query), -1, -1, -1) for held in shared)
-    return page_scores(query, low, high, table, group)
+    low, high = low.transpose(0, 1), high.transpose(0, 1)  # [H,pages,D]
+    (batch, heads, served, size), pages = query.shape, table.shape[1]
+    each, summed = group == "each", group == "sum"
+    scores: Any = np.empty((batch, heads, served if each else 1, pages), np.float32)
+    with ONE_AT_A_TIME:
+        use_threads(2 * batch * heads * (1 if summed else served) * size * pages, STEP)
+        _page_scores(
+            _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed, _whole(low),
+            (0, *low.stride()[:2]), _whole(high), (0, *high.stride()[:2]), table.numpy().reshape(-1), pages, True, each,
+            scores,
+        )  # fmt: skip
+    return torch.from_numpy(scores).flatten(1, 2)
 
 
 # -- the vote of a query group ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
+from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
@@ -38,6 +39,7 @@ __all__ = [
     "KMeans",
     "LowBit",
     "Moments",
+    "PageSelector",
     "PerfectBuckets",
     "QueryBridge",
     "Quest",

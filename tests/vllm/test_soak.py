@@ -13,6 +13,7 @@ from engines import SPARSE, VOCABULARY, counted, engine, layers, llama
 from vllm import SamplingParams
 
 from sparseattn.integrations.vllm import stats
+from sparseattn.integrations.vllm.cpu import BUILDERS
 from sparseattn.kernels import blocks
 
 REQUESTS, BLOCK, BLOCKS = 1000, 64, 26
@@ -29,20 +30,28 @@ def requests() -> Iterator[tuple[list[int], int]]:
 
 
 def check_index(llm: Any) -> int:
-    """Every whole entry of running requests, and of blocks that wait for a prefix, against the keys that lie there."""
+    """Every whole entry of running requests that are long, and of blocks that wait for a prefix as far as it was made,
+    against the keys that lie there."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     manager, checked = scheduler.kv_cache_manager, 0
+    (builder,) = (one for one in BUILDERS if one.sparse)
+    above = builder.settings.above
     for layer in layers(llm).values():
         impl, per = layer.impl, BLOCK // layer.impl.unit
         live: set[int] = set()
         for request in scheduler.running:
+            if request.num_computed_tokens <= above:
+                continue
             (table,) = manager.get_block_ids(request.request_id)
             for entry in range(request.num_computed_tokens // impl.unit):
                 live.add(table[entry // per] * per + entry % per)
+        assert all(builder.made[place] for place in live)
         for block in manager.block_pool.blocks:
             if block.block_hash is not None:
-                live |= set(range(block.block_id * per, (block.block_id + 1) * per))
-        places = torch.tensor(sorted(live))
+                live |= {
+                    place for place in range(block.block_id * per, (block.block_id + 1) * per) if builder.made[place]
+                }
+        places = torch.tensor(sorted(live), dtype=torch.int64)
         keys = blocks.keys(layer.kv_cache, impl.packing, places, impl.unit)  # [n,H,unit,D]
         made = impl.selector.entries(keys.transpose(0, 1).flatten(1, 2)[None])
         for name, part in made.items():

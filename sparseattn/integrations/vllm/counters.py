@@ -56,7 +56,8 @@ class Counter:
 
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
-        self._counts: Any = np.memmap(folder / f"{os.getpid()}.counts", np.int64, "w+", shape=(len(NAMES),))
+        held: Any = np.memmap(folder / f"{os.getpid()}.counts", np.int64, "w+", shape=(len(NAMES),))
+        self._counts: Any = held.view(np.ndarray)  # adds in a tenth of the time
 
     @classmethod
     def of_process(cls) -> Counter:

@@ -2,8 +2,9 @@
 
 Everything that is not the decoding of one token of a long sequence is the stock backend's: prefill, short sequences,
 layers with windows, and whatever runs unconfigured. So blocks keep the size and packing that suit its kernel. An
-entry of the index is computed from the cache when its last row was written: that holds for chunked prefill, prefix hits
-(whole blocks), recycled blocks and preempted requests alike.
+entry of the index is made from the cache, once it is whole and a sequence that holds it is long enough to be decoded
+sparsely; a row that is written anew undoes it. That holds for chunked prefill, prefix hits (whole blocks), recycled
+blocks and preempted requests alike, and short sequences pay nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
@@ -36,11 +38,13 @@ from sparseattn.integrations.vllm.engine import check_shape, nothing_sparse, set
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import Settings
 from sparseattn.integrations.vllm.store import Store
-from sparseattn.kernels import blocks
+from sparseattn.kernels import blocks, blocks_cpu
 from sparseattn.selectors.paged import PageSelector
+from sparseattn.selectors.window import Window
 
 logger = init_logger("vllm.sparseattn")
 EARLY = "one of the first of full attention"  # why a layer that could be sparse is not
+AT_ONCE = 1024  # entries whose keys are unpacked together
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
 
 
@@ -150,11 +154,11 @@ class SparseMetadata(CPUAttentionMetadata):
     """The stock metadata, with what sparse layers need.
 
     Args:
-        finished: `[n]` int64, entries whose last row is written in this step; None: there are none.
+        due: `[n]` int64, entries to be made in this step; None: there are none.
         served: None: no request decodes sparsely.
     """
 
-    finished: Tensor | None = None
+    due: Tensor | None = None
     served: Served | None = None
 
 
@@ -197,6 +201,9 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             return
         page, unit, self.budget = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
+        self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
+        self.full = sum(impl.unable is None for impl in self.impls.values())
+        self.counter = Counter.of_process()
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
         dense = {reason for reason in why.values() if reason is not None}
@@ -221,44 +228,72 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.settings is None:
             return stock
-        metadata = SparseMetadata(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
-        metadata.finished = self.finished(stock)
-        metadata.served = self._served(stock, common_attn_metadata)
-        return metadata
+        self.written(stock)
+        due, served = None, None
+        if stock.max_seq_len > self.settings.above:
+            due, served = self._due(stock), self._served(stock, common_attn_metadata)
+        if due is None and served is None:
+            self.counter.add(dense_calls=self.full)
+            return stock
+        held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
+        return SparseMetadata(**held, due=due, served=served)
 
-    def finished(self, stock: CPUAttentionMetadata) -> Tensor | None:
-        """`[n]`: entries whose last row a step writes; None: none."""
-        unit = self.zones.unit
-        slots = stock.slot_mapping[: stock.num_actual_tokens]
-        places = slots[((slots + 1) % unit == 0) & (slots >= 0)] // unit
-        return places if len(places) else None
+    def written(self, stock: CPUAttentionMetadata) -> None:
+        """Takes note of the entries of which a step writes a row: what the index holds of them is no longer so."""
+        slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
+        places = slots[slots >= 0] // self.zones.unit
+        if len(places):
+            if (last := int(places.max())) >= len(self.made):
+                self.made = np.concatenate([self.made, np.zeros(2 * (last + 1) - len(self.made), np.bool_)])
+            self.made[places] = False
+
+    def _due(self, stock: CPUAttentionMetadata) -> Tensor | None:
+        """`[n]`: entries to be made in this step, of long sequences, whether they decode or are read; None: none."""
+        if self.settings is None or isinstance(self.sparse[0].selector, Window):
+            return None
+        places = blocks_cpu.due(
+            stock.seq_lens.numpy(), stock.block_table.numpy(), self.settings.above, self.zones.unit, self.zones.block,
+            self.made,
+        )  # fmt: skip
+        return torch.from_numpy(places) if len(places) else None
 
     def _served(self, stock: CPUAttentionMetadata, common: CommonAttentionMetadata) -> Served | None:
-        settings, starts, rows = self.settings, stock.query_start_loc, stock.seq_lens
-        if settings is None or stock.max_seq_len <= settings.above or not stock.causal:
+        settings = self.settings
+        if settings is None or not stock.causal:
             return None
-        ours = (starts.diff() == 1) & (rows > settings.above)
+        starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
+        ours = (starts[1:] - starts[:-1] == 1) & (rows > settings.above)
         if common.is_prefilling is not None:  # a prompt's last token that comes alone is no decoding
-            ours &= ~common.is_prefilling[: len(ours)]
-        which = ours.nonzero()[:, 0]
+            ours &= ~common.is_prefilling[: len(ours)].numpy()
+        (which,) = ours.nonzero()
         count = len(which)
         if not count:
             return None
         every = count == len(ours)
-        own, table = (rows, stock.block_table) if every else (rows[which], stock.block_table[which])
-        most = int(own.max())
-        entries = self.zones.entries(own, table, most)
-        always, tails = self.zones.always(own, table)
+        own = rows if every else rows[which]
+        blocks_of = stock.block_table if every else stock.block_table[torch.from_numpy(which)]
+        zone = self.zones
+        table, always, tails = blocks_cpu.tables(
+            own,
+            blocks_of.numpy(),
+            zone.page,
+            zone.unit,
+            zone.block,
+            zone.first,
+            zone.window,
+            int(own.max()),
+            zone.recent,
+        )
         rest = None
         if not every:
-            fewer = torch.where(ours, 1, rows)
+            fewer = torch.where(torch.from_numpy(ours), 1, stock.seq_lens)
             rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=self._schedule(stock, fewer))
-        zone = self.zones
-        pages = (entries >= 0).sum(1) * (zone.unit // zone.page)
+        pages = (table >= 0).sum(1) * (zone.unit // zone.page)
         near = ((always >= 0).sum(1) - 1) * zone.page + tails
-        read = int((pages.clamp(max=self.budget) * zone.page + near).sum())
-        tokens = starts[:-1][which].long()
-        return Served(tokens, count, every, entries, always, tails, rest, read, int(own.sum()))
+        read = int((np.minimum(pages, self.budget) * zone.page + near).sum())
+        tokens = torch.from_numpy(starts[:-1][which].astype(np.int64))
+        table, always, tails = (torch.from_numpy(part) for part in (table, always, tails))
+        return Served(tokens, count, every, table, always, tails, rest, read, int(own.sum()))
 
     def _schedule(self, stock: CPUAttentionMetadata, rows: Tensor) -> Tensor:
         return ops.cpu_attn_get_scheduler_metadata(
@@ -320,10 +355,10 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         assert self.counter is not None
         if not self.packing:
             self.begin(layer, kv_cache)
-        if metadata.finished is not None and self.store is not None:
-            keys = blocks.keys(kv_cache, self.packing, metadata.finished, self.unit)
-            self.store.update(metadata.finished, keys)
-            self.counter.add(entries_made=len(metadata.finished))
+        if metadata.due is not None and self.store is not None:
+            for places in metadata.due.split(AT_ONCE):
+                self.store.update(places, blocks.keys(kv_cache, self.packing, places, self.unit))
+            self.counter.add(entries_made=len(metadata.due))
         served = metadata.served
         if served is None or served.rest is not None:
             dense = metadata if served is None else served.rest

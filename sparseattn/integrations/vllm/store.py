@@ -25,8 +25,8 @@ class Store:
         self.selector = selector
         one = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype, device=device))
         self.entries = {
-            name: torch.zeros(places, heads, *part.shape[3:], dtype=part.dtype, device=device)
-            for name, part in one.items()
+            name: torch.zeros(heads, places, *part.shape[3:], dtype=part.dtype, device=device).transpose(0, 1)
+            for name, part in one.items()  # a head's lie one after the other: who scores them reads head by head
         }
 
     @property
