@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import SPARSE, ask, check_counts, engine, gemma, layers, llama, prompts
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from sparseattn.integrations.vllm import installed, stats
-from sparseattn.integrations.vllm.settings import VARIABLE
+from sparseattn.integrations.vllm.settings import VARIABLE, parse
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +133,29 @@ def test_metrics_are_what_was_counted(model: Path) -> None:
     samples = {sample.name: sample.value for metric in REGISTRY.collect() for sample in metric.samples}
     for name, count in vars(counts).items():
         assert samples[f"sparseattn_{name}_total"] == count
+
+
+def test_layers_of_chunks_stay_dense_and_settings_that_do_not_fit_change_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    from sparseattn.integrations.vllm import cpu
+
+    gc.collect()  # `switch` finds every engine of this process
+    with engine(model, {**SPARSE, "budget": 32}) as llm:
+        expected = ask(llm, prompts(300))
+        for changed in ({"dense_layers": 4}, {"selector": "quest:page=256", "budget": 256}):
+            with pytest.raises(ValueError, match=r"no layer of this model|blocks of 128"):
+                cpu.switch(parse({**SPARSE, **changed}))
+        llm.reset_prefix_cache()
+        assert ask(llm, prompts(300)).stats == expected.stats
+        (builder,) = cpu.BUILDERS
+        spec = ChunkedLocalAttentionSpec(
+            block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=256
+        )
+        name, layer = list(layers(llm).items())[2]
+        monkeypatch.setattr(layer, "get_kv_cache_spec", lambda config: spec)
+        why = cpu.plan_layers(parse(SPARSE), builder.vllm_config)
+    assert why[name] == "its cache is not of full causal attention"
+    assert list(why.values()).count(None) == 2
