@@ -218,14 +218,20 @@ def refusals() -> dict[str, str | None]:
         said[name] = cuda.why_dense(impl(**{name: value}))
     alone = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "use_ubatching": False}
     served = {"kv_transfer_config": None, "speculative_config": None, "additional_config": {}}
+    served["model_config"] = SimpleNamespace(is_hybrid=True)
     for name, value in {
         "kv_transfer_config": "x",
         "speculative_config": "x",
         "use_ubatching": True,
         "decode_context_parallel_size": 2,
+        "mamba_cache_mode": "align",
         "additional_config": {},
     }.items():
-        engine = SimpleNamespace(**{**served, name: value}, parallel_config=SimpleNamespace(**{**alone, name: value}))
+        parts = {
+            "parallel_config": SimpleNamespace(**{**alone, name: value}),
+            "cache_config": SimpleNamespace(**{"mamba_cache_mode": "all", name: value}),
+        }
+        engine = SimpleNamespace(**{**served, **parts, name: value})
         try:
             cuda.refuse(engine)
             cuda.given(engine)

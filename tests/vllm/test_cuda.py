@@ -88,6 +88,7 @@ def test_what_cannot_be_sparse_says_why(run: dict[str, Any]) -> None:
         "speculative_config": "does not serve speculative decoding",
         "use_ubatching": "does not serve batches in halves",
         "decode_context_parallel_size": "does not serve contexts that several devices share",
+        "mamba_cache_mode": "for which vLLM copies blocks",
         "additional_config": "needs its settings: --additional-config",
     }.items():
         assert words in said.pop(name)

@@ -245,6 +245,24 @@ def test_blocks_that_hold_no_whole_entries_are_refused() -> None:
         index.fit(torch.zeros(3, 1, 16, 8))
 
 
+def test_requests_that_pad_a_batch_are_not_sparse() -> None:
+    """vLLM's older runner says so of each, the newer leaves them out of `is_prefilling`."""
+    batch = Batch([200, 120], [1, 1], [False, True])
+    common = batch.common
+    common.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2])
+    common.seq_lens_cpu_upper_bound = torch.tensor([200, 120, 300, 0])  # in the older what was there before
+    for prefilling in ([False, True], [False, True, False, False]):
+        common.is_prefilling = torch.tensor(prefilling)
+        assert decoding(common, ABOVE).tolist() == [True, False, False, False]
+
+
+def test_more_requests_than_lines_are_refused() -> None:
+    batch = Batch([200, 120], [1, 1], [False, False])
+    fixed = Fixed(zones_of(Quest(16)), ABOVE, 1, 8 * BLOCK, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"at most 1 requests \(max_num_seqs\), got 2"):
+        fixed.fill(batch.common, batch.metadata, decoding(batch.common, ABOVE))
+
+
 def test_metadata_that_does_not_say_who_is_in_the_prompt_is_refused() -> None:
     batch = Batch([200], [1], [False])
     batch.common.is_prefilling = None

@@ -159,11 +159,8 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         logger.info_once("sparseattn: the index takes %.1f MiB beside the cache", size / 2**20)
 
     def _is_fixed(self, common: CommonAttentionMetadata) -> bool:
-        return (
-            self.fixed is not None
-            and common.max_query_len == 1
-            and common.num_actual_tokens == common.num_reqs <= len(self.fixed.sparse)
-        )
+        """Whether a graph may have recorded steps like this, which then reads what is filled now: never too seldom."""
+        return self.fixed is not None and common.max_query_len == 1
 
     def _fill(self, common: CommonAttentionMetadata, metadata: SparseMetadata, sparse: Tensor) -> None:
         assert self.fixed is not None
@@ -231,12 +228,14 @@ def given(vllm_config: VllmConfig) -> Settings:
 def refuse(vllm_config: VllmConfig) -> None:
     """ValueError for an engine in which rows come or go past this backend, or a request decodes several tokens."""
     parallel = vllm_config.parallel_config
+    copied = vllm_config.model_config.is_hybrid and vllm_config.cache_config.mamba_cache_mode == "align"
     unserved = {
         "a KV connector (kv_transfer_config), whose rows have no entries": vllm_config.kv_transfer_config is not None,
         "speculative decoding, whose rows are taken back": vllm_config.speculative_config is not None,
         "contexts that several devices share (context parallelism)": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "batches in halves (enable_dbo)": parallel.use_ubatching,
+        "Mamba layers with mamba_cache_mode=align, for which vLLM copies blocks": copied,
     }
     for what, holds in unserved.items():
         if holds:

@@ -53,6 +53,8 @@ def decoding(common: Any, above: int) -> Tensor:
             "sparse decoding needs vLLM's is_prefilling and seq_lens_cpu_upper_bound of a step, got "
             f"{'neither' if prefilling is rows else 'one of them'}: this way of running vLLM is not supported"
         )
+    # Of a batch that is padded for a graph, the newer of vLLM's runners tells `is_prefilling` without the padding.
+    prefilling = torch.nn.functional.pad(prefilling, (0, len(rows) - len(prefilling)), value=True)
     return (common.query_start_loc_cpu.diff() == 1) & ~prefilling & (rows > above)
 
 
@@ -119,21 +121,26 @@ class Fixed:
         """The entries to compute anew, `[R]` int64 or None, and the step, for `sparse` `[R]` bool on the host.
 
         Of every request the entry of its new row is computed, finished or not: which are finished is data.
+
+        Raises:
+            RuntimeError: more requests than there are lines.
         """
         count = common.num_reqs
-        slots = common.slot_mapping[:count]
+        if count > len(self.sparse):
+            raise RuntimeError(f"a step has at most {len(self.sparse)} requests (max_num_seqs), got {count}")
+        slots, lengths, blocks = common.slot_mapping[:count], metadata.seq_lens[:count], metadata.block_table[:count]
         self.written[:count] = torch.where(slots < 0, 0, slots // self.zones.unit)
         self.sparse[:count].copy_(sparse, non_blocking=True)
         held = self.sparse[:count]
-        rows = torch.where(held, metadata.seq_lens, 0)
+        rows = torch.where(held, lengths, 0)
         zones = zones_of(self.zones, rows)
         for name in ("sink", "sealed", "rows"):
             getattr(self.bounds, name)[:count] = getattr(zones, name)
-        self.table[:count] = self.zones.entries(rows, metadata.block_table, self.most)
-        self.dense_rows[:count] = one_row(metadata.seq_lens, held)
+        self.table[:count] = self.zones.entries(rows, blocks, self.most)
+        self.dense_rows[:count] = one_row(lengths, held)
         bounds = Bounds(self.bounds.sink[:count], zones.base, self.bounds.sealed[:count], self.bounds.rows[:count])
         others = replace(metadata, seq_lens=self.dense_rows[:count])
-        step = Step(None, held, bounds, self.table[:count], metadata.block_table, others)
+        step = Step(None, held, bounds, self.table[:count], blocks, others)
         return self.written[:count] if self.indexed else None, step
 
 
