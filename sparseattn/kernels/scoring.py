@@ -84,9 +84,9 @@ def best_rows(scores: Tensor, count: int, impl: str | None = None) -> Tensor:
     if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
         impl = "torch"
     if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
-        from sparseattn.kernels import lowbit_cpu
+        from sparseattn.kernels import best_cpu
 
-        return lowbit_cpu.best_rows(scores, count)
+        return best_cpu.best_rows(scores, count)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
     return torch.where(top.values.isneginf(), -1, top.indices).int()
 

@@ -57,7 +57,7 @@ class PageSelector(Selector):
         """The entries of E times `unit` rows.
 
         Args:
-            keys: `[B,H,E*unit,D]`, after RoPE, any strides.
+            keys: `[B,H,E*unit,D]`, after RoPE; the elements of a row are adjacent.
 
         Returns:
             name -> `[B,H,E,..]` for every name of `entry_names`: what one holds depends on its own rows alone.

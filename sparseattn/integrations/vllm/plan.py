@@ -36,7 +36,7 @@ class Zones:
         return -(-(self.window + self.unit) // self.page)
 
     def sealed(self, rows: Tensor) -> Tensor:
-        """`[R]`: entries of sequences of `rows` `[R]` rows, up to those that reach into the window; the sink's count."""
+        """`[R]`: entries of sequences of `rows` `[R]` rows before the window, the sink's among them."""
         return ((rows - self.window) // self.unit).clamp(min=self.first)
 
     def entries(self, rows: Tensor, blocks: Tensor, most: int) -> Tensor:

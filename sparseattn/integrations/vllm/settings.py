@@ -15,6 +15,7 @@ from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.window import Window
 
 KEY = "sparseattn"  # of vLLM's additional_config
+PAGE = 16  # rows that are counted together by a method without pages
 VARIABLE = "SPARSEATTN_VLLM"  # the same in the environment, as JSON
 
 
@@ -49,12 +50,20 @@ class Settings:
             return made
         if not isinstance(made, PageSelector):
             raise ValueError(
-                f"vLLM's cache is kept by page, and {type(made).__name__} ({self.selector!r}) keeps an index of another "
-                f"kind: serve quest, lowbit:page=16, window, or a PageSelector of your own"
+                f"vLLM's cache is kept by page, and {type(made).__name__} ({self.selector!r}) has another kind of "
+                f"index: serve quest, lowbit:page=16, window, or a PageSelector of your own"
             )
         if why := made.why_not_shared():
             raise ValueError(f"{self.selector!r} cannot be served: {why}")
         return made
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows of a page and of an entry of the index, and pages that the budget allows beyond sink and window."""
+        made = self.make()
+        if isinstance(made, PageSelector):
+            return made.page, made.unit, self.budget // made.page
+        return PAGE, PAGE, 0
 
 
 def parse(given: Mapping[str, Any]) -> Settings:
@@ -77,11 +86,12 @@ def parse(given: Mapping[str, Any]) -> Settings:
             if field.default is dataclasses.MISSING:
                 raise ValueError(f'"{KEY}" needs {name!r}, such as {{"selector": "quest", "budget": 2048}}')
             continue
-        value, kind = given[name], str if name == "selector" else int
+        value: Any = given[name]
+        kind = str if name == "selector" else int
         if type(value) is not kind:
             raise ValueError(f'"{KEY}": {name} is {"a text" if kind is str else "a whole number"}, got {value!r}')
         least = 1 if name in ("budget", "window") else 0
-        if kind is int and value < least:
+        if isinstance(value, int) and value < least:
             raise ValueError(f'"{KEY}": {name} is {least} or more, got {value}')
     settings = Settings(**given)
     made = settings.make()

@@ -1,0 +1,306 @@
+"""Decoding and prefill in vLLM with the plug-in against stock vLLM, in one engine and by turns.
+
+``.venv-vllm/bin/python -m benchmarks.vllm --model random --contexts 32768,131072`` from the repository root writes
+``benchmarks/results/vllm-MODEL-DTYPE.json``. Needs vLLM for CPUs (`make vllm`).
+
+The engine keeps the blocks of stock vLLM. A stock step takes vLLM's own metadata and its own attention in every layer:
+what the plug-in adds to it is one comparison a layer. Steps of the two kinds alternate on the same sequences, so both
+are timed on the same contexts and on an equally busy machine. Every step is checked by the plug-in's counters.
+
+Prompts of decoding are filled in without attention, whose output no timing depends on; entries of the index are made as
+ever. Prefill is timed with attention, on prompts of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from benchmarks import records
+from benchmarks.measure import spread
+from benchmarks.records import RESULTS
+from sparseattn.cli.common import integers, progress_bar
+from sparseattn.environment import machine, versions
+
+WARM = 4  # steps of each kind that do not count
+SHAPE: dict[str, Any] = {  # of the random model
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1 << 18,
+}
+
+
+class Turns:
+    """Lets one engine take steps of either kind: `stock`, `sparse`, or `fill`, without attention."""
+
+    def __init__(self) -> None:
+        self.kind = "sparse"
+        self.missed: list[Any] = []  # entries that stock steps have finished, made by the next sparse one
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+        from sparseattn.integrations.vllm.cpu import SparseCPUBuilder
+
+        build, attend = SparseCPUBuilder.build, ops.cpu_attention_with_kv_cache
+
+        def built(builder: Any, *given: Any, **named: Any) -> Any:
+            if self.kind == "stock":
+                stock = CPUAttentionMetadataBuilder.build(builder, *given, **named)
+                self.missed.append(builder.finished(stock))
+                return stock
+            metadata = build(builder, *given, **named)
+            due = [part for part in (*self.missed, metadata.finished) if part is not None]
+            metadata.finished, self.missed = torch.cat(due) if due else None, []
+            return metadata
+
+        def attended(**named: Any) -> None:
+            if self.kind == "fill":
+                named["output"].zero_()
+            else:
+                attend(**named)
+
+        SparseCPUBuilder.build = built  # type: ignore[method-assign,assignment]
+        ops.cpu_attention_with_kv_cache = attended
+        try:
+            yield
+        finally:
+            SparseCPUBuilder.build = build  # type: ignore[method-assign]
+            ops.cpu_attention_with_kv_cache = attend
+
+
+def model_folder(name: str, into: Path) -> tuple[str, int]:
+    """Where the model is, and the size of its vocabulary."""
+    if name == "random":
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=None)
+        config.save_pretrained(into)
+        return str(into), int(SHAPE["vocab_size"])
+    from sparseattn.integrations.models import folder_of
+
+    folder = str(folder_of(name))
+    return folder, int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])
+
+
+def decode(
+    engine: Any,
+    turns: Turns,
+    context: int,
+    batch: int,
+    steps: int,
+    vocabulary: int,
+    above: int,
+    say: Callable[[], None],
+) -> dict[str, Any]:
+    """Steps of both kinds behind prompts of so many tokens."""
+    from vllm import SamplingParams
+
+    from sparseattn.integrations.vllm import stats
+
+    draw = random.Random(0)
+    turns.kind = "fill"
+    most = 2 * (WARM + steps) + 2
+    options = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+    for number in range(batch):
+        ids = [draw.randrange(vocabulary) for _ in range(context - most)]
+        engine.add_request(f"{context}-{batch}-{number}", {"prompt_token_ids": ids}, options)
+    begun: set[str] = set()
+    while len(begun) < batch:
+        begun |= {one.request_id for one in engine.step()}
+    taken: dict[str, list[float]] = {"stock": [], "sparse": []}
+    layers = None
+    for number in range(2 * (WARM + steps)):
+        if not engine.has_unfinished_requests():
+            break
+        turns.kind = ("stock", "sparse")[number % 2]
+        before, start = stats(), time.perf_counter()
+        out = engine.step()
+        seconds = time.perf_counter() - start
+        ran = stats() - before
+        if len(out) < batch:  # the last
+            break
+        if turns.kind == "stock" and ran.sparse_calls:
+            raise RuntimeError(f"a stock step ran sparsely: {ran}")
+        if turns.kind == "sparse":
+            if bool(ran.sparse_calls) != (context - most > above) or ran.sparse_calls % batch:
+                raise RuntimeError(f"a step of {batch} sequences of {context} rows, sparse above {above}: {ran}")
+            layers, share = ran.sparse_calls // batch, ran.share
+        if number >= 2 * WARM:
+            taken[turns.kind].append(seconds)
+        say()
+    while engine.has_unfinished_requests():
+        engine.step()
+    pairs = [a / b for a, b in zip(taken["stock"], taken["sparse"], strict=False)]
+    return {
+        "context": context,
+        "batch": batch,
+        "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
+        "tokens_a_second": {kind: round(batch / spread(seconds)["median"], 2) for kind, seconds in taken.items()},
+        "speed_up": spread(pairs),
+        "sparse_layers": layers,
+        "rows_read_share": round(share, 4),
+    }
+
+
+def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int, say: Callable[[], None]) -> Any:
+    """Seconds to the first token of prompts of so many tokens, by turns."""
+    from vllm import SamplingParams
+
+    draw = random.Random(1)
+    taken: dict[str, list[float]] = {"stock": [], "sparse": []}
+    for number in range(-2, 2 * times):
+        turns.kind, turns.missed = ("stock", "sparse")[number % 2], []
+        ids = [draw.randrange(vocabulary) for _ in range(tokens)]
+        options = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        engine.add_request(f"prefill-{tokens}-{number}", {"prompt_token_ids": ids}, options)
+        while engine.has_unfinished_requests():
+            engine.step()
+        if number >= 0:
+            taken[turns.kind].append(time.perf_counter() - start)
+        say()
+    pairs = [b / a for a, b in zip(taken["stock"], taken["sparse"], strict=True)]
+    return {
+        "tokens": tokens,
+        "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
+        "slower": spread(pairs),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The record."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.gib)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    from vllm import LLM
+
+    settings = {
+        "selector": options.selector,
+        "budget": options.budget,
+        "sink": 4,
+        "window": 64,
+        "dense_layers": options.dense_layers,
+        "above": options.above,
+    }
+    contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
+    prompts = integers(options.prefill or None, "--prefill") or []
+    turns = Turns()
+    with tempfile.TemporaryDirectory() as into, turns.installed():
+        folder, vocabulary = model_folder(options.model, Path(into))
+        llm = LLM(
+            model=folder,
+            dtype=options.dtype,
+            load_format="dummy" if options.model == "random" else "auto",
+            skip_tokenizer_init=options.model == "random",
+            max_model_len=max([*contexts, *prompts]) + 1,
+            max_num_batched_tokens=2048,
+            max_num_seqs=max(batches),
+            enforce_eager=not options.compiled,
+            enable_prefix_caching=False,
+            additional_config={"sparseattn": settings},
+        )
+        engine = llm.llm_engine
+        total = len(contexts) * len(batches) * 2 * (WARM + options.steps) + len(prompts) * (2 * options.times + 2)
+        with progress_bar() as bar:
+            task = bar.add_task(f"vLLM, {options.model}", total=total)
+
+            def say() -> None:
+                bar.advance(task)
+
+            filled = [prefill(engine, turns, tokens, options.times, vocabulary, say) for tokens in prompts]
+            decoded = [
+                decode(engine, turns, context, batch, options.steps, vocabulary, options.above, say)
+                for context in contexts
+                for batch in batches
+            ]
+    return {
+        "model": options.model,
+        "shape": SHAPE if options.model == "random" else None,
+        "dtype": options.dtype,
+        "compiled": options.compiled,
+        "settings": settings,
+        "decode": decoded,
+        "prefill": filled,
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
+def tables(record: dict[str, Any]) -> Iterator[Table]:
+    """The record as tables."""
+    told = record["settings"]
+    table = Table(
+        title=f"{record['model']}, {record['dtype']}: {told['selector']}, budget {told['budget']}, against stock vLLM",
+        box=SIMPLE_HEAD,
+    )
+    for column in ("context", "batch", "stock ms", "sparse ms", "times stock", "tokens/s stock", "tokens/s sparse"):
+        table.add_column(column, justify="right")
+    for one in record["decode"]:
+        medians = [1000 * one["seconds"][kind]["median"] for kind in ("stock", "sparse")]
+        table.add_row(
+            f"{one['context']:,}",
+            str(one["batch"]),
+            *(f"{ms:.1f}" for ms in medians),
+            f"{one['speed_up']['median']:.2f}",
+            *(f"{one['tokens_a_second'][kind]:.1f}" for kind in ("stock", "sparse")),
+        )
+    yield table
+    if record["prefill"]:
+        table = Table(title="prefill", box=SIMPLE_HEAD)
+        for column in ("tokens", "stock s", "sparse s", "times as long"):
+            table.add_column(column, justify="right")
+        for one in record["prefill"]:
+            medians = [one["seconds"][kind]["median"] for kind in ("stock", "sparse")]
+            table.add_row(f"{one['tokens']:,}", *(f"{s:.2f}" for s in medians), f"{one['slower']['median']:.3f}")
+        yield table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random", help="random, or a name or folder of a model")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--contexts", default="32768,131072", help="rows of a sequence when its last token is decoded")
+    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--prefill", default="", help="tokens of prompts whose prefill is timed")
+    parser.add_argument("--times", type=int, default=5, help="prompts of each kind")
+    parser.add_argument("--steps", type=int, default=40, help="of each kind")
+    parser.add_argument("--selector", default="quest:page=32")
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--dense-layers", type=int, default=0)
+    parser.add_argument("--above", type=int, default=4096)
+    parser.add_argument("--gib", type=int, default=10, help="of the cache")
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile, as vLLM does by default")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    record = measure(options)
+    name = Path(options.model).name
+    out = options.out or RESULTS / f"vllm-{name}-{options.dtype}.json"
+    records.save(record, out)
+    records.show(record, tables, f"{record['machine']}\n{out}", options.json)
+
+
+if __name__ == "__main__":
+    main()

