@@ -68,8 +68,8 @@ def zones_of(zones: Zones, rows: Tensor) -> Bounds:
 class Eager:
     """Any batch: the sparse requests are gathered, the others go to vLLM's attention as they are."""
 
-    def __init__(self, zones: Zones, above: int, indexed: bool = True) -> None:
-        self.zones, self.above, self.indexed = zones, above, indexed
+    def __init__(self, zones: Zones, indexed: bool = True) -> None:
+        self.zones, self.indexed = zones, indexed
 
     def places(self, common: Any) -> Tensor | None:
         """Entries that this step finishes, `[n]` int64, and zeros; None: it finishes none."""
@@ -80,9 +80,8 @@ class Eager:
         most = int((ends // unit - (ends - new) // unit).sum())
         return finished(common.slot_mapping[: common.num_actual_tokens], unit, most) if most else None
 
-    def step(self, common: Any, metadata: Any) -> Step | None:
-        """The sparse requests; None: there is none."""
-        sparse = decoding(common, self.above)
+    def step(self, common: Any, metadata: Any, sparse: Tensor) -> Step | None:
+        """The requests that are `sparse` `[R]`, bool on the host; None: there is none."""
         chosen = sparse.nonzero()[:, 0]
         if not len(chosen):
             return None
@@ -105,10 +104,8 @@ class Fixed:
     each replay, as the rest of vLLM's metadata is.
     """
 
-    def __init__(
-        self, zones: Zones, above: int, requests: int, most: int, device: torch.device, indexed: bool = True
-    ) -> None:
-        self.zones, self.above, self.indexed = zones, above, indexed
+    def __init__(self, zones: Zones, requests: int, most: int, device: torch.device, indexed: bool = True) -> None:
+        self.zones, self.indexed = zones, indexed
         self.most = most if indexed else 0
         none = torch.zeros(requests, dtype=torch.int32, device=device)
         self.sparse = none.bool()
@@ -142,6 +139,12 @@ class Fixed:
         others = replace(metadata, seq_lens=self.dense_rows[:count])
         step = Step(None, held, bounds, self.table[:count], blocks, others)
         return self.written[:count] if self.indexed else None, step
+
+
+def reads(zones: Zones, rows: Tensor, pages: int) -> int:
+    """Rows that one KV head reads, over sequences of `rows` `[n]` rows and `pages` chosen pages each at most."""
+    choice = (zones.sealed(rows) - zones.first) * zones.unit
+    return int((rows - choice + choice.clamp(max=pages * zones.page)).sum())
 
 
 def one_row(rows: Tensor, sparse: Tensor) -> Tensor:

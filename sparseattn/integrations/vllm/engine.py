@@ -53,6 +53,11 @@ def settings_of(vllm_config: Any) -> Settings | None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
+    if vllm_config.model_config.is_hybrid and vllm_config.cache_config.mamba_cache_mode == "align":
+        raise ValueError(
+            "with mamba_cache_mode=align vLLM copies blocks for prefixes that end within one, behind the back of "
+            "sparseattn's index: start vLLM with --no-enable-prefix-caching"
+        )
     return settings
 
 
