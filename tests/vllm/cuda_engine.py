@@ -48,8 +48,9 @@ def as_on_cuda() -> None:
     scoring.chosen = on_a_gpu
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from sparseattn.integrations.vllm import cuda
+    from sparseattn.integrations.vllm import counters, cuda
 
+    counters.begin()  # as the plug-in does
     cuda.register()
     cuda.register()
     assert AttentionBackendEnum.CUSTOM.get_class() is cuda.SparseTritonBackend
@@ -147,8 +148,7 @@ def record(builder: Any, most: int) -> None:
 
     from sparseattn.integrations.vllm.cuda_step import Fixed
 
-    eager = builder.eager
-    builder.fixed = Fixed(eager.zones, eager.above, 4, most, torch.device("cpu"))
+    builder.fixed = Fixed(builder.zones, 4, most, torch.device("cpu"))
     build, capture, recorded = builder.build, builder.build_for_cudagraph_capture, {}
 
     def replayed(prefix: int, common: Any, fast_build: bool = False) -> Any:
@@ -195,17 +195,22 @@ def tiny(folder: str) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def refusals() -> dict[str, str | None]:
-    """What is said of layers and engines that cannot be served."""
+def refusals(builder: Any) -> dict[str, str | None]:
+    """What is said of layers and engines that cannot be served, beside what `engine.settings_of` says of any."""
+    from dataclasses import replace
+
     import torch
 
     from sparseattn.integrations.vllm import cuda
 
-    def impl(**what: Any) -> Any:
-        usual = {"num_heads": 4, "head_size": 32, "scale": 1.0, "num_kv_heads": 2, "alibi_slopes": None}
-        return cuda.SparseTritonImpl(**{**usual, "sliding_window": None, "kv_cache_dtype": "auto", **what})
+    config = builder.vllm_config
 
-    said = {"layer": cuda.why_dense(impl())}
+    def why(spec: Any = builder.kv_cache_spec, **what: Any) -> str | None:
+        usual = {"num_heads": 4, "head_size": 32, "scale": 1.0, "num_kv_heads": 2, "alibi_slopes": None}
+        impl = cuda.SparseTritonImpl(**{**usual, "sliding_window": None, "kv_cache_dtype": "auto", **what})
+        return cuda.why_dense_layer(impl, spec, config.model_config)
+
+    said = {"layer": why()}
     for name, value in {
         "sliding_window": 64,
         "logits_soft_cap": 30.0,
@@ -213,24 +218,28 @@ def refusals() -> dict[str, str | None]:
         "sinks": torch.zeros(4),
         "kv_sharing_target_layer_name": "0",
         "attn_type": "encoder_only",
+        "chunk_lookback": 1,
         "head_size": 512,
     }.items():
-        said[name] = cuda.why_dense(impl(**{name: value}))
-    alone = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "use_ubatching": False}
-    served = {"kv_transfer_config": None, "speculative_config": None, "additional_config": {}}
-    for name, value in {
-        "kv_transfer_config": "x",
-        "speculative_config": "x",
-        "use_ubatching": True,
-        "decode_context_parallel_size": 2,
-        "additional_config": {},
-    }.items():
-        engine = SimpleNamespace(**{**served, name: value}, parallel_config=SimpleNamespace(**{**alone, name: value}))
+        said[name] = why(**{name: value})
+    spec = builder.kv_cache_spec
+    said["dtype"] = why(replace(spec, dtype=torch.float16))
+    said["non_causal"] = why(replace(spec, non_causal=True))
+    for name, change in {"unconfigured": ("additional_config", {}), "dbo": ("parallel_config", None)}.items():
+        engine = SimpleNamespace(**{**vars(config), "model_config": config.model_config})
+        if name == "dbo":
+            change = ("parallel_config", SimpleNamespace(**{**vars(config.parallel_config), "use_ubatching": True}))
+        setattr(engine, *change)
         try:
-            cuda.refuse(engine)
             cuda.given(engine)
         except ValueError as error:
             said[name] = str(error)
+    try:
+        settings = {"sparseattn": {"selector": "lowbit:rows=64,page=16", "budget": 64}}
+        other = SimpleNamespace(**{**vars(config), "additional_config": settings})
+        cuda.SparseTritonBuilder(spec, builder.layer_names, other, torch.device("cpu"))
+    except ValueError as error:
+        said["block"] = str(error)
     return said
 
 
@@ -266,22 +275,26 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
 
     if not interpreted:
         return {"tokens": generate()}
+    from sparseattn.integrations.vllm import stats
+
     watch, builder = Watch(), builder_of(llm)
     watch.install()
     layers = [layer.impl for layer in builder.vllm_config.compilation_config.static_forward_context.values()]
     result: dict[str, Any] = {
-        "refusals": refusals(),
+        "refusals": refusals(builder),
         "sparse_layers": [impl.sparse is not None for impl in layers],
         "graphs": type(builder).get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec).name,
     }
     for name, budget in (("full", full), ("small", SMALL), ("fixed", SMALL)):
         for impl in layers:
             if impl.sparse is not None:
-                impl.sparse.budget = budget
+                impl.sparse.pages = builder.pages = budget // PAGE
         if name == "fixed":
             record(builder, 256)
         result[name] = watch.begin(budget)
+        before = stats()
         result[name]["tokens"] = generate()
+        result[name]["counts"] = vars(stats() - before)
     return result
 
 

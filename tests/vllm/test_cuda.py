@@ -66,11 +66,22 @@ def test_a_recorded_step_serves_later_ones(run: dict[str, Any]) -> None:
     assert run["graphs"] == "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
+@pytest.mark.parametrize("phase", ["full", "small", "fixed"])
+def test_counts_are_of_what_was_seen(run: dict[str, Any], phase: str) -> None:
+    """Of two KV heads of the one sparse layer, by the host alone."""
+    seen, counts = run[phase], run[phase]["counts"]
+    assert counts["sparse_calls"] == seen["sparse"]
+    assert counts["rows_read"] == 2 * seen["rows_attended"]
+    assert counts["rows_held"] >= counts["rows_read"]
+    assert counts["entries_made"] > 0
+
+
 def test_first_layers_stay_dense_and_the_log_says_what_was_not_tried(run: dict[str, Any]) -> None:
     assert run["sparse_layers"] == [False, True]
     assert "experimental: not run on a GPU" in run["log"]
     assert "the index takes" in run["log"]
-    assert "1 of 2 layers decode by quest:page=16, budget 4096; dense: the first of full attention" in run["log"]
+    assert "1 of 2 layers decode by quest:page=16, budget 4096" in run["log"]
+    assert "a layer is dense where it is one of the first 1 layers" in run["log"]
 
 
 def test_what_cannot_be_sparse_says_why(run: dict[str, Any]) -> None:
@@ -78,17 +89,18 @@ def test_what_cannot_be_sparse_says_why(run: dict[str, Any]) -> None:
     assert said.pop("layer") is None
     for name, words in {
         "sliding_window": "a sliding window",
-        "logits_soft_cap": "a soft cap",
+        "logits_soft_cap": "caps its logits",
         "alibi_slopes": "ALiBi",
-        "sinks": "learned sinks",
-        "kv_sharing_target_layer_name": "the cache of another layer",
-        "attn_type": "no decoder's attention",
-        "head_size": "a head size above 256",
-        "kv_transfer_config": "does not serve a KV connector",
-        "speculative_config": "does not serve speculative decoding",
-        "use_ubatching": "does not serve batches in halves",
-        "decode_context_parallel_size": "does not serve contexts that several devices share",
-        "additional_config": "needs its settings: --additional-config",
+        "sinks": "attention sinks of its own",
+        "kv_sharing_target_layer_name": "shares another layer's keys",
+        "attn_type": "no decoder's self-attention",
+        "chunk_lookback": "in chunks",
+        "head_size": "more than 256 channels",
+        "dtype": "of torch.float16 in a model of torch.float32",
+        "non_causal": "not of full causal attention",
+        "unconfigured": "needs its settings: --additional-config",
+        "dbo": "without --enable-dbo",
+        "block": "has entries of 64 rows and this engine blocks of 32; start vLLM with --block-size 64",
     }.items():
         assert words in said.pop(name)
     assert not said

@@ -2,7 +2,7 @@
 
 `CUSTOM` among vLLM's backends: its Triton attention, of which the requests that decode one token and are longer than
 `above` read what a selector chooses, by our kernels over vLLM's own block table: scores of pages, the best of them,
-`attend(block_table=)`. All else is vLLM's: prompts, short requests, and layers that cannot be sparse (`why_dense`).
+`attend(block_table=)`. All else is vLLM's: prompts, short requests, layers that cannot be sparse (`why_dense_layer`).
 
 What is known without a GPU: under Triton's interpreter vLLM's engine serves float32 by this backend, vLLM's kernels and
 ours interpreted, and gives the tokens of its CPU backend at full budget (tests/vllm/test_cuda.py); the kernels compile
@@ -32,8 +32,9 @@ from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -43,15 +44,17 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
 
+from sparseattn.integrations.vllm.counters import Counter
 from sparseattn.integrations.vllm.cuda_layer import SparseLayer
-from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, Step, decoding
+from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, Step, decoding, reads
+from sparseattn.integrations.vllm.engine import settings_of, why_dense
 from sparseattn.integrations.vllm.plan import Zones
-from sparseattn.integrations.vllm.settings import KEY, Settings, configured
+from sparseattn.integrations.vllm.settings import KEY, Settings
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.window import Window
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+logger = init_logger("vllm.sparseattn")
 
 GRAPHS = (Quest, Window)  # methods whose step was looked at: no shape depends on data, nothing waits
 
@@ -108,21 +111,25 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         settings = given(vllm_config)
-        refuse(vllm_config)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.supports_draft_decode_metadata_update = False
         logger.warning_once("sparseattn's CUDA backend is experimental: not run on a GPU")
         selector, block = settings.make(), kv_cache_spec.block_size
+        page, unit, self.pages = settings.shape
+        if block % unit:
+            raise ValueError(
+                f"a block of the engine holds whole entries of the index: {settings.selector!r} has entries of {unit} "
+                f"rows and this engine blocks of {block}; start vLLM with --block-size {unit}"
+            )
+        self.zones, self.above = Zones(page, unit, block, settings.sink, settings.window), settings.above
         indexed = isinstance(selector, PageSelector)
-        page, unit = (selector.page, selector.unit) if isinstance(selector, PageSelector) else (1, 1)
-        zones = Zones(page, unit, block, settings.sink, settings.window)
-        self.eager = Eager(zones, settings.above, indexed)
+        self.eager = Eager(self.zones, indexed)
         self.fixed: Fixed | None = None
-        self.sparse = mark(vllm_config, kv_cache_spec, layer_names, settings, selector)
+        self.dense, self.sparse = len(layer_names), take(vllm_config, kv_cache_spec, layer_names, settings, selector)
         self.unfitted = list(self.sparse)
         if self.sparse and self.decode_cudagraph_enabled:
             requests, most = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
-            self.fixed = Fixed(zones, settings.above, requests, most, device, indexed)
+            self.fixed = Fixed(self.zones, requests, most, device, indexed)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
@@ -130,24 +137,32 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if looked_at else AttentionCGSupport.NEVER
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SparseMetadata:
-        """As of any step in the fixed buffers, with every request short, as vLLM records its own."""
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        if self._is_fixed(common_attn_metadata):
-            none = torch.zeros(common_attn_metadata.num_reqs, dtype=torch.bool)
-            self._fill(common_attn_metadata, metadata, none)
+        """As of any step in the fixed buffers, with every request short, as vLLM records its own. Counts nothing."""
+        common = common_attn_metadata
+        none = torch.zeros(common.num_reqs, dtype=torch.bool)
+        metadata = self._metadata(common, none)
+        metadata.seq_lens.fill_(1)
+        if self._is_fixed(common):
+            self._fill(common, metadata, none)
         return metadata
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseMetadata:
-        common = common_attn_metadata
+        sparse = decoding(common_attn_metadata, self.above)
+        metadata = self._metadata(common_attn_metadata, sparse)
+        self._count(common_attn_metadata, metadata, sparse)
+        return metadata
+
+    def _metadata(self, common: CommonAttentionMetadata, sparse: Tensor) -> SparseMetadata:
+        """Of a step whose requests `sparse` `[R]`, bool on the host, decode sparsely."""
         if self.unfitted:
             self._fit()
-        metadata = SparseMetadata(**vars(super().build(common_prefix_len, common, fast_build)))
+        metadata = SparseMetadata(**vars(super().build(0, common)))
         if self._is_fixed(common):
-            self._fill(common, metadata, decoding(common, self.eager.above))
+            self._fill(common, metadata, sparse)
         else:
-            metadata.places, metadata.step = self.eager.places(common), self.eager.step(common, metadata)
+            metadata.places, metadata.step = self.eager.places(common), self.eager.step(common, metadata, sparse)
         return metadata
 
     def _fit(self) -> None:
@@ -155,19 +170,29 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         for layer in self.unfitted:
             layer.impl.sparse.fit(layer.kv_cache.split(layer.impl.head_size, dim=-1)[0])
         self.unfitted = []
-        size = sum(layer.impl.sparse.bytes for layer in self.sparse)
+        size = sum(layer.impl.sparse.store.nbytes for layer in self.sparse if layer.impl.sparse.store is not None)
         logger.info_once("sparseattn: the index takes %.1f MiB beside the cache", size / 2**20)
 
     def _is_fixed(self, common: CommonAttentionMetadata) -> bool:
-        return (
-            self.fixed is not None
-            and common.max_query_len == 1
-            and common.num_actual_tokens == common.num_reqs <= len(self.fixed.sparse)
-        )
+        """Whether a graph may have recorded steps like this, which then reads what is filled now: never too seldom."""
+        return self.fixed is not None and common.max_query_len == 1
 
     def _fill(self, common: CommonAttentionMetadata, metadata: SparseMetadata, sparse: Tensor) -> None:
         assert self.fixed is not None
         metadata.places, metadata.step = self.fixed.fill(common, metadata, sparse)
+
+    def _count(self, common: CommonAttentionMetadata, metadata: SparseMetadata, sparse: Tensor) -> None:
+        """What the step's layers do, counted here: a graph that is replayed counts nothing. On the host alone."""
+        layers, rows = len(self.sparse), common.seq_lens_cpu_upper_bound[sparse]
+        heads = layers * self.kv_cache_spec.num_kv_heads
+        dense = bool((~sparse & (common.query_start_loc_cpu.diff() > 0)).any())
+        Counter.of_process().add(
+            sparse_calls=len(rows) * layers,
+            dense_calls=self.dense - layers + dense * layers,
+            rows_read=reads(self.zones, rows, self.pages) * heads,
+            rows_held=int(rows.sum()) * heads,
+            entries_made=0 if metadata.places is None else len(metadata.places) * layers,
+        )
 
 
 class SparseTritonImpl(TritonAttentionImpl):
@@ -219,85 +244,57 @@ def given(vllm_config: VllmConfig) -> Settings:
     """The settings.
 
     Raises:
-        ValueError: there are none, or see `parse`.
+        ValueError: there are none, or an engine that cannot be served.
     """
-    settings = configured(vllm_config.additional_config)
+    settings = settings_of(vllm_config)
     if settings is None:
         example = f'{{"{KEY}": {{"selector": "quest", "budget": 2048}}}}'
         raise ValueError(f"the backend CUSTOM is sparseattn's and needs its settings: --additional-config '{example}'")
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError("sparseattn's CUDA backend does not serve batches in halves: start vLLM without --enable-dbo")
     return settings
 
 
-def refuse(vllm_config: VllmConfig) -> None:
-    """ValueError for an engine in which rows come or go past this backend, or a request decodes several tokens."""
-    parallel = vllm_config.parallel_config
-    unserved = {
-        "a KV connector (kv_transfer_config), whose rows have no entries": vllm_config.kv_transfer_config is not None,
-        "speculative decoding, whose rows are taken back": vllm_config.speculative_config is not None,
-        "contexts that several devices share (context parallelism)": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "batches in halves (enable_dbo)": parallel.use_ubatching,
-    }
-    for what, holds in unserved.items():
-        if holds:
-            raise ValueError(f"sparseattn's CUDA backend does not serve {what}: leave out one of the two")
-
-
-def why_dense(impl: Any) -> str | None:
-    """Why a layer cannot read sparsely; None: it can."""
+def why_dense_layer(impl: Any, spec: AttentionSpec, model: ModelConfig) -> str | None:
+    """Why a layer with a cache of this kind cannot read sparsely; None: it can."""
     if not isinstance(impl, SparseTritonImpl):
-        return "another backend"
+        return "it has another backend"
+    full = isinstance(spec, FullAttentionSpec) and not (spec.sliding_window or spec.attention_chunk_size)
     reasons = {
-        "no decoder's attention": impl.attn_type != AttentionType.DECODER,
-        "a sliding window": impl.sliding_window != (-1, -1),
-        "chunks": impl.chunk_lookback != -1,
-        "the cache of another layer": impl.kv_sharing_target_layer_name is not None,
-        "a soft cap": bool(impl.logits_soft_cap),
-        "ALiBi": impl.alibi_slopes is not None,
-        "learned sinks": impl.sinks is not None,
-        "a head size above 256": impl.head_size > 256,
+        "it attends in chunks": impl.chunk_lookback != -1,
+        "its heads have more than 256 channels": impl.head_size > 256,
+        "its cache is not of full causal attention": not full or spec.non_causal,
+        f"its cache is of {spec.dtype} in a model of {model.dtype}": spec.kv_quant_mode != KVQuantMode.NONE
+        or spec.dtype != model.dtype,
+        "its values are of another size than its keys": spec.head_size != spec.head_size_v,
+        "its model has a mask beyond the causal one": model.rswa_window is not None or model.is_mm_prefix_lm,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    here = next((why for why, holds in reasons.items() if holds), None)
+    return why_dense(impl, impl.attn_type, impl.head_size) or here
 
 
-def why_dense_cache(spec: AttentionSpec, model: ModelConfig) -> str | None:
-    """Why no layer of a model with a cache of this kind can."""
-    if not isinstance(spec, FullAttentionSpec) or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
-        return "a cache that is not of full causal attention"
-    if spec.kv_quant_mode != KVQuantMode.NONE or spec.dtype != model.dtype:
-        return f"a cache of {spec.dtype} in a model of {model.dtype}"
-    if model.rswa_window is not None or model.is_mm_prefix_lm:
-        return "a mask beyond the causal one"
-    if spec.head_size != spec.head_size_v:
-        return "values of another size than keys"
-    return None
-
-
-def mark(
+def take(
     vllm_config: VllmConfig,
     spec: AttentionSpec,
     names: list[str],
     settings: Settings,
     selector: PageSelector | Window,
 ) -> list[Attention]:
-    """Makes layers of a cache's group sparse, and says which.
-
-    The model's first `dense_layers` of full attention stay dense; those of an earlier pipeline rank count.
-    """
-    model = vllm_config.model_config
-    before, _ = model.get_layers_start_end_indices(vllm_config.parallel_config)
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
-    why = {name: why_dense(layer.impl) for name, layer in layers.items()}
-    full = [name for name, reason in why.items() if reason is None]
-    early = set(full[: max(settings.dense_layers - before, 0)])
-    cache = why_dense_cache(spec, model)
-    chosen = [name for name in names if name in full and name not in early and cache is None]
-    for name in chosen:
-        layers[name].impl.sparse = SparseLayer(selector, spec.block_size, settings.budget)
-    reasons = {cache or why.get(name) or "the first of full attention" for name in names if name not in chosen}
+    """Makes layers of a cache's group sparse, and says which."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention, names)
+    taken, reasons = [], set()
+    for name, layer in layers.items():
+        why = why_dense_layer(layer.impl, spec, vllm_config.model_config)
+        if why is None and extract_layer_index(name) < settings.dense_layers:
+            why = f"it is one of the first {settings.dense_layers} layers"
+        if why is None:
+            layer.impl.sparse = SparseLayer(selector, spec.block_size, settings.shape[2])
+            taken.append(layer)
+        else:
+            reasons.add(why)
     logger.info_once(
-        "sparseattn: %d of %d layers decode by %s, budget %d%s",
-        *(len(chosen), len(names), settings.selector, settings.budget),
-        f"; dense: {', '.join(sorted(reasons))}" if reasons else "",
+        "sparseattn: %d of %d layers decode by %s, budget %d, where a sequence has more than %d rows%s",
+        *(len(taken), len(names), settings.selector, settings.budget, settings.above),
+        f"; a layer is dense where {', or '.join(sorted(reasons))}" if reasons else "",
     )
-    return [layers[name] for name in chosen]
+    return taken

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.integrations.vllm.cuda_step import Step
-from sparseattn.integrations.vllm.plain import PlainIndex
+from sparseattn.integrations.vllm.plain import rows_at
+from sparseattn.integrations.vllm.store import Store
 from sparseattn.kernels import attend
 from sparseattn.kernels.scoring import best_pages
 from sparseattn.selection import Selection
@@ -17,29 +18,32 @@ class SparseLayer:
     """What a sparse layer has that a dense one has not.
 
     Args:
-        selector: shared by the layers.
+        selector: keeps nothing itself, so that layers may share it.
         block: rows of a block.
-        budget: rows beyond sink and window.
+        pages: that are read beyond sink and window.
     """
 
-    def __init__(self, selector: PageSelector | Window, block: int, budget: int) -> None:
-        self.index = PlainIndex(selector, block) if isinstance(selector, PageSelector) else None
-        self.budget = budget
+    def __init__(self, selector: PageSelector | Window, block: int, pages: int) -> None:
+        self.selector, self.block, self.pages = selector, block, pages
+        self.store: Store | None = None
 
     def fit(self, keys: Tensor) -> None:
-        """Allocates the index of a cache, see `PlainIndex.fit`."""
-        if self.index is not None:
-            self.index.fit(keys)
+        """Allocates the index of a cache of keys `[blocks,H,block,D]`, anew if there was one.
 
-    @property
-    def bytes(self) -> int:
-        """Of the index."""
-        return 0 if self.index is None else self.index.bytes
+        Raises:
+            ValueError: blocks of another size.
+        """
+        blocks, heads, block, size = keys.shape
+        if block != self.block:
+            raise ValueError(f"the index is of blocks of {self.block} rows, got a cache with blocks of {block}")
+        if isinstance(self.selector, PageSelector):
+            places = blocks * block // self.selector.unit
+            self.store = Store(self.selector, places, heads, size, keys.dtype, keys.device)
 
     def update(self, keys: Tensor, places: Tensor | None) -> None:
-        """Brings the index up to date with the rows that this step wrote, see `PlainIndex.update`."""
-        if self.index is not None and places is not None:
-            self.index.update(keys, places)
+        """Computes the entries at `places` `[n]` int64 anew from their rows of `keys` `[blocks,H,block,D]`."""
+        if self.store is not None and places is not None:
+            self.store.update(places, rows_at(keys, places, self.store.selector.unit))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
         """`[n,H,G,D]`: attention over sink, chosen pages and recent rows. Shapes are those of the arguments.
@@ -54,9 +58,8 @@ class SparseLayer:
 
     def select(self, query: Tensor, step: Step) -> Selection:
         """The pages of each KV head (or query head) of the n requests, counted from `step.bounds.base`."""
-        if self.index is None or not step.table.shape[1]:
+        if self.store is None or not step.table.shape[1]:
             return Selection.none(query.shape[0], query.shape[1], query.device)
-        selector = self.index.selector
-        scores = selector.scores_at(query, self.index.store, step.table)
-        start, length = best_pages(scores, self.budget // selector.page, selector.page)
-        return Selection(start, length, selector.page, whole=True)
+        page = self.store.selector.page
+        start, length = best_pages(self.store.scores(query, step.table), self.pages, page)
+        return Selection(start, length, page, whole=True)

@@ -53,6 +53,8 @@ def decoding(common: Any, above: int) -> Tensor:
             "sparse decoding needs vLLM's is_prefilling and seq_lens_cpu_upper_bound of a step, got "
             f"{'neither' if prefilling is rows else 'one of them'}: this way of running vLLM is not supported"
         )
+    # Of a batch that is padded for a graph, the newer of vLLM's runners tells `is_prefilling` without the padding.
+    prefilling = torch.nn.functional.pad(prefilling, (0, len(rows) - len(prefilling)), value=True)
     return (common.query_start_loc_cpu.diff() == 1) & ~prefilling & (rows > above)
 
 
@@ -66,8 +68,8 @@ def zones_of(zones: Zones, rows: Tensor) -> Bounds:
 class Eager:
     """Any batch: the sparse requests are gathered, the others go to vLLM's attention as they are."""
 
-    def __init__(self, zones: Zones, above: int, indexed: bool = True) -> None:
-        self.zones, self.above, self.indexed = zones, above, indexed
+    def __init__(self, zones: Zones, indexed: bool = True) -> None:
+        self.zones, self.indexed = zones, indexed
 
     def places(self, common: Any) -> Tensor | None:
         """Entries that this step finishes, `[n]` int64, and zeros; None: it finishes none."""
@@ -78,9 +80,8 @@ class Eager:
         most = int((ends // unit - (ends - new) // unit).sum())
         return finished(common.slot_mapping[: common.num_actual_tokens], unit, most) if most else None
 
-    def step(self, common: Any, metadata: Any) -> Step | None:
-        """The sparse requests; None: there is none."""
-        sparse = decoding(common, self.above)
+    def step(self, common: Any, metadata: Any, sparse: Tensor) -> Step | None:
+        """The requests that are `sparse` `[R]`, bool on the host; None: there is none."""
         chosen = sparse.nonzero()[:, 0]
         if not len(chosen):
             return None
@@ -103,10 +104,8 @@ class Fixed:
     each replay, as the rest of vLLM's metadata is.
     """
 
-    def __init__(
-        self, zones: Zones, above: int, requests: int, most: int, device: torch.device, indexed: bool = True
-    ) -> None:
-        self.zones, self.above, self.indexed = zones, above, indexed
+    def __init__(self, zones: Zones, requests: int, most: int, device: torch.device, indexed: bool = True) -> None:
+        self.zones, self.indexed = zones, indexed
         self.most = most if indexed else 0
         none = torch.zeros(requests, dtype=torch.int32, device=device)
         self.sparse = none.bool()
@@ -119,22 +118,33 @@ class Fixed:
         """The entries to compute anew, `[R]` int64 or None, and the step, for `sparse` `[R]` bool on the host.
 
         Of every request the entry of its new row is computed, finished or not: which are finished is data.
+
+        Raises:
+            RuntimeError: more requests than there are lines.
         """
         count = common.num_reqs
-        slots = common.slot_mapping[:count]
+        if count > len(self.sparse):
+            raise RuntimeError(f"a step has at most {len(self.sparse)} requests (max_num_seqs), got {count}")
+        slots, lengths, blocks = common.slot_mapping[:count], metadata.seq_lens[:count], metadata.block_table[:count]
         self.written[:count] = torch.where(slots < 0, 0, slots // self.zones.unit)
         self.sparse[:count].copy_(sparse, non_blocking=True)
         held = self.sparse[:count]
-        rows = torch.where(held, metadata.seq_lens, 0)
+        rows = torch.where(held, lengths, 0)
         zones = zones_of(self.zones, rows)
         for name in ("sink", "sealed", "rows"):
             getattr(self.bounds, name)[:count] = getattr(zones, name)
-        self.table[:count] = self.zones.entries(rows, metadata.block_table, self.most)
-        self.dense_rows[:count] = one_row(metadata.seq_lens, held)
+        self.table[:count] = self.zones.entries(rows, blocks, self.most)
+        self.dense_rows[:count] = one_row(lengths, held)
         bounds = Bounds(self.bounds.sink[:count], zones.base, self.bounds.sealed[:count], self.bounds.rows[:count])
         others = replace(metadata, seq_lens=self.dense_rows[:count])
-        step = Step(None, held, bounds, self.table[:count], metadata.block_table, others)
+        step = Step(None, held, bounds, self.table[:count], blocks, others)
         return self.written[:count] if self.indexed else None, step
+
+
+def reads(zones: Zones, rows: Tensor, pages: int) -> int:
+    """Rows that one KV head reads, over sequences of `rows` `[n]` rows and `pages` chosen pages each at most."""
+    choice = (zones.sealed(rows) - zones.first) * zones.unit
+    return int((rows - choice + choice.clamp(max=pages * zones.page)).sum())
 
 
 def one_row(rows: Tensor, sparse: Tensor) -> Tensor:

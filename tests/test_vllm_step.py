@@ -16,7 +16,7 @@ from sparseattn import Bounds, KVCache, LowBit, Quest, Selection, Window, decode
 from sparseattn.integrations.vllm import cuda_layer
 from sparseattn.integrations.vllm.cuda_layer import SparseLayer
 from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, decoding
-from sparseattn.integrations.vllm.plain import PlainIndex, finished
+from sparseattn.integrations.vllm.plain import finished
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.kernels import scoring
 from sparseattn.selectors.base import Selector
@@ -115,18 +115,18 @@ def test_both_ways_read_what_a_cache_of_each_request_alone_reads(selector: Selec
     """One token each, so that both ways serve the batch; the second is short and the fourth in its prompt."""
     batch = Batch([200, 50, 131, 90, 61], [1] * 5, [False, False, False, True, False])
     zones, indexed, budget = zones_of(selector), not isinstance(selector, Window), 32
-    layer = SparseLayer(selector, BLOCK, budget)
+    layer = SparseLayer(selector, BLOCK, budget // zones.page if indexed else 0)
     places = finished(batch.all_slots(), zones.unit, 100) if indexed else None
     layer.fit(batch.keys)
     layer.update(batch.keys, places)
-    steps = {"eager": Eager(zones, ABOVE, indexed).step(batch.common, batch.metadata)}
-    fixed = Fixed(zones, ABOVE, 6, 8 * BLOCK, torch.device("cpu"), indexed)
+    steps = {"eager": Eager(zones, indexed).step(batch.common, batch.metadata, decoding(batch.common, ABOVE))}
+    fixed = Fixed(zones, 6, 8 * BLOCK, torch.device("cpu"), indexed)
     again, steps["fixed"] = fixed.fill(batch.common, batch.metadata, decoding(batch.common, ABOVE))
     if again is not None:
-        before = {name: held.clone() for name, held in layer.index.store.items()}
+        before = {name: held.clone() for name, held in layer.store.entries.items()}
         layer.update(batch.keys, again)  # every request's last entry, finished or not
         whole = torch.unique(places[places > 0])  # 0 fills up
-        assert all(torch.equal(before[name][whole], held[whole]) for name, held in layer.index.store.items())
+        assert all(torch.equal(before[name][whole], held[whole]) for name, held in layer.store.entries.items())
     long = [0, 2, 4]
     for step in steps.values():
         query = batch.query if step.queries is None else batch.query[step.queries]
@@ -154,7 +154,7 @@ def arguments(selector: Selector) -> dict[str, object]:
 def test_a_mixed_batch_gathers_the_rows_of_its_decoding_requests() -> None:
     """A prompt's part between them, a request with two tokens, and one that is all there is of the others."""
     batch = Batch([200, 120, 131, 90], [1, 40, 1, 2], [False, True, False, False])
-    step = Eager(zones_of(Quest(16)), ABOVE).step(batch.common, batch.metadata)
+    step = Eager(zones_of(Quest(16))).step(batch.common, batch.metadata, decoding(batch.common, ABOVE))
     assert step.queries.tolist() == [0, 41]
     assert step.others.seq_lens.tolist() == [1, 120, 1, 90]
     assert torch.equal(step.blocks, batch.table[[0, 2]])
@@ -162,15 +162,15 @@ def test_a_mixed_batch_gathers_the_rows_of_its_decoding_requests() -> None:
 
 
 def test_without_others_vllm_has_nothing_to_do_and_without_sparse_ones_we_have_not() -> None:
-    eager = Eager(zones_of(Quest(16)), ABOVE)
+    eager = Eager(zones_of(Quest(16)))
     batch = Batch([200, 120], [1, 1], [False, False])
-    assert eager.step(batch.common, batch.metadata).others is None
+    assert eager.step(batch.common, batch.metadata, decoding(batch.common, ABOVE)).others is None
     batch = Batch([60, 120], [1, 1], [False, True])
-    assert eager.step(batch.common, batch.metadata) is None
+    assert eager.step(batch.common, batch.metadata, decoding(batch.common, ABOVE)) is None
 
 
 def test_steps_of_a_fixed_shape_keep_their_tensors() -> None:
-    fixed = Fixed(zones_of(Quest(16)), ABOVE, 4, 8 * BLOCK, torch.device("cpu"))
+    fixed = Fixed(zones_of(Quest(16)), 4, 8 * BLOCK, torch.device("cpu"))
     seen = []
     for rows in ([200, 61, 20], [33, 256, 70]):
         batch = Batch(rows, [1] * 3, [False] * 3)
@@ -203,9 +203,9 @@ class NothingAsked(TorchDispatchMode):
 def test_a_step_of_fixed_shape_never_waits(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a graph records, and what fills its tensors. `attend` looks at its inputs on the CPU alone."""
     batch, indexed = Batch([200, 50, 131], [1] * 3, [False] * 3), not isinstance(selector, Window)
-    layer = SparseLayer(selector, BLOCK, 32)
+    layer = SparseLayer(selector, BLOCK, 2)
     layer.fit(batch.keys)
-    fixed = Fixed(zones_of(selector), ABOVE, 4, 8 * BLOCK, torch.device("cpu"), indexed)
+    fixed = Fixed(zones_of(selector), 4, 8 * BLOCK, torch.device("cpu"), indexed)
     sparse = decoding(batch.common, ABOVE)
 
     def unchecked(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, **how: Any) -> Any:
@@ -218,7 +218,7 @@ def test_a_step_of_fixed_shape_never_waits(selector: Selector, monkeypatch: pyte
         out = layer.attend(batch.query, batch.keys, batch.values, step, 1.0)
     assert out[[0, 2]].isfinite().all()
     with pytest.raises(AssertionError, match="nonzero"), NothingAsked():
-        Eager(zones_of(selector), ABOVE, indexed).step(batch.common, batch.metadata)
+        Eager(zones_of(selector), indexed).step(batch.common, batch.metadata, sparse)
 
 
 @pytest.mark.parametrize("unit", [1, 8, 32])
@@ -229,20 +229,33 @@ def test_finished_entries_are_those_whose_last_row_is_new(unit: int) -> None:
     for i, (n, new) in enumerate(zip(batch.rows, batch.new, strict=True)):
         ends = [row for row in range(n - new, n) if row % unit == unit - 1]
         expected |= {(int(batch.table[i, row // BLOCK]) * BLOCK + row % BLOCK) // unit for row in ends}
-    found = Eager(Zones(unit, unit, BLOCK, SINK, WINDOW), ABOVE).places(batch.common).tolist()
+    found = Eager(Zones(unit, unit, BLOCK, SINK, WINDOW)).places(batch.common).tolist()
     assert sorted(found) == sorted(expected)
     more = finished(slots, unit, len(expected) + 2).tolist()
     assert sorted(more) == sorted([*expected, 0, 0])
 
 
-def test_blocks_that_hold_no_whole_entries_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"whole entries of 64 rows .* got blocks of 16: start vLLM with --block-size 64"
-    ):
-        PlainIndex(LowBit(2, rows=64, page=16), 16)
-    index = PlainIndex(Quest(16), 32)
+def test_blocks_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="of blocks of 32 rows, got a cache with blocks of 16"):
-        index.fit(torch.zeros(3, 1, 16, 8))
+        SparseLayer(Quest(16), 32, 2).fit(torch.zeros(3, 1, 16, 8))
+
+
+def test_requests_that_pad_a_batch_are_not_sparse() -> None:
+    """vLLM's older runner says so of each, the newer leaves them out of `is_prefilling`."""
+    batch = Batch([200, 120], [1, 1], [False, True])
+    common = batch.common
+    common.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2])
+    common.seq_lens_cpu_upper_bound = torch.tensor([200, 120, 300, 0])  # in the older what was there before
+    for prefilling in ([False, True], [False, True, False, False]):
+        common.is_prefilling = torch.tensor(prefilling)
+        assert decoding(common, ABOVE).tolist() == [True, False, False, False]
+
+
+def test_more_requests_than_lines_are_refused() -> None:
+    batch = Batch([200, 120], [1, 1], [False, False])
+    fixed = Fixed(zones_of(Quest(16)), 1, 8 * BLOCK, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"at most 1 requests \(max_num_seqs\), got 2"):
+        fixed.fill(batch.common, batch.metadata, decoding(batch.common, ABOVE))
 
 
 def test_metadata_that_does_not_say_who_is_in_the_prompt_is_refused() -> None:
