@@ -66,9 +66,7 @@ class Turns:
 
         def built(builder: Any, *given: Any, **named: Any) -> Any:
             if self.kind != "sparse":
-                stock = CPUAttentionMetadataBuilder.build(builder, *given, **named)
-                builder.written(stock)  # for the next sparse step
-                return stock
+                return CPUAttentionMetadataBuilder.build(builder, *given, **named)
             return build(builder, *given, **named)
 
         def forwarded(runner: Any, input_ids: Any = None, positions: Any = None, *given: Any, **named: Any) -> Any:

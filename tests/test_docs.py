@@ -155,6 +155,8 @@ def check(words: list[str]) -> None:
     """Subcommands, options, modules and targets that a command line names exist, and values are of their types."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
+    if words[0] == ".venv-vllm/bin/python":
+        words = ["python", *words[1:]]
     if words[0] == "torchrun":
         words = ["python", *words[words.index("-m") :]]
     if words[:3] == ["python", "-m", "sparseattn"]:

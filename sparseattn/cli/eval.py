@@ -67,7 +67,9 @@ def evaluate(
             "instead of a model here; the key is OPENAI_API_KEY. Repeat it: the others are compared with the first."
         ),
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Requests at an --endpoint at once. Default: 4.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at an --endpoint, or prompts in vLLM, at once. Default: 4.")
+    ] = None,
     task: Annotated[
         str | None,
         typer.Option(

@@ -116,7 +116,10 @@ def switched(
     tokens = Tokens(open_tokenizer(name), chat)
     first = settings[0] if settings else None
     with Offline(folder, first, dtype or "auto", concurrency, quarter_of_memory()) as engine:
-        told = {"model": name, "engine": "vllm", "dtype": dtype, "settings": [vars(one) for one in settings[:1]]}
+        for one in settings:
+            engine.check(one)
+        rows = {field: getattr(first, field) for field in ("sink", "window", "dense_layers", "above")} if first else {}
+        told = {"model": name, "engine": "vllm", "dtype": dtype, **rows}
         methods = list(zip(plan.methods, (None, *settings), strict=True))
         yield Opened(Switched(engine, tokens, methods), tokens, told)
 

@@ -62,7 +62,7 @@ class Serving:
         for prompt, answer in self.engine.answers(coming()):
             steps += len(answer.ids) - 1  # the first token is the prefill's
             ran = self.engine.counts() - before
-            if bool(ran.sparse_calls) != (self.settings is not None and steps > 0):
+            if (ran.sparse_calls > 0) if self.settings is None else (steps > 0 and not ran.sparse_calls):
                 raise RuntimeError(f"{self.compared[0].label} decoded {steps} tokens, and vLLM's plug-in counts {ran}")
             yield self._record(prompt, answer, ran.share)
 

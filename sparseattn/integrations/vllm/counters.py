@@ -56,7 +56,8 @@ class Counter:
 
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
-        held: Any = np.memmap(folder / f"{os.getpid()}.counts", np.int64, "w+", shape=(len(NAMES),))
+        path = folder / f"{os.getpid()}.counts"  # there already where a process of this number has ended
+        held: Any = np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(len(NAMES),))
         self._counts: Any = held.view(np.ndarray)  # adds in a tenth of the time
 
     @classmethod
@@ -79,7 +80,7 @@ _own: tuple[int, Counter] | None = None
 
 def begin() -> None:
     """Names the folder, in the first process that asks; it removes the folder when it ends."""
-    if FOLDER in os.environ:
+    if Path(os.environ.get(FOLDER, "")).is_dir() and FOLDER in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="sparseattn-")
     os.environ[FOLDER] = folder
@@ -90,7 +91,9 @@ def begin() -> None:
 def stats() -> VLLMStats:
     """The counts of every process of engines started from here, those that have ended included."""
     total: Any = np.zeros(len(NAMES), np.int64)
-    for path in sorted(Path(os.environ.get(FOLDER, os.devnull)).glob("*.counts")):
+    if FOLDER not in os.environ:
+        return VLLMStats()
+    for path in sorted(Path(os.environ[FOLDER]).glob("*.counts")):
         counts = np.fromfile(path, np.int64)
         if len(counts) == len(NAMES):  # else its process is about to write it
             total += counts

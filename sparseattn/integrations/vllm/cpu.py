@@ -37,7 +37,7 @@ from sparseattn.integrations.vllm.counters import Counter
 from sparseattn.integrations.vllm.engine import check_shape, nothing_sparse, settings_of, why_dense
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import Settings
-from sparseattn.integrations.vllm.store import Store
+from sparseattn.integrations.vllm.store import Store, entry_bytes
 from sparseattn.kernels import blocks, blocks_cpu
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.window import Window
@@ -202,14 +202,16 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         page, unit, self.budget = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
-        self.full = sum(impl.unable is None for impl in self.impls.values())
+        self.full = sum(impl.full for impl in self.impls.values())  # layers of full attention
         self.counter = Counter.of_process()
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
+        entry = entry_bytes(self.sparse[0].selector, self.num_kv_heads, self.head_dim, self.dtype)
+        places = (self.vllm_config.cache_config.num_gpu_blocks or 0) * self.block_size // unit
         dense = {reason for reason in why.values() if reason is not None}
         logger.info(
             "sparseattn: %s, budget %d, sink %d, window %d, sequences above %d rows, in %d of %d layers%s; blocks of "
-            "%d (%s)",
+            "%d (%s); index %.0f MiB",
             self.settings.selector,
             self.settings.budget,
             self.settings.sink,
@@ -220,6 +222,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             f" (dense: {', '.join(sorted(dense))})" if dense else "",
             self.block_size,
             self.isa,
+            entry * places * len(self.sparse) / 2**20,
         )
 
     def build(
@@ -243,14 +246,19 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
         places = slots[slots >= 0] // self.zones.unit
         if len(places):
-            if (last := int(places.max())) >= len(self.made):
-                self.made = np.concatenate([self.made, np.zeros(2 * (last + 1) - len(self.made), np.bool_)])
+            self._know(int(places.max()))
             self.made[places] = False
+
+    def _know(self, place: int) -> None:
+        """Makes room for what is known of a place: compiled code looks there unasked."""
+        if place >= len(self.made):
+            self.made = np.concatenate([self.made, np.zeros(2 * (place + 1) - len(self.made), np.bool_)])
 
     def _due(self, stock: CPUAttentionMetadata) -> Tensor | None:
         """`[n]`: entries to be made in this step, of long sequences, whether they decode or are read; None: none."""
         if self.settings is None or isinstance(self.sparse[0].selector, Window):
             return None
+        self._know((int(stock.block_table.max()) + 1) * (self.zones.block // self.zones.unit) - 1)
         places = blocks_cpu.due(
             stock.seq_lens.numpy(), stock.block_table.numpy(), self.settings.above, self.zones.unit, self.zones.block,
             self.made,
@@ -347,8 +355,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         metadata = attn_metadata
         if not self.sparse or not isinstance(metadata, SparseMetadata):
-            if metadata is not None and self.full and self.counter is not None:
-                self.counter.add(dense_calls=1)
+            if isinstance(metadata, SparseMetadata) and self.full and self.counter is not None:
+                self.counter.add(dense_calls=1)  # of a whole stock step the builder has counted all
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
             )
@@ -389,18 +397,26 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self.store = Store(self.selector, places, heads, double // 2, kv_cache.dtype, kv_cache.device)
 
 
-def switch(settings: Settings | None) -> None:
-    """Lets the engines of this process serve by other settings, or as stock. Cached prefixes must be dropped
-    (`LLM.reset_prefix_cache`), since their entries are gone.
+def check(settings: Settings | None) -> list[SparseCPUBuilder]:
+    """Those that settings would be of; nothing changes.
 
     Raises:
-        RuntimeError: there is none in this process that was started with the plug-in.
-        ValueError: settings that do not fit; then nothing has changed.
+        RuntimeError: there is no engine in this process that was started with the plug-in.
+        ValueError: settings that do not fit.
     """
-    builders = list(BUILDERS)
-    if not any(builder.impls for builder in builders):
+    builders = [builder for builder in BUILDERS if builder.impls]  # others are of stock engines
+    if not builders:
         raise RuntimeError("no engine of this process was started with sparseattn's settings")
     for builder in builders:
         builder.plan(settings)
-    for builder in builders:
+    return builders
+
+
+def switch(settings: Settings | None) -> None:
+    """Lets the engines of this process serve by other settings, or as stock; indexes are made anew from their caches.
+
+    Raises:
+        RuntimeError, ValueError: see `check`; then nothing has changed.
+    """
+    for builder in check(settings):
         builder.use(settings)

@@ -22,10 +22,11 @@ def settings_of(vllm_config: Any) -> Settings | None:
         return None
     if why := why_not_version():
         raise ValueError(why)
-    if vllm_config.kv_transfer_config is not None:
+    cache = vllm_config.cache_config
+    if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
         raise ValueError(
-            "sparseattn keeps an index of every block, and KV connectors write blocks behind its back: start vLLM "
-            "without --kv-transfer-config"
+            "sparseattn keeps an index of every block, and KV connectors and offloading write blocks behind its back: "
+            "start vLLM without --kv-transfer-config and --kv-offloading-size"
         )
     if vllm_config.speculative_config is not None:
         raise ValueError(
@@ -37,11 +38,30 @@ def settings_of(vllm_config: Any) -> Settings | None:
             f"an FP8 cache is not served sparsely, got kv_cache_dtype {vllm_config.cache_config.cache_dtype}"
         )
     parallel = vllm_config.parallel_config
+    if getattr(parallel, "use_ubatching", False):
+        raise ValueError(
+            "dual-batch overlap makes two plans of a step, which sparseattn does not: start without --enable-dbo"
+        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
     if vllm_config.model_config is not None:  # None: no model is served by this configuration
         _check_model(vllm_config, settings)
     return settings
+
+
+def check_platform(device: str, backend: Any) -> None:
+    """ValueError where vLLM would not ask our backend on a device of a type, so that nothing would be sparse.
+
+    Args:
+        device: "cpu", "cuda" or another of vLLM's.
+        backend: the attention backend that vLLM was told to take, None for its own choice.
+    """
+    if device == "cpu":
+        return
+    if device != "cuda":
+        raise ValueError(f"sparseattn serves on CPUs and, experimentally, on CUDA, and this vLLM runs on {device}")
+    if getattr(backend, "name", backend) != "CUSTOM":
+        raise ValueError("on CUDA sparseattn is vLLM's backend CUSTOM: start vLLM with --attention-backend CUSTOM")
 
 
 def _check_model(vllm_config: Any, settings: Settings) -> None:
@@ -75,7 +95,7 @@ def check_shape(settings: Settings, block: int) -> None:
     """ValueError where pages do not fit blocks, or registers."""
     page, unit, _ = settings.shape
     if page % 16:
-        raise ValueError(f"on a CPU, pages are a multiple of 16 rows, got {page} from {settings.selector!r}")
+        raise ValueError(f"in vLLM, pages are a multiple of 16 rows, got {page} from {settings.selector!r}")
     if block % unit:
         raise ValueError(
             f"a block of the engine holds whole entries of the index: {settings.selector!r} has entries of {unit} rows "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -82,10 +81,12 @@ class Offline:
 
         told: dict[str, Any] = {} if first is None else {KEY: vars(first)}
         self.version, self.concurrency = version, concurrency
+        self._stock = first is None
         self._llm = LLM(
             model=model,
             dtype=dtype,
             max_num_seqs=concurrency,
+            max_model_len=-1,  # as many as the model has positions and the cache room
             kv_cache_memory_bytes=cache_bytes,
             enforce_eager=True,
             enable_prefix_caching=False,
@@ -108,7 +109,16 @@ class Offline:
         """
         from sparseattn.integrations.vllm.cpu import switch
 
-        switch(settings)
+        if not self._stock:
+            switch(settings)
+        elif settings is not None:
+            raise ValueError("an engine that was started as stock vLLM stays so")
+
+    def check(self, settings: Settings) -> None:
+        """ValueError for settings that do not fit the engine; nothing changes."""
+        from sparseattn.integrations.vllm.cpu import check
+
+        check(settings)
 
     def answers(self, asked: Iterable[tuple[Any, Asked]]) -> Iterator[tuple[Any, Answered]]:
         """Prompts, each with a name of any kind, as answers by these names, as soon as each is there.
@@ -142,8 +152,7 @@ class Offline:
                         del under_way[out.request_id]
                         yield name, Answered(list(made.token_ids), now, now if first is None else first)
         finally:
-            with contextlib.suppress(Exception):  # an engine that failed cannot give anything up
-                llm.abort_request(list(under_way))
+            llm.abort_request(list(under_way))
 
     @staticmethod
     def counts() -> VLLMStats:

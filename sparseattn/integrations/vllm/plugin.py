@@ -1,4 +1,5 @@
-"""vLLM's entry point: tells it of our attention backends. Cheap, and without effect unless an engine is configured."""
+"""vLLM's entry point: tells it of our attention backends. Cheap, and attention stays as it is unless an engine is
+configured; counters are there in any case, and stay 0."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ def register() -> None:
 
     counters.begin()
     counters.publish()
+    _refuse_early(current_platform)
     if current_platform.is_cpu():
         _spare_llvmlite()
-        _refuse_early(type(current_platform))
         register_backend(AttentionBackendEnum.CPU_ATTN, "sparseattn.integrations.vllm.cpu.SparseCPUBackend")
     elif current_platform.is_cuda():  # asked for by --attention-backend CUSTOM
         register_backend(AttentionBackendEnum.CUSTOM, "sparseattn.integrations.vllm.cuda.SparseTritonBackend")
@@ -27,15 +28,17 @@ def _refuse_early(platform: Any) -> None:
 
     A backend is asked later, by a process of the engine, and by models with attention of another kind never.
     """
-    from sparseattn.integrations.vllm.engine import settings_of
+    from sparseattn.integrations.vllm.engine import check_platform, settings_of
 
+    platform, device = type(platform), platform.device_type
     stock = platform.check_and_update_config.__func__
     if getattr(stock, "refuses", False):
         return
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         stock(cls, vllm_config)
-        settings_of(vllm_config)
+        if settings_of(vllm_config) is not None:
+            check_platform(device, vllm_config.attention_config.backend)
 
     check_and_update_config.refuses = True  # type: ignore[attr-defined]
     platform.check_and_update_config = classmethod(check_and_update_config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from sparseattn.integrations import gguf, models
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.vllm import supervise
+from sparseattn.integrations.vllm.counters import FOLDER
 from sparseattn.integrations.vllm.settings import KEY, VARIABLE, Settings
 from sparseattn.wheels import Progress
 
@@ -119,7 +120,9 @@ class Server:
                 f"the environment's {PLUGINS} is {around[PLUGINS]!r}, so vLLM would not load the plug-in: unset it, or "
                 f"add sparseattn"
             )
-        dropped = {VARIABLE} if self.cache_bytes is None else {VARIABLE, SPACE}
+        dropped = (
+            {VARIABLE, FOLDER} if self.cache_bytes is None else {VARIABLE, FOLDER, SPACE}
+        )  # the server counts anew
         return {name: value for name, value in around.items() if name not in dropped}
 
     def check_address(self) -> None:

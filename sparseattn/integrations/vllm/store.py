@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.selectors.base import Selector
 from sparseattn.selectors.paged import PageSelector
 
 
@@ -46,7 +47,9 @@ class Store:
         return self.selector.scores_at(query, self.entries, table)
 
 
-def entry_bytes(selector: PageSelector, heads: int, size: int, dtype: torch.dtype) -> int:
-    """Bytes of one entry of all heads."""
+def entry_bytes(selector: Selector, heads: int, size: int, dtype: torch.dtype) -> int:
+    """Bytes of one entry of all heads; 0 for a method without any."""
+    if not isinstance(selector, PageSelector):
+        return 0
     one = selector.entries(torch.zeros(1, heads, selector.unit, size, dtype=dtype))
     return sum(math.prod(part.shape[3:]) * heads * part.element_size() for part in one.values())
