@@ -104,7 +104,7 @@ class LowBit(PageSelector):
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
         batch, held = len(query), len(store["low"])
         codes, low, step = (part.transpose(0, 1)[None].expand(batch, -1, -1, -1) for part in self._index(store))
-        real = table.new_ones(1, dtype=torch.bool).expand(batch, held * self.rows)
+        real = table.new_ones(held * self.rows, dtype=torch.bool).expand(batch, -1)
         pages = table[:, None].expand(-1, query.shape[1], -1)
         found = lowbit.listed_logits(query, codes, low, step, real, self.bits, pages, self.rows)
         return vote(found.unflatten(-1, (-1, self.page)).logsumexp(-1), self.group)
