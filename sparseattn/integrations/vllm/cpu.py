@@ -202,8 +202,6 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         page, unit, self.budget = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
-        self.full = sum(impl.unable is None for impl in self.impls.values())
-        self.counter = Counter.of_process()
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
         dense = {reason for reason in why.values() if reason is not None}
@@ -233,7 +231,6 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if stock.max_seq_len > self.settings.above:
             due, served = self._due(stock), self._served(stock, common_attn_metadata)
         if due is None and served is None:
-            self.counter.add(dense_calls=self.full)
             return stock
         held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
         return SparseMetadata(**held, due=due, served=served)
