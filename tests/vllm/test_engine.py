@@ -65,13 +65,15 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from sparseattn.integrations.vllm.cpu import SparseCPUBuilder
 
     seen: list[Any] = []
-    build = SparseCPUBuilder._served
+    build = SparseCPUBuilder.build
 
-    def watched(builder: Any, *given: Any) -> Any:
-        seen.append(build(builder, *given))
-        return seen[-1]
+    def watched(builder: Any, *given: Any, **named: Any) -> Any:
+        metadata = build(builder, *given, **named)
+        if builder.settings is not None:  # a stock engine has our builder too
+            seen.append(getattr(metadata, "served", None))
+        return metadata
 
-    monkeypatch.setattr(SparseCPUBuilder, "_served", watched)
+    monkeypatch.setattr(SparseCPUBuilder, "build", watched)
     return seen
 
 

@@ -202,8 +202,6 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         page, unit, self.budget = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
-        self.full = sum(impl.full for impl in self.impls.values())  # layers of full attention
-        self.counter = Counter.of_process()
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
         entry = entry_bytes(self.sparse[0].selector, self.num_kv_heads, self.head_dim, self.dtype)
@@ -236,7 +234,6 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if stock.max_seq_len > self.settings.above:
             due, served = self._due(stock), self._served(stock, common_attn_metadata)
         if due is None and served is None:
-            self.counter.add(dense_calls=self.full)
             return stock
         held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
         return SparseMetadata(**held, due=due, served=served)
@@ -355,8 +352,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         metadata = attn_metadata
         if not self.sparse or not isinstance(metadata, SparseMetadata):
-            if isinstance(metadata, SparseMetadata) and self.full and self.counter is not None:
-                self.counter.add(dense_calls=1)  # of a whole stock step the builder has counted all
+            if metadata is not None and self.full and self.counter is not None:
+                self.counter.add(dense_calls=1)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
             )
