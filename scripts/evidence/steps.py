@@ -26,7 +26,7 @@ COMPARED_BITS = (
     f"{BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8"
 )
 UNSEEN = "--text workshop --text paradise-lost --text as-you-like-it"  # of kinds that no level was chosen on
-VLLM = "OMP_WAIT_POLICY=passive .venv-vllm/bin/python"  # `make vllm` makes it
+VLLM = ".venv-vllm/bin/python"  # `make vllm` makes it; with nothing else to run
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 

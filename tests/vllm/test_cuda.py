@@ -100,7 +100,7 @@ def test_what_cannot_be_sparse_says_why(run: dict[str, Any]) -> None:
         "non_causal": "not of full causal attention",
         "unconfigured": "needs its settings: --additional-config",
         "dbo": "without --enable-dbo",
-        "block": "has entries of 64 rows and this engine blocks of 32; start vLLM with a --block-size that is a multiple",
+        "block": "has entries of 64 rows and this engine blocks of 32; start vLLM with a --block-size",
     }.items():
         assert words in said.pop(name)
     assert not said
