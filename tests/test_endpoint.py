@@ -439,7 +439,7 @@ def test_what_cannot_be_asked_is_a_sentence(tmp_path: Path, options: list[str], 
 def test_concurrency_is_of_servers(tmp_path: Path) -> None:
     done = run("--concurrency", "2", "--lengths", "560", "--out", tmp_path / "out")
     assert done.exit_code == 2
-    assert "--concurrency is of servers: name one with --endpoint" in said(done)
+    assert "--concurrency is of servers and of vLLM: name a server with --endpoint" in said(done)
 
 
 def test_what_servers_do_not_have_is_a_sentence(serve: Callable[..., Server], tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_state_of_parts_is_named_after_them() -> None:
     cache, _ = filled(TwoStage(Quest(8, int8=True)))
     names = [name for name, _ in cache.selector.buffers()]
     assert names[:2] == ["pages.low", "pages.high"]
-    assert names[-1] == "inside.real"
+    assert "inside.real" in names[2:]
     assert cache.nbytes["inside.codes"] == B * H * N * D // 4
     with pytest.raises(ValueError, match="holds the rows of another cache"):
         KVCache(TwoStage(cache.selector.pages), sink=0, window=0).append(*torch.randn(2, 1, 2, 64, D))

@@ -97,8 +97,8 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"kv_transfer_config": object()}, "start vLLM without --kv-transfer-config"),
-        ({"speculative_config": object()}, "start vLLM without --speculative-config, or without sparseattn"),
+        ({"kv_transfer_config": "given"}, "start vLLM without --kv-transfer-config"),
+        ({"speculative_config": "given"}, "start vLLM without --speculative-config, or without sparseattn"),
         ({"cache_dtype": "fp8_e4m3"}, "an FP8 cache is not served sparsely, got kv_cache_dtype fp8_e4m3"),
         ({"decode_context_parallel_size": 2}, "context parallelism splits a sequence over ranks"),
         ({"use_mla": True}, "this model's attention is MLA"),
