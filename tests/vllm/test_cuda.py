@@ -18,6 +18,9 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("triton"
     pytest.skip("needs vllm and triton", allow_module_level=True)
 
 
+pytestmark = pytest.mark.slow  # an engine under Triton's interpreter takes a minute
+
+
 @pytest.fixture(scope="module")
 def run(once: Callable[[str, Callable[[Path], None]], Path]) -> dict[str, Any]:
     """What the script says: as it runs on vLLM's own CPU attention, and on our backend."""
