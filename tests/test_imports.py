@@ -89,7 +89,7 @@ HOMES = {
         "integrations/routing.py",
         "integrations/upstream.py",
     ),
-    "vllm": tuple(f"integrations/vllm/{name}.py" for name in ("cpu", "cuda", "offline", "plugin")),
+    "vllm": tuple(f"integrations/vllm/{name}.py" for name in ("cpu", "cuda", "layers", "offline", "plugin")),
     "safetensors": ("tensorfiles.py", "traces.py"),
     "matplotlib": ("cli/plots.py",),
     "sklearn": ("inspection.py",),

@@ -49,10 +49,10 @@ def as_on_cuda() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from sparseattn.integrations.vllm import counters, cuda
+    from sparseattn.integrations.vllm.plugin import CUDA_BACKEND
 
     counters.begin()  # as the plug-in does
-    cuda.register()
-    cuda.register()
+    register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     assert AttentionBackendEnum.CUSTOM.get_class() is cuda.SparseTritonBackend
     register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM.get_path())
 
@@ -208,7 +208,7 @@ def refusals(builder: Any) -> dict[str, str | None]:
     def why(spec: Any = builder.kv_cache_spec, **what: Any) -> str | None:
         usual = {"num_heads": 4, "head_size": 32, "scale": 1.0, "num_kv_heads": 2, "alibi_slopes": None}
         impl = cuda.SparseTritonImpl(**{**usual, "sliding_window": None, "kv_cache_dtype": "auto", **what})
-        return cuda.why_dense_layer(impl, spec, config.model_config)
+        return cuda.why_dense_layer(SimpleNamespace(impl=impl, get_kv_cache_spec=lambda _: spec), config)
 
     said = {"layer": why()}
     for name, value in {

@@ -84,7 +84,7 @@ def test_first_layers_stay_dense_and_the_log_says_what_was_not_tried(run: dict[s
     assert "experimental: not run on a GPU" in run["log"]
     assert "the index takes" in run["log"]
     assert "1 of 2 layers decode by quest:page=16, budget 4096" in run["log"]
-    assert "a layer is dense where it is one of the first 1 layers" in run["log"]
+    assert "a layer is dense where it is one of the first of full attention" in run["log"]
 
 
 def test_what_cannot_be_sparse_says_why(run: dict[str, Any]) -> None:

@@ -141,6 +141,7 @@ def test_layers_of_chunks_stay_dense_and_settings_that_do_not_fit_change_nothing
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     from sparseattn.integrations.vllm import cpu
+    from sparseattn.integrations.vllm.layers import plan_layers
 
     gc.collect()  # `switch` finds every engine of this process
     with engine(model, {**SPARSE, "budget": 32}) as llm:
@@ -156,6 +157,6 @@ def test_layers_of_chunks_stay_dense_and_settings_that_do_not_fit_change_nothing
         )
         name, layer = list(layers(llm).items())[2]
         monkeypatch.setattr(layer, "get_kv_cache_spec", lambda config: spec)
-        why = cpu.plan_layers(parse(SPARSE), builder.vllm_config)
+        why = plan_layers(parse(SPARSE), builder.vllm_config, cpu.why_dense_layer)
     assert why[name] == "its cache is not of full causal attention"
     assert list(why.values()).count(None) == 2

@@ -34,7 +34,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparseattn.integrations.vllm.counters import Counter
-from sparseattn.integrations.vllm.engine import check_shape, nothing_sparse, settings_of, why_dense
+from sparseattn.integrations.vllm.engine import check_shape, settings_of, why_dense
+from sparseattn.integrations.vllm.layers import EARLY, plan_layers
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import Settings
 from sparseattn.integrations.vllm.store import Store, entry_bytes
@@ -43,7 +44,6 @@ from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.window import Window
 
 logger = init_logger("vllm.sparseattn")
-EARLY = "one of the first of full attention"  # why a layer that could be sparse is not
 AT_ONCE = 1024  # entries whose keys are unpacked together
 BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
 
@@ -82,27 +82,8 @@ def warm_up(dtype: torch.dtype, packing: str, queries: int, heads: int, block: i
     )  # fmt: skip
 
 
-def plan_layers(settings: Settings, vllm_config: Any) -> dict[str, str | None]:
-    """Why each attention layer of this process stays dense, by name; None where it is sparse.
-
-    The model's first `dense_layers` of full attention stay dense; those of an earlier pipeline rank count.
-
-    Raises:
-        ValueError: every layer of the model would.
-    """
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
-    why = {name: _why_unable(layer, vllm_config) for name, layer in layers.items()}
-    full = [name for name, reason in why.items() if reason is None]
-    parallel = vllm_config.parallel_config
-    before, _ = vllm_config.model_config.get_layers_start_end_indices(parallel)
-    for name in full[: max(settings.dense_layers - before, 0)]:
-        why[name] = EARLY
-    if parallel.pipeline_parallel_size == 1 and all(why.values()):
-        raise ValueError(nothing_sparse(settings, "; ".join(f"{name}: {reason}" for name, reason in why.items())))
-    return why
-
-
-def _why_unable(layer: Attention, vllm_config: Any) -> str | None:
+def why_dense_layer(layer: Attention, vllm_config: Any) -> str | None:
+    """Why a layer cannot be sparse; None: it can."""
     if not isinstance(layer.impl, SparseCPUImpl):
         return "it has another backend"
     if layer.impl.unable is not None:
@@ -180,7 +161,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         """
         if settings is None:
             return {}
-        every = plan_layers(settings, self.vllm_config)
+        every = plan_layers(settings, self.vllm_config, why_dense_layer)
         why = {name: every[name] for name in self.impls}
         if not all(why.values()):
             check_shape(settings, self.block_size)
@@ -203,6 +184,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
+        for impl in self.sparse:
+            impl.packing = packing
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
         entry = entry_bytes(self.sparse[0].selector, self.num_kv_heads, self.head_dim, self.dtype)
         places = (self.vllm_config.cache_config.num_gpu_blocks or 0) * self.block_size // unit
@@ -358,8 +341,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
             )
         assert self.counter is not None
-        if not self.packing:
-            self.begin(layer, kv_cache)
+        if self.store is None and isinstance(self.selector, PageSelector):
+            self.store = self._index(kv_cache)
         if metadata.due is not None and self.store is not None:
             for places in metadata.due.split(AT_ONCE):
                 self.store.update(places, blocks.keys(kv_cache, self.packing, places, self.unit))
@@ -385,13 +368,11 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.counter.add(sparse_calls=served.count, rows_read=served.read * heads, rows_held=served.held * heads)
         return output
 
-    def begin(self, layer: Any, kv_cache: Tensor) -> None:
-        """The first call with a cache: makes the index beside it."""
+    def _index(self, kv_cache: Tensor) -> Store:
+        """Beside a cache, which is there with the first call."""
+        assert isinstance(self.selector, PageSelector)
         count, heads, block, double = kv_cache.shape
-        self.packing = packing_of(layer.isa, kv_cache.dtype, heads, block, double // 2)
-        if isinstance(self.selector, PageSelector):
-            places = count * block // self.unit
-            self.store = Store(self.selector, places, heads, double // 2, kv_cache.dtype, kv_cache.device)
+        return Store(self.selector, count * block // self.unit, heads, double // 2, kv_cache.dtype, kv_cache.device)
 
 
 def check(settings: Settings | None) -> list[SparseCPUBuilder]:

@@ -29,13 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -47,7 +45,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuant
 from sparseattn.integrations.vllm.counters import Counter
 from sparseattn.integrations.vllm.cuda_layer import SparseLayer
 from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, Step, decoding, reads
-from sparseattn.integrations.vllm.engine import settings_of, why_dense
+from sparseattn.integrations.vllm.engine import check_shape, settings_of, why_dense
+from sparseattn.integrations.vllm.layers import plan_layers
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import KEY, Settings
 from sparseattn.selectors.paged import PageSelector
@@ -57,11 +56,6 @@ from sparseattn.selectors.window import Window
 logger = init_logger("vllm.sparseattn")
 
 GRAPHS = (Quest, Window)  # methods whose step was looked at: no shape depends on data, nothing waits
-
-
-def register() -> None:
-    """Makes this the backend that vLLM calls CUSTOM: `--attention-backend CUSTOM`. May be called more than once."""
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{SparseTritonBackend.__qualname__}")
 
 
 class SparseTritonBackend(TritonAttentionBackend):
@@ -116,11 +110,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         logger.warning_once("sparseattn's CUDA backend is experimental: not run on a GPU")
         selector, block = settings.make(), kv_cache_spec.block_size
         page, unit, self.pages = settings.shape
-        if block % unit:
-            raise ValueError(
-                f"a block of the engine holds whole entries of the index: {settings.selector!r} has entries of {unit} "
-                f"rows and this engine blocks of {block}; start vLLM with --block-size {unit}"
-            )
+        check_shape(settings, block)
         self.zones, self.above = Zones(page, unit, block, settings.sink, settings.window), settings.above
         indexed = isinstance(selector, PageSelector)
         self.eager = Eager(self.zones, indexed)
@@ -250,15 +240,16 @@ def given(vllm_config: VllmConfig) -> Settings:
     if settings is None:
         example = f'{{"{KEY}": {{"selector": "quest", "budget": 2048}}}}'
         raise ValueError(f"the backend CUSTOM is sparseattn's and needs its settings: --additional-config '{example}'")
-    if vllm_config.parallel_config.use_ubatching:
-        raise ValueError("sparseattn's CUDA backend does not serve batches in halves: start vLLM without --enable-dbo")
     return settings
 
 
-def why_dense_layer(impl: Any, spec: AttentionSpec, model: ModelConfig) -> str | None:
-    """Why a layer with a cache of this kind cannot read sparsely; None: it can."""
+def why_dense_layer(layer: Attention, vllm_config: VllmConfig) -> str | None:
+    """Why a layer cannot be sparse; None: it can."""
+    impl, spec, model = layer.impl, layer.get_kv_cache_spec(vllm_config), vllm_config.model_config
     if not isinstance(impl, SparseTritonImpl):
         return "it has another backend"
+    if not isinstance(spec, AttentionSpec):
+        return "it has no cache of keys and values of its own"
     full = isinstance(spec, FullAttentionSpec) and not (spec.sliding_window or spec.attention_chunk_size)
     reasons = {
         "it attends in chunks": impl.chunk_lookback != -1,
@@ -282,12 +273,10 @@ def take(
 ) -> list[Attention]:
     """Makes layers of a cache's group sparse, and says which."""
     layers = get_layers_from_vllm_config(vllm_config, Attention, names)
+    every = plan_layers(settings, vllm_config, why_dense_layer)
     taken, reasons = [], set()
     for name, layer in layers.items():
-        why = why_dense_layer(layer.impl, spec, vllm_config.model_config)
-        if why is None and extract_layer_index(name) < settings.dense_layers:
-            why = f"it is one of the first {settings.dense_layers} layers"
-        if why is None:
+        if (why := every[name]) is None:
             layer.impl.sparse = SparseLayer(selector, spec.block_size, settings.shape[2])
             taken.append(layer)
         else:

@@ -7,6 +7,9 @@ from typing import Any
 
 from sparseattn.integrations.vllm import counters
 
+CPU_BACKEND = "sparseattn.integrations.vllm.cpu.SparseCPUBackend"
+CUDA_BACKEND = "sparseattn.integrations.vllm.cuda.SparseTritonBackend"
+
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
@@ -18,9 +21,9 @@ def register() -> None:
     _refuse_early(current_platform)
     if current_platform.is_cpu():
         _spare_llvmlite()
-        register_backend(AttentionBackendEnum.CPU_ATTN, "sparseattn.integrations.vllm.cpu.SparseCPUBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     elif current_platform.is_cuda():  # asked for by --attention-backend CUSTOM
-        register_backend(AttentionBackendEnum.CUSTOM, "sparseattn.integrations.vllm.cuda.SparseTritonBackend")
+        register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
 
 
 def _refuse_early(platform: Any) -> None:
