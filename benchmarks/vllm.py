@@ -210,6 +210,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
     prompts = integers(options.prefill or None, "--prefill") or []
+    if (least := min([*contexts, *batches, *prompts])) < 1:
+        raise ValueError(f"--contexts, --batches and --prefill are 1 or more, got {least}")
     turns = Turns()
     with tempfile.TemporaryDirectory() as into, turns.installed():
         folder, vocabulary = model_folder(options.model, Path(into))

