@@ -142,6 +142,14 @@ def test_every_method_and_setting_is_stock_at_full_budget_and_alone_as_in_a_batc
         found = ask(llm, asked, TOKENS)
         assert found.tokens == expected.tokens
         assert found.stats.sparse_calls == 0
+        # What stock wrote and cached is read by the next method without being written again: its index is made of that.
+        first = [ids[:512] for ids in asked if len(ids) > 512]
+        switch(parse({**SPARSE, "budget": 64}))
+        hit = ask(llm, first)
+        assert hit.engine["vllm:prefix_cache_hits"] >= 256 * len(first)
+        check_counts(hit, full=False)
+        llm.reset_prefix_cache()
+        assert ask(llm, first).tokens == hit.tokens
 
 
 def test_heads_of_other_sizes_and_numbers(models: Callable[..., Path], stock: Callable[..., Answer]) -> None:
