@@ -234,8 +234,10 @@ def _sum4x4(acc, a, rows, at, t, weights, w, size):
 
 @njit(fastmath=set(FAST))
 def _tile(asked, share, size, keys, values, key_at, value_at, biased, more, count, weights, peak, total, acc):
-    """One step of the online softmax: `count` rows join `peak`, `total` `[share]` and `acc` `[share*size]`. To the logits
-    of each row comes, if `biased`, its `more`."""
+    """One step of the online softmax: `count` rows join `peak`, `total` `[share]` and `acc` `[share*size]`.
+
+    To the logits of each row comes, if `biased`, its `more`.
+    """
     fours = share & ~3
     for t in range(count):
         for g in range(0, fours, 4):
