@@ -100,6 +100,57 @@ class SampledBuckets(Buckets):
         self.queries_share = queries_share
 
 
+class Heaviest(Selector):
+    """A test double that evicts: each KV head holds the `rows` rows with the largest weight, others are gone for good.
+
+    A row weighs the norm of its key and, where it is of the prompt, what the softmax of the prompt's last queries over
+    all of the prompt gives it. Of those held, a query reads the best by its own product.
+    """
+
+    last_queries = 3
+    evicts = True
+
+    def __init__(self, rows: int = 40) -> None:
+        self.rows = rows
+        self.weight = RowBuffer(2)  # [B,H,N] -inf where a row is not held
+
+    def append(self, rows: Rows) -> None:
+        weight = rows.keys.norm(dim=-1)
+        if rows.last_queries is not None:
+            weight = weight + self._votes(rows)
+        self.weight.append(weight.masked_fill((rows.positions < 0)[:, None], -torch.inf))
+        held = self.weight.data
+        gone = held.argsort(dim=-1, descending=True, stable=True)[..., self.rows :]
+        held.scatter_(2, gone, -torch.inf)
+
+    @staticmethod
+    def _votes(rows: Rows) -> Tensor:
+        """`[B,H,n]`: the mean weight of a sealed row over the prompt's last queries."""
+        queries, asked, keys, at = rows.last_queries, rows.last_positions, rows.unsealed, rows.unsealed_positions
+        assert queries is not None
+        assert asked is not None
+        assert keys is not None
+        assert at is not None
+        every, places = torch.cat([rows.keys, keys], 2), torch.cat([rows.positions, at], 1)
+        seen = (places[:, None] >= 0) & (places[:, None] <= asked[..., None])  # [B,q,N]
+        logits = (queries @ every[:, :, None].mT / queries.shape[-1] ** 0.5).masked_fill(~seen[:, None, None], -1e9)
+        weights = logits.softmax(-1) * (asked >= 0)[:, None, None, :, None]
+        return weights[..., : rows.keys.shape[2]].mean((2, 3)) * 100
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.weight.rows:
+            return Selection.none(*query.shape[:2], query.device)
+        held = self.held()
+        scores = (query @ self.stored_keys().mT).masked_fill(~held[:, :, None], -torch.inf)
+        return Selection.tokens(best(vote(scores, "each"), budget))
+
+    def held(self) -> Tensor:
+        return self.weight.data > -torch.inf
+
+    def keep(self, ids: Tensor) -> None:
+        self.weight.keep(ids)
+
+
 class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
@@ -117,6 +168,9 @@ class Same(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def keep(self, ids: Tensor) -> None:
+        self.inner.keep(ids)
 
 
 def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):
@@ -154,8 +208,9 @@ def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selecto
 
 @dataclass(frozen=True)
 class Case:
-    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
-    with the reason why there is no such construction."""
+    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget and drops
+    none ("exhaustive and never evicting"), or None with the reason why there is no such construction. Methods that
+    evict are made to hold fewer than 80 rows."""
 
     name: str
     make: Callable[[], Selector]
@@ -226,6 +281,8 @@ CASES = [
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
     Case("random", Random, Random),
     Case("window", Window, None, "Window never reads beyond sink and window"),
+    Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),
+    Case("same-heaviest", lambda: Same(Heaviest(25)), lambda: Same(Heaviest(1 << 20))),
     Case("buckets", Buckets, Buckets),
     Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),
     Case("buckets-sampled", lambda: SampledBuckets(0.3), lambda: SampledBuckets(0.3)),
