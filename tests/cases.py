@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from sparseattn import (
+    H2O,
     HNSW,
     IVF,
     PQ,
     SAAP,
+    TOVA,
     Bounds,
     Exact,
     Fier,
@@ -25,6 +27,7 @@ from sparseattn import (
     LowBit,
     Moments,
     PerfectBuckets,
+    PyramidKV,
     QueryBridge,
     Quest,
     Random,
@@ -33,6 +36,7 @@ from sparseattn import (
     Selection,
     Selector,
     SelfIndex,
+    SnapKV,
     TwoStage,
     Window,
 )
@@ -279,6 +283,12 @@ CASES = [
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
+    Case("h2o", H2O, H2O),
+    Case("h2o-decode", lambda: H2O("decode", 0.25), lambda: H2O("decode", 0.25)),
+    Case("tova", TOVA, TOVA),
+    Case("snapkv", SnapKV, SnapKV),
+    Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
+    Case("pyramidkv", lambda: PyramidKV(4), lambda: PyramidKV(4)),
     Case("random", Random, Random),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),

@@ -52,14 +52,22 @@ class SnapKV(Evicting):
         return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
 
     def first(self, rows: Rows) -> Tensor:
-        late = (2.0 + rows.positions)[:, None].expand(-1, self.kv, -1)  # no vote is above 1
+        late = (1.0 + rows.positions)[:, None].expand(-1, self.kv, -1)
         if rows.last_queries is None:
             return late
         queries, at = last_of(rows, self.window)
-        count = queries.shape[2] * (at >= 0).sum(-1)[:, None, None]  # [B,1,1]
-        votes = received(queries, at, every_row(rows))[0] / count.clamp(min=1)
         begin = at.masked_fill(at < 0, torch.iinfo(at.dtype).max).amin(1, keepdim=True)  # [B,1] of the window
         observing = (rows.positions >= begin)[:, None]  # [B,1,n]
+        votes = received(queries, at, every_row(rows))[0].masked_fill(observing, 0.0)
         pool = torch.nn.functional.max_pool1d if self.pool == "max" else torch.nn.functional.avg_pool1d
-        votes = pool(votes.masked_fill(observing, 0.0), self.kernel, 1, self.kernel // 2)
-        return torch.where(observing, late, votes)
+        return torch.where(observing, late, _order(pool(votes, self.kernel, 1, self.kernel // 2), votes))
+
+
+def _order(votes: Tensor, own: Tensor) -> Tensor:
+    """`[B,H,n]`, 0 for the fewest votes to below 1 for the most; of rows with as many, the more of its `own` the more.
+
+    Pooling makes neighbours alike, and which of them is dropped must not depend on how many rows there are.
+    """
+    by_own = own.argsort(dim=-1, stable=True)
+    order = by_own.gather(-1, votes.gather(-1, by_own).argsort(dim=-1, stable=True))
+    return order.argsort(dim=-1).float() / votes.shape[-1]
