@@ -162,7 +162,7 @@ class LastQueries(RowBuffer):
 
     def take(self, index: Tensor) -> None:
         super().take(index)
-        self.at = self.at[index.cpu()] if self.at.numel() else self.at
+        self.at = self.at[index.cpu()] if self.allocated else self.at
 
     def fresh(self) -> LastQueries:
         return LastQueries(self.wanted)
