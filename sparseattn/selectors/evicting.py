@@ -79,11 +79,9 @@ class Observing(Evicting):
         waiting: `[B,H,W]` or `[B,1,W]` float32, what rows not yet sealed have got; the last place is the step's own.
         waiting_at: `[B,W]` int64, their positions; -1: none.
         shown: `[B,1]` int64, real rows sealed so far.
-        unknown: what a row is worth of which nothing is known.
     """
 
     observes = True
-    unknown = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,16 +97,21 @@ class Observing(Evicting):
         """What the prompt's queries gave, at the first seal: worth of the rows sealed `[B,H,n]` and of those not sealed
         `[B,H,u]` (or of one head), and the positions `[B,u]` of these. None: such a method does not ask."""
 
+    @abstractmethod
+    def unknown(self, positions: Tensor) -> Tensor:
+        """What rows at these positions are worth while nothing is known of them: float32, the newer the more, so that
+        what is dropped of several does not depend on where they lie."""
+
     def first(self, rows: Rows) -> Tensor:
         at, real = rows.positions, rows.positions >= 0
         if self.shown.rows:
             same = (at[:, :, None] == self.waiting_at.data[:, None]) & real[..., None]  # [B,n,W]
             noted = torch.where(same[:, None], self.waiting.data[:, :, None], -torch.inf).amax(-1)  # [B,H,n]
             self.shown.data.add_(real.sum(-1, keepdim=True))
-            return torch.where(noted.isneginf(), self.unknown, noted)
+            return torch.where(noted.isneginf(), self.unknown(at)[:, None], noted)
         found = self.of_prompt(rows)
         if found is None:
-            worth = torch.full((len(at), self.kv, at.shape[1]), self.unknown, device=at.device)
+            worth = self.unknown(at)[:, None].expand(-1, self.kv, -1)
             found = worth, worth[:, :, :0], at[:, :0]
         worth, rest, rest_at = found
         self.waiting.append(torch.nn.functional.pad(rest, (0, 1)))
@@ -120,12 +123,8 @@ class Observing(Evicting):
         if self.shown.rows:
             alone = self.shown.data[:, 0] == positions  # every row before the token's is sealed
             self.waiting_at.data[:, -1] = torch.where(alone, positions, -1)
-            self.waiting.data[:, :, -1] = self.unknown  # until `observe` says it
+            self.waiting.data[:, :, -1] = self.unknown(positions)[:, None]  # until `observe` says it
         return super().select(query, positions, budget)
-
-    def own(self, weight: Tensor) -> None:
-        """Notes what the step's token gave itself, `[B,H]` or `[B,1]`: used if it is the one row not sealed."""
-        self.waiting.data[:, :, -1] = weight.clamp(min=0.0)
 
 
 def last_of(rows: Rows, count: int) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,9 @@ class H2O(Observing):
         sealed, rest = received(queries, at, every_row(rows))
         return sealed, rest, rows.unsealed_positions
 
+    def unknown(self, positions: Tensor) -> Tensor:
+        return 1e-30 * (1.0 + positions)
+
     def ranked(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         held = worth > -torch.inf
         newer = held.flip(-1).cumsum(-1).flip(-1)  # [B,H,N] rows held from this one on
@@ -95,5 +98,5 @@ class H2O(Observing):
         if not self.worth.rows:
             return
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
-        self.own((1 - got.sum(-1)).sum(2))
+        self.waiting.data[:, :, -1] += (1 - got.sum(-1)).sum(2).clamp(min=0.0)
         self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))

@@ -24,7 +24,6 @@ class TOVA(Observing):
     cache with sink and window keeps these on top of the budget.
     """
 
-    unknown = torch.inf
     last_queries = 1
 
     @classmethod
@@ -37,6 +36,9 @@ class TOVA(Observing):
         assert rows.unsealed_positions is not None
         return sealed.mean(1, keepdim=True), rest.mean(1, keepdim=True), rows.unsealed_positions
 
+    def unknown(self, positions: Tensor) -> Tensor:
+        return 1e6 + positions  # above every weight
+
     def observe(self, selection: Selection, weights: Tensor) -> None:
         if not self.worth.rows:
             return
@@ -44,7 +46,7 @@ class TOVA(Observing):
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float().sum(2).mean(1, keepdim=True)  # [B,1,S]
         group = weights.shape[1] // self.kv
         self.waiting_at.data[:, :-1] = -1  # what earlier queries gave counts no more
-        self.own(group - got.sum(-1))
+        self.waiting.data[:, :, -1] = (group - got.sum(-1)).clamp(min=0.0)
         worth = self.worth.visible
         now = torch.zeros_like(worth).scatter_add_(2, selection.start[:, :1].long(), got)
         worth.copy_(torch.where(worth > -torch.inf, now, -torch.inf))
