@@ -56,6 +56,11 @@ class Settings:
         if made.learns or made.evicts:
             what = "learns from a prompt's queries" if made.learns else "drops rows"
             raise ValueError(f"{self.selector!r} {what}, and blocks that sequences share cannot follow that")
+        if made.observes or made.tails:
+            raise ValueError(
+                f"{self.selector!r} cannot be served: in vLLM a method neither learns from what its selections got nor "
+                f"has rows of its own"
+            )
         if why := made.why_not_shared():
             raise ValueError(f"{self.selector!r} cannot be served: {why}")
         return made
