@@ -218,7 +218,9 @@ class KVCache:
 
     def _require_rows(self) -> None:
         if self._broken:
-            raise RuntimeError(f"{self.selector!r} failed while rows were sealed, or freed: the cache is void, reset() it")
+            raise RuntimeError(
+                f"{self.selector!r} failed while rows were sealed or freed, so this cache is void: reset() it"
+            )
         if self.batch == 0:
             raise RuntimeError("the cache is empty: append a prefill first")
 

@@ -146,12 +146,12 @@ class Heaviest(Selector):
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         if not self.weight.rows:
             return Selection.none(*query.shape[:2], query.device)
-        held = self.held()
-        scores = (query @ self.stored_keys().mT).masked_fill(~held[:, :, None], -torch.inf)
+        scores = query @ self.stored_keys().mT
+        scores = scores.masked_fill(self.weight.data[:, :, None].isneginf(), -torch.inf)
         return Selection.tokens(best(vote(scores, "each"), budget))
 
     def held(self) -> Tensor:
-        return self.weight.data > -torch.inf
+        return ~self.weight.data.isneginf()
 
     def keep(self, ids: Tensor) -> None:
         self.weight.keep(ids)
