@@ -56,7 +56,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     store = Clock(0.0, 0.0)
     for start, stop in inputs.chunks():
         rows = inputs.rows(start, stop)
-        queries = inputs.queries(start, stop) if selector.queries_share else None
+        queries = inputs.queries(start, stop) if selector.learns else None
         begun = Clock.now(device)
         cache.append(*rows, queries)
         taken = Clock.now(device) - begun
@@ -164,7 +164,7 @@ def appending(cache: KVCache, inputs: Inputs, step: float, options: argparse.Nam
     while cycles < options.cycles and (not cycles or time.perf_counter() - begun < options.patience):
         sealed = int(cache.sealed[0])
         keys, values = inputs.rows(at, at + options.seal + unit)
-        queries = inputs.queries(at, at + options.seal + unit) if cache.selector.queries_share else None
+        queries = inputs.queries(at, at + options.seal + unit) if cache.selector.learns else None
         for token in range(options.seal + unit):
             row = slice(token, token + 1)
             asked = None if queries is None else queries[:, :, :, row]

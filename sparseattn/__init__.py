@@ -6,11 +6,13 @@ from sparseattn.kernels import attend, merge
 from sparseattn.metrics import Evaluation, evaluate
 from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import (
+    H2O,
     HNSW,
     IVF,
     PQ,
     SAAP,
     SELECTORS,
+    TOVA,
     Exact,
     Fier,
     Flat,
@@ -19,6 +21,7 @@ from sparseattn.selectors import (
     Moments,
     PageSelector,
     PerfectBuckets,
+    PyramidKV,
     QueryBridge,
     Quest,
     Random,
@@ -26,6 +29,7 @@ from sparseattn.selectors import (
     Rows,
     Selector,
     SelfIndex,
+    SnapKV,
     TwoStage,
     Window,
     make_selector,
@@ -34,11 +38,13 @@ from sparseattn.selectors import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "H2O",
     "HNSW",
     "IVF",
     "PQ",
     "SAAP",
     "SELECTORS",
+    "TOVA",
     "Bounds",
     "Evaluation",
     "Exact",
@@ -50,6 +56,7 @@ __all__ = [
     "Moments",
     "PageSelector",
     "PerfectBuckets",
+    "PyramidKV",
     "QueryBridge",
     "Quest",
     "Random",
@@ -58,6 +65,7 @@ __all__ = [
     "Selection",
     "Selector",
     "SelfIndex",
+    "SnapKV",
     "Tail",
     "TwoStage",
     "Window",

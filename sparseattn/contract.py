@@ -25,8 +25,8 @@ def check(
     real: Tensor | None,
     selector: Selector,
 ) -> None:
-    """The selection names distinct sealed rows, no padding, and at most `budget` of them for each head, with finite
-    biases, and what it says of its cost are counts of the right shape.
+    """The selection names distinct sealed rows, no padding, none that was dropped before, and at most `budget` of them
+    for each head, with finite biases, and what it says of its cost are counts of the right shape.
 
     Makes the host wait for the device.
 
@@ -34,7 +34,7 @@ def check(
         selection: what `select` returned.
         query, positions, budget: what it was given: `[B,H,G,D]`, `[B]` and rows.
         sealed: rows that the selector has been shown, padding included.
-        real: `[B,H,sealed]` bool, which of them are no padding; None: all.
+        real: `[B,H,sealed]` bool, which of them are neither padding nor dropped (`Selector.held`); None: all.
         selector: who it was, for the sentence.
 
     Raises:
@@ -148,4 +148,5 @@ def _check_rows(
         before = before.repeat_interleave(shape[1] // heads, 1)
         first = torch.where(used, start, 0)
         count = before.gather(-1, first + torch.where(used, length, 0)) - before.gather(-1, first)
-        refuse(used & (count < length), "it names {rows}, among them padding")
+        more = " or what it had dropped (held)" if selector.evicts else ""
+        refuse(used & (count < length), "it names {rows}, among them padding" + more)

@@ -9,6 +9,7 @@ three things that papers call selectivity: rows scanned, rows attended, bytes re
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -155,6 +156,9 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
+
+    Full attention is over all rows of the trace, those that a selector has dropped for good among them: nothing is
+    freed here (`KVCache.compact`), so that eviction is judged by what it lacks.
 
     Args:
         trace: queries, keys and values of a model (`Trace.open`, `synthetic`, `builtin_trace`).
@@ -321,16 +325,23 @@ def check_replay(
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
-    rows = slice(start, stop)
-    queries = None
-    if cache.selector.queries_share:
-        if layer.query.shape[2] < len(positions):
-            raise ValueError(
-                f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
-                f"the last {layer.query.shape[2]} tokens of {len(positions)}"
-            )
-        queries = layer.query[None, :, :, rows].float()
-    cache.append(layer.keys[None, :, rows].float(), layer.values[None, :, rows].float(), queries, positions[None, rows])
+    learns, share = cache.selector.learns, cache.selector.queries_share
+    lacking = len(positions) - layer.query.shape[2]  # the first tokens, whose queries the trace does not hold
+    if learns and lacking > (0 if share else max(stop - cache.selector.last_queries, 0)):
+        raise ValueError(
+            f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
+            f"the last {layer.query.shape[2]} tokens of {len(positions)}"
+        )
+    bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
+    for low, high in itertools.pairwise(bounds):
+        queries, rows = None, slice(low, high)
+        if learns and low < lacking:  # not looked at
+            heads, group, _, size = layer.query.shape
+            queries = layer.keys.new_zeros(1, dtype=torch.float32).expand(1, heads, group, high - low, size)
+        elif learns:
+            queries = layer.query[None, :, :, low - lacking : high - lacking].float()
+        kept = layer.keys[None, :, rows].float(), layer.values[None, :, rows].float()
+        cache.append(*kept, queries, positions[None, rows])
 
 
 def _replay(
@@ -374,6 +385,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     """
     if cache.sealed_device is not None:
         raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
+    if cache.freed:
+        raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
     _, heads, group, size = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from sparseattn import (
+    H2O,
     HNSW,
     IVF,
     PQ,
     SAAP,
+    TOVA,
     Bounds,
     Exact,
     Fier,
@@ -26,6 +28,7 @@ from sparseattn import (
     LowBit,
     Moments,
     PerfectBuckets,
+    PyramidKV,
     QueryBridge,
     Quest,
     Random,
@@ -34,6 +37,7 @@ from sparseattn import (
     Selection,
     Selector,
     SelfIndex,
+    SnapKV,
     Tail,
     TwoStage,
     Window,
@@ -100,6 +104,57 @@ class SampledBuckets(Buckets):
     def __init__(self, queries_share: float, reverse: bool = True) -> None:
         super().__init__(reverse)
         self.queries_share = queries_share
+
+
+class Heaviest(Selector):
+    """A test double that evicts: each KV head holds the `rows` rows with the largest weight, others are gone for good.
+
+    A row weighs the norm of its key and, where it is of the prompt, what the softmax of the prompt's last queries over
+    all of the prompt gives it. Of those held, a query reads the best by its own product.
+    """
+
+    last_queries = 3
+    evicts = True
+
+    def __init__(self, rows: int = 40) -> None:
+        self.rows = rows
+        self.weight = RowBuffer(2)  # [B,H,N] -inf where a row is not held
+
+    def append(self, rows: Rows) -> None:
+        weight = rows.keys.norm(dim=-1)
+        if rows.last_queries is not None:
+            weight = weight + self._votes(rows)
+        self.weight.append(weight.masked_fill((rows.positions < 0)[:, None], -torch.inf))
+        held = self.weight.data
+        gone = held.argsort(dim=-1, descending=True, stable=True)[..., self.rows :]
+        held.scatter_(2, gone, -torch.inf)
+
+    @staticmethod
+    def _votes(rows: Rows) -> Tensor:
+        """`[B,H,n]`: the mean weight of a sealed row over the prompt's last queries."""
+        queries, asked, keys, at = rows.last_queries, rows.last_positions, rows.unsealed, rows.unsealed_positions
+        assert queries is not None
+        assert asked is not None
+        assert keys is not None
+        assert at is not None
+        every, places = torch.cat([rows.keys, keys], 2), torch.cat([rows.positions, at], 1)
+        seen = (places[:, None] >= 0) & (places[:, None] <= asked[..., None])  # [B,q,N]
+        logits = (queries @ every[:, :, None].mT / queries.shape[-1] ** 0.5).masked_fill(~seen[:, None, None], -1e9)
+        weights = logits.softmax(-1) * (asked >= 0)[:, None, None, :, None]
+        return weights[..., : rows.keys.shape[2]].mean((2, 3)) * 100
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.weight.rows:
+            return Selection.none(*query.shape[:2], query.device)
+        scores = query @ self.stored_keys().mT
+        scores = scores.masked_fill(self.weight.data[:, :, None].isneginf(), -torch.inf)
+        return Selection.tokens(best(vote(scores, "each"), budget))
+
+    def held(self) -> Tensor:
+        return ~self.weight.data.isneginf()
+
+    def keep(self, ids: Tensor) -> None:
+        self.weight.keep(ids)
 
 
 class Estimate(Selector):
@@ -174,6 +229,9 @@ class Same(Selector):
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
 
+    def keep(self, ids: Tensor) -> None:
+        self.inner.keep(ids)
+
     def observe(self, selection: Selection, weights: Tensor) -> None:
         self.inner.observe(selection, weights)
 
@@ -216,8 +274,9 @@ def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selecto
 
 @dataclass(frozen=True)
 class Case:
-    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
-    with the reason why there is no such construction."""
+    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget and drops
+    none ("exhaustive and never evicting"), or None with the reason why there is no such construction. Methods that
+    evict are made to hold fewer than 80 rows."""
 
     name: str
     make: Callable[[], Selector]
@@ -293,8 +352,16 @@ CASES = [
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
+    Case("h2o", H2O, H2O),
+    Case("h2o-decode", lambda: H2O("decode", 0.25), lambda: H2O("decode", 0.25)),
+    Case("tova", TOVA, TOVA),
+    Case("snapkv", SnapKV, SnapKV),
+    Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
+    Case("pyramidkv", lambda: PyramidKV(4), lambda: PyramidKV(4)),
     Case("random", Random, Random),
     Case("window", Window, None, "Window never reads beyond sink and window"),
+    Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),
+    Case("same-heaviest", lambda: Same(Heaviest(25)), lambda: Same(Heaviest(1 << 20))),
     Case("buckets", Buckets, Buckets),
     Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),
     Case("buckets-sampled", lambda: SampledBuckets(0.3), lambda: SampledBuckets(0.3)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Buckets, Case, drawn
+from cases import CASES, Buckets, Case, Heaviest, drawn
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -328,6 +328,7 @@ def test_one_prefill_serves_many_methods(family: str, batch: str) -> None:
     for selector, settings in (
         (Quest(4), {}),
         (RetrievalAttention(8, 4, 4, guides=5), {}),
+        (Heaviest(20), {}),
         (Exact(), {"dense_layers": 1}),
         (Exact(), {"dense_layers": 3}),
     ):

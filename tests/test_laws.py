@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, attention, full, pairs, together
+from cases import CASES, Case, attention, full, missing, pairs, together
 
 from sparseattn import KVCache, Selection, attend, decode, merge
 from sparseattn.kernels import reference
 
 NAMED = {case.name: case for case in CASES}
+EVICTING = [case for case in CASES if missing(case) is None and case.make().evicts]
 APART = {"joint": None, "apart": "cpu"}  # every law holds with sealed rows in a storage of their own too
 # In the fast run each law meets every selector and both places; a selector meets both places in the laws with `pairs`.
 BY_NAME = pytest.mark.parametrize(
@@ -256,7 +257,9 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart:
 def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 140, D)
     at = torch.stack([torch.arange(100) - (100 - n) for n in lengths]).clamp(min=-1)
-    cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
+    evicts = case.make().evicts  # what is dropped is not there
+    make, budget = (case.exhaustive, None) if evicts and case.exhaustive else (case.make, 40)
+    cache = KVCache(make(), sink=4, window=8, seal=32, sealed_device=apart)
     cache.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100], at)
     for t in range(100, 140):
         one = slice(t, t + 1)
@@ -271,7 +274,57 @@ def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...],
                     at_values, given = mine[1][:, 0].argsort(), values[b, h, real, 0].argsort()
                     assert torch.equal(mine[0][at_values], keys[b, h, real][given])
                     assert torch.equal(mine[1][at_values], values[b, h, real][given])
-            cache.select(queries[:, :, :, t], 40)
+            cache.select(queries[:, :, :, t], budget)
+
+
+@pytest.mark.parametrize("apart", APART.values(), ids=APART)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("case", EVICTING, ids=lambda case: case.name)
+def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
+    """Beside a cache that frees nothing, through seals, beams and dropped tokens; a cache in which nothing is dropped
+    stays as it is."""
+    queries, keys, values = attention(B, H, G, 270, D)
+    at = torch.stack([torch.arange(150) - (150 - n * 3 // 2) for n in lengths]).clamp(min=-1)
+    settings = {"sink": 4, "window": 8, "seal": 32, "rollback": 3, "sealed_device": apart}
+    cache, plain = (KVCache(case.make(), **settings) for _ in range(2))
+    for one in (cache, plain):
+        one.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150], at)
+    assert cache.compact() == 0, "nothing is sealed yet"
+    beams, draft = torch.arange(B), torch.randn(B, H, 3, D)
+    freed = 0
+    for t in range(150, 270):
+        token = [x[beams][..., t : t + 1, :] for x in (keys, values, queries)]
+        for one in (cache, plain):
+            one.append(*token)
+        query = token[2][:, :, :, 0]
+        torch.testing.assert_close(decode(query, cache, 30), decode(query, plain, 30), rtol=1e-5, atol=1e-5)
+        if t in (150, 151, 200, 240):
+            before, zone, expected = cache.nbytes, cache.sealed_keys.shape[2], decode(query, cache.clone(), 30)
+            more = cache.compact()
+            assert (more > 0) == (t != 151), "what a seal brings is freed once"
+            freed += more
+            assert cache.freed == freed
+            assert cache.sealed_keys.shape[2] == zone - more
+            assert cache.nbytes["kv"] == before["kv"] - more * 2 * B * H * D * 4
+            assert sum(cache.nbytes.values()) <= sum(before.values()) - more * 2 * B * H * D * 4
+            torch.testing.assert_close(decode(query, cache.clone(), 30), expected, rtol=1e-5, atol=1e-5)
+            for one, other in zip(cache.everything(), plain.everything(), strict=True):
+                assert one.shape[2] == other.shape[2] - freed
+            mine, others = (kept[1][kept[2]][:, 0].sort().values for kept in (c.everything() for c in (cache, plain)))
+            assert torch.equal(mine, others), "what is dropped is there in neither"
+        if t == 170:
+            beams = torch.tensor([1, 0])
+            for one in (cache, plain):
+                one.reorder(beams)
+        if t % 20 == 0:
+            for one in (cache, plain):
+                one.append(draft, draft, draft[:, :, None].expand(-1, -1, G, -1, -1))
+                one.crop(3)
+    assert case.exhaustive is not None
+    whole = KVCache(case.exhaustive(), **settings)
+    whole.append(keys, values, queries)
+    whole.seal()
+    assert whole.compact() == 0
 
 
 @BY_NAME

@@ -97,7 +97,7 @@ class Plan:
     @property
     def queries(self) -> bool:
         """Whether any method learns from the prefill's queries."""
-        return any(method.selector is not None and method.selector.queries_share for method in self.methods)
+        return any(method.selector is not None and method.selector.learns for method in self.methods)
 
 
 def positive(numbers: Mapping[str, int | None]) -> None:

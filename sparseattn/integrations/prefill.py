@@ -31,7 +31,8 @@ class Prefill:
         input_ids: `[B,T]`.
         attention_mask: `[B,T]`, 0 for padding; None: no padding.
         chunk: tokens a forward pass; None: all in one.
-        queries: keep the prompt's queries, G times the keys, for selectors that learn from them (`queries_share`).
+        queries: keep the prompt's queries, G times the keys, for selectors that learn from them (`queries_share`,
+            `last_queries`).
 
     Attributes:
         logits: `[B,V]` of the last token.

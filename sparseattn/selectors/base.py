@@ -44,6 +44,14 @@ class Rows:
         queries: `[B,H,G,m,D]` of those of the rows that are sampled for the selector's `queries_share`, 0 or more of
             them; None where the share is 0. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
+        last_queries: `[B,H,G,n,D]`, the prompt's n newest queries, the newest last, at the first seal of a selector
+            whose `last_queries` is n; else None. The prompt is what is stored then, sink and window included, without
+            the row of the step that is being decoded. Zero where a prompt is shorter than n, in front.
+        last_positions: `[B,n]` int64, the token positions of `last_queries`; negative marks padding.
+        unsealed: `[B,H,u,D]`, with `last_queries`: the keys of those of the prompt's rows that are not sealed (sink,
+            window and what waits), so that a causal softmax of `last_queries` over all of the prompt is exact.
+            Zero for padding.
+        unsealed_positions: `[B,u]` int64, the token positions of `unsealed`; negative marks padding.
     """
 
     keys: Tensor
@@ -51,6 +59,10 @@ class Rows:
     positions: Tensor
     queries: Tensor | None = None
     query_positions: Tensor | None = None
+    last_queries: Tensor | None = None
+    last_positions: Tensor | None = None
+    unsealed: Tensor | None = None
+    unsealed_positions: Tensor | None = None
 
 
 class Selector(ABC):
@@ -74,6 +86,9 @@ class Selector(ABC):
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
             of every part; one that wants a smaller share sees the same queries.
+        last_queries: how many of the prompt's newest queries the first `append` wants (`Rows.last_queries`), 0 none. At
+            least that of every part; one that wants fewer sees the same, of which its own are the last.
+        evicts: whether it drops rows, or a part does, and never names them again: see `held`.
         observes: whether it learns from the weights that its selections got (`observe`), or a part does.
         tails: whether it has rows of its own to attend to (`tail`), or a part has.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
@@ -94,6 +109,8 @@ class Selector(ABC):
 
     span: int = 1
     queries_share: float = 0.0
+    last_queries: int = 0
+    evicts: bool = False
     observes: bool = False
     tails: bool = False
     host: bool = False
@@ -114,11 +131,18 @@ class Selector(ABC):
         super().__setattr__(name, value)
         if isinstance(value, Selector):
             self.queries_share = max(self.queries_share, value.queries_share)
+            self.last_queries = max(self.last_queries, value.last_queries)
+            self.evicts = self.evicts or value.evicts
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
+
+    @property
+    def learns(self) -> bool:
+        """Whether it wants queries of the prompt, so that a cache is given them with the rows."""
+        return self.queries_share > 0 or self.last_queries > 0
 
     def parts(self) -> list[tuple[str, Selector]]:
         """The selectors that this one is made of, by the attribute's name."""
@@ -146,6 +170,32 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def held(self) -> Tensor | None:
+        """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.
+
+        Rows that are padding may be either. By default what all parts hold.
+
+        Returns:
+            `[B,H,N]` bool over the sealed rows in stored order, where they lie; None: all of them.
+        """
+        held = [mine for _, part in self.parts() if (mine := part.held()) is not None]
+        return torch.stack(held).all(0) if held else None
+
+    def keep(self, ids: Tensor) -> None:
+        """Told by `KVCache.compact` that rows have moved: place i of a head now holds what place `ids[..., i]` held.
+
+        Buffers `[B,H,N,...]` follow with `RowBuffer.keep`. `held` is over the K places from then on. `stored` still
+        shows the places as they were.
+
+        Args:
+            ids: `[B,H,K]` int64, distinct in each head: the places it holds there, in rising order, then some that it
+                does not hold, which fill up to K and stay dropped.
+
+        Raises:
+            ValueError: a method that cannot.
+        """
+        raise ValueError(f"{self!r} does not say how its state follows rows that move (keep), so none can be freed")
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
         """What a decode step's selection got; called after every step if `observes`, of a step that names nothing too.
@@ -190,7 +240,8 @@ class Selector(ABC):
         """Refuses what no `append(rows)` of an empty instance leaves in its row buffers: a file may hold anything.
 
         A method that overrides it has its index kept in files where a cache is asked to (`KVCache(indexes=)`); others
-        are built every time. `selectors.loaded` has the usual checks.
+        are built every time. A file is found by all of `rows` but the values: a method whose index depends on these
+        keeps none. `selectors.loaded` has the usual checks.
 
         Args:
             state: attribute -> what its row buffer is to hold, in host memory; buffers that are empty are not in it.

@@ -102,7 +102,7 @@ class TwoStage(Selector):
             if first < held:
                 keys = torch.cat([self.stored_keys()[:, :, first:held], keys], 2)
                 real = torch.cat([self.inside.real.data[:, first:], real], 1)
-                self.inside.keep(first)
+                self.inside.forget(first)
             self.inside.append(_moved(keys, real, order))
         return order
 
