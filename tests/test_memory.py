@@ -182,7 +182,7 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
     queries, keys, values = heads(2, 2, 3, 500, 16)
     cache = KVCache(Heaviest(70), sink=4, window=16, seal=32, rollback=5, sealed_device=apart)
     cache.append(keys, values, queries)
-    letters = {"B": 2, "H": 2, "G": 3, "D": 16, "e": 4, "U": 500, "Z": 0, "n": 3, "rollback": 5}
+    letters = {"B": 2, "H": 2, "G": 3, "D": 16, "e": 4, "U": 500, "Z": 0, "n": 3, "window": 16, "rollback": 5}
     asked = next(row[3].strip("`") for row in rows_of("Held") if row[1] == "the prompt's last queries")
     books = formulas("all")[("positions", "which sealed rows are real")]
     assert cache.nbytes["books"] == value(books, letters) + value(asked, letters)
