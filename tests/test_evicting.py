@@ -79,6 +79,9 @@ def test_storage_is_given_back_whatever_was_asked_for_at_first() -> None:
             cache.append(*torch.randn(2, B, H, 1, D))
         assert decode(query, cache, 20).isfinite().all()
         assert cache.sealed_keys.untyped_storage().nbytes() < stored / 4, "the capacity does not come back"
+        assert cache.compact() == 65, "a seal later"
+        assert cache.compact() == 0
+        assert cache.freed == 1000 - 12 - 40 + 65
         cache.reset()
         assert cache.freed == 0
 
