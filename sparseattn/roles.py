@@ -45,7 +45,7 @@ DENSE, WINDOW = "dense", "window"
 KEYS = ("format", "version", "name", "layers", "meta")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Role:
     """What a head does.
 
@@ -96,6 +96,17 @@ class Role:
     def record(self) -> str | dict[str, Any]:
         """As in a file."""
         return self.method if self.budget is None else {"method": self.method, "budget": self.budget}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Role) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        """With the budget's type in it: 1 is a row and 1.0 the whole context."""
+        return self.method, repr(self.budget)
 
     def __str__(self) -> str:
         return self.method + self._at
@@ -218,8 +229,8 @@ class Roles:
         """
         if layer not in self.layers:
             raise ValueError(
-                f"roles {self.name} say nothing of layer {layer}: they are of layers {_runs(self.layers)}; name a role "
-                f'for it, such as "{DENSE}"'
+                f"roles {self.name} say nothing of layer {layer}: they are of layers {ranges(self.layers)}; name a "
+                f'role for it, such as "{DENSE}"'
             )
         given = self.layers[layer]
         if isinstance(given, Role):
@@ -301,7 +312,7 @@ class Roles:
             else:
                 runs = ((role, len(list(heads))) for role, heads in itertools.groupby(given))
                 what = f"[{', '.join(f'{role} x{count}' if count > 1 else str(role) for role, count in runs)}]"
-            said.append(f"{_runs(indices)}: {what}")
+            said.append(f"{ranges(indices)}: {what}")
         return f"Roles({self.name}; {'; '.join(said)})"
 
     # -- the file ------------------------------------------------------------------------------------------------------
@@ -379,7 +390,7 @@ def pyramid(layers: int, budget: int | float, beta: float = 20, *, unit: int = 1
     Args:
         layers: how many.
         budget: B, their mean: rows (int) or a share of the context (float).
-        beta: how steep, 1 (all alike) or more; 20 in the paper's main experiments.
+        beta: how steep, 1 (all alike) or more; 20 as by default in the authors' code.
         unit: rows are multiples of it, and so is B: the page of a method that reads whole pages.
 
     Returns:
@@ -442,9 +453,7 @@ def duo(
                 f"scores are lists of numbers, one for each KV head of a layer, got {reprlib.repr(heads)} for layer "
                 f"{layer}"
             )
-    made = {
-        layer: [retrieval if score > threshold else streaming for score in heads] for layer, heads in each.items()
-    }
+    made = {layer: [retrieval if score > threshold else streaming for score in heads] for layer, heads in each.items()}
     return Roles(made, name, {"threshold": threshold})
 
 
@@ -478,8 +487,8 @@ def _role(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role:
     return known[key]
 
 
-def _runs(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as "0-2,5"."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers in few words: `[0, 1, 2, 5]` as "0-2,5"."""
     runs: list[list[int]] = []  # first and last
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
