@@ -41,6 +41,7 @@ from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.loaded import Loaded, of_parts
+from sparseattn.selectors.recent import Recent
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
@@ -225,6 +226,8 @@ CASES = [
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
     Case("random", Random, Random),
+    Case("recent", Recent, Recent),
+    Case("recent-few", lambda: Recent(4), lambda: Recent(4)),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("buckets", Buckets, Buckets),
     Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cli.common import decimals, integers
 from sparseattn.cli.report import budget_label
+from sparseattn.roles import Method as Sparse
 from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
 from sparseattn.tasks import TASKS
@@ -151,8 +152,8 @@ def methods(
     layers: Sequence[str] = (ALL_LAYERS,),
     roles: Sequence[Roles] = (),
 ) -> list[Method]:
-    """Full attention, and every selector and all roles in every set of layers at every budget; one that does not look at its budget,
-    once.
+    """Full attention, and every selector, and all roles, in every set of layers at every budget; what does not look at
+    its budget, once.
 
     Raises:
         ValueError: no such selector or budget, a budget below a selector's span, or two selectors of one label.
@@ -162,7 +163,8 @@ def methods(
     sets = list(dict.fromkeys(map(layer_set, layers)))
     found = [Method()]
     labels: dict[str, str] = {}
-    for one in (*map(make_selector, specs), *roles):
+    compared: list[Sparse] = [*map(make_selector, specs), *roles]
+    for one in compared:
         what = f"{one!r} of {one.source()}"
         if labels.setdefault(one.label(), what) != what:
             raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
