@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -272,10 +273,14 @@ class KVCache:
         stored.store(keys, values, queries, at, self.window + self.rollback)
         self._show()
 
-    def append_from(self, other: KVCache) -> None:
+    def append_from(self, other: KVCache, heads: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """Stores the rows of another cache, which has sealed none and has no sink, and the queries it holds of them.
 
         So one prefill serves many selectors: `other` is not changed.
+
+        Args:
+            other: as said.
+            heads: of a tensor `[B,H,...]` those KV heads that this cache is of; default all.
 
         Raises:
             ValueError: rows are sealed or a sink is kept apart in `other`, this selector learns from queries of which
@@ -292,7 +297,8 @@ class KVCache:
                 f"{self.selector!r} learns from queries, and the cache to copy from holds "
                 f"{other._stored.queries.share:g} of them; it must hold all"
             )
-        self.append(*other._stored.copied(self.selector.learns))
+        keys, values, queries, positions = other._stored.copied(self.selector.learns)
+        self.append(heads(keys), heads(values), None if queries is None else heads(queries), positions)
 
     def _show(self) -> None:
         """Brings the selector's view of the stored keys up to date."""

@@ -25,8 +25,8 @@ from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
+from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
 from sparseattn.selection import Selection
-from sparseattn.selectors import as_selector
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
@@ -143,7 +143,7 @@ def json_number(value: float) -> float | None:
 
 def evaluate(
     trace: Trace,
-    selector: Selector | str,
+    selector: Selector | Roles | str,
     budget: Budget,
     *,
     sink: int = 4,
@@ -162,12 +162,14 @@ def evaluate(
 
     Args:
         trace: queries, keys and values of a model (`Trace.open`, `synthetic`, `builtin_trace`).
-        selector: an instance, or a text for `make_selector`.
-        budget: rows beyond sink and window: an int, a share of the context (float or "5%"), or None for all.
+        selector: an instance, or a text for `make_selector`; or roles, in which the layers measured are named.
+        budget: rows beyond sink and window: an int, a share of the context (float or "5%"), or None for all. Roles that
+            have a budget of their own keep it.
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
-        seal: as in `KVCache`; default the selector's span, so that less than a span of further dense rows flatters it.
+        seal: as in `KVCache`; default the selector's span, of roles each one's, so that less than a span of further
+            dense rows flatters it.
         indexes: folder of index files, as in `KVCache`; default none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory. `settings` say which it was.
@@ -201,7 +203,7 @@ def is_trace(trace: object) -> None:
 
 def evaluate_budgets(
     trace: Trace,
-    selector: Selector | str,
+    selector: Selector | Roles | str,
     budgets: Sequence[Budget],
     *,
     sink: int = 4,
@@ -215,8 +217,9 @@ def evaluate_budgets(
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     is_trace(trace)
-    method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
-    seal = method.unit if seal is None else seal
+    method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
+    if isinstance(method, Selector):
+        seal = method.unit if seal is None else seal
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
     check_replay(trace, budgets, method, sink, window, last, seal, indices)
@@ -224,12 +227,22 @@ def evaluate_budgets(
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = _on(place, trace.layer(index))
-        mine = method.for_layer(index, layer.rope)
-        mine.width = trace.dtype.itemsize
-        cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
-        _append(cache, layer, positions, 0, trace.tokens - last)
-        cache.seal()
-        per_layer.append([_replay(cache.clone(), layer, positions, budget, last, progress) for budget in budgets])
+        shares = shares_of(method, index, trace.shapes[index].heads)
+        parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
+        for share in shares:
+            mine = share.fresh(index, layer.rope)
+            mine.width = trace.dtype.itemsize
+            cache = KVCache(
+                mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
+            )
+            part = replace(
+                layer, query=share.of(layer.query, 0), keys=share.of(layer.keys, 0), values=share.of(layer.values, 0)
+            )
+            _append(cache, part, positions, 0, trace.tokens - last)
+            cache.seal()
+            counted = progress if share is shares[-1] else None  # a token of a layer counts once
+            parts.append(_replays(cache, part, positions, [share.budget(asked) for asked in budgets], last, counted))
+        per_layer.append([_of_layer(shares, measured) for measured in zip(*parts, strict=True)])
     settings = {
         "sink": sink,
         "window": window,
@@ -254,7 +267,37 @@ def evaluate_budgets(
     ]
 
 
-def replay_device(method: Selector, device: torch.device | str | None) -> torch.device:
+def _replays(
+    cache: KVCache,
+    layer: TraceLayer,
+    positions: Tensor,
+    budgets: Sequence[Budget],
+    last: int,
+    progress: Callable[[int], None] | None,
+) -> list[dict[str, Tensor]]:
+    """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
+    found: list[dict[str, Tensor]] = []
+    for i, budget in enumerate(budgets):
+        if i and repr(budget) == repr(budgets[0]):
+            found.append(found[0])
+            for _ in range(last):
+                if progress is not None:
+                    progress(1)
+        else:
+            found.append(_replay(cache.clone(), layer, positions, budget, last, progress))
+    return found
+
+
+def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Measure -> `[H*G]`, of what the shares of a layer's KV heads gave, each `[h*G]`."""
+    heads = [1 if share.heads is None else len(share.heads.which) for share in shares]  # one share: its rows stay as is
+    return {
+        name: together(shares, [part[name].view(h, -1) for h, part in zip(heads, parts, strict=True)], 0).flatten()
+        for name in MEASURES
+    }
+
+
+def replay_device(method: Method, device: torch.device | str | None) -> torch.device:
     """Where `evaluate` replays traces for this selector; ValueError for a device on which it cannot."""
     if method.host and device is None:
         return torch.device("cpu")
@@ -292,7 +335,7 @@ def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
 def check_replay(
     trace: Trace,
     budgets: Sequence[Budget],
-    method: Selector,
+    method: Method,
     sink: int,
     window: int,
     last: int,
@@ -304,24 +347,32 @@ def check_replay(
     A method that lacks a layer, such as SAAP where its artefact was not trained for it, is refused and not measured on
     the others: means over other layers compare with nothing.
     """
-    KVCache(method, sink=sink, window=window, seal=method.unit if seal is None else seal)  # its own checks
+    which = usable_layers(trace, None) if layers is None else layers
+    each = [(index, share) for index in which for share in shares_of(method, index, trace.shapes[index].heads)]
+    methods = {share.label: share for _, share in each}  # not a layer's each, as checks of a selector take time
+    for share in methods.values():
+        own = share.selector
+        KVCache(own, sink=sink, window=window, seal=own.unit if seal is None else seal)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window
-    if left < method.unit:
-        raise ValueError(
-            f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} rows "
-            f"before the replay to select from; {method!r} needs at least {method.unit}"
-        )
+    for share in methods.values():
+        if left < share.selector.unit:
+            raise ValueError(
+                f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
+                f"rows before the replay to select from; {share.selector!r} needs at least {share.selector.unit}"
+            )
     held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:
         raise ValueError(
             f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
         )
-    for budget in budgets:
-        budget_rows(budget, trace.tokens - last, method.span, repr(method))
-    for index in layers or ():
-        method.for_layer(index, trace.ropes[index])
+    for share in methods.values():
+        for budget in budgets:
+            budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
+    if layers is not None:
+        for index, share in each:
+            share.fresh(index, trace.ropes[index])
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:

@@ -47,6 +47,7 @@ from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.loaded import Loaded, of_parts
+from sparseattn.selectors.recent import Recent
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
@@ -359,6 +360,8 @@ CASES = [
     Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
     Case("pyramidkv", lambda: PyramidKV(4), lambda: PyramidKV(4)),
     Case("random", Random, Random),
+    Case("recent", Recent, Recent),
+    Case("recent-few", lambda: Recent(4), lambda: Recent(4)),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),
     Case("same-heaviest", lambda: Same(Heaviest(25)), lambda: Same(Heaviest(1 << 20))),

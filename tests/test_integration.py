@@ -302,7 +302,7 @@ def test_selectors_and_budgets_by_layer(llama: Any) -> None:
     with SparseCache(llama, mapping, {1: 0.5, "default": 16}, **SMALL) as cache:
         labels = [repr(layer.rows.selector) for layer in cache.sparse_layers.values()]
         assert labels == [repr(Exact()), repr(Quest(4)), repr(Quest(4))]
-        assert [layer.budget for layer in cache.sparse_layers.values()] == [16, 0.5, 16]
+        assert [layer.parts[0].budget for layer in cache.sparse_layers.values()] == [16, 0.5, 16]
         generate(llama, cache, {"input_ids": prompt()})
         rows = [layer.rows for layer in cache.stats().layers]
         assert max(rows[0], rows[2]) < 35 < rows[1]

@@ -17,6 +17,7 @@ from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import bench_layers, report
 from sparseattn.cli.common import (
     LEAD,
+    ROLES_HELP,
     SELECTOR_HELP,
     Screen,
     errors,
@@ -24,6 +25,7 @@ from sparseattn.cli.common import (
     integers,
     leading_traces,
     model_progress,
+    open_roles,
     open_trace,
     progress_bar,
     results_folder,
@@ -35,6 +37,7 @@ from sparseattn.heads import Comparison
 from sparseattn.indexes import usable_folder
 from sparseattn.integrations.models import REFERENCE
 from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
+from sparseattn.roles import Method
 from sparseattn.selectors import Selector, make_selector
 from sparseattn.traces import Trace
 
@@ -59,6 +62,7 @@ def bench(
             f"as well."
         ),
     ] = None,
+    roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
         str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
     ] = "64,256,1024",
@@ -111,19 +115,20 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    methods = _methods(selector or [])
+    methods: list[Method] = [*_methods(selector or []), *open_roles(roles)]
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
     if not by_layer and (rows is not None or bytes_read is not None):
         raise ValueError("--rows and --bytes say where --by-layer compares: give it too")
     equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
-    for method in methods or _methods(SELECTED):
+    early: Sequence[Method] = methods or _methods(SELECTED)
+    for method in early:
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
         from sparseattn.cli import plots, plots_layers  # fails at once if matplotlib is missing, before any work
     names = traces or leading_traces()
-    methods = methods or _methods(_defaults(names))
+    methods = methods or [*_methods(_defaults(names))]
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in names]
     for trace in opened:
@@ -219,7 +224,7 @@ def _by_layer(
 
 
 def _measure(
-    traces: Sequence[Trace], methods: Sequence[Selector], budgets: Sequence[Budget], settings: dict[str, Any]
+    traces: Sequence[Trace], methods: Sequence[Method], budgets: Sequence[Budget], settings: dict[str, Any]
 ) -> Iterator[tuple[int, list[Evaluation]]]:
     """(number of the trace, results by rising budget) for every trace and method, with a progress bar."""
     with progress_bar() as bar:
@@ -228,7 +233,8 @@ def _measure(
             for method in methods:
                 mine = asked if method.uses_budget else asked[:1]
                 steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
-                task = bar.add_task(f"{trace.name} {method!r}", total=steps)
+                named = repr(method) if isinstance(method, Selector) else method.label()
+                task = bar.add_task(f"{trace.name} {named}", total=steps)
                 advance = functools.partial(bar.advance, task)
                 yield i, evaluate_budgets(trace, method, mine, progress=advance, **settings)
                 bar.remove_task(task)

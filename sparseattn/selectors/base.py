@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "rope", "stored", "width")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -65,6 +65,18 @@ class Rows:
     unsealed_positions: Tensor | None = None
 
 
+class Heads(NamedTuple):
+    """Some of a layer's KV heads.
+
+    Args:
+        which: their numbers in the layer, ascending.
+        of: how many the layer has.
+    """
+
+    which: tuple[int, ...]
+    of: int
+
+
 class Selector(ABC):
     """Chooses, for every KV head (or every query head), the stored rows to read. One instance serves one layer.
 
@@ -101,6 +113,8 @@ class Selector(ABC):
         width: bytes of an element of a key in `scan_bytes`; None: those it is kept in. Set where a comparison computes
             in float32 what a model keeps in 16 bits: 8-bit bounds and float32 statistics would look half as dear.
         layer: the model layer this instance serves, set by `for_layer`.
+        heads: which of the layer's KV heads this instance is shown, where others have another method (`roles`); H is
+            their number then. For methods with parameters of their own for a head. None: all of them.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
@@ -120,6 +134,7 @@ class Selector(ABC):
     usual: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     layer: int = 0
+    heads: Heads | None = None
     rope: Rope | None = None
     stored: Tensor | None = None
 

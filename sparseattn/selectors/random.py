@@ -39,6 +39,8 @@ class Random(Selector):
             return Selection.none(batch, heads, query.device)
         at = self.at.visible
         head = torch.arange(heads, device=at.device)
+        if self.heads is not None:
+            head = torch.tensor(self.heads.which, device=at.device)
         stream = _mix(_mix(_mix(torch.full_like(head, _signed(self.seed % (1 << 64)))) + self.layer) + head)  # [H]
         draw = _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])  # [B,H,N]
         uniform = (draw >> 11).double().masked_fill((at < 0)[:, None], -torch.inf)
