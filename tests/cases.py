@@ -20,6 +20,7 @@ from sparseattn import (
     Exact,
     Fier,
     Flat,
+    KDEformer,
     KMeans,
     KVCache,
     LowBit,
@@ -28,6 +29,7 @@ from sparseattn import (
     QueryBridge,
     Quest,
     Random,
+    Reformer,
     RetrievalAttention,
     Rows,
     Selection,
@@ -177,6 +179,7 @@ CASES = [
     # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
     Case("hnsw", HNSW, lambda: HNSW(degree=128, build_beam=256)),
     Case("hnsw-l2", lambda: HNSW(metric="l2"), lambda: HNSW(degree=128, build_beam=256, metric="l2")),
+    Case("reformer", lambda: Reformer(8, 16), lambda: Reformer(8, 16)),
     Case("retrieval", RetrievalAttention, lambda: RetrievalAttention(beam=1 << 20)),
     Case(
         "retrieval-query",
@@ -222,6 +225,8 @@ CASES = [
     Case("pq", lambda: PQ(8), lambda: PQ(8)),
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
+    Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),
+    Case("kdeformer-one", lambda: KDEformer(3, 0, 7), lambda: KDEformer(3, 0, 7)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
     Case("random", Random, Random),

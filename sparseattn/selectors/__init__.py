@@ -13,6 +13,7 @@ from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
@@ -20,6 +21,7 @@ from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
+from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
@@ -36,6 +38,7 @@ __all__ = [
     "Exact",
     "Fier",
     "Flat",
+    "KDEformer",
     "KMeans",
     "LowBit",
     "Moments",
@@ -44,6 +47,7 @@ __all__ = [
     "QueryBridge",
     "Quest",
     "Random",
+    "Reformer",
     "RetrievalAttention",
     "Rows",
     "Selector",
@@ -61,12 +65,14 @@ SELECTORS: dict[str, type[Selector]] = {
     "flat": Flat,
     "hnsw": HNSW,
     "ivf": IVF,
+    "kdeformer": KDEformer,
     "kmeans": KMeans,
     "lowbit": LowBit,
     "moments": Moments,
     "pq": PQ,
     "quest": Quest,
     "random": Random,
+    "reformer": Reformer,
     "retrieval": RetrievalAttention,
     "saap": SAAP,
     "selfindex": SelfIndex,
