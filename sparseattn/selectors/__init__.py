@@ -16,6 +16,7 @@ from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
+from sparseattn.selectors.magicpig import MagicPIG
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
@@ -41,6 +42,7 @@ __all__ = [
     "KDEformer",
     "KMeans",
     "LowBit",
+    "MagicPIG",
     "Moments",
     "PageSelector",
     "PerfectBuckets",
@@ -68,6 +70,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "kdeformer": KDEformer,
     "kmeans": KMeans,
     "lowbit": LowBit,
+    "magicpig": MagicPIG,
     "moments": Moments,
     "pq": PQ,
     "quest": Quest,

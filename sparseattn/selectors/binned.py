@@ -1,4 +1,4 @@
-"""What KDEformer and Reformer share: rows in the order of a hash, cut into equal bins, of which a query visits its own."""
+"""What KDEformer and Reformer share: rows in the order of a hash, cut into equal bins; a query visits its own."""
 
 from __future__ import annotations
 
