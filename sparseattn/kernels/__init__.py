@@ -137,7 +137,7 @@ def attend(
         rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
         bounds = Bounds.of(query.shape[0], rows, device=keys.device)
     if impl is None:
-        impl = _default(query, keys, values)
+        impl = _default(query, keys, values, selection.bias)
     elif impl not in ATTEND:
         raise ValueError(f"impl is one of {', '.join(ATTEND)} or None, got {impl!r}")
     why_not, run = ATTEND[impl]
@@ -147,11 +147,11 @@ def attend(
     return run(query, keys, values, selection, bounds, scale, block_table)
 
 
-def _default(query: Tensor, keys: Tensor, values: Tensor) -> str:
+def _default(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> str:
     if query.is_cuda:
         return "triton" if why_not_triton(query.device, query.dtype) is None else "gather"
     adjacent = keys.stride(-1) == values.stride(-1) == 1
-    learns = query.requires_grad or keys.requires_grad or values.requires_grad
+    learns = any(part is not None and part.requires_grad for part in (query, keys, values, bias))
     return "numba" if adjacent and not learns and why_not_numba(query.device, query.dtype) is None else "gather"
 
 

@@ -40,11 +40,10 @@ def attend(
     k, v = _take(keys, row).to(wide), _take(values, row).to(wide)  # [B,Hs,R,D]
     if bool((spare < 0).any()):  # a head with no used place has no real row to re-read
         v = v.masked_fill((spare < 0)[..., None], 0.0)
-    logits = [
-        (q.reshape(batch, chosen, served, size) @ k.mT)  # [B,Hs,served,R]
-        .masked_fill(~reads[:, :, None], -torch.inf)
-        .reshape(batch, heads, group, row.shape[-1])
-    ]
+    far = q.reshape(batch, chosen, served, size) @ k.mT  # [B,Hs,served,R]
+    if selection.bias is not None:
+        far = far + selection.bias.repeat_interleave(selection.span, -1)[:, :, None, : row.shape[-1]]
+    logits = [far.masked_fill(~reads[:, :, None], -torch.inf).reshape(batch, heads, group, row.shape[-1])]
     parts = []
     for low, high, lows, highs in (
         (0, int(bounds.sink.max()), None, bounds.sink),

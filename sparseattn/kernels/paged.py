@@ -68,4 +68,4 @@ def compact(
     length = used.view(batch, chosen, slots, span).sum(-1, dtype=torch.int32)
     sealed = torch.full_like(bounds.sealed, sink + each * slots * span)
     zones = Bounds(bounds.sink, sink, sealed, sealed + (bounds.rows - bounds.sealed).clamp(min=0))
-    return held[0], held[1], Selection(start, length, span), zones
+    return held[0], held[1], Selection(start, length, span, bias=selection.bias), zones

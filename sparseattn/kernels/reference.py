@@ -36,6 +36,13 @@ def attend(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     reads = named(selection, bounds, keys.shape[1], keys.shape[2])  # [B,H,Hs/H,N]
     logits = query.to(wide) @ keys.to(wide).mT * scale  # [B,H,G,N]
+    if selection.bias is not None:
+        base = bounds.base
+        bias = torch.zeros(*selection.start.shape[:2], keys.shape[2], dtype=wide, device=keys.device)
+        bias[..., base:] = selection.row_bias(keys.shape[2] - base)
+        recent = torch.arange(keys.shape[2], device=keys.device) >= bounds.sealed[:, None]  # not the selection's
+        bias = bias.masked_fill(recent[:, None], 0.0)
+        logits = logits + bias.unflatten(1, (keys.shape[1], -1))
     logits = logits.masked_fill(~reads, -torch.inf)
     lse = logits.logsumexp(-1)  # [B,H,G]
     weights = logits.softmax(-1).masked_fill(lse.isneginf()[..., None], 0.0)  # exp(logits - lse) sums to 1 only roughly
