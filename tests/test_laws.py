@@ -87,7 +87,12 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     assert bool(named[..., : cache.sink].all()), "the sink is read"
     assert bool(named[..., recent].all()), "the window is read"
 
-    logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
+    stands = torch.zeros_like(reads, dtype=torch.float32)  # what the selection adds to the logit of a row
+    stands[..., cache.sink : cache.sink + zone] = selection.row_bias(zone).unflatten(1, (H, -1))
+    bias = torch.zeros(B, H, G, t + 2)
+    bias.scatter_(3, torch.where(reads, token[:, :, None].expand_as(reads), t + 1), stands)
+
+    logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5 + bias[..., : t + 1]
     expected = torch.softmax(logits.masked_fill(~named, -torch.inf), -1) @ values[:, :, : t + 1].double()
     for impl in ("gather", "reference", None):
         out, _ = attend(query, stored_keys, stored_values, selection, bounds, impl=impl)

@@ -16,7 +16,7 @@ def streams(seed: int, layer: int, heads: int, device: torch.device) -> Tensor:
     return _mix(_mix(_mix(torch.full_like(head, _signed(seed % (1 << 64)))) + layer) + head)
 
 
-def uniform(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
+def draws(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
     """A draw for every query and row: a hash of stream, position of the query and position of the row.
 
     It does not depend on the batch, on padding or on how the rows were appended.
@@ -27,10 +27,9 @@ def uniform(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
         at: `[B,N]` int64, of the rows.
 
     Returns:
-        `[B,A,N]` float64, whole numbers from -2^52 to 2^52 - 1.
+        `[B,A,N]` int64, of all 64 bits.
     """
-    draw = _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])
-    return (draw >> 11).double()
+    return _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])
 
 
 def directions(seed: int, layer: int, heads: int, size: int, count: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, best, check_least
-from sparseattn.selectors.draws import streams, uniform
+from sparseattn.selectors.draws import draws, streams
 from sparseattn.selectors.hashed import Hashed, packed
 from sparseattn.storage import RowBuffer
 
@@ -112,7 +112,7 @@ class MagicPIG(Hashed):
             times += codes[:, :, table, None] == asked[:, :, table]
         times = times.masked_fill_((at < 0)[:, None, None], 0).flatten(1, 2)  # [B,Hs,N]
         drawn = times >= 2
-        order = uniform(streams(self.seed, self.layer, heads * group, at.device), positions, at)
+        order = (draws(streams(self.seed, self.layer, heads * group, at.device), positions, at) >> 11).double()
         ids = best(order.masked_fill(~drawn, -torch.inf), budget)  # [B,Hs,S]
         cap = (drawn.sum(-1, keepdim=True) / max(ids.shape[2], 1)).clamp(min=1).log()  # [B,Hs,1]
         bias = torch.where(ids >= 0, cap - self._logarithm(query, ids), 0.0).float()

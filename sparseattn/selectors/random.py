@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best
-from sparseattn.selectors.draws import streams, uniform
+from sparseattn.selectors.draws import draws, streams
 from sparseattn.storage import RowBuffer
 
 
@@ -39,7 +39,7 @@ class Random(Selector):
         if self.at.rows == 0:
             return Selection.none(batch, heads, query.device)
         at = self.at.visible
-        draw = uniform(streams(self.seed, self.layer, heads, at.device), positions, at)  # [B,H,N]
-        draw = draw.masked_fill((at < 0)[:, None], -torch.inf)
+        draw = draws(streams(self.seed, self.layer, heads, at.device), positions, at)  # [B,H,N]
+        uniform = (draw >> 11).double().masked_fill((at < 0)[:, None], -torch.inf)
         scanned = torch.zeros(batch, heads, dtype=torch.int64, device=at.device)
-        return Selection.tokens(best(draw, budget), scanned, scanned)
+        return Selection.tokens(best(uniform, budget), scanned, scanned)
