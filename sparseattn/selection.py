@@ -140,6 +140,20 @@ class Selection:
         """`[B,Hs]` int64: rows selected."""
         return self.length.sum(-1)
 
+    def distinct(self, heads: int, rows: int) -> Tensor:
+        """`[B,H]` int64: rows selected, each once for all selection heads of one of the `heads` KV heads.
+
+        `rows`: how many there are to select from.
+        """
+        if self.start.shape[1] == heads:
+            return self.attended  # spans are disjoint
+        return self.mask(rows).unflatten(1, (heads, -1)).any(2).sum(-1)
+
+    def bias_bytes(self, heads: int) -> Tensor:
+        """`[B,H]` int64: bytes of the biases of the slots in use, for each of the `heads` KV heads."""
+        used = (self.length > 0).sum(-1).unflatten(1, (heads, -1)).sum(-1)
+        return used * (0 if self.bias is None else self.bias.element_size())
+
     def mask(self, rows: int) -> Tensor:
         """`[B,Hs,rows]` bool: which of the first `rows` rows are selected."""
         ids = self.rows
@@ -154,6 +168,44 @@ class Selection:
             place = torch.where((ids >= 0) & (ids < rows), ids, rows)
             out = out.scatter(2, place, self.bias.repeat_interleave(self.span, -1))
         return out[..., :rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """Rows that a selector owns and that stand for what a step does not read, such as the mean of those values.
+
+    A step attends to them as to stored rows, and merges both by their log-sum-exp.
+
+    Args:
+        keys, values: `[B,H,M,D]`, in the query's dtype, on the device of the sealed rows. Rows that nobody names may
+            hold anything.
+        selection: which of them each head attends to, counted from row 0, with a bias where a row stands for many: one
+            with a zero key and a bias of log w has the weight w before the softmax's division. What making the rows
+            read is told in `scan_bytes` of the step's selection, not here.
+
+    As of a selection, shapes depend on the budget and on how many rows are stored alone.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+
+    keys: Tensor
+    values: Tensor
+    selection: Selection
+
+    def __post_init__(self) -> None:
+        chosen = self.selection.start.shape
+        if self.keys.ndim != 4 or self.keys.shape != self.values.shape:
+            raise ValueError(
+                f"a tail's keys and values are both [B,H,M,D], got {list(self.keys.shape)} and "
+                f"{list(self.values.shape)}"
+            )
+        batch, heads = self.keys.shape[:2]
+        if chosen[0] != batch or chosen[1] % heads:
+            raise ValueError(
+                f"a tail's selection is [B,Hs,S] with B = {batch} and Hs = {heads} (per KV head) or a multiple of it "
+                f"(per query head), got {list(chosen)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
