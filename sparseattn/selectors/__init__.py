@@ -14,14 +14,17 @@ from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.h2o import H2O
+from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
+from sparseattn.selectors.magicpig import MagicPIG
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.pyramidkv import PyramidKV
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
+from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
@@ -42,8 +45,10 @@ __all__ = [
     "Exact",
     "Fier",
     "Flat",
+    "KDEformer",
     "KMeans",
     "LowBit",
+    "MagicPIG",
     "Moments",
     "PageSelector",
     "PerfectBuckets",
@@ -51,6 +56,7 @@ __all__ = [
     "QueryBridge",
     "Quest",
     "Random",
+    "Reformer",
     "RetrievalAttention",
     "Rows",
     "Selector",
@@ -70,13 +76,16 @@ SELECTORS: dict[str, type[Selector]] = {
     "h2o": H2O,
     "hnsw": HNSW,
     "ivf": IVF,
+    "kdeformer": KDEformer,
     "kmeans": KMeans,
     "lowbit": LowBit,
+    "magicpig": MagicPIG,
     "moments": Moments,
     "pq": PQ,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "random": Random,
+    "reformer": Reformer,
     "retrieval": RetrievalAttention,
     "saap": SAAP,
     "selfindex": SelfIndex,

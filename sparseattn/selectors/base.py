@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -153,6 +153,10 @@ class Selector(ABC):
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
+
+    def numbers(self, heads: int) -> Sequence[int]:
+        """Which of the layer's KV heads the `heads` are that this instance is shown."""
+        return range(heads) if self.heads is None else self.heads.which
 
     @property
     def learns(self) -> bool:
