@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, vote
-from sparseattn.selectors.evicting import Observing, every_row, last_of
+from sparseattn.selectors.evicting import Observing, every_row, last_of, left
 from sparseattn.selectors.received import received
 
 SCORES = ("prompt", "decode")
@@ -98,5 +98,5 @@ class H2O(Observing):
         if not self.worth.rows:
             return
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
-        self.waiting.data[:, :, -1] += (1 - got.sum(-1)).sum(2).clamp(min=0.0)
+        self.waiting.data[:, :, -1] += left(got).sum(2)
         self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +32,7 @@ class PyramidKV(SnapKV):
     ) -> None:
         super().__init__(window, kernel, pool)
         check_least(layers=(layers, 1))
-        if beta < 1:
+        if not 1 <= beta < math.inf:
             raise ValueError(f"beta is 1 (every layer alike) or more, got {beta}")
         self.layers, self.beta = layers, beta
 

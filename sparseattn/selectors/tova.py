@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows
-from sparseattn.selectors.evicting import Observing, every_row, last_of
+from sparseattn.selectors.evicting import Observing, every_row, last_of, left
 from sparseattn.selectors.received import received
 
 
@@ -42,11 +42,11 @@ class TOVA(Observing):
     def observe(self, selection: Selection, weights: Tensor) -> None:
         if not self.worth.rows:
             return
-        # Of the group's sum, as the prompt's: G times the mean ranks alike.
-        got = weights[..., 0].unflatten(1, (self.kv, -1)).float().sum(2).mean(1, keepdim=True)  # [B,1,S]
-        group = weights.shape[1] // self.kv
+        got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting_at.data[:, :-1] = -1  # what earlier queries gave counts no more
-        self.waiting.data[:, :, -1] = (group - got.sum(-1)).clamp(min=0.0)
+        # Summed over the group, as the prompt's: G times the mean over all heads ranks alike.
+        self.waiting.data[:, :, -1] = left(got).sum(2).mean(1, keepdim=True)
         worth = self.worth.visible
+        got = got.sum(2).mean(1, keepdim=True)  # [B,1,S]
         now = torch.zeros_like(worth).scatter_add_(2, selection.start[:, :1].long(), got)
         worth.copy_(torch.where(worth > -torch.inf, now, -torch.inf))
