@@ -11,18 +11,22 @@ from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
+from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.kmeans import KMeans
+from sparseattn.selectors.loki import Loki
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
+from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
+from sparseattn.selectors.sparq import SparQ
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
@@ -33,12 +37,15 @@ __all__ = [
     "PQ",
     "SAAP",
     "SELECTORS",
+    "DoubleSparsity",
     "Exact",
     "Fier",
     "Flat",
     "KMeans",
+    "Loki",
     "LowBit",
     "Moments",
+    "PQCache",
     "PageSelector",
     "PerfectBuckets",
     "QueryBridge",
@@ -48,6 +55,7 @@ __all__ = [
     "Rows",
     "Selector",
     "SelfIndex",
+    "SparQ",
     "TwoStage",
     "Window",
     "as_selector",
@@ -56,20 +64,24 @@ __all__ = [
 
 SELECTORS: dict[str, type[Selector]] = {
     "bridge": QueryBridge,
+    "doublesparsity": DoubleSparsity,
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
     "hnsw": HNSW,
     "ivf": IVF,
     "kmeans": KMeans,
+    "loki": Loki,
     "lowbit": LowBit,
     "moments": Moments,
     "pq": PQ,
+    "pqcache": PQCache,
     "quest": Quest,
     "random": Random,
     "retrieval": RetrievalAttention,
     "saap": SAAP,
     "selfindex": SelfIndex,
+    "sparq": SparQ,
     "twostage": TwoStage,
     "window": Window,
 }
