@@ -4,7 +4,7 @@ from sparseattn.attention import decode
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
 from sparseattn.metrics import Evaluation, evaluate
-from sparseattn.selection import Bounds, Selection
+from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import (
     HNSW,
     IVF,
@@ -66,6 +66,7 @@ __all__ = [
     "Selector",
     "SelfIndex",
     "SparQ",
+    "Tail",
     "TwoStage",
     "Window",
     "attend",

@@ -17,7 +17,7 @@ import sparseattn.contract as contract
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.indexes import append_kept, usable_folder
 from sparseattn.keeping import append_first
-from sparseattn.selection import Bounds, Selection
+from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import Selector, as_selector
 from sparseattn.stored import StoredRows
 from sparseattn.tensors import only_tensors
@@ -117,6 +117,7 @@ class KVCache:
         self._decoded = False
         self._broken = False
         self.latest: Selection | None = None  # the last answer of `search`
+        self.latest_tail: Tail | None = None  # what was attended to beside it
         self._shown: Tensor | None = None  # the storage of which the selector has a view
 
     # -- what is stored ------------------------------------------------------------------------------------------
@@ -356,12 +357,39 @@ class KVCache:
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
         """
-        at = self.positions if self.sealed_device is None else torch.tensor(self._stored.zones.next) - 1
-        self.latest = self.selector.select(query, at, rows)
+        at = self._asked_at()
+        self.latest, self.latest_tail = self.selector.select(query, at, rows), None
         if self.check:
             stored = self._stored
             contract.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)
         return self.latest
+
+    def tail(self, query: Tensor, selection: Selection) -> Tail | None:
+        """Rows that the selector adds for what this selection of `search` does not read, None for none. They are part
+        of the step: `decode` attends to them too, and merges.
+
+        Args:
+            query: as `search` was given.
+
+        Raises:
+            ContractError: with `check`, a tail that the contract does not allow.
+        """
+        if not self.selector.tails:
+            return None
+        at = self._asked_at()
+        self.latest_tail = self.selector.tail(query, at, selection)
+        if self.check:
+            contract.check_tail(self.latest_tail, query, at, self.selector)
+        return self.latest_tail
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        """Tells a selector that `observes` what a step's selection got, see there; others nothing."""
+        if self.selector.observes:
+            self.selector.observe(selection, weights)
+
+    def _asked_at(self) -> Tensor:
+        """`[B]`: the newest tokens' positions, on the device of the sealed rows."""
+        return self.positions if self.sealed_device is None else torch.tensor(self._stored.zones.next) - 1
 
     # -- editing -----------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from sparseattn import checks
+from sparseattn.attention import attend_chosen
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.devices import usable_device
-from sparseattn.kernels import attend, reference
+from sparseattn.kernels import reference
 from sparseattn.selection import Selection
 from sparseattn.selectors import as_selector
 from sparseattn.selectors.base import Selector
@@ -362,6 +363,9 @@ def _replay(
 def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
     """Every measure of one decode step of one sequence against full attention: measure -> `[H*G]` float64.
 
+    A selector that observes is told what its selection got, as in `decode`. Rows of its tail count as rows attended and
+    read, and its biases as bytes read.
+
     Args:
         query: `[1,H,G,D]` float32 or float64.
         cache: one unpadded sequence, after `select`.
@@ -377,14 +381,19 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     logits = query @ keys.mT * scale  # [1,H,G,N]
     weights = logits.softmax(-1)
     full = weights @ values  # [1,H,G,D]
-    out, _ = attend(query, keys, values, selection, bounds, scale=scale)
+    out = attend_chosen(query, cache, selection, scale=scale)
     error = out - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
     found = (weights * reads)[..., indexed].sum(-1)
     sought = weights[..., indexed] >= LOOKUP
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
-    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    distinct = reads.any(2).sum(-1)  # [1,H]
+    biases = selection.bias_bytes(heads)
+    if (tail := cache.latest_tail) is not None:
+        attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
+        distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])
+        biases = biases + tail.selection.bias_bytes(heads)
     unknown = torch.full(
         (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
     )  # a selector that does not say what it cost
@@ -402,10 +411,10 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
-        "distinct_rows": distinct,
+        "distinct_rows": distinct[..., None].expand_as(attended),
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": (distinct * row_bytes + read) / (rows * row_bytes),
+        "bytes_share": ((distinct * row_bytes + biases)[..., None] + read) / (rows * row_bytes),
     }
     top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
     hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first

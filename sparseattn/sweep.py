@@ -172,6 +172,11 @@ def _same_keys(a: Problem, b: Problem) -> bool:
 
 def check(selector: Selector, keys: int, k: int) -> None:
     """`k` of `keys` keys can be looked for with this selector; else ValueError."""
+    if selector.observes:
+        raise ValueError(
+            f"{selector!r} learns from what its selections got, and a sweep asks for rows without attending to them: "
+            f"measure it by bench"
+        )
     if k < 1:
         raise ValueError(f"k is 1 or more keys, got {k}")
     if k > keys // selector.unit * selector.unit:
@@ -320,6 +325,7 @@ class _Layer:
         scanned = unknown if selection.scanned is None else selection.scanned[0].view(heads, -1).double()
         read = unknown if selection.scan_bytes is None else selection.scan_bytes[0, :, None].double()
         row_bytes = 2 * size * self.keys.element_size()  # a key and a value
+        read = read + selection.bias_bytes(heads)[0, :, None]
         shares = (recall, scanned / rows, (read + distinct * row_bytes) / (rows * row_bytes))
         return _Answer(torch.stack([share.expand(heads, group).flatten() for share in shares]), seconds)
 

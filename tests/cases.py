@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ from sparseattn import (
     Selector,
     SelfIndex,
     SparQ,
+    Tail,
     TwoStage,
     Window,
 )
@@ -104,6 +106,60 @@ class SampledBuckets(Buckets):
         self.queries_share = queries_share
 
 
+class Estimate(Selector):
+    """A test double that biases, observes and has a tail: what it reads stands for more than itself.
+
+    Rows rank by their product with the group's queries and by what they got so far. Where not all are read, every
+    second one read has a bias of log 2, and what is left is one row: a zero key, the mean value of all, its number.
+    """
+
+    observes = tails = True
+
+    def __init__(self) -> None:
+        self.real = RowBuffer(1, spare=False)  # [B,N]
+        self.values = RowBuffer(2, spare=0.0)  # [B,H,N,D], padding 0
+        self.got = RowBuffer(2, spare=0.0)  # [B,H,N] weights, summed over steps and query heads
+
+    def fix(self, rows: int, seal: int) -> None:
+        for _, state in self.buffers():
+            state.fix(rows)
+
+    def append(self, rows: Rows) -> None:
+        real = rows.positions >= 0
+        self.real.append(real)
+        self.values.append(rows.values * real[:, None, :, None])
+        self.got.append(torch.zeros(rows.keys.shape[:3], device=rows.keys.device))
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.real.rows:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        real = self.real.visible[:, None]
+        scores = vote((query @ self.stored_keys()[:, :, : real.shape[2]].mT).float(), "sum") + 9 * self.got.visible
+        ids = best(scores.masked_fill(~real, -torch.inf), budget)
+        second = torch.arange(ids.shape[2], device=ids.device) % 2
+        bias = torch.where(real.sum(-1, keepdim=True) > budget, second * math.log(2), 0.0).expand(ids.shape)
+        return Selection.tokens(ids, bias=bias.float().masked_fill(ids < 0, torch.nan))
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        if not self.real.rows:
+            return
+        got, rows = self.got.visible, selection.rows
+        each = weights.flatten(2).unflatten(1, (rows.shape[1], -1)).sum(2)  # [B,Hs,R]
+        assert bool((each[rows < 0] == 0).all())
+        each, rows = (part.unflatten(1, (got.shape[1], -1)).flatten(2) for part in (each, rows))
+        got.scatter_add_(2, rows.clamp(min=0), each)
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        if not self.real.rows:
+            return None
+        count = self.real.visible.sum(-1)[:, None]  # [B,1]
+        left = count - selection.attended  # [B,Hs]
+        mean = self.values.visible.sum(2, keepdim=True) / count.clamp(min=1)[..., None, None]
+        ids = torch.where(left > 0, 0, -1)[..., None]
+        bias = left.clamp(min=1).log()[..., None]
+        return Tail(torch.zeros_like(mean), mean, Selection.tokens(ids, bias=bias))
+
+
 class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
@@ -121,6 +177,12 @@ class Same(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        self.inner.observe(selection, weights)
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        return self.inner.tail(query, positions, selection)
 
 
 def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):
@@ -218,7 +280,14 @@ CASES = [
         lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, rows=16),
     ),
     Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
+    Case("same-estimate", lambda: Same(Estimate()), lambda: Same(Estimate())),
     Case("same-sampled", lambda: Same(Same(SampledBuckets(0.3))), lambda: Same(Same(SampledBuckets(0.3)))),
+    Case(
+        "twostage-estimate",
+        lambda: TwoStage(Estimate(), 2, rows=16, group="each"),
+        lambda: TwoStage(Estimate(), 1, rows=16, group="each"),
+    ),
+    Case("estimate", Estimate, Estimate),
     Case("fier", lambda: Fier(16), lambda: Fier(16)),
     # Rows of equal codes tie: these cases have none where a law's budget ends, at 8 to 16 names a key or by their vote.
     Case("selfindex", lambda: SelfIndex("sum"), lambda: SelfIndex("sum")),
@@ -227,7 +296,8 @@ CASES = [
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("pqcache", lambda: PQCache(8), lambda: PQCache(8)),
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
-    Case("sparq-each", lambda: SparQ(4, "each"), lambda: SparQ(1 << 20, "each")),
+    Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
+    Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),
     Case("loki", Loki, lambda: Loki(1 << 20)),
     Case("loki-each", lambda: Loki(5, group="each"), lambda: Loki(1 << 20, group="each")),
     # Every row brings its query: a sequence whose first sealed rows had none would learn from its keys, and say so.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import CASES, Case, attention, full, pairs, together
 
-from sparseattn import KVCache, Selection, attend, decode
+from sparseattn import KVCache, Selection, attend, decode, merge
 from sparseattn.kernels import reference
 
 NAMED = {case.name: case for case in CASES}
@@ -53,9 +53,12 @@ def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: i
         yield t, query, cache.select(query, budget)
 
 
-def over(cache: KVCache, query, selection: Selection) -> torch.Tensor:
+def over(cache: KVCache, query, selection: Selection, impl: str | None = None) -> torch.Tensor:
     keys, values, bounds = together(cache)
-    return attend(query, keys, values, selection, bounds)[0]
+    parts = [attend(query, keys, values, selection, bounds, impl=impl)]
+    if (tail := cache.tail(query, selection)) is not None:
+        parts.append(attend(query, tail.keys, tail.values, tail.selection, impl=impl))
+    return merge(*map(torch.stack, zip(*parts, strict=True)))[0]
 
 
 def original(cache: KVCache, values) -> torch.Tensor:
@@ -79,19 +82,30 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     reads = reference.named(selection, bounds, H, stored_keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
     token = original(cache, values[:, :, : t + 1])  # [B,H,N]
     assert not bool((reads & (token < 0)[:, :, None]).any()), "a row of padding is read"
-    named = torch.zeros(B, H, G, t + 2, dtype=torch.bool)
-    named.scatter_(3, torch.where(reads, token[:, :, None].expand_as(reads), t + 1), True)
-    named = named[..., : t + 1]
+    at = torch.where(reads, token[:, :, None].expand_as(reads), t + 1)
+    named = torch.zeros(B, H, G, t + 2, dtype=torch.bool).scatter_(3, at, True)[..., : t + 1]
+    bias = torch.zeros(B, selection.start.shape[1], stored_keys.shape[2])
+    bias[..., cache.sink : cache.sink + zone] = selection.row_bias(zone)
+    bias = bias.unflatten(1, (H, -1)).expand(-1, -1, G, -1)
+    bias = torch.zeros(B, H, G, t + 2).scatter_(3, at, bias)[..., : t + 1]
     assert bool((named.sum(-1) == reads.sum(-1)).all()), "a token is read twice"
     recent = slice(max(t + 1 - cache.window, 0), t + 1)
     assert bool(named[..., : cache.sink].all()), "the sink is read"
     assert bool(named[..., recent].all()), "the window is read"
 
     logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
-    expected = torch.softmax(logits.masked_fill(~named, -torch.inf), -1) @ values[:, :, : t + 1].double()
+    logits = (logits + bias.double()).masked_fill(~named, -torch.inf)
+    held = values[:, :, : t + 1].double()
+    if (tail := cache.tail(query, selection)) is not None:
+        own = tail.selection.mask(tail.keys.shape[2]).unflatten(1, (H, -1)).expand(-1, -1, G, -1)
+        more = query.double() @ tail.keys.double().mT / D**0.5
+        more = more + tail.selection.row_bias(tail.keys.shape[2]).unflatten(1, (H, -1)).double()
+        logits = torch.cat([logits, more.masked_fill(~own, -torch.inf)], -1)
+        held = torch.cat([held, tail.values.double()], 2)
+    weights = torch.softmax(logits, -1)
     for impl in ("gather", "reference", None):
-        out, _ = attend(query, stored_keys, stored_values, selection, bounds, impl=impl)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        out = over(cache, query, selection, impl)
+        torch.testing.assert_close(out.double(), weights @ held, rtol=1e-5, atol=1e-5)
 
 
 @pairs(case=NAMED, zones=ZONES, apart=APART)

@@ -178,9 +178,11 @@ class SparseLayer(CacheLayerMixin):
         chosen = self.rows.latest
         assert chosen is not None
         stored, sealed = (sum(rows) / len(rows) for rows in self.rows.counts)
-        batch, heads, _ = chosen.length.shape
-        read = chosen.length.sum()
-        self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (batch * heads)
+        tail = self.rows.latest_tail
+        for part in (chosen,) if tail is None else (chosen, tail.selection):
+            read = part.length.sum()
+            batch, heads, _ = part.length.shape
+            self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (batch * heads)
         self._always += stored - sealed  # sink and rows not sealed
         self._stored += stored
         self.sparse_calls += 1
@@ -194,14 +196,14 @@ class SparseLayer(CacheLayerMixin):
         """
         if chosen.scan_bytes is None:
             return math.nan
-        keys = self.rows.sealed_keys
+        keys, tail = self.rows.sealed_keys, self.rows.latest_tail
         heads = keys.shape[1]
-        if chosen.length.shape[1] == heads:
-            distinct = chosen.attended
-        else:
-            distinct = chosen.mask(keys.shape[2]).unflatten(1, (heads, -1)).any(2).sum(-1)
+        distinct, more = chosen.distinct(heads, keys.shape[2]), chosen.scan_bytes + chosen.bias_bytes(heads)
+        if tail is not None:
+            distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])
+            more = more + tail.selection.bias_bytes(heads)
         row = 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
-        return (always + distinct.double().mean() + chosen.scan_bytes.double().mean() / row) / stored
+        return (always + distinct.double().mean() + more.double().mean() / row) / stored
 
     def keep_unsealed(self, tokens: int) -> None:
         """From now on the newest `tokens` or more stay unsealed, so that they can be taken back."""

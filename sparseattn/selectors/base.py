@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 from sparseattn.storage import State
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class Selector(ABC):
 
     A method may be made of others: an attribute that is a `Selector` is a part of it. Its state is the method's, under
     names such as `pages.low`; it is cloned, reordered, moved and reset with the method, and told what the method is
-    told (`TOLD`). The method passes on `append`, `select` and `fix`, and rows in the order in which they are stored.
+    told (`TOLD`). The method passes on `append`, `select` and `fix`, and rows in the order in which they are stored; where
+    a part observes or has a tail, so has the method, and it passes on `observe` and `tail`. A part then learns of the
+    method's selection, not of its own.
 
     Attributes:
         span: longest span of a selection, a power of two; a budget is at least that.
@@ -72,6 +74,8 @@ class Selector(ABC):
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
             of every part; one that wants a smaller share sees the same queries.
+        observes: whether it learns from the weights that its selections got (`observe`), or a part does.
+        tails: whether it has rows of its own to attend to (`tail`), or a part has.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
@@ -90,6 +94,8 @@ class Selector(ABC):
 
     span: int = 1
     queries_share: float = 0.0
+    observes: bool = False
+    tails: bool = False
     host: bool = False
     uses_budget: bool = True
     width: int | None = None
@@ -108,6 +114,7 @@ class Selector(ABC):
         super().__setattr__(name, value)
         if isinstance(value, Selector):
             self.queries_share = max(self.queries_share, value.queries_share)
+            self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
         elif name in TOLD:
             for _, part in self.parts():
@@ -139,6 +146,30 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        """What a decode step's selection got; called after every step if `observes`, of a step that names nothing too.
+
+        What it learns lies in `State`. A step that `crop` takes back was observed all the same.
+
+        Args:
+            selection: as `select` returned it.
+            weights: `[B,H*G,S,span]` float32, the softmax weights of its rows over everything attended, sink, window and
+                tail in the denominator; 0 in places that are not used. On the device of the sealed rows.
+        """
+        raise NotImplementedError(f"{self!r} observes, or a part of it does: it must say how, in `observe`")
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        """Rows of its own that stand for what a step does not read; asked after `select` if `tails`.
+
+        Args:
+            query, positions: as `select` was given.
+            selection: what is read, as `select` returned it.
+
+        Returns:
+            None: nothing is to be added, such as before the first seal.
+        """
+        raise NotImplementedError(f"{self!r} has a tail, or a part of it has: it must say which, in `tail`")
 
     def fix(self, rows: int, seal: int) -> None:
         """Gives the state storage that is allocated once (`RowBuffer.fix`), before the first row is sealed.
