@@ -1,7 +1,8 @@
 """What the channel methods take from calibration data: statistics of keys and queries, and the file that keeps them.
 
 Loki, https://arxiv.org/abs/2406.02542; Double Sparsity, https://arxiv.org/abs/2408.07092. Letters: H KV heads, G query
-heads per KV head, D head size. Keys and queries are as attention sees them, after RoPE.
+heads per KV head, D head size. Keys and queries are as attention sees them, after RoPE, but for "loki" the keys may be
+those before it.
 
 The file, format version 1 (any safetensors reader opens it):
 
@@ -14,6 +15,7 @@ The file, format version 1 (any safetensors reader opens it):
     format    "sparseattn-calibration"
     version   "1"
     method    "loki" or "doublesparsity"
+    roped     "true": keys after RoPE; "false": before it
     ropes     JSON object: layer -> {"scaling", "interleaved"}
     meta      JSON object: model id, config hash, heads, group, size, prompts, tokens, versions
     sha256    SHA-256 of metadata and tensors (`tensorfiles`)
@@ -111,11 +113,13 @@ class Calibration:
     Attributes:
         method: "loki" or "doublesparsity".
         layers: layer -> its parameters by name (see the module).
+        roped: whether it is of keys after RoPE.
         ropes: layer -> its RoPE, where it is known.
         meta: where it comes from.
 
     Raises:
-        CalibrationError: another method, no layer, or parameters of other names or shapes.
+        CalibrationError: another method, keys before RoPE for one that takes none, no layer, or parameters of other
+            names or shapes.
     """
 
     def __init__(
@@ -123,14 +127,17 @@ class Calibration:
         method: str,
         layers: Mapping[int, Mapping[str, Tensor]],
         *,
+        roped: bool = True,
         ropes: Mapping[int, Rope] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         if method not in METHODS:
             raise CalibrationError(f"a calibration is of one of {', '.join(METHODS)}, got {method!r}")
+        if not roped and METHODS[method].queries:
+            raise CalibrationError(f"{method} takes keys and queries after RoPE, not before it")
         if not layers:
             raise CalibrationError("a calibration holds at least one layer")
-        self.method, self.meta = method, dict(meta or {})
+        self.method, self.roped, self.meta = method, roped, dict(meta or {})
         self.layers = {index: dict(layers[index]) for index in sorted(layers)}
         self.ropes = dict(ropes or {})
         for index, held in self.layers.items():
@@ -178,9 +185,9 @@ class Calibration:
             meta = json.dumps(self.meta, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise CalibrationError(f"a calibration's meta is what JSON can hold: {error}") from error
-        metadata = {"format": FORMAT, "version": VERSION, "method": self.method, "ropes": json.dumps(ropes)}
+        metadata = {"format": FORMAT, "version": VERSION, "method": self.method, "roped": json.dumps(self.roped)}
         try:
-            save_tensors(path, tensors, metadata | {"meta": meta})
+            save_tensors(path, tensors, metadata | {"ropes": json.dumps(ropes), "meta": meta})
         except TensorFileError as error:
             raise CalibrationError(str(error)) from error
 
@@ -204,7 +211,8 @@ class Calibration:
             for full, part in tensors.items():
                 _, index, name = full.split(".")
                 layers.setdefault(int(index), {})[name] = part
-            return cls(metadata["method"], layers, ropes=ropes, meta=json.loads(metadata["meta"]))
+            meta, roped = json.loads(metadata["meta"]), json.loads(metadata["roped"])
+            return cls(metadata["method"], layers, roped=roped, ropes=ropes, meta=meta)
         except CalibrationError as error:
             raise CalibrationError(f"{path} is a damaged calibration: {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

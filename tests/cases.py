@@ -218,6 +218,12 @@ def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selecto
     return selector
 
 
+def with_rope(selector: Selector) -> Selector:
+    """`selector`, told of a RoPE that takes keys of any size."""
+    selector.rope = Rope.of(16)
+    return selector
+
+
 @dataclass(frozen=True)
 class Case:
     """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
@@ -299,6 +305,7 @@ CASES = [
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),
     Case("loki", Loki, lambda: Loki(1 << 20)),
+    Case("loki-before", lambda: with_rope(Loki(6, before=True)), lambda: with_rope(Loki(1 << 20, before=True))),
     Case("loki-each", lambda: Loki(5, group="each"), lambda: Loki(1 << 20, group="each")),
     # Every row brings its query: a sequence whose first sealed rows had none would learn from its keys, and say so.
     Case("doublesparsity", lambda: DoubleSparsity(share=1.0), lambda: DoubleSparsity(1 << 20, share=1.0)),

@@ -23,6 +23,9 @@ def calibrate(
     method: Annotated[str, typer.Option(help=f"{' or '.join(METHODS)}.")],
     out: Annotated[Path, typer.Option(help="Calibration to write, a .safetensors file.")],
     layers: Annotated[str | None, typer.Option(help="Layers to calibrate, such as 1,2,5; default all.")] = None,
+    before_rope: Annotated[
+        bool, typer.Option("--before-rope", help="loki: directions of keys before RoPE, for loki:before=True.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
@@ -36,6 +39,7 @@ def calibrate(
             method,
             out,
             layers=indices,
+            roped=not before_rope,
             device=place,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -161,6 +161,7 @@ def _calibration(path: Path) -> dict[str, Any]:
         "hash": RIGHT,
         "model": str(held.meta.get("model", "unknown")),
         "method": held.method,
+        "vectors": "roped" if held.roped else "de-roped",
         "layers": layers,
         "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
     }

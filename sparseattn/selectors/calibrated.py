@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from sparseattn.calibration import METHODS, Calibration, CalibrationError, shared
@@ -26,6 +27,7 @@ class Calibrated(Ranked):
         artefact: a file of `sparseattn calibrate`; "prompt" (default): the parameters are taken from the first rows
             that a sequence seals, its prompt's, and not changed by those sealed later.
         group: how a query group votes, see `vote`.
+        roped: whether the parameters are of keys after RoPE, not before it.
 
     Raises:
         ValueError: a file that is not there or is of another method; in `for_layer`, a layer that it lacks; in
@@ -35,9 +37,9 @@ class Calibrated(Ranked):
     method: str  # in a calibration
     late = ("_held",)
 
-    def __init__(self, artefact: str, group: str) -> None:
+    def __init__(self, artefact: str, group: str, roped: bool = True) -> None:
         super().__init__(group)
-        self.artefact = artefact
+        self.artefact, self.roped = artefact, roped
         self.known = RowBuffer(1)
         self._held: Calibration | None = None
         if artefact != PROMPT:
@@ -56,6 +58,11 @@ class Calibrated(Ranked):
                     f"{self.artefact} is a calibration for {held.method}, {type(self).__name__} needs one for "
                     f"{self.method}: sparseattn calibrate --method {self.method}"
                 )
+            if held.roped != self.roped:
+                found, asked = ("after", "before") if held.roped else ("before", "after")
+                raise CalibrationError(
+                    f"{self.artefact} is of keys {found} RoPE, and this {type(self).__name__} takes them {asked} it"
+                )
             self._held = held
         return self._held
 
@@ -69,16 +76,22 @@ class Calibrated(Ranked):
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
-        keys = rows.keys[0]
+        keys, positions = rows.keys[0], rows.positions[0]
         if self.artefact != PROMPT:
             held = self.calibration().check(self.layer, keys.shape[0], keys.shape[2], self.rope)
             return self.taken({name: part.to(keys.device) for name, part in held.items()})
+        if not self.roped:
+            if self.rope is None:
+                raise ValueError(
+                    f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: pass "
+                    f"it to for_layer(layer, rope), or take keys after RoPE"
+                )
+            keys = self.rope.unrotate(keys.float(), positions)
         queries: Tensor | None = None
         if METHODS[self.method].queries:
             if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
                 warn_of_keys_as_queries(self, len(keys), len(keys))
                 queries = keys[:, None]
             else:
-                queries = rows.queries[0]
-                keys = keys[:, (rows.positions[0][:, None] == rows.query_positions[0]).int().argmax(0)]
+                queries, keys = rows.queries[0], keys[:, torch.searchsorted(positions, rows.query_positions[0])]
         return self.taken(METHODS[self.method].of(keys, queries))

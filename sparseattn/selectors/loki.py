@@ -20,16 +20,17 @@ class Loki(Calibrated):
         dimensions: d, all of them if there are fewer; 0 (default): a quarter of the head size, the paper's setting.
         artefact: a file that `sparseattn calibrate --method loki` has made of traces; "prompt" (default): the
             directions are those of the keys that a sequence seals first, its prompt's.
+        before: directions of keys before RoPE, which turn keys after it. The paper has both and takes, for each model,
+            the better; some heads' keys vary most after RoPE where no query looks.
         group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each" (the paper's): every query
             head chooses for itself.
 
     The index keeps d numbers of the keys' dtype for every row, and D * d more for each KV head.
 
     Departures, from its code (hpcgroup/loki). There the cache itself holds turned keys, so the first d dimensions are
-    no second copy; here keys stay as they are, and the copy of d dimensions counts. The directions are of keys after
-    RoPE; its code has those of keys before RoPE as well, which it applies to keys after RoPE. It can choose d by layer
-    from the variance explained; here d is the same in all. The default, without a file, is ours: directions of the
-    prompt suit the prompt better than those of other texts, and cost a PCA before the first decoded token.
+    no second copy; here keys stay as they are, and the copy of d dimensions counts. Its code can choose d
+    by layer from the variance explained; here d is the same in all. The default, without a file, is ours, and costs a
+    PCA before the first decoded token.
 
     `scan_bytes`: d numbers of every row, and the directions once per KV head.
     """
@@ -37,10 +38,12 @@ class Loki(Calibrated):
     method = "loki"
     by_row = ("low",)
 
-    def __init__(self, dimensions: int = 0, artefact: str = PROMPT, group: str = "softmax") -> None:
+    def __init__(
+        self, dimensions: int = 0, artefact: str = PROMPT, before: bool = False, group: str = "softmax"
+    ) -> None:
         check_least(dimensions=(dimensions, 0))
-        super().__init__(artefact, group)
-        self.dimensions = dimensions
+        super().__init__(artefact, group, not before)
+        self.dimensions, self.before = dimensions, before
         self.basis = RowBuffer(2)  # [B,H,D,d] float32
         self.low = RowBuffer(2)  # [B,H,N,d]
 

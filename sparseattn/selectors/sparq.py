@@ -31,16 +31,16 @@ class SparQ(Ranked):
     The index is a second copy of the keys, channel by channel, so that r channels are read and no others: a row takes
     `D` numbers of the keys' dtype, half as much again as its key and value.
 
-    Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not read
-    have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate. Its mean
-    is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and window come on
-    top of the budget. Logits are taken as `q.k / sqrt(D)`.
+    Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not
+    read have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate.
+    Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
+    window come on top of the budget. Logits are taken as `q.k / sqrt(D)`.
 
     `scan_bytes`: r numbers of every row.
     """
 
     knob = "channels"
-    by_row = ("keys",)
+    by_row = ("keys", "scored")
 
     def __init__(self, channels: int = 16, mean: bool | None = None, group: str = "softmax") -> None:
         check_least(channels=(channels, 1))
@@ -67,9 +67,9 @@ class SparQ(Ranked):
         if not self.real.rows:
             return Selection.none(query.shape[0], query.shape[1], query.device)
         logits = self.logits(query)
-        self.scored = RowBuffer(3)
         if self._adds(query):
-            self.scored.append(logits)
+            self.scored.resize(logits.shape[3], logits)
+            self.scored.data.copy_(logits)
         return self.named(query, logits, budget)
 
     def logits(self, query: Tensor) -> Tensor:

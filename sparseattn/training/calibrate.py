@@ -24,6 +24,7 @@ def calibrate(
     out: str | os.PathLike[str],
     *,
     layers: Sequence[int] | None = None,
+    roped: bool = True,
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
@@ -36,6 +37,7 @@ def calibrate(
         method: "loki" or "doublesparsity".
         out: the file to write, a .safetensors file.
         layers: all with full attention by default.
+        roped: keys as attention sees them; else before RoPE, for "loki" alone.
         device: where to compute; a CUDA device if there is one.
         progress: called with the prompts' layers that are done, and how many there are.
 
@@ -55,15 +57,17 @@ def calibrate(
         raise TrainingError(f"a calibration is a .safetensors file, got {out}")
     if not out.parent.is_dir():
         raise TrainingError(f"{out} is in a folder that does not exist: {out.parent}")
-    prompts = open_all(traces, layers)
+    if not roped and statistic.queries:
+        raise TrainingError(f"{method} takes keys and queries after RoPE, not before it")
+    prompts = open_all(traces, layers, roped)
     total = len(prompts.shapes) * len(prompts.train)
     found: dict[int, dict[str, Tensor]] = {}
     for index, shape in prompts.shapes.items():
         sums: list[dict[str, Any]] = [{} for _ in range(shape.heads)]
         for prompt in prompts.train:
-            for head, view in load(prompts, prompt, index, range(shape.heads), True, place):
+            for head, view in load(prompts, prompt, index, range(shape.heads), roped, place):
                 queries = view.query.to(place)[None] if statistic.queries else None
-                keys = view.keys[-view.query.shape[1] :] if statistic.queries else view.keys
+                keys = view.inputs[-view.query.shape[1] :] if statistic.queries else view.inputs
                 for name, part in statistic.sums(keys[None], queries).items():
                     sums[head][name] = sums[head].get(name, 0) + part
             progress(len(found) * len(prompts.train) + prompts.train.index(prompt) + 1, total)
@@ -80,5 +84,5 @@ def calibrate(
         "versions": versions(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-    Calibration(method, found, ropes=prompts.ropes, meta=meta).save(out)
+    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta).save(out)
     return Calibration.load(out)

@@ -114,18 +114,22 @@ def open_prompts(
     return replace(prompts, train=tuple(given), held_out=tuple(apart))
 
 
-def open_all(paths: Sequence[str | os.PathLike[str]], layers: Sequence[int] | None = None) -> Prompts:
-    """Opens traces, one or more, checks that they belong together, and holds none out; roped vectors, of any length.
+def open_all(
+    paths: Sequence[str | os.PathLike[str]], layers: Sequence[int] | None = None, roped: bool = True
+) -> Prompts:
+    """Opens traces of any length, one or more, checks that they belong together, and holds none out.
+
+    Args: as of `open_prompts`.
 
     Raises:
         TrainingError: no trace, a prompt given twice, prompts of different models, shapes or RoPEs, layers that are not
-            there.
+            there or whose RoPE is not known.
         TraceError: a file that is no trace.
     """
     given = [_prompt(path) for path in trace_files(paths)]
     if not given:
         raise TrainingError("give at least one trace, or a folder of traces")
-    return _together(given, layers, roped=True)
+    return _together(given, layers, roped)
 
 
 def _together(given: Sequence[Prompt], layers: Sequence[int] | None, roped: bool) -> Prompts:
