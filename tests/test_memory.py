@@ -21,14 +21,17 @@ from sparseattn import (
     PQ,
     SAAP,
     SELECTORS,
+    DoubleSparsity,
     Fier,
     KMeans,
     KVCache,
+    Loki,
     LowBit,
     Moments,
     Quest,
     RetrievalAttention,
     Selector,
+    SparQ,
     TwoStage,
     decode,
     make_selector,
@@ -55,6 +58,8 @@ MAKE = {
     "lowbit-page": lambda: LowBit(4, 16, 8, "max"),
     "fier-each": lambda: Fier(16, "each"),
     "pq-each": lambda: PQ(8, 4, 300, 1, "each"),
+    "sparq-mean": lambda: SparQ(8, True),
+    "loki-each": lambda: Loki(5, group="each"),
     "twostage": lambda: TwoStage(rows=16),
     "twostage-union": lambda: TwoStage(Quest(8, "each"), 3, rows=16),
     "bridge": lambda: make_selector("bridge:probes=2,neighbours=16,guides=50"),
@@ -132,6 +137,12 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters |= {"b": 4 * lowbit.words(size, coded.bits), "L": coded.rows}
     if isinstance(coded, Coded):
         letters |= {"b": coded.codes.full.shape[3], "k": coded.centroids.full.shape[3]}
+    if isinstance(selector, SparQ):
+        letters["d"] = min(selector.channels, size)
+    if isinstance(selector, Loki):
+        letters["d"] = selector.basis.data.shape[3]
+    if isinstance(selector, DoubleSparsity):
+        letters |= {"d": selector.which.data.shape[2], "b": selector.labels.full.shape[3]}
     if isinstance(selector, Partitioned):
         assert selector._here is not None
         classifier = selector._here.partition.classifier
@@ -178,6 +189,7 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
 
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
 FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
+FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -253,6 +265,7 @@ def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) ->
 
 
 WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
+WITHOUT += ["pqcache", "sparq-mean", "doublesparsity", "loki-each"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -314,6 +327,9 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
         "fier": {"b": 16, "L": 32},
         "selfindex": {"b": 16, "k": 16},
         "pq": {"b": 16, "k": 256},
+        "pqcache": {"b": 2, "k": 64},
+        "doublesparsity": {"b": 16, "d": 32},
+        "loki": {"d": 32},
         "twostage": {"b": 32, "L": 64},
     }
     kinds = ("KV", "books", "metadata", "index")

@@ -26,7 +26,8 @@ class DoubleSparsity(Calibrated):
             are.
         artefact: a file that `sparseattn calibrate --method doublesparsity` has made of traces; "prompt" (default): the
             channels are those of the first rows that a sequence seals, its prompt's, and of `share` of their queries.
-        share: share of the prompt's queries, evenly spaced, where there is no file.
+        share: share of the prompt's queries, evenly spaced, where there is no file. 0: the keys serve as queries, and a
+            warning says so.
         group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each" (its code's): every query
             head chooses for itself.
 
