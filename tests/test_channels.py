@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], tmp_path
     _, keys, _ = heads(1, 3, 1, 40, 16)
     with pytest.raises(CalibrationError, match="for 2 KV heads of size 16, layer 0 here has 3 of size 16"):
         filled(Loki(artefact=str(file)), keys)
-    with pytest.raises(CalibrationError, match="was made with a RoPE of 14 dimensions .* here applies no RoPE"):
+    with pytest.raises(CalibrationError, match=r"was made with a RoPE of 14 dimensions .* here applies no RoPE"):
         filled(Loki(artefact=str(file)), keys[:, :2])
     with pytest.raises(CalibrationError, match=r"nowhere is no calibration file \(`sparseattn calibrate` makes one\)"):
         Loki(artefact="nowhere")
