@@ -78,8 +78,10 @@ class Calibrated(Ranked):
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, positions = rows.keys[0], rows.positions[0]
         if self.artefact != PROMPT:
-            held = self.calibration().check(self.layer, keys.shape[0], keys.shape[2], self.rope)
-            return self.taken({name: part.to(keys.device) for name, part in held.items()})
+            every = len(keys) if self.heads is None else self.heads.of
+            held = self.calibration().check(self.layer, every, keys.shape[2], self.rope)
+            own = list(self.numbers(len(keys)))
+            return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
         if not self.roped:
             if self.rope is None:
                 raise ValueError(
