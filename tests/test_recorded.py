@@ -25,7 +25,8 @@ BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
 
 def test_every_device_selector_is_covered() -> None:
     kinds = {type(case.make()).__name__ for case in ON_DEVICE}
-    ranked = {"LowBit", "TwoStage", "Fier", "SelfIndex", "PQ", "Same", "Estimate"}
+    ranked = {"LowBit", "TwoStage", "Fier", "SelfIndex", "PQ", "PQCache", "Same", "Estimate"}
+    ranked |= {"DoubleSparsity", "Loki", "SparQ"}
     assert kinds == {"Exact", "Quest", "QueryBridge", "SAAP", "Moments", "KMeans", "Random", "Window"} | ranked
 
 
