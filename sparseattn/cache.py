@@ -269,7 +269,7 @@ class KVCache:
             zones.require_room(counts, self._capacity, self.selector.unit)
         if first:
             stored.begin(zones, keys)
-        stored.store(keys, values, queries, at, self.rollback)
+        stored.store(keys, values, queries, at, self.window + self.rollback)
         self._show()
 
     def append_from(self, other: KVCache) -> None:

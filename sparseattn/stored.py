@@ -177,10 +177,10 @@ class StoredRows:
             for buffer in (self.apart_keys, self.apart_values):
                 buffer.resize(0, keys[:, :, :0].to(self.apart))
 
-    def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None, rollback: int) -> None:
+    def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None, spare: int) -> None:
         """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on.
 
-        `rollback`: of the newest rows so many may be dropped again.
+        `spare`: so many of the newest rows may be dropped again before the first seal.
         """
         zones, (batch, _, new, _) = self.zones, keys.shape
         before, counts, first, place, number = zones.next, [new] * batch, zones.behind(new), None, None
@@ -221,7 +221,7 @@ class StoredRows:
             if self.queries.share:
                 self.queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
             if self.last.wanted and not zones.zone:
-                self.last.store(queries, at, rollback)
+                self.last.store(queries, at, spare)
         self.publish()
 
     def publish(self) -> None:

@@ -300,15 +300,15 @@ def test_the_row_of_the_step_that_is_decoded_is_not_of_the_prompt() -> None:
         assert all(rows.last_queries is rows.unsealed is None for rows in later)
 
 
-def test_the_last_queries_survive_the_rows_that_rollback_allows_to_drop() -> None:
+def test_the_last_queries_survive_what_window_and_rollback_allow_to_drop() -> None:
     queries, keys, values = heads(1, 1, 2, 40, 8)
-    for rollback in (0, 5):
-        cache = KVCache(Heaviest(), sink=0, window=0, rollback=rollback)
+    for window, rollback in ((0, 0), (5, 0), (0, 5)):
+        cache, most = KVCache(Heaviest(), sink=0, window=window, rollback=rollback), window + rollback
         cache.append(keys, values, queries)
-        with pytest.raises(ValueError, match=f"the last 3 queries of the prompt .* rollback={rollback + 1} or more"):
-            cache.crop(rollback + 1)
-        cache.crop(rollback)
-        assert cache.lengths.tolist() == [40 - rollback]
+        with pytest.raises(ValueError, match=f"the last 3 queries of the prompt .* rollback={most + 1} or more"):
+            cache.crop(most + 1)
+        cache.crop(most)
+        assert cache.lengths.tolist() == [40 - most]
     cache.crop(35)  # all: nothing is lacking
     cache.append(keys[:, :, :2], values[:, :, :2], queries[:, :, :, :2])
     assert cache._stored.last.at.tolist() == [[0, 1]]

@@ -238,7 +238,7 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
             with pytest.raises(ValueError, match="rollback="):
                 cache.crop(min(free) + 1)
             waits = cache.selector.last_queries and not any(one.sealed for one in model)
-            drop = [draw.randint(0, 0 if waits else min(rows, 6)) for rows in free]
+            drop = [draw.randint(0, 0 if waits else min(rows, 6)) for rows in free]  # a series of drops may be refused
             cache.crop(torch.tensor(drop))
             for one, rows in zip(model, drop, strict=True):
                 if rows:

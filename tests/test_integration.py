@@ -364,6 +364,25 @@ def test_clones_at_other_budgets(llama: Any) -> None:
         Prefill(llama, prompt(), queries=False).cache("retrieval", 8)
 
 
+@pytest.mark.parametrize("batch", [{"input_ids": prompt()}, padded()], ids=["one", "padded"])
+def test_a_next_prompt_reads_the_same_whether_dropped_rows_are_freed(llama: Any, batch: dict[str, Tensor]) -> None:
+    """Its tokens attend densely, to what is held."""
+    cache = SparseCache(llama, Heaviest(9), 8, **SMALL)
+    told, _ = generate(llama, cache, batch)
+    more = torch.cat([told, prompt(30, len(told), seed=2)], 1)
+    mask = torch.ones_like(more)
+    if "attention_mask" in batch:
+        mask[:, :60] = batch["attention_mask"]
+    whole = cache.clone()
+    assert cache.compact() > 0
+    kept, free = (sum(layer.rows.nbytes["kv"] for layer in one.sparse_layers.values()) for one in (whole, cache))
+    assert free < kept / 2
+    inputs = {"input_ids": more, "attention_mask": mask}
+    same(generate(llama, cache, inputs), generate(llama, whole, inputs))
+    with pytest.raises(ValueError, match="no layer's selector drops rows"):
+        SparseCache(llama, "quest", 16).compact()
+
+
 # -- the model and what is refused -------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import drawn, heads
+from cases import Heaviest, drawn, heads
 
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
@@ -175,6 +175,27 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
         optional = (states == ("moments",) and name == "saap") or (states == ("root",) and name == "retrieval")
         assert counted == (0 if optional else value(formula, letters)), states
     assert not any(bytes_held.values()), f"every state of a selector is on the page: {bytes_held}"
+
+
+@pytest.mark.parametrize("apart", [None, "cpu"])
+def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
+    """And what the prompt's last queries take until they are handed over."""
+    queries, keys, values = heads(2, 2, 3, 500, 16)
+    cache = KVCache(Heaviest(70), sink=4, window=16, seal=32, rollback=5, sealed_device=apart)
+    cache.append(keys, values, queries)
+    letters = {"B": 2, "H": 2, "G": 3, "D": 16, "e": 4, "U": 500, "Z": 0, "n": 3, "window": 16, "rollback": 5}
+    asked = next(row[3].strip("`") for row in rows_of("Held") if row[1] == "the prompt's last queries")
+    books = formulas("all")[("positions", "which sealed rows are real")]
+    assert cache.nbytes["books"] == value(books, letters) + value(asked, letters)
+    cache.seal()
+    letters |= {"Z": 475, "K": 70, "u": 1, "U": 500 if apart is None else 25}
+    before = cache.nbytes
+    assert before["books"] == value(books, letters)
+    after, *freed = (row[1].strip("`") for row in rows_of("Freed"))
+    assert cache.compact() == 475 - value(after, letters)
+    gone = {name: bytes_held - cache.nbytes[name] for name, bytes_held in before.items()}
+    assert gone["kv"] + gone["books"] == value(freed[0 if apart is None else 1], letters)
+    assert cache.nbytes["weight"] * 475 == before["weight"] * value(after, letters)
 
 
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]

@@ -163,6 +163,20 @@ class SparseCache(Cache):
         for layer in self.sparse_layers.values():
             layer.rows.seal()
 
+    def compact(self) -> int:
+        """Frees the rows that selectors have dropped for good (`KVCache.compact`), of every layer where one does.
+
+        Returns:
+            Places freed, summed over layers and KV heads.
+
+        Raises:
+            ValueError: no layer's selector drops rows, or one cannot follow when they move.
+        """
+        layers = [layer.rows for layer in self.sparse_layers.values() if layer.rows.selector.evicts]
+        if not layers:
+            raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
+        return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in layers)
+
     def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
         """An independent copy that counts anew, of another `budget` if given: one index serves several questions.
 
