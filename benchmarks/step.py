@@ -74,8 +74,8 @@ def cost(cache: KVCache, selection: Selection, shape: Shape, tail: Tail | None =
     near = (cache.bounds.rows - cache.bounds.sealed + cache.bounds.sink).sum().item()
     far, biases = 0, 0
     for part, stored in [(selection, cache.sealed_keys), *([(tail.selection, tail.keys)] if tail else [])]:
-        far += part.distinct(shape.heads, stored.shape[2]).sum().item()
-        biases += part.bias_bytes(shape.heads).sum().item()
+        far += int(part.distinct(shape.heads, stored.shape[2]).sum())
+        biases += int(part.bias_bytes(shape.heads).sum())
     rows = near * shape.heads + far
     scan = None if selection.scan_bytes is None else int(selection.scan_bytes.sum())
     return {

@@ -47,8 +47,8 @@ def decode(
     if copied is not None:
         copied.synchronize()  # waits for the query, not for the attention queued behind it
     selection = cache.search(asked, rows)
-    rows = cache.sealed_keys, cache.sealed_values, cache.sealed_bounds
-    parts, weights = _attend_parts(asked, cache, selection, *rows, scale, None)
+    stored = cache.sealed_keys, cache.sealed_values, cache.sealed_bounds
+    parts, weights = _attend_parts(asked, cache, selection, *stored, scale, None)
     there = [(_to_device(out, query.device), _to_device(lse, query.device)) for out, lse in parts]
     out, total = _merged([near, *there])
     if weights is not None:  # the host waits for the device: what rows got is known when all is

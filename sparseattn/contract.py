@@ -61,7 +61,7 @@ def check(
             )
         if bool((cost < 0).any()):
             raise ContractError(f"{selector!r} reports {name} of {int(cost.min())}: counts are 0 or more")
-    _check_rows(selection, query, positions, budget, sealed, real, selector, "the rows it was shown")
+    _check_rows(selection, query, positions, budget, sealed, real, selector)
 
 
 def check_tail(tail: Tail | None, query: Tensor, positions: Tensor, selector: Selector) -> None:
@@ -90,7 +90,9 @@ def check_tail(tail: Tail | None, query: Tensor, positions: Tensor, selector: Se
             f"{selector!r} returned a tail with a selection [B,Hs,S] = {list(chosen)} for a query "
             f"{list(query.shape)}: Hs is {heads} (per KV head) or {heads * group} (per query head)"
         )
-    _check_rows(tail.selection, query, positions, rows, rows, None, selector, "the rows of its tail")
+    _check_rows(
+        tail.selection, query, positions, rows, rows, None, selector, ("the rows of its tail", "its tail has none")
+    )
 
 
 def _check_rows(
@@ -101,9 +103,9 @@ def _check_rows(
     sealed: int,
     real: Tensor | None,
     selector: Selector,
-    whose: str,
+    whose: tuple[str, str] = ("the rows it was shown", "was shown none"),
 ) -> None:
-    """The part of `check` that looks at which rows are named; `whose` says what they are."""
+    """The part of `check` that looks at which rows are named; `whose` says what they are, and that there are none."""
     heads, shape = query.shape[1], selection.start.shape
     start, length = (part.to("cpu", torch.int64) for part in (selection.start, selection.length))
     kind = "KV head" if shape[1] == heads else "query head"
@@ -132,7 +134,7 @@ def _check_rows(
         )
     refuse(
         used & ((start < 0) | (start + length > sealed)),
-        "it names {rows}, and " + (f"{whose} are 0 to {sealed - 1}" if sealed else f"there are none of {whose}"),
+        "it names {rows}, and " + (f"{whose[0]} are 0 to {sealed - 1}" if sealed else whose[1]),
     )
     # Unused slots go to the end, where they overlap with nothing.
     ordered, place = torch.where(used, start, sealed).sort(dim=-1)

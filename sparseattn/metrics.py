@@ -401,12 +401,12 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     sought = weights[..., indexed] >= LOOKUP
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
-    distinct = reads.any(2).sum(-1)  # [1,H]
-    biases = selection.bias_bytes(heads)
+    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    biases = selection.bias_bytes(heads)[..., None]
     if (tail := cache.latest_tail) is not None:
         attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
-        distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])
-        biases = biases + tail.selection.bias_bytes(heads)
+        distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        biases = biases + tail.selection.bias_bytes(heads)[..., None]
     unknown = torch.full(
         (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
     )  # a selector that does not say what it cost
@@ -424,10 +424,10 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
-        "distinct_rows": distinct[..., None].expand_as(attended),
+        "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": ((distinct * row_bytes + biases)[..., None] + read) / (rows * row_bytes),
+        "bytes_share": (distinct * row_bytes + biases + read) / (rows * row_bytes),
     }
     top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
     hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first

@@ -189,14 +189,15 @@ class Estimate(Selector):
         ids = best(scores.masked_fill(~real, -torch.inf), budget)
         second = torch.arange(ids.shape[2], device=ids.device) % 2
         bias = torch.where(real.sum(-1, keepdim=True) > budget, second * math.log(2), 0.0).expand(ids.shape)
-        return Selection.tokens(ids, bias=bias.float().masked_fill(ids < 0, torch.nan))
+        scanned = real.sum(-1).expand(ids.shape[:2])
+        read = scanned * query.shape[3] * self.bytes_of(query)
+        return Selection.tokens(ids, scanned, read, bias.float().masked_fill(ids < 0, torch.nan))
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
         if not self.real.rows:
             return
         got, rows = self.got.visible, selection.rows
         each = weights.flatten(2).unflatten(1, (rows.shape[1], -1)).sum(2)  # [B,Hs,R]
-        assert bool((each[rows < 0] == 0).all())
         each, rows = (part.unflatten(1, (got.shape[1], -1)).flatten(2) for part in (each, rows))
         got.scatter_add_(2, rows.clamp(min=0), each)
 

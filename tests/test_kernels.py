@@ -20,6 +20,15 @@ from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 
 
+# Of query lanes that make up Triton's tile: their zeros times infinite keys are NaN, which numpy says and nobody reads.
+PADDED = pytest.mark.filterwarnings("ignore:(invalid value encountered|All-NaN slice):RuntimeWarning")
+RUN = [
+    *("reference", "gather"),
+    *["numba"] * (why_not_numba(torch.device("cpu"), torch.float32) is None),
+    *["triton"] * (why_not_triton(torch.device("cpu"), torch.float32) is None),
+]
+
+
 def tolerance(dtype: torch.dtype, size: int, rows: int, logit: float, value: float) -> float:
     """An absolute bound of the error against float64 on the same inputs.
 
@@ -125,13 +134,52 @@ def test_a_bias_is_added_to_the_logits_of_its_rows(chosen: int) -> None:
         torch.testing.assert_close(lse, right_lse, rtol=1e-12, atol=1e-12)
 
 
-# Of query lanes that make up Triton's tile: their zeros times infinite keys are NaN, which numpy says and nobody reads.
-PADDED = pytest.mark.filterwarnings("ignore:(invalid value encountered|All-NaN slice):RuntimeWarning")
-RUN = [
-    *("reference", "gather"),
-    *["numba"] * (why_not_numba(torch.device("cpu"), torch.float32) is None),
-    *["triton"] * (why_not_triton(torch.device("cpu"), torch.float32) is None),
-]
+@pytest.mark.parametrize("impl", RUN)
+@pytest.mark.parametrize(("chosen", "paged"), [(2, False), (2, True), (6, False), (6, True)])
+def test_weights_are_the_softmax_over_everything_attended(impl: str, chosen: int, paged: bool) -> None:
+    """Against a plain softmax in float64; unused places, and rows of a span that the window has, are 0. Rows that
+    nobody names are NaN. Of the two sequences one reads nothing."""
+    queries, keys, values = heads(2, 2, 3, 48, 16)
+    query, draw = queries[:, :, :, 0], torch.Generator().manual_seed(1)
+    start = torch.tensor([0, 24, 8, 1_000_000]).int().expand(2, chosen, -1)
+    length = torch.tensor([8, 8, 3, 0]).int().expand(2, chosen, -1)
+    bias = 2 * torch.randn(2, chosen, 4, generator=draw).masked_fill(length == 0, torch.nan)
+    bounds = Bounds(*(torch.tensor(part).int() if part != 2 else 2 for part in ([2, 0], 2, [30, 0], [48, 0])))
+    slots = ((0, slice(2, 10)), (1, slice(26, 30)), (2, slice(10, 13)))
+    added = torch.full((chosen, 48), -torch.inf, dtype=torch.float64)
+    added[..., :2] = added[..., 30:] = 0
+    for slot, rows in slots:
+        added[..., rows] = bias[0, :, slot, None].double()
+    unread = (added[0] == -torch.inf)[:, None]
+    logits = query[:1].double() @ keys[:1].double().mT / 4 + added.unflatten(0, (2, -1))
+    by_row = logits.softmax(-1).flatten(0, 2)  # [Hq,N]
+    right = torch.zeros(6, 4, 8, dtype=torch.float64)
+    for slot, rows in slots:
+        right[:, slot, : rows.stop - rows.start] = by_row[:, rows]
+    keys, values = (x.masked_fill(unread, torch.nan) for x in (keys, values))
+    selection, table = Selection(start, length, 8, bias=bias), None
+    given = query, keys, values, selection, bounds
+    plain = attend(*given, impl=impl)
+    if paged:  # [blocks,H,8,D]
+        keys, values = (x.unflatten(2, (-1, 8)).transpose(1, 2).flatten(0, 1).contiguous() for x in (keys, values))
+        table = torch.arange(12, dtype=torch.int32).view(2, 6)
+        given = query, keys, values, selection, bounds
+    out, lse, weights = attend(*given, impl=impl, block_table=table, weights=True)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights[0].double(), right, rtol=1e-4, atol=1e-6)
+    assert bool((weights[1] == 0).all())
+    for got, without in zip((out, lse), plain, strict=True):
+        torch.testing.assert_close(got, without)
+
+
+@pytest.mark.parametrize("impl", RUN)
+def test_weights_of_nothing_are_none(impl: str) -> None:
+    query, rows = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 9, 16)
+    assert attend(query, rows, rows, Selection.none(1, 2), impl=impl, weights=True)[2].shape == (1, 6, 0, 1)
+    named = Selection.tokens(torch.arange(2).expand(1, 2, -1))
+    assert attend(query, rows[:, :, :0], rows[:, :, :0], named, impl=impl, weights=True)[2].tolist() == [
+        [[[0], [0]]] * 6
+    ]
 
 
 @PADDED

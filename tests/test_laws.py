@@ -70,7 +70,7 @@ def original(cache: KVCache, values) -> torch.Tensor:
 
 def check(cache: KVCache, query, selection: Selection, keys, values, t: int, budget: int | None) -> None:
     """Selection well formed, and the output equal to float64 attention over exactly the tokens named."""
-    stored_keys, stored_values, bounds = together(cache)
+    stored_keys, _, bounds = together(cache)
     zone = int(bounds.sealed[0]) - cache.sink
     ids = selection.rows  # [B,Hs,R]
     assert bool((ids < zone).all()), "a selection stays in the sealed zone"

@@ -75,9 +75,9 @@ class Selector(ABC):
 
     A method may be made of others: an attribute that is a `Selector` is a part of it. Its state is the method's, under
     names such as `pages.low`; it is cloned, reordered, moved and reset with the method, and told what the method is
-    told (`TOLD`). The method passes on `append`, `select` and `fix`, and rows in the order in which they are stored; where
-    a part observes or has a tail, so has the method, and it passes on `observe` and `tail`. A part then learns of the
-    method's selection, not of its own.
+    told (`TOLD`). The method passes on `append`, `select` and `fix`, and rows in the order in which they are stored.
+    Where a part observes or has a tail, so does the method, which passes on `observe` and `tail`: a part then learns of
+    the method's selection, not of its own.
 
     Attributes:
         span: longest span of a selection, a power of two; a budget is at least that.
@@ -204,8 +204,8 @@ class Selector(ABC):
 
         Args:
             selection: as `select` returned it.
-            weights: `[B,H*G,S,span]` float32, the softmax weights of its rows over everything attended, sink, window and
-                tail in the denominator; 0 in places that are not used. On the device of the sealed rows.
+            weights: `[B,H*G,S,span]` float32, the softmax weights of its rows over everything attended: sink, window
+                and tail are in the denominator. 0 in places that are not used. On the device of the sealed rows.
         """
         raise NotImplementedError(f"{self!r} observes, or a part of it does: it must say how, in `observe`")
 
