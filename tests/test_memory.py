@@ -132,6 +132,7 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     near, zone = cache.keys.shape[2], cache.sealed_keys.shape[2]
     letters = {"B": batch, "H": kv, "G": group, "D": size, "e": query.element_size(), "U": near, "Z": zone}
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
+    letters["O"] = cache.sink + cache.window  # where the unit is 1
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
     pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
     if isinstance(pages, Quest):
@@ -345,7 +346,7 @@ def test_the_workspace_is_what_the_page_says(name: str, dtype: torch.dtype) -> N
 
 def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
     letters: dict[str, Any] = {"B": 1, "H": 8, "G": 4, "D": 128, "e": 2, "N": 131_072, "U": 131_072, "Q": 0}
-    letters |= {"C": 1024, "R": 1, "F": 1024, "c": 4, "A": 32, "T": 2048}
+    letters |= {"C": 1024, "R": 1, "F": 1024, "O": 68, "c": 4, "A": 32, "T": 2048}
     own = {
         "bridge": {"S": 2048, "K": 256},
         "retrieval": {"S": 2048, "K": 100, "W": 32},
