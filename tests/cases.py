@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from sparseattn import (
     Exact,
     Fier,
     Flat,
+    InfiniGen,
+    InfLLM,
     KMeans,
     KVCache,
     LowBit,
@@ -29,6 +32,7 @@ from sparseattn import (
     Quest,
     Random,
     RetrievalAttention,
+    RobustVamana,
     Rows,
     Selection,
     Selector,
@@ -98,6 +102,14 @@ class SampledBuckets(Buckets):
     def __init__(self, queries_share: float, reverse: bool = True) -> None:
         super().__init__(reverse)
         self.queries_share = queries_share
+
+
+class Foreseen(InfiniGen):
+    """InfiniGen where the layer before foresees the query itself."""
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        self.ahead = query
+        return super().select(query, positions, budget)
 
 
 class Same(Selector):
@@ -172,6 +184,14 @@ CASES = [
     Case("quest-int8", lambda: Quest(8, int8=True), lambda: Quest(8, int8=True)),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("flat", Flat, Flat),
+    Case("infinigen", lambda: Foreseen(share=1.0), lambda: Foreseen(1.0, math.inf, share=1.0)),
+    Case(
+        "infinigen-group",
+        lambda: Foreseen(0.5, 2.0, "softmax", 1.0),
+        lambda: Foreseen(0.5, math.inf, "softmax", 1.0),
+    ),
+    Case("infllm", lambda: InfLLM(8), lambda: InfLLM(8, 8)),
+    Case("infllm-each", lambda: InfLLM(16, 2, 20, "each"), lambda: InfLLM(16, 16, 20, "each")),
     Case("ivf", IVF, lambda: IVF(probes=1 << 20)),
     Case("ivf-few", lambda: IVF(4, 1), lambda: IVF(4, 4)),
     # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
@@ -182,6 +202,12 @@ CASES = [
         "retrieval-query",
         lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
         lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
+    ),
+    Case("robustvamana", RobustVamana, lambda: RobustVamana(beam=1 << 20)),
+    Case(
+        "robustvamana-stitched",
+        lambda: RobustVamana(8, 8, build_beam=20, share=0.2),
+        lambda: RobustVamana(1 << 20, 8, build_beam=20, share=0.2),
     ),
     Case("bridge", QueryBridge, lambda: QueryBridge(probes=1, neighbours=512)),
     Case("bridge-few", lambda: QueryBridge(2, 8, 5, True), lambda: QueryBridge(3, 512, 5)),

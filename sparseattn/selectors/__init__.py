@@ -13,6 +13,8 @@ from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.infinigen import InfiniGen
+from sparseattn.selectors.infllm import InfLLM
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.moments import Moments
@@ -21,6 +23,7 @@ from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.robustvamana import RobustVamana
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.twostage import TwoStage
@@ -36,6 +39,8 @@ __all__ = [
     "Exact",
     "Fier",
     "Flat",
+    "InfLLM",
+    "InfiniGen",
     "KMeans",
     "LowBit",
     "Moments",
@@ -45,6 +50,7 @@ __all__ = [
     "Quest",
     "Random",
     "RetrievalAttention",
+    "RobustVamana",
     "Rows",
     "Selector",
     "SelfIndex",
@@ -60,6 +66,8 @@ SELECTORS: dict[str, type[Selector]] = {
     "fier": Fier,
     "flat": Flat,
     "hnsw": HNSW,
+    "infinigen": InfiniGen,
+    "infllm": InfLLM,
     "ivf": IVF,
     "kmeans": KMeans,
     "lowbit": LowBit,
@@ -68,6 +76,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "quest": Quest,
     "random": Random,
     "retrieval": RetrievalAttention,
+    "robustvamana": RobustVamana,
     "saap": SAAP,
     "selfindex": SelfIndex,
     "twostage": TwoStage,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "rope", "stored", "width")  # what parts are told when a selector is
+TOLD = ("layer", "rope", "stored", "width", "ahead")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -86,11 +86,15 @@ class Selector(ABC):
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
             are taken. None outside a cache.
+        foresees: whether `select` goes by `ahead`, or a part's does.
+        ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
+            for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`. None: nobody has.
     """
 
     span: int = 1
     queries_share: float = 0.0
     host: bool = False
+    foresees: bool = False
     uses_budget: bool = True
     width: int | None = None
     knob: str | None = None
@@ -99,6 +103,7 @@ class Selector(ABC):
     layer: int = 0
     rope: Rope | None = None
     stored: Tensor | None = None
+    ahead: Tensor | None = None
 
     @property
     def unit(self) -> int:
@@ -109,6 +114,7 @@ class Selector(ABC):
         if isinstance(value, Selector):
             self.queries_share = max(self.queries_share, value.queries_share)
             self.host = self.host or value.host
+            self.foresees = self.foresees or value.foresees
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -200,7 +206,7 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = None  # behind the parts, which are told
+        twin.stored = twin.ahead = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
@@ -212,7 +218,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = None
+        self.stored = self.ahead = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():
