@@ -261,7 +261,9 @@ def replay_device(method: Selector, device: torch.device | str | None) -> torch.
 
 def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
     """The layer's rows on a device."""
-    return replace(layer, query=layer.query.to(device), keys=layer.keys.to(device), values=layer.values.to(device))
+    ahead = None if layer.ahead is None else layer.ahead.to(device)
+    query, keys, values = (tensor.to(device) for tensor in (layer.query, layer.keys, layer.values))
+    return replace(layer, query=query, keys=keys, values=values, ahead=ahead)
 
 
 def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
@@ -317,6 +319,12 @@ def check_replay(
         budget_rows(budget, trace.tokens - last, method.span, repr(method))
     for index in layers or ():
         method.for_layer(index, trace.ropes[index])
+    blind = [index for index in layers or () if method.foresees and not trace.shapes[index].ahead]
+    if blind:
+        raise ValueError(
+            f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
+            f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be left out"
+        )
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
@@ -347,6 +355,9 @@ def _replay(
         _append(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
+        if cache.selector.foresees:
+            assert layer.ahead is not None  # check_replay
+            cache.foresee(layer.ahead[None, :, :, t - tokens].float())
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         for name, value in step.items():

@@ -79,6 +79,11 @@ def try_out(
     selector: Selector, what: AttentionLayer, budget: Budget, apart: torch.device | str | None, impl: str | None
 ) -> None:
     """One decode over a few random rows of a layer's shape: what does not fit raises now."""
+    if selector.foresees:
+        raise ValueError(
+            f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
+            f"traces made with `sparseattn capture --ahead`, or make the layer dense"
+        )
     count = max(selector.unit, 16)
     draw = torch.Generator().manual_seed(0)
     shape = (1, what.heads, count, what.size)

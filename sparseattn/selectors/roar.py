@@ -143,9 +143,9 @@ def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int
     pairs.append(flat(np.broadcast_to(new[:, None], near.shape), near))
     nodes, offers = (np.concatenate(part) for part in zip(*pairs, strict=True))
     # Filled up: lists pruned anew at every seal would lose more links than they gain.
-    filled = {"fill": recipe.refilled, "alpha": recipe.alpha}
-    offer(points, adjacency, parent, nodes, offers, recipe.degree, **filled)
-    reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, **filled)
+    fill, alpha = recipe.refilled, recipe.alpha
+    offer(points, adjacency, parent, nodes, offers, recipe.degree, fill=fill, alpha=alpha)
+    reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, fill=fill, alpha=alpha)
     changed = np.union1d(np.append(nodes, found[:, 0]), adjacency[first:])  # and the nearest old ones: not none
     changed = changed[(changed >= 0) & (changed < first)].astype(np.int32)  # all edges to new keys come from these
     queue: Ids = np.empty(len(changed) + len(new), np.int32)
