@@ -295,7 +295,7 @@ def _kept(
             raise TraceError(f"{os.fspath(path)} is a trace of another {what}: move it, or write elsewhere")
     if (list(trace.shapes.values()), trace.dtype) != (list(shapes), dtype):
         raise TraceError(
-            f"{os.fspath(path)} is a trace of other layers, queries, ahead or not, or dtype (layers "
+            f"{os.fspath(path)} is a trace of other layers, queries or dtype (layers "
             f"{', '.join(map(str, trace.layers))}, {trace.dtype}): move it, or write elsewhere"
         )
     return trace
