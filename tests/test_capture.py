@@ -689,6 +689,15 @@ def test_ctrl_c_while_weights_load_is_an_interruption(
     assert (done.exit_code, done.output.strip()) == (130, "sparseattn: interrupted")
 
 
+def test_queries_ahead_are_asked_for_on_the_command_line(saved_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    command = ["capture", "--model", str(saved_model), "--text", str(tmp_path / "text"), "--ahead"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "t.safetensors")])
+    assert done.exit_code == 0, done.output
+    shapes = Trace.open(tmp_path / "t.safetensors").shapes
+    assert {index: shape.ahead for index, shape in shapes.items()} == {i: i > 0 for i in shapes}
+
+
 def test_the_reference_model_goes_by_its_name(
     saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
