@@ -235,9 +235,9 @@ def evaluate_budgets(
             cache = KVCache(
                 mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
             )
-            part = replace(
-                layer, query=share.of(layer.query, 0), keys=share.of(layer.keys, 0), values=share.of(layer.values, 0)
-            )
+            ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
+            query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
+            part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
             _append(cache, part, positions, 0, trace.tokens - last)
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
@@ -309,7 +309,9 @@ def replay_device(method: Method, device: torch.device | str | None) -> torch.de
 
 def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
     """The layer's rows on a device."""
-    return replace(layer, query=layer.query.to(device), keys=layer.keys.to(device), values=layer.values.to(device))
+    ahead = None if layer.ahead is None else layer.ahead.to(device)
+    query, keys, values = (tensor.to(device) for tensor in (layer.query, layer.keys, layer.values))
+    return replace(layer, query=query, keys=keys, values=values, ahead=ahead)
 
 
 def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
@@ -373,6 +375,12 @@ def check_replay(
     if layers is not None:
         for index, share in each:
             share.fresh(index, trace.ropes[index])
+    blind = [index for index, share in each if share.selector.foresees and not trace.shapes[index].ahead]
+    if layers is not None and blind:
+        raise ValueError(
+            f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
+            f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be left out"
+        )
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
@@ -410,6 +418,9 @@ def _replay(
         _append(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
+        if cache.selector.foresees:
+            assert layer.ahead is not None  # check_replay
+            cache.foresee(layer.ahead[None, :, :, t - tokens].float())
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         for name, value in step.items():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -119,6 +119,9 @@ class Selector(ABC):
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
             are taken. None outside a cache.
+        foresees: whether `select` goes by `ahead`, or a part's does.
+        ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
+            for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`. None: nobody has.
     """
 
     span: int = 1
@@ -128,6 +131,7 @@ class Selector(ABC):
     observes: bool = False
     tails: bool = False
     host: bool = False
+    foresees: bool = False
     uses_budget: bool = True
     width: int | None = None
     knob: str | None = None
@@ -137,6 +141,7 @@ class Selector(ABC):
     heads: Heads | None = None
     rope: Rope | None = None
     stored: Tensor | None = None
+    ahead: Tensor | None = None
 
     @property
     def unit(self) -> int:
@@ -150,6 +155,7 @@ class Selector(ABC):
             self.evicts = self.evicts or value.evicts
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
+            self.foresees = self.foresees or value.foresees
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -301,7 +307,7 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = None  # behind the parts, which are told
+        twin.stored = twin.ahead = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
@@ -313,7 +319,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = None
+        self.stored = self.ahead = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():
