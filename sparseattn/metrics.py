@@ -70,6 +70,8 @@ class Evaluation:
         layers: model layers, in the order of the first dimension of `heads`.
         heads: measure -> `[layers,H*G]` float64, the mean over the decoded tokens for each query head (measures of a
             KV head are repeated for its group). See `MEASURES`.
+        steps: measure -> `[layers,H*G,T]` float32, the same token by token, of the measures that `evaluate` was asked
+            for so.
     """
 
     trace: str
@@ -79,6 +81,7 @@ class Evaluation:
     settings: dict[str, Any]
     layers: tuple[int, ...]
     heads: dict[str, Tensor] = field(repr=False)
+    steps: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def mean(self, measure: str) -> float:
         """Mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's they are."""
@@ -86,6 +89,10 @@ class Evaluation:
         weight = self.heads[COUNTED[measure]] if measure in COUNTED else torch.ones_like(values)
         known = ~values.isnan()
         return float((values * weight)[known].sum() / weight[known].sum())
+
+    def by_step(self, measure: str) -> Tensor:
+        """`[layers,T]` float32: the mean over heads that are not NaN at every decoded token, of one of `steps`."""
+        return self.steps[measure].nanmean(1)
 
     def worst(self, measure: str) -> float:
         """The head where the measure is worst, of those that are not NaN."""
@@ -110,12 +117,14 @@ class Evaluation:
                 f"no head of {self.trace} has {share:g} of its attention on indexed rows, the most is {most:.3f}"
             )
         heads = {name: values.masked_fill(~chosen, math.nan) for name, values in self.heads.items()}
+        steps = {name: values.masked_fill(~chosen[..., None], math.nan) for name, values in self.steps.items()}
         heads_chosen = [[self.layers[i], head] for i, head in chosen.nonzero().tolist()]
         settings = {**self.settings, "far": share, "far_heads": heads_chosen}
-        return replace(self, settings=settings, heads=heads)
+        return replace(self, settings=settings, heads=heads, steps=steps)
 
     def record(self, per_head: bool = False) -> dict[str, Any]:
-        """A flat JSON-able record: settings, mean and worst head of each measure, and the heads apart if asked."""
+        """A flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
+        `[layers][T]`, and the heads apart if asked."""
         out: dict[str, Any] = {
             "trace": self.trace,
             "selector": self.selector,
@@ -126,6 +135,11 @@ class Evaluation:
             "mean": {name: json_number(self.mean(name)) for name in self.heads},
             "worst": {name: json_number(self.worst(name)) for name in self.heads},
         }
+        if self.steps:
+            out["steps"] = {
+                name: [[json_number(value) for value in layer] for layer in self.by_step(name).tolist()]
+                for name in self.steps
+            }
         if per_head:
             out["heads"] = {
                 name: [[json_number(value) for value in layer] for layer in values.tolist()]
@@ -151,6 +165,7 @@ def evaluate(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
@@ -166,11 +181,12 @@ def evaluate(
         indexes: folder of index files, as in `KVCache`; default none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory. `settings` say which it was.
+        steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
 
     Raises:
-        ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, or a
-            device that is not there or that the selector cannot work on.
+        ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, a
+            device that is not there or that the selector cannot work on, or no measure of single tokens in `steps`.
         ContractError: the selector named rows that it must not (`contract.check`).
     """
     return evaluate_budgets(
@@ -184,8 +200,17 @@ def evaluate(
         seal=seal,
         indexes=indexes,
         device=device,
+        steps=steps,
         progress=progress,
     )[0]
+
+
+def check_steps(measures: Sequence[str]) -> None:
+    """ValueError for what is no measure of a single token: there may be no lookup at one, say."""
+    known = [name for name in MEASURES if name not in COUNTED]
+    unknown = [name for name in measures if name not in known]
+    if unknown or isinstance(measures, str):
+        raise ValueError(f"what can be measured step by step is {', '.join(known)}; got {measures!r}")
 
 
 def is_trace(trace: object) -> None:
@@ -206,10 +231,12 @@ def evaluate_budgets(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     is_trace(trace)
+    check_steps(steps)
     method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
     seal = method.unit if seal is None else seal
     place = replay_device(method, device)
@@ -224,7 +251,9 @@ def evaluate_budgets(
         cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
         _append(cache, layer, positions, 0, trace.tokens - last)
         cache.seal()
-        per_layer.append([_replay(cache.clone(), layer, positions, budget, last, progress) for budget in budgets])
+        per_layer.append(
+            [_replay(cache.clone(), layer, positions, budget, last, progress, steps) for budget in budgets]
+        )
     settings = {
         "sink": sink,
         "window": window,
@@ -244,6 +273,7 @@ def evaluate_budgets(
             settings,
             tuple(indices),
             {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES},
+            {name: torch.stack([heads[i][f"{name} by step"] for heads in per_layer]) for name in steps},
         )
         for i, budget in enumerate(budgets)
     ]
@@ -339,9 +369,11 @@ def _replay(
     budget: Budget,
     last: int,
     progress: Callable[[int], None] | None,
+    steps: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Measure -> `[H*G]` float64, the mean over the last tokens."""
+    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each."""
     total: dict[str, Tensor] = {}
+    series: dict[str, list[Tensor]] = {name: [] for name in steps}
     tokens = len(positions)
     for t in range(tokens - last, tokens):
         _append(cache, layer, positions, t, t + 1)
@@ -349,6 +381,8 @@ def _replay(
         checks.finite(query=query)
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
+        for name, values in series.items():
+            values.append(step[name].float())
         for name, value in step.items():
             if name in COUNTED:
                 value = torch.where(step[COUNTED[name]] > 0, value * step[COUNTED[name]], 0.0)
@@ -356,6 +390,7 @@ def _replay(
         if progress is not None:
             progress(1)
     means = {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
+    means |= {f"{name} by step": torch.stack(values, -1) for name, values in series.items()}
     return {name: value.cpu() for name, value in means.items()}
 
 
