@@ -11,7 +11,7 @@ from pathlib import Path
 from sparseattn.cli.lines import name_ends, style
 from sparseattn.cli.plots import SHARE, panel_grid, save, shown
 from sparseattn.cli.report import budget_label
-from sparseattn.metrics import MEASURES, RECALLS, Evaluation
+from sparseattn.metrics import RECALLS, Evaluation
 
 WHOLE = {  # of full attention
     **{f"recall@{k}": 1.0 for k in RECALLS},
@@ -48,8 +48,8 @@ def by_step(results: Sequence[Evaluation], measure: str, path: Path) -> None:
             axis.yaxis.set_major_formatter(SHARE)
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel("decoded token")
-    one = results[0]
-    what = MEASURES[measure][0].partition(":")[0]
-    figure.suptitle(shown(f"{one.trace}, mean over layers and heads:\n{what}"), fontsize=10)
+    trace, facts = results[0].trace, results[0].settings
+    what = f"{measure}, mean over layers and heads, at the last {facts['last']} of {facts['tokens']} tokens"
+    figure.suptitle(shown(f"{trace}: {what.replace('_', ' ')}"), fontsize=10)
     name_ends(figure, axes[:, 0])
     save(figure, path)
