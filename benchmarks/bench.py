@@ -76,7 +76,11 @@ class Bench:
         ways = self.dense_ways(query, cache)
         timed = calls.named(ways)
         taken = rounds({**timed, **self.copy.calls}, queries, query, self.timer, options.rounds)
-        costs = [cost(cache, cache.select(asked, budget), shape) for asked in queries]
+        costs = []
+        for asked in queries:
+            decode(asked, cache, budget, impl=options.impl)
+            assert cache.latest is not None
+            costs.append(cost(cache, cache.latest, shape, cache.latest_tail))
         return calls, timed, figures(taken, costs, shape.bytes, self.copy.bytes)
 
     def dense_ways(self, query: Tensor, cache: KVCache) -> dict[str, dense.Way]:

@@ -77,7 +77,7 @@ def measure(
     room = tokens + more + max(selector.unit for selector in selectors)
     say(f"{tokens} tokens: prefill", 1)
     started = Clock.now(ids.device)
-    queries = any(selector.queries_share for selector in selectors)
+    queries = any(selector.learns for selector in selectors)
     prefill = Prefill(model, ids[:, :tokens], chunk=options.chunk, queries=queries)
     read = Clock.now(ids.device) - started
     say("", 1)

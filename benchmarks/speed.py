@@ -70,7 +70,7 @@ def run(
     copy = Copy(options.device, options.copy)
     for shape, chosen in settings(options, methods):
         say(f"{shape.rows} rows, {shape.batch} x {shape.heads} KV heads, {shape.dtype}: rows")
-        learned = any(make_selector(method.spec).queries_share for method in chosen)
+        learned = any(make_selector(method.spec).learns for method in chosen)
         inputs = Inputs(shape, learned)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "artefact.safetensors"

@@ -22,10 +22,9 @@ from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, Temporaries, Timer, spread
 from benchmarks.methods import Method
 from benchmarks.rounds import WARM
-from sparseattn.attention import decode
+from sparseattn.attention import attend_chosen, decode
 from sparseattn.cache import KVCache
-from sparseattn.kernels import attend
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 
 REPLAYS = 20  # of a graph under the profiler
 
@@ -57,7 +56,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     store = Clock(0.0, 0.0)
     for start, stop in inputs.chunks():
         rows = inputs.rows(start, stop)
-        queries = inputs.queries(start, stop) if selector.queries_share else None
+        queries = inputs.queries(start, stop) if selector.learns else None
         begun = Clock.now(device)
         cache.append(*rows, queries)
         taken = Clock.now(device) - begun
@@ -67,24 +66,21 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     return Filled(cache, store, Clock.now(device) - begun)
 
 
-def cost(cache: KVCache, selection: Selection, shape: Shape) -> dict[str, Any]:
+def cost(cache: KVCache, selection: Selection, shape: Shape, tail: Tail | None = None) -> dict[str, Any]:
     """Bytes of one step of all sequences: `rows_bytes`, keys and values attended, a row once for all query heads of a
-    KV head; `scan_bytes`, read to choose them, None where the selector does not say; `rows`, a KV head's in the mean.
+    KV head, the tail's rows among them, and biases; `scan_bytes`, read to choose them, None where the selector does not
+    say; `rows`, a KV head's in the mean.
     """
     near = (cache.bounds.rows - cache.bounds.sealed + cache.bounds.sink).sum().item()
-    stored = cache.sealed_keys.shape[2]
-    if selection.start.shape[1] == shape.heads:
-        far = selection.attended.sum().item()  # spans are disjoint
-    elif selection.start.shape[2]:
-        chosen = selection.mask(stored).unflatten(1, (shape.heads, -1))
-        far = chosen.any(2).sum().item()
-    else:
-        far = 0
+    far, biases = 0, 0
+    for part, stored in [(selection, cache.sealed_keys), *([(tail.selection, tail.keys)] if tail else [])]:
+        far += int(part.distinct(shape.heads, stored.shape[2]).sum())
+        biases += int(part.bias_bytes(shape.heads).sum())
     rows = near * shape.heads + far
     scan = None if selection.scan_bytes is None else int(selection.scan_bytes.sum())
     return {
         "rows": round(rows / (shape.batch * shape.heads), 1),
-        "rows_bytes": int(rows) * shape.row_bytes,
+        "rows_bytes": int(rows) * shape.row_bytes + biases,
         "scan_bytes": scan,
     }
 
@@ -118,9 +114,7 @@ class Calls:
         }
         if cache.sealed_device is None:
             chosen = cache.select(query, self.budget)
-            calls["attend"] = lambda: attend(
-                query, cache.keys, cache.values, cache.latest or chosen, cache.bounds, impl=self.impl
-            )
+            calls["attend"] = lambda: attend_chosen(query, cache, cache.latest or chosen, impl=self.impl)
         for name, way in ways.items():
             calls[f"dense:{name}"] = functools.partial(way, query)
         return {name: self.captured(name, call) for name, call in calls.items()} if self.graph else calls
@@ -170,7 +164,7 @@ def appending(cache: KVCache, inputs: Inputs, step: float, options: argparse.Nam
     while cycles < options.cycles and (not cycles or time.perf_counter() - begun < options.patience):
         sealed = int(cache.sealed[0])
         keys, values = inputs.rows(at, at + options.seal + unit)
-        queries = inputs.queries(at, at + options.seal + unit) if cache.selector.queries_share else None
+        queries = inputs.queries(at, at + options.seal + unit) if cache.selector.learns else None
         for token in range(options.seal + unit):
             row = slice(token, token + 1)
             asked = None if queries is None else queries[:, :, :, row]

@@ -30,7 +30,7 @@ import importlib.resources
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,15 @@ class Partition:
     def assign(self, keys: Tensor) -> Tensor:
         """`[..,H,n]` int64, the bucket of every key of `[..,H,n,D]`, de-roped unless the artefact is roped."""
         return (keys.to(self.centroids.dtype) @ self.centroids.mT).argmax(-1)
+
+    def of_heads(self, heads: Sequence[int]) -> Partition:
+        """That of some KV heads: H is their number."""
+        mine, classifier = list(heads), self.classifier
+        if classifier is not None:
+            each = len(classifier.w1) // len(self.centroids)
+            rows = [head * each + g for head in mine for g in range(each)]
+            classifier = Classifier(**{name: tensor[rows] for name, tensor in classifier.tensors().items()})
+        return Partition(self.centroids[mine], classifier)
 
     def to(self, device: torch.device | str) -> Partition:
         """The same on another device."""

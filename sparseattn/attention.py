@@ -1,4 +1,4 @@
-"""One decode step: seal what is due, select rows, attend to them."""
+"""One decode step: seal what is due, select rows, attend to them, and tell the selector what they got if it asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 from sparseattn.budget import Budget
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
-from sparseattn.selection import Selection
+from sparseattn.kernels.merge import share
+from sparseattn.selection import Bounds, Selection
 
 
 def decode(
@@ -16,8 +17,8 @@ def decode(
 ) -> Tensor:
     """Attention of one new token's query over the rows its selector chooses, the sink and the recent window.
 
-    Append the token's own key and value first. Exactly `attend` over `cache.select(query, budget)`, where all rows lie
-    together.
+    Append the token's own key and value first. Exactly `attend_chosen` over `cache.select(query, budget)`, where all
+    rows lie together.
 
     With the cache's `sealed_device`, search and attention over the rows found run there while the cache's own device
     attends to sink and recent rows, and the two are merged (the co-execution of CPU and GPU in RetrievalAttention,
@@ -38,8 +39,7 @@ def decode(
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
     if cache.sealed_device is None:
-        selection = cache.select(query, budget)
-        return attend(query, cache.keys, cache.values, selection, cache.bounds, scale=scale, impl=impl)[0]
+        return attend_chosen(query, cache, cache.select(query, budget), scale=scale, impl=impl)
     rows = cache.prepare(query, budget)
     asked, copied = _to_host(query)
     nothing = Selection.none(query.shape[0], query.shape[1], query.device)
@@ -47,8 +47,65 @@ def decode(
     if copied is not None:
         copied.synchronize()  # waits for the query, not for the attention queued behind it
     selection = cache.search(asked, rows)
-    far = attend(asked, cache.sealed_keys, cache.sealed_values, selection, cache.sealed_bounds, scale=scale)
-    return merge(*(torch.stack([a, _to_device(b, query.device)]) for a, b in zip(near, far, strict=True)))[0]
+    stored = cache.sealed_keys, cache.sealed_values, cache.sealed_bounds
+    parts, weights = _attend_parts(asked, cache, selection, *stored, scale, None)
+    there = [(_to_device(out, query.device), _to_device(lse, query.device)) for out, lse in parts]
+    out, total = _merged([near, *there])
+    if weights is not None:  # the host waits for the device: what rows got is known when all is
+        _observed(cache, selection, weights, parts[0][1], total.to(asked.device))
+    return out
+
+
+def attend_chosen(
+    query: Tensor, cache: KVCache, selection: Selection, *, scale: float | None = None, impl: str | None = None
+) -> Tensor:
+    """The second half of a step, all rows lying together: attention over what `cache.select` answered, sink, window and
+    the selector's tail. A selector that observes is told what its selection got.
+
+    Args as of `decode`, which see; `cache` without `sealed_device`.
+
+    Returns:
+        `[B,H,G,D]` in the query's dtype.
+    """
+    parts, weights = _attend_parts(query, cache, selection, cache.keys, cache.values, cache.bounds, scale, impl)
+    out, total = _merged(parts)
+    if weights is not None:
+        _observed(cache, selection, weights, parts[0][1], total)
+    return out
+
+
+def _attend_parts(
+    query: Tensor,
+    cache: KVCache,
+    selection: Selection,
+    keys: Tensor,
+    values: Tensor,
+    bounds: Bounds,
+    scale: float | None,
+    impl: str | None,
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """(out, lse) of the rows chosen, then of the tail if there is one; and, where the selector observes, the weights of
+    the former among themselves."""
+    weights = None
+    if cache.selector.observes:
+        out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
+    else:
+        out, lse = attend(query, keys, values, selection, bounds, scale=scale, impl=impl)
+    tail = cache.tail(query, selection)
+    if tail is None:
+        return [(out, lse)], weights
+    return [(out, lse), attend(query, tail.keys, tail.values, tail.selection, scale=scale, impl=impl)], weights
+
+
+def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return merge(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
+
+
+def _observed(cache: KVCache, selection: Selection, weights: Tensor, lse: Tensor, total: Tensor) -> None:
+    """`weights` `[B,H*G,S,span]` of a part with `lse` `[B,H,G]` become those of the whole with `total`."""
+    cache.observe(selection, weights * share(lse, total).float().flatten(1)[..., None, None])
 
 
 def _to_host(rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

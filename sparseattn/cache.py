@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ import sparseattn.contract as contract
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.indexes import append_kept, usable_folder
 from sparseattn.keeping import append_first
-from sparseattn.selection import Bounds, Selection
+from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import Selector, as_selector
 from sparseattn.stored import StoredRows
 from sparseattn.tensors import only_tensors
@@ -58,9 +59,9 @@ class KVCache:
 
     Raises:
         ValueError: an unknown selector, a negative size, `seal` below the selector's unit, a `queries_share` that is no
-            share, a `sealed_device` other than host memory, `indexes` that cannot be a folder, or `fixed` without a
-            capacity for more than the sink, with a `sealed_device`, or with a selector whose step the host takes part
-            in.
+            share, `last_queries` that are no number, a `sealed_device` other than host memory, `indexes` that cannot be
+            a folder, or `fixed` without a capacity for more than the sink, with a `sealed_device`, or with a selector
+            whose step the host takes part in.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -96,7 +97,8 @@ class KVCache:
         if self.sealed_device is not None:
             near = sink + window + rollback + seal + selector.unit  # after a seal, room until the next one
             selector.to(self.sealed_device)
-        self._stored = StoredRows(sink, near, capacity, self.sealed_device, checks.share(selector))
+        learned = checks.share(selector), checks.last_queries(selector)
+        self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned)
         if fixed:
             self._fix(capacity)
         self._forget()
@@ -117,6 +119,7 @@ class KVCache:
         self._decoded = False
         self._broken = False
         self.latest: Selection | None = None  # the last answer of `search`
+        self.latest_tail: Tail | None = None  # what was attended to beside it
         self._shown: Tensor | None = None  # the storage of which the selector has a view
 
     # -- what is stored ------------------------------------------------------------------------------------------
@@ -128,18 +131,24 @@ class KVCache:
 
     @property
     def counts(self) -> tuple[list[int], list[int]]:
-        """Real rows of each sequence, and how many of them are sealed: `lengths` and `sealed` in plain numbers."""
+        """Real rows of each sequence, and how many of them are sealed: `lengths` and `sealed` in plain numbers. Rows
+        that `compact` has freed count."""
         return self._stored.zones.count, self._stored.zones.sealed
 
     @property
     def lengths(self) -> Tensor:
-        """`[B]` int64 on the CPU: real rows of each sequence."""
+        """`[B]` int64 on the CPU: real rows of each sequence, those that `compact` has freed among them."""
         return torch.tensor(self._stored.zones.count)
 
     @property
     def sealed(self) -> Tensor:
         """`[B]` int64 on the CPU: real rows that the selector has been shown."""
         return torch.tensor(self._stored.zones.sealed)
+
+    @property
+    def freed(self) -> int:
+        """Places of each head that `compact` has freed since the first row: with 0 every row is still stored."""
+        return self._stored.zones.freed
 
     @property
     def keys(self) -> Tensor:
@@ -176,11 +185,14 @@ class KVCache:
     def everything(self) -> tuple[Tensor, Tensor, Tensor]:
         """Every stored row, for attention without a selection: in stored order, padding and spare places among them.
 
+        Rows that the selector has dropped for good are no longer there, freed (`compact`) or not.
+
         Returns:
             keys, values `[B,H,N,D]` on the cache's device, views unless sealed rows lie apart; `[B,H,N]` bool, which
             places hold a row. The others hold anything.
         """
         self._require_rows()
+        self._note_dropped()
         return self._stored.everything()
 
     @property
@@ -207,7 +219,9 @@ class KVCache:
 
     def _require_rows(self) -> None:
         if self._broken:
-            raise RuntimeError(f"{self.selector!r} failed while rows were sealed, so this cache is void: reset() it")
+            raise RuntimeError(
+                f"{self.selector!r} failed while rows were sealed or freed, so this cache is void: reset() it"
+            )
         if self.batch == 0:
             raise RuntimeError("the cache is empty: append a prefill first")
 
@@ -220,8 +234,9 @@ class KVCache:
 
         Args:
             keys, values: `[B,H,n,D]`, keys after RoPE.
-            queries: `[B,H,G,n,D]` of the same tokens, if the selector has a `queries_share`; ignored otherwise. Those
-                of sampled rows (`queries.sampled`) are kept until their rows are sealed.
+            queries: `[B,H,G,n,D]` of the same tokens, if the selector has a `queries_share`, and until the first seal
+                if it has `last_queries`; ignored otherwise. Those of sampled rows (`queries.sampled`) are kept until
+                their rows are sealed, the prompt's last until the first seal.
             positions: `[B,n]` integers, rising along real rows; a negative one marks padding, which is not stored.
                 Default: no padding, counting on from the newest row.
 
@@ -246,8 +261,8 @@ class KVCache:
         checks.repeatable(keys, "storing rows")
         batch, _, new, _ = keys.shape
         stored = self._stored
-        if stored.queries.share:
-            checks.queries(queries, keys, self.selector, None if first else stored.queries.full)
+        if stored.wants_queries:
+            checks.queries(queries, keys, self.selector, stored.learned)
         zones = Zones(batch, self.sink, stored.zones.apart) if first else stored.zones
         at = None if positions is None else checks.positions(positions, batch, new, zones.next)
         if self.fixed:
@@ -255,13 +270,17 @@ class KVCache:
             zones.require_room(counts, self._capacity, self.selector.unit)
         if first:
             stored.begin(zones, keys)
-        stored.store(keys, values, queries, at)
+        stored.store(keys, values, queries, at, self.window + self.rollback)
         self._show()
 
-    def append_from(self, other: KVCache) -> None:
+    def append_from(self, other: KVCache, heads: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """Stores the rows of another cache, which has sealed none and has no sink, and the queries it holds of them.
 
         So one prefill serves many selectors: `other` is not changed.
+
+        Args:
+            other: as said.
+            heads: of a tensor `[B,H,...]` those KV heads that this cache is of; default all.
 
         Raises:
             ValueError: rows are sealed or a sink is kept apart in `other`, this selector learns from queries of which
@@ -273,13 +292,13 @@ class KVCache:
                 f"rows are copied from a cache without sink and sealed rows, got a sink of {other.sink} and sealed "
                 f"rows {other._stored.zones.sealed}"
             )
-        share = self._stored.queries.share
-        if share and other._stored.queries.share < 1:
+        if self.selector.learns and other._stored.queries.share < 1:
             raise ValueError(
                 f"{self.selector!r} learns from queries, and the cache to copy from holds "
                 f"{other._stored.queries.share:g} of them; it must hold all"
             )
-        self.append(*other._stored.copied(share > 0))
+        keys, values, queries, positions = other._stored.copied(self.selector.learns)
+        self.append(heads(keys), heads(values), None if queries is None else heads(queries), positions)
 
     def _show(self) -> None:
         """Brings the selector's view of the stored keys up to date."""
@@ -293,9 +312,14 @@ class KVCache:
     def seal(self) -> None:
         """Shows the selector the rows that have left the window, if it is time; `select` and `decode` call it.
 
-        The first call seals every row before the window, later ones when `seal` rows wait; always whole spans. If the
-        selector raises, the cache is void until `reset`.
+        The first call seals every row before the window, later ones when `seal` rows wait; always whole spans. All that
+        is stored then is the prompt, whose last queries a selector may want; where `select` or `decode` make that call,
+        all but the newest row, whose step it is. If the selector raises, the cache is void until `reset`.
         """
+        self._seal_due(decoded=0)
+
+    def _seal_due(self, decoded: int) -> None:
+        """`seal`, where the newest `decoded` rows of each sequence are no part of the prompt."""
         self._require_rows()
         least = self.seal_rows if self._decoded else 1
         each = self._stored.zones.due(self.window + self.rollback, least, self.selector.unit)
@@ -305,12 +329,12 @@ class KVCache:
         if max(each) == 0:
             return
         self._broken = True
-        self._seal(each)
+        self._seal(each, decoded)
         self._broken = False
 
-    def _seal(self, each: list[int]) -> None:
+    def _seal(self, each: list[int], decoded: int) -> None:
         first, most = self._stored.zones.zone == 0, max(each)
-        rows = self._stored.seal(each)
+        rows = self._stored.seal(each, decoded)
         if not first:
             order = self.selector.append(rows)
         elif self.indexes is None:
@@ -341,12 +365,12 @@ class KVCache:
             checks.finite(query=query)
         if self.fixed and not self._stored.zones.zone and checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
-        if self._stored.queries.share:
-            checks.group(query, self._stored.queries.full)
+        if (learned := self._stored.learned) is not None:
+            checks.group(query, learned)
         budget = parse_budget(budget)
         context = self._capacity if self.fixed and budget is None else max(self._stored.zones.count)
         rows = budget_rows(budget, context, self.selector.span, self.selector)
-        self.seal()
+        self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
         return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
 
@@ -356,14 +380,84 @@ class KVCache:
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
         """
-        at = self.positions if self.sealed_device is None else torch.tensor(self._stored.zones.next) - 1
-        self.latest = self.selector.select(query, at, rows)
+        if self.check:
+            self._note_dropped()  # what it drops while it chooses, it may still read at this step
+        at = self._asked_at()
+        self.latest, self.latest_tail = self.selector.select(query, at, rows), None
         if self.check:
             stored = self._stored
             contract.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)
         return self.latest
 
+    def _note_dropped(self) -> None:
+        """Asks a selector that evicts what it holds; what it has dropped once it has dropped for good."""
+        stored = self._stored
+        if not (self.selector.evicts and stored.zones.zone) or (held := self.selector.held()) is None:
+            return
+        checks.held(held, stored.real.data, self.selector)
+        stored.drop(held)
+
+    def tail(self, query: Tensor, selection: Selection) -> Tail | None:
+        """Rows that the selector adds for what this selection of `search` does not read, None for none. They are part
+        of the step: `decode` attends to them too, and merges.
+
+        Args:
+            query: as `search` was given.
+
+        Raises:
+            ContractError: with `check`, a tail that the contract does not allow.
+        """
+        if not self.selector.tails:
+            return None
+        at = self._asked_at()
+        self.latest_tail = self.selector.tail(query, at, selection)
+        if self.check:
+            contract.check_tail(self.latest_tail, query, at, self.selector)
+        return self.latest_tail
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        """Tells a selector that `observes` what a step's selection got, see there; others nothing."""
+        if self.selector.observes:
+            self.selector.observe(selection, weights)
+
+    def _asked_at(self) -> Tensor:
+        """`[B]`: the newest tokens' positions, on the device of the sealed rows."""
+        return self.positions if self.sealed_device is None else torch.tensor(self._stored.zones.next) - 1
+
     # -- editing -----------------------------------------------------------------------------------------------------
+
+    def compact(self) -> int:
+        """Frees the rows that the selector has dropped: those of each head that are left move together.
+
+        The sealed zone shrinks to the most rows that any head holds, in whole units of the selector, so that memory
+        falls as far as the fullest head allows; copying them takes as much memory again for the moment. Nothing that
+        is decoded changes, but the rows are gone: what compares with full attention needs them, so that comparisons
+        (`evaluate`, `bench`, `eval`) never call it. Call it after the prefill, or now and then.
+
+        Returns:
+            Places of each head that were freed; 0 where there were none to free.
+
+        Raises:
+            ValueError: a selector that does not evict or cannot follow (`Selector.keep`), or a `fixed` cache.
+        """
+        self._require_rows()
+        checks.compactable(self.selector, self.fixed)
+        stored, unit = self._stored, self.selector.unit
+        if not stored.zones.zone:
+            return 0
+        self._note_dropped()
+        dropped = ~stored.real.data
+        fullest = int((~dropped).sum(-1).max())
+        places = max(-(-fullest // unit), 1) * unit
+        if places >= (before := stored.zones.zone):
+            return 0
+        ids = dropped.byte().argsort(dim=-1, stable=True)[..., :places]
+        self._broken = True
+        self.selector.keep(ids)
+        stored.compact(ids)
+        self._broken, self.latest = False, None  # whose places are others' now
+        self._show()
+        return before - places
 
     def crop(self, drop: int | Tensor) -> None:
         """Forgets the newest rows of every sequence, as speculative decoding does with rejected tokens.

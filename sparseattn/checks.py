@@ -139,6 +139,46 @@ def share(selector: Selector) -> float:
     return given
 
 
+def last_queries(selector: Selector) -> int:
+    """The selector's `last_queries`, 0 or more; else ValueError."""
+    given = selector.last_queries
+    if type(given) is not int or given < 0:
+        raise ValueError(f"last_queries of {selector!r} is a number of queries, 0 or more, got {given!r}")
+    return given
+
+
+def held(given: Tensor, real: Tensor, selector: Selector) -> None:
+    """What a selector says it holds is `[B,H,N]` bool as `real` is, where that lies; else ValueError."""
+    only_tensors(held=given)
+    if given.shape != real.shape or given.dtype != torch.bool or given.device != real.device:
+        raise ValueError(
+            f"held of {selector!r} is bool [B,H,N] = {list(real.shape)} on {real.device} or None, got {given.dtype} "
+            f"{list(given.shape)} on {given.device}"
+        )
+
+
+def compactable(selector: Selector, fixed: bool) -> None:
+    """Rows that the selector drops can be freed; else ValueError."""
+    if not selector.evicts:
+        raise ValueError(f"{selector!r} drops no rows (evicts is False), so there are none to free")
+    if fixed:
+        raise ValueError(
+            "a fixed cache keeps its storage where a CUDA graph has found it, so no rows of it can be freed: build the "
+            "KVCache without fixed=True"
+        )
+    if not _follows(selector):
+        raise ValueError(
+            f"{selector!r} does not say, or a part of it, how its state follows rows that move (keep), so none can be "
+            f"freed"
+        )
+
+
+def _follows(selector: Selector) -> bool:
+    """Whether it overrides `keep`, and so do its parts."""
+    own = type(selector).keep is not Selector.keep
+    return own and all(_follows(part) for _, part in selector.parts())
+
+
 def sealed_device(given: torch.device | str | None) -> torch.device | None:
     """None, or host memory as a device; else ValueError."""
     if given is None or str(given).partition(":")[0] == "cpu":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Selector
 
 
@@ -25,8 +25,8 @@ def check(
     real: Tensor | None,
     selector: Selector,
 ) -> None:
-    """The selection names distinct sealed rows, no padding, and at most `budget` of them for each head, and what it
-    says of its cost are counts of the right shape.
+    """The selection names distinct sealed rows, no padding, none that was dropped before, and at most `budget` of them
+    for each head, with finite biases, and what it says of its cost are counts of the right shape.
 
     Makes the host wait for the device.
 
@@ -34,7 +34,7 @@ def check(
         selection: what `select` returned.
         query, positions, budget: what it was given: `[B,H,G,D]`, `[B]` and rows.
         sealed: rows that the selector has been shown, padding included.
-        real: `[B,H,sealed]` bool, which of them are no padding; None: all.
+        real: `[B,H,sealed]` bool, which of them are neither padding nor dropped (`Selector.held`); None: all.
         selector: who it was, for the sentence.
 
     Raises:
@@ -61,6 +61,52 @@ def check(
             )
         if bool((cost < 0).any()):
             raise ContractError(f"{selector!r} reports {name} of {int(cost.min())}: counts are 0 or more")
+    _check_rows(selection, query, positions, budget, sealed, real, selector)
+
+
+def check_tail(tail: Tail | None, query: Tensor, positions: Tensor, selector: Selector) -> None:
+    """A tail's rows fit the query, and its selection names distinct rows among them with finite biases.
+
+    Makes the host wait for the device. Arguments as of `check`.
+
+    Raises:
+        ContractError: the first violation found.
+    """
+    if tail is None:
+        return
+    if not isinstance(tail, Tail):
+        raise ContractError(f"{selector!r} returned {type(tail).__name__} from tail, not a Tail or None")
+    batch, heads, group, size = query.shape
+    rows, chosen = tail.keys.shape[2], tail.selection.start.shape
+    for name, part in (("keys", tail.keys), ("values", tail.values)):
+        if part.shape != (batch, heads, rows, size) or part.dtype != query.dtype or part.device != query.device:
+            raise ContractError(
+                f"{selector!r} returned {name} of a tail as {part.dtype} {list(part.shape)} on {part.device}: for a "
+                f"query {list(query.shape)} they are {query.dtype} [B,H,M,D] = [{batch}, {heads}, M, {size}] on "
+                f"{query.device}"
+            )
+    if chosen[1] not in (heads, heads * group):
+        raise ContractError(
+            f"{selector!r} returned a tail with a selection [B,Hs,S] = {list(chosen)} for a query "
+            f"{list(query.shape)}: Hs is {heads} (per KV head) or {heads * group} (per query head)"
+        )
+    _check_rows(
+        tail.selection, query, positions, rows, rows, None, selector, ("the rows of its tail", "its tail has none")
+    )
+
+
+def _check_rows(
+    selection: Selection,
+    query: Tensor,
+    positions: Tensor,
+    budget: int,
+    sealed: int,
+    real: Tensor | None,
+    selector: Selector,
+    whose: tuple[str, str] = ("the rows it was shown", "was shown none"),
+) -> None:
+    """The part of `check` that looks at which rows are named; `whose` says what they are, and that there are none."""
+    heads, shape = query.shape[1], selection.start.shape
     start, length = (part.to("cpu", torch.int64) for part in (selection.start, selection.length))
     kind = "KV head" if shape[1] == heads else "query head"
 
@@ -88,17 +134,21 @@ def check(
         )
     refuse(
         used & ((start < 0) | (start + length > sealed)),
-        "it names {rows}, and " + (f"the rows it was shown are 0 to {sealed - 1}" if sealed else "was shown none"),
+        "it names {rows}, and " + (f"{whose[0]} are 0 to {sealed - 1}" if sealed else whose[1]),
     )
     # Unused slots go to the end, where they overlap with nothing.
     ordered, place = torch.where(used, start, sealed).sort(dim=-1)
     ends = ordered + length.gather(-1, place)
     twice = torch.zeros_like(used).scatter(-1, place[..., 1:], ordered[..., 1:] < ends[..., :-1])
     refuse(twice, "it names {rows} of which another span holds some as well: a row is read once")
+    if selection.bias is not None:
+        wrong = used & ~selection.bias.cpu().isfinite()
+        refuse(wrong, "the bias of {rows} is NaN or infinite, and a bias is finite")
     refuse(length.sum(-1) > budget, f"it names {{total}} rows for a budget of {budget}")
     if real is not None and sealed:
         before = torch.nn.functional.pad(real.to("cpu", torch.int64).cumsum(-1), (1, 0))  # [B,H,sealed+1]
         before = before.repeat_interleave(shape[1] // heads, 1)
         first = torch.where(used, start, 0)
         count = before.gather(-1, first + torch.where(used, length, 0)) - before.gather(-1, first)
-        refuse(used & (count < length), "it names {rows}, among them padding")
+        more = " or what it had dropped (held)" if selector.evicts else ""
+        refuse(used & (count < length), "it names {rows}, among them padding" + more)

@@ -9,7 +9,8 @@ metadata (strings, as safetensors requires):
     version    "2"
     selector   the class, as module:name
     arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
-    rows       SHA-256 of the keys and positions indexed and the queries learned from: the trace's, not a file's name
+    rows       SHA-256 of the keys and positions indexed and of the queries learned from, with the keys not indexed
+               that these attend to: the trace's, not a file's name
     warnings   JSON list: what the selector warned of while building
     sha256     SHA-256 of metadata and tensors (`tensorfiles`)
 """
@@ -180,7 +181,6 @@ def _identity(selector: Selector, rows_hash: str) -> str:
 
 
 def _rows_hash(rows: Rows) -> str:
-    shown = {"keys": rows.keys, "positions": rows.positions}
-    if rows.queries is not None and rows.query_positions is not None:
-        shown |= {"queries": rows.queries, "query_positions": rows.query_positions}
-    return tensors_hash(shown)
+    learned = ("queries", "query_positions", "last_queries", "last_positions", "unsealed", "unsealed_positions")
+    shown = {name: getattr(rows, name) for name in ("keys", "positions", *learned)}
+    return tensors_hash({name: tensor for name, tensor in shown.items() if tensor is not None})

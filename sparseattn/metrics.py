@@ -9,6 +9,7 @@ three things that papers call selectivity: rows scanned, rows attended, bytes re
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from sparseattn import checks
+from sparseattn.attention import attend_chosen
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.devices import usable_device
-from sparseattn.kernels import attend, reference
+from sparseattn.kernels import reference
+from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
 from sparseattn.selection import Selection
-from sparseattn.selectors import as_selector
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
@@ -155,7 +157,7 @@ def json_number(value: float) -> float | None:
 
 def evaluate(
     trace: Trace,
-    selector: Selector | str,
+    selector: Selector | Roles | str,
     budget: Budget,
     *,
     sink: int = 4,
@@ -170,14 +172,19 @@ def evaluate(
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
 
+    Full attention is over all rows of the trace, those that a selector has dropped for good among them: nothing is
+    freed here (`KVCache.compact`), so that eviction is judged by what it lacks.
+
     Args:
         trace: queries, keys and values of a model (`Trace.open`, `synthetic`, `builtin_trace`).
-        selector: an instance, or a text for `make_selector`.
-        budget: rows beyond sink and window: an int, a share of the context (float or "5%"), or None for all.
+        selector: an instance, or a text for `make_selector`; or roles, in which the layers measured are named.
+        budget: rows beyond sink and window: an int, a share of the context (float or "5%"), or None for all. Roles that
+            have a budget of their own keep it.
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
-        seal: as in `KVCache`; default the selector's span, so that less than a span of further dense rows flatters it.
+        seal: as in `KVCache`; default the selector's span, of roles each one's, so that less than a span of further
+            dense rows flatters it.
         indexes: folder of index files, as in `KVCache`; default none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory. `settings` say which it was.
@@ -221,7 +228,7 @@ def is_trace(trace: object) -> None:
 
 def evaluate_budgets(
     trace: Trace,
-    selector: Selector | str,
+    selector: Selector | Roles | str,
     budgets: Sequence[Budget],
     *,
     sink: int = 4,
@@ -237,8 +244,9 @@ def evaluate_budgets(
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     is_trace(trace)
     check_steps(steps)
-    method, budgets = as_selector(selector), [parse_budget(budget) for budget in budgets]
-    seal = method.unit if seal is None else seal
+    method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
+    if isinstance(method, Selector):
+        seal = method.unit if seal is None else seal
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
     check_replay(trace, budgets, method, sink, window, last, seal, indices)
@@ -246,14 +254,24 @@ def evaluate_budgets(
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = _on(place, trace.layer(index))
-        mine = method.for_layer(index, layer.rope)
-        mine.width = trace.dtype.itemsize
-        cache = KVCache(mine, sink=sink, window=window, seal=seal, indexes=indexes, check=True)
-        _append(cache, layer, positions, 0, trace.tokens - last)
-        cache.seal()
-        per_layer.append(
-            [_replay(cache.clone(), layer, positions, budget, last, progress, steps) for budget in budgets]
-        )
+        shares = shares_of(method, index, trace.shapes[index].heads)
+        parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
+        for share in shares:
+            mine = share.fresh(index, layer.rope)
+            mine.width = trace.dtype.itemsize
+            cache = KVCache(
+                mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
+            )
+            part = replace(
+                layer, query=share.of(layer.query, 0), keys=share.of(layer.keys, 0), values=share.of(layer.values, 0)
+            )
+            _append(cache, part, positions, 0, trace.tokens - last)
+            cache.seal()
+            counted = progress if share is shares[-1] else None  # a token of a layer counts once
+            parts.append(
+                _replays(cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps)
+            )
+        per_layer.append([_of_layer(shares, measured) for measured in zip(*parts, strict=True)])
     settings = {
         "sink": sink,
         "window": window,
@@ -279,7 +297,40 @@ def evaluate_budgets(
     ]
 
 
-def replay_device(method: Selector, device: torch.device | str | None) -> torch.device:
+def _replays(
+    cache: KVCache,
+    layer: TraceLayer,
+    positions: Tensor,
+    budgets: Sequence[Budget],
+    last: int,
+    progress: Callable[[int], None] | None,
+    steps: Sequence[str],
+) -> list[dict[str, Tensor]]:
+    """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
+    found: list[dict[str, Tensor]] = []
+    for i, budget in enumerate(budgets):
+        if i and repr(budget) == repr(budgets[0]):
+            found.append(found[0])
+            for _ in range(last):
+                if progress is not None:
+                    progress(1)
+        else:
+            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps))
+    return found
+
+
+def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Measure -> `[H*G]`, and `[H*G,T]` by step, of what the shares of a layer's KV heads gave, each `[h*G,..]`."""
+    heads = [1 if share.heads is None else len(share.heads.which) for share in shares]  # one share: its rows stay as is
+    return {
+        name: together(shares, [part[name].view(h, -1) for h, part in zip(heads, parts, strict=True)], 0).view(
+            -1, *parts[0][name].shape[1:]
+        )
+        for name in parts[0]
+    }
+
+
+def replay_device(method: Method, device: torch.device | str | None) -> torch.device:
     """Where `evaluate` replays traces for this selector; ValueError for a device on which it cannot."""
     if method.host and device is None:
         return torch.device("cpu")
@@ -317,7 +368,7 @@ def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
 def check_replay(
     trace: Trace,
     budgets: Sequence[Budget],
-    method: Selector,
+    method: Method,
     sink: int,
     window: int,
     last: int,
@@ -329,37 +380,52 @@ def check_replay(
     A method that lacks a layer, such as SAAP where its artefact was not trained for it, is refused and not measured on
     the others: means over other layers compare with nothing.
     """
-    KVCache(method, sink=sink, window=window, seal=method.unit if seal is None else seal)  # its own checks
+    which = usable_layers(trace, None) if layers is None else layers
+    each = [(index, share) for index in which for share in shares_of(method, index, trace.shapes[index].heads)]
+    methods = {share.label: share for _, share in each}  # not a layer's each, as checks of a selector take time
+    for share in methods.values():
+        own = share.selector
+        KVCache(own, sink=sink, window=window, seal=own.unit if seal is None else seal)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window
-    if left < method.unit:
-        raise ValueError(
-            f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} rows "
-            f"before the replay to select from; {method!r} needs at least {method.unit}"
-        )
+    for share in methods.values():
+        if left < share.selector.unit:
+            raise ValueError(
+                f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
+                f"rows before the replay to select from; {share.selector!r} needs at least {share.selector.unit}"
+            )
     held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:
         raise ValueError(
             f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
         )
-    for budget in budgets:
-        budget_rows(budget, trace.tokens - last, method.span, repr(method))
-    for index in layers or ():
-        method.for_layer(index, trace.ropes[index])
+    for share in methods.values():
+        for budget in budgets:
+            budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
+    if layers is not None:
+        for index, share in each:
+            share.fresh(index, trace.ropes[index])
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
-    rows = slice(start, stop)
-    queries = None
-    if cache.selector.queries_share:
-        if layer.query.shape[2] < len(positions):
-            raise ValueError(
-                f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
-                f"the last {layer.query.shape[2]} tokens of {len(positions)}"
-            )
-        queries = layer.query[None, :, :, rows].float()
-    cache.append(layer.keys[None, :, rows].float(), layer.values[None, :, rows].float(), queries, positions[None, rows])
+    learns, share = cache.selector.learns, cache.selector.queries_share
+    lacking = len(positions) - layer.query.shape[2]  # the first tokens, whose queries the trace does not hold
+    if learns and lacking > (0 if share else max(stop - cache.selector.last_queries, 0)):
+        raise ValueError(
+            f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
+            f"the last {layer.query.shape[2]} tokens of {len(positions)}"
+        )
+    bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
+    for low, high in itertools.pairwise(bounds):
+        queries, rows = None, slice(low, high)
+        if learns and low < lacking:  # not looked at
+            heads, group, _, size = layer.query.shape
+            queries = layer.keys.new_zeros(1, dtype=torch.float32).expand(1, heads, group, high - low, size)
+        elif learns:
+            queries = layer.query[None, :, :, low - lacking : high - lacking].float()
+        kept = layer.keys[None, :, rows].float(), layer.values[None, :, rows].float()
+        cache.append(*kept, queries, positions[None, rows])
 
 
 def _replay(
@@ -397,6 +463,9 @@ def _replay(
 def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
     """Every measure of one decode step of one sequence against full attention: measure -> `[H*G]` float64.
 
+    A selector that observes is told what its selection got, as in `decode`. Rows of its tail count as rows attended and
+    read, and its biases as bytes read.
+
     Args:
         query: `[1,H,G,D]` float32 or float64.
         cache: one unpadded sequence, after `select`.
@@ -405,6 +474,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     """
     if cache.sealed_device is not None:
         raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
+    if cache.freed:
+        raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
     _, heads, group, size = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
@@ -412,7 +483,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     logits = query @ keys.mT * scale  # [1,H,G,N]
     weights = logits.softmax(-1)
     full = weights @ values  # [1,H,G,D]
-    out, _ = attend(query, keys, values, selection, bounds, scale=scale)
+    out = attend_chosen(query, cache, selection, scale=scale)
     error = out - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
     found = (weights * reads)[..., indexed].sum(-1)
@@ -420,6 +491,11 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    biases = selection.bias_bytes(heads)[..., None]
+    if (tail := cache.latest_tail) is not None:
+        attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
+        distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        biases = biases + tail.selection.bias_bytes(heads)[..., None]
     unknown = torch.full(
         (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
     )  # a selector that does not say what it cost
@@ -440,7 +516,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": (distinct * row_bytes + read) / (rows * row_bytes),
+        "bytes_share": (distinct * row_bytes + biases + read) / (rows * row_bytes),
     }
     top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
     hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first

@@ -1,6 +1,9 @@
-"""The queries that a selector learns from: those of a sample of the unsealed rows, kept until their rows are sealed."""
+"""The queries that a selector learns from: those of a sample of the rows, each kept until its row is sealed, and the
+newest of the prompt, kept until the first seal."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -82,3 +85,94 @@ class Queries(RowBuffer):
     def reset(self) -> None:
         super().reset()
         self.held = self.held[:0]
+
+
+class LastQueries(RowBuffer):
+    """The newest queries `[B,H,G,m,D]` of each sequence, the newest last, zero in front of a shorter one.
+
+    Args:
+        wanted: how many are handed over, 0 none.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__(3)
+        self.wanted = wanted
+        self.at = torch.zeros(0, 0, dtype=torch.int64)  # [B,m] their positions on the CPU, -1 where there is none
+
+    def store(self, queries: Tensor, at: Tensor, spare: int) -> None:
+        """Takes `queries` `[B,H,G,n,D]` of rows at positions `at` `[B,n]`, negative for padding.
+
+        So many of the newest stay that, once one more and then `spare` of them are dropped, all that are wanted are
+        there.
+        """
+        most, held = self.wanted + 1 + spare, self.full if self.allocated else queries[:, :, :, :0]
+        before = self.at if self.allocated else at[:, :0]
+        both, old = torch.cat([before, at], 1), before.shape[1]
+        chosen = [(one >= 0).nonzero()[:, 0][-most:] for one in both]
+        size = max(map(len, chosen))
+        self.at = torch.full((len(at), size), -1)
+        self._data = queries.new_zeros(*queries.shape[:3], size, queries.shape[4])
+        self.rows = size
+        for b, ids in enumerate(chosen):
+            self.at[b, size - len(ids) :] = both[b, ids]
+            for source, mine in ((held, ids[ids < old]), (queries, ids[ids >= old] - old)):
+                to = size - len(ids) + (int((ids < old).sum()) if source is queries else 0)
+                taken = source[b].index_select(2, mine.to(source.device))
+                self._data[b, :, :, to : to + len(mine)] = taken
+
+    def hand_over(self, newest: int) -> tuple[Tensor, Tensor]:
+        """Gives away all: of each sequence without its `newest` ones those that are wanted.
+
+        Returns:
+            `[B,H,G,wanted,D]`, zero in front of a shorter sequence, and their positions `[B,wanted]` int64 on the CPU,
+            there -1.
+        """
+        held, at = self.full, self.at
+        stop = at.shape[1] - newest
+        first = max(stop - self.wanted, 0)
+        lacking = self.wanted - max(stop - first, 0)
+        self.reset()
+        queries = held.new_zeros(*held.shape[:3], self.wanted, held.shape[4])
+        queries[:, :, :, lacking:] = held[:, :, :, first : max(stop, 0)]
+        positions = torch.full((len(at), self.wanted), -1)
+        positions[:, lacking:] = at[:, first : max(stop, 0)]
+        return queries, positions
+
+    def require(self, gone: Sequence[int], count: Sequence[int]) -> None:
+        """ValueError where too few of the newest queries are left behind the drop of `gone` rows of `count` each."""
+        for b, (rows, stored) in enumerate(zip(gone, count, strict=True)):
+            left = max(int((self.at[b] >= 0).sum()) - rows, 0)
+            if rows and left < min(self.wanted + 1, stored - rows):
+                raise ValueError(
+                    f"cannot drop {rows} rows of sequence {b} before the first seal: the last {self.wanted} queries of "
+                    f"the prompt are to be handed over, and older ones are not kept; build the cache with "
+                    f"rollback={max(gone)} or more"
+                )
+
+    def drop(self, gone: Sequence[int]) -> None:
+        """Forgets the newest `gone` of each sequence."""
+        kept = self.at.clone()
+        for b, rows in enumerate(gone):
+            real = (kept[b] >= 0).nonzero()[:, 0]
+            kept[b, real[max(len(real) - rows, 0) :]] = -1
+        held = self.full
+        self.rows, self._data = 0, held[:, :, :, :0]
+        self.at, at = kept[:, :0], kept
+        self.store(held, at, held.shape[3])
+
+    def take(self, index: Tensor) -> None:
+        super().take(index)
+        self.at = self.at[index.cpu()] if self.allocated else self.at
+
+    def fresh(self) -> LastQueries:
+        return LastQueries(self.wanted)
+
+    def clone(self) -> LastQueries:
+        twin = self.fresh()
+        twin.rows, twin.at = self.rows, self.at  # replaced, never changed in place
+        twin._data = None if self._data is None else self._data.clone()
+        return twin
+
+    def reset(self) -> None:
+        super().reset()
+        self.at = self.at[:0]

@@ -25,6 +25,9 @@ class Selection:
             shares one pass over its KV head's metadata), or None.
         whole: whether every span that is used has `span` rows and begins at a multiple of `span`: whole pages, which
             who reads by page need not take apart. A property of the method, not of what the tensors hold.
+        bias: `[B,Hs,S]` float32, added to the logit of every row of the slot, after the scale: a natural logarithm, so
+            that a row read with probability p stands for 1/p rows with a bias of -log p. Finite where a slot is used;
+            of an unused one it means nothing. None: no row has one.
 
     `Hs` is H (one choice for a whole query group) or H*G (one per query head, head `h*G + g`). Shapes depend on the
     budget and on how many rows are stored, never on what the tensors hold, so that no step waits for the device.
@@ -39,6 +42,7 @@ class Selection:
     scanned: Tensor | None = None
     scan_bytes: Tensor | None = None
     whole: bool = False
+    bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.start.ndim != 3 or self.start.shape != self.length.shape:
@@ -52,6 +56,12 @@ class Selection:
             )
         if self.span < 1 or self.span & (self.span - 1):
             raise ValueError(f"a selection's span is a power of two (1, 2, 4, ...), got {self.span}")
+        bias = self.bias
+        if bias is not None and (bias.shape, bias.dtype) != (self.start.shape, torch.float32):
+            raise ValueError(
+                f"a selection's bias is float32 [B,Hs,S] = {list(self.start.shape)}, got {bias.dtype} "
+                f"{list(bias.shape)}"
+            )
 
     @classmethod
     def none(cls, batch: int, heads: int, device: torch.device | str = "cpu") -> Selection:
@@ -61,17 +71,28 @@ class Selection:
         return cls(empty, empty, 1, nothing, nothing, whole=True)
 
     @classmethod
-    def tokens(cls, ids: Tensor, scanned: Tensor | None = None, scan_bytes: Tensor | None = None) -> Selection:
+    def tokens(
+        cls,
+        ids: Tensor,
+        scanned: Tensor | None = None,
+        scan_bytes: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Selection:
         """Single rows: `ids` `[B,Hs,S]` of any integer dtype, distinct within a head; a negative id is unused."""
-        return cls(ids.clamp(min=0).int(), (ids >= 0).int(), 1, scanned, scan_bytes, whole=True)
+        return cls(ids.clamp(min=0).int(), (ids >= 0).int(), 1, scanned, scan_bytes, whole=True, bias=bias)
 
     @classmethod
     def pages(
-        cls, ids: Tensor, page: int, scanned: Tensor | None = None, scan_bytes: Tensor | None = None
+        cls,
+        ids: Tensor,
+        page: int,
+        scanned: Tensor | None = None,
+        scan_bytes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Selection:
         """Whole pages of `page` rows (a power of two): `ids` `[B,Hs,S]`, distinct; a negative id is unused."""
         start, length = (ids.clamp(min=0) * page).int(), (ids >= 0).int() * page
-        return cls(start, length, page, scanned, scan_bytes, whole=True)
+        return cls(start, length, page, scanned, scan_bytes, whole=True, bias=bias)
 
     @classmethod
     def runs(
@@ -82,14 +103,16 @@ class Selection:
         budget: int,
         scanned: Tensor | None = None,
         scan_bytes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Selection:
         """Runs of any length, best first, cut into spans and stopped at `budget` rows.
 
         `start`, `length` are `[B,Hs,R]` of any integer dtype; runs of one head are disjoint. The selection has
         `budget // span + R` slots: a run ends in at most one partial span, so every row within the budget has a slot.
+        `bias` `[B,Hs,R]` is that of a run's rows, so of all spans that it is cut into.
         """
         if span < 1 or not length.shape[-1]:
-            return cls(start.int(), length.int(), span, scanned, scan_bytes)
+            return cls(start.int(), length.int(), span, scanned, scan_bytes, bias=bias)
         length = length.long()
         before = length.cumsum(-1) - length  # [B,Hs,R] rows of the better runs
         length = length.minimum((budget - before).clamp(min=0))
@@ -101,7 +124,9 @@ class Selection:
         used, run = run < runs, run.clamp(max=runs - 1)
         offset = (slots - (ends - spans).gather(-1, run)) * span
         left = (length.gather(-1, run) - offset).clamp(0, span)
-        return cls((start.long().gather(-1, run) + offset).int(), (left * used).int(), span, scanned, scan_bytes)
+        first = (start.long().gather(-1, run) + offset).int()
+        bias = None if bias is None else bias.gather(-1, run)
+        return cls(first, (left * used).int(), span, scanned, scan_bytes, bias=bias)
 
     @property
     def rows(self) -> Tensor:
@@ -115,11 +140,72 @@ class Selection:
         """`[B,Hs]` int64: rows selected."""
         return self.length.sum(-1)
 
+    def distinct(self, heads: int, rows: int) -> Tensor:
+        """`[B,H]` int64: rows selected, each once for all selection heads of one of the `heads` KV heads.
+
+        `rows`: how many there are to select from.
+        """
+        if self.start.shape[1] == heads:
+            return self.attended  # spans are disjoint
+        return self.mask(rows).unflatten(1, (heads, -1)).any(2).sum(-1)
+
+    def bias_bytes(self, heads: int) -> Tensor:
+        """`[B,H]` int64: bytes of the biases of the slots in use, for each of the `heads` KV heads."""
+        used = (self.length > 0).sum(-1).unflatten(1, (heads, -1)).sum(-1)
+        return used * (0 if self.bias is None else self.bias.element_size())
+
     def mask(self, rows: int) -> Tensor:
         """`[B,Hs,rows]` bool: which of the first `rows` rows are selected."""
         ids = self.rows
         out = torch.zeros(*ids.shape[:2], rows + 1, dtype=torch.bool, device=ids.device)
         return out.scatter_(2, torch.where((ids >= 0) & (ids < rows), ids, rows), True)[..., :rows]
+
+    def row_bias(self, rows: int) -> Tensor:
+        """`[B,Hs,rows]` float32: the bias of each of the first `rows` rows, 0 where it has none."""
+        ids = self.rows
+        out = torch.zeros(*ids.shape[:2], rows + 1, device=ids.device)
+        if self.bias is not None:
+            place = torch.where((ids >= 0) & (ids < rows), ids, rows)
+            out = out.scatter(2, place, self.bias.repeat_interleave(self.span, -1))
+        return out[..., :rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """Rows that a selector owns and that stand for what a step does not read, such as the mean of those values.
+
+    A step attends to them as to stored rows, and merges both by their log-sum-exp.
+
+    Args:
+        keys, values: `[B,H,M,D]`, in the query's dtype, on the device of the sealed rows. Rows that nobody names may
+            hold anything.
+        selection: which of them each head attends to, counted from row 0, with a bias where a row stands for many: one
+            with a zero key and a bias of log w has the weight w before the softmax's division. What making the rows
+            read is told in `scan_bytes` of the step's selection, not here.
+
+    As of a selection, shapes depend on the budget and on how many rows are stored alone.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+
+    keys: Tensor
+    values: Tensor
+    selection: Selection
+
+    def __post_init__(self) -> None:
+        chosen = self.selection.start.shape
+        if self.keys.ndim != 4 or self.keys.shape != self.values.shape:
+            raise ValueError(
+                f"a tail's keys and values are both [B,H,M,D], got {list(self.keys.shape)} and "
+                f"{list(self.values.shape)}"
+            )
+        batch, heads = self.keys.shape[:2]
+        if chosen[0] != batch or chosen[1] % heads:
+            raise ValueError(
+                f"a tail's selection is [B,Hs,S] with B = {batch} and Hs = {heads} (per KV head) or a multiple of it "
+                f"(per query head), got {list(chosen)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@ dimension, so that appending a row copies only that row."""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -112,7 +113,7 @@ class RowBuffer(State):
             self._fill_to(rows, self.room or rows, like)
         elif self._data is None or rows > held:
             # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
-            shape, enough = list(like.shape), self.capacity >= rows
+            shape, enough = list(like.shape), self._data is None and self.capacity >= rows
             shape[self.dim] = self.capacity if enough else max(held + held // 2, rows + 64)
             grown = self._empty(shape, like)
             if self._data is not None:
@@ -157,6 +158,28 @@ class RowBuffer(State):
         else:
             taken = self._empty([len(index), *self._data.shape[1:]], self._data)
             self._data = torch.index_select(self._data, 0, index.to(self._data.device), out=taken)
+
+    def keep(self, ids: Tensor, first: int = 0, last: int | None = None) -> None:
+        """Of the rows `first` to `last` (None: to the end) only `ids` stay, in their order; rows before and behind
+        stay all. What is left moves together, and the rest of the storage, the capacity asked for included, is freed.
+
+        Args:
+            ids: integers counted from `first`, `[B,...,K]` with the sizes before `dim`: of `[B,H,N,D]` `[B,H,K]`.
+
+        Raises:
+            RuntimeError: the storage is fixed.
+        """
+        if self.room is not None:
+            raise RuntimeError("storage that is fixed cannot be freed")
+        held, dim, last = self.full, self.dim, self.rows if last is None else last
+        rows = first + ids.shape[-1] + self.rows - last
+        made = self._empty([*held.shape[:dim], rows + 64, *held.shape[dim + 1 :]], held)  # spare as of a first append
+        made.narrow(dim, 0, first).copy_(held.narrow(dim, 0, first))
+        made.narrow(dim, rows - (self.rows - last), self.rows - last).copy_(held.narrow(dim, last, self.rows - last))
+        taken = ids.to(held.device) + first
+        for place in itertools.product(*map(range, held.shape[:dim])):  # a head at a time: no second copy of all
+            made[place][first : first + ids.shape[-1]] = held[place][taken[place]]
+        self._data, self.rows = made, rows
 
     def fresh(self) -> RowBuffer:
         """An empty buffer of the same kind, not fixed."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparseattn.checks as checks
-from sparseattn.queries import Queries
+from sparseattn.queries import LastQueries, Queries
 from sparseattn.selection import Bounds
 from sparseattn.selectors.base import Rows
 from sparseattn.storage import RowBuffer
@@ -20,7 +20,7 @@ from sparseattn.zones import Zones
 
 
 class StoredRows:
-    """Keys, values and positions of B sequences and H heads, and the queries that wait until their rows are sealed.
+    """Keys, values and positions of B sequences and H heads, and the queries that wait until rows are sealed.
 
     Args:
         sink: first rows of each sequence, kept apart from the sealed ones.
@@ -28,27 +28,31 @@ class StoredRows:
         capacity: sealed rows to allocate at once where they lie.
         apart: the device of the sealed rows; None: between sink and recent rows.
         share: of the queries to keep, 0 to 1.
+        last: how many of the prompt's newest queries the first seal hands over.
 
     Attributes:
         zones: which row lies where, as counts.
         newest: `[B]` int64 on the cache's device, the position of each sequence's newest token; updated in place.
     """
 
-    def __init__(self, sink: int, near: int, capacity: int, apart: torch.device | None, share: float) -> None:
+    def __init__(
+        self, sink: int, near: int, capacity: int, apart: torch.device | None, share: float, last: int
+    ) -> None:
         self.sink, self.apart = sink, apart
         self.keys, self.values = RowBuffer(2, near), RowBuffer(2, near)  # [B,H,N,D]
         self.apart_keys, self.apart_values = (RowBuffer(2, capacity, pinned=True) for _ in range(2))
-        self.real = RowBuffer(2, capacity)  # [B,H,N] bool, where the sealed rows lie: not padding
+        # [B,H,N] bool, where the sealed rows lie: neither padding nor known to be dropped by the selector.
+        self.real = RowBuffer(2, capacity)
         self.positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
-        self.queries = Queries(share)
+        self.queries, self.last = Queries(share), LastQueries(last)
         # What steps on the device read, updated in place: [B] each.
         self._bounds: Bounds | None = None
         self.newest = torch.zeros(0, dtype=torch.int64)
         self._told: tuple[list[int], ...] = ()  # what these hold
-        self.fixed = False
+        self.fixed = self.dropped = False  # whether `drop` has taken a row
         self.zones = Zones(0, sink, apart is not None)
 
-    _BUFFERS = ("keys", "values", "apart_keys", "apart_values", "real", "positions", "queries")
+    _BUFFERS = ("keys", "values", "apart_keys", "apart_values", "real", "positions", "queries", "last")
 
     def _buffers(self) -> list[RowBuffer]:
         return [getattr(self, name) for name in self._BUFFERS]
@@ -98,9 +102,21 @@ class StoredRows:
 
     @property
     def sealed_real(self) -> Tensor | None:
-        """`[B,H,N]` bool, which of the sealed rows are no padding; None: all."""
+        """`[B,H,N]` bool, which of the sealed rows are neither padding nor known to be dropped; None: all."""
         zones = self.zones
-        return self.real.data if any(sealed < zones.zone for sealed in zones.sealed) else None
+        whole = not self.dropped and all(sealed == zones.zone for sealed in zones.sealed)
+        return None if whole else self.real.data
+
+    @property
+    def wants_queries(self) -> bool:
+        """Whether rows that are stored now come with their queries."""
+        return self.queries.share > 0 or (self.last.wanted > 0 and not self.zones.zone)
+
+    @property
+    def learned(self) -> Tensor | None:
+        """`[B,H,G,m,D]`, queries that are kept; None where there are none to compare others with."""
+        kept = next((buffer for buffer in (self.queries, self.last) if buffer.allocated), None)
+        return None if kept is None else kept.full
 
     def indexed(self) -> tuple[Tensor, int]:
         """The storage of the keys that a selector may read, and how many rows of it: all behind the sink if fixed."""
@@ -148,7 +164,8 @@ class StoredRows:
     def nbytes(self) -> dict[str, int]:
         """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries)."""
         kv = sum(buffer.nbytes for buffer in (self.keys, self.values, self.apart_keys, self.apart_values))
-        return {"kv": kv, "books": sum(buffer.nbytes for buffer in (self.positions, self.real, self.queries))}
+        books = (self.positions, self.real, self.queries, self.last)
+        return {"kv": kv, "books": sum(buffer.nbytes for buffer in books)}
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -160,11 +177,14 @@ class StoredRows:
             for buffer in (self.apart_keys, self.apart_values):
                 buffer.resize(0, keys[:, :, :0].to(self.apart))
 
-    def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None) -> None:
-        """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on."""
+    def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None, spare: int) -> None:
+        """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on.
+
+        `spare`: so many of the newest rows may be dropped again before the first seal.
+        """
         zones, (batch, _, new, _) = self.zones, keys.shape
         before, counts, first, place, number = zones.next, [new] * batch, zones.behind(new), None, None
-        learns = queries is not None and self.queries.share > 0
+        learns = queries is not None and self.wants_queries
         if at is None:
             following = [next + new for next in before]
             if new != 1 or first is None or learns:  # a token's position needs no tensor
@@ -198,7 +218,10 @@ class StoredRows:
                 for buffer, rows in ((self.keys, keys), (self.values, values)):
                     buffer.full[b].index_copy_(1, target, rows[b].index_select(1, real))
         if queries is not None and at is not None and number is not None and learns:
-            self.queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
+            if self.queries.share:
+                self.queries.store(queries, at.masked_fill(number < self.sink, -1))  # no selector sees the sink
+            if self.last.wanted and not zones.zone:
+                self.last.store(queries, at, spare)
         self.publish()
 
     def publish(self) -> None:
@@ -224,13 +247,16 @@ class StoredRows:
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
-    def seal(self, each: list[int]) -> Rows:
+    def seal(self, each: list[int], decoded: int) -> Rows:
         """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views.
+
+        Args:
+            decoded: how many of the newest rows of a sequence are no part of the prompt, 1 at a step of decoding.
 
         Raises:
             ValueError: NaN or infinite rows or queries on a GPU, where single rows were not looked at before.
         """
-        zones, most = self.zones, max(each)
+        zones, most, first = self.zones, max(each), not self.zones.zone
         padding = torch.arange(most) >= torch.tensor(each)[:, None]
         positions = self.positions.full[:, zones.start : zones.start + most].masked_fill(padding, -1)  # [B,n]
         if zones.apart:
@@ -245,8 +271,9 @@ class StoredRows:
         queries, sampled = self._take_queries(positions)
         if queries is not None and self.keys.full.is_cuda:
             checks.finite(queries=queries)
+        last = self._take_last(decoded) if first and self.last.wanted else ()
         self.real.append((~padding).to(keys.device)[:, None].expand(-1, keys.shape[1], -1))
-        return Rows(keys, values, positions.to(keys.device), queries, sampled)
+        return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
 
     def arrange(self, order: Tensor, new: int) -> None:
         """Stores the last sealed rows in a selector's `order` `[B,H,m]`: the `new` ones, and others if m is more.
@@ -310,16 +337,57 @@ class StoredRows:
             queries = there
         return queries, at.to(queries.device)
 
+    def _take_last(self, decoded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The prompt's last queries and what `Rows` says of its rows that are not sealed, where the sealed ones lie."""
+        zones, device = self.zones, self.apart or self.device
+        queries, at = self.last.hand_over(decoded)
+        if queries.is_cuda:
+            checks.finite(queries=queries)
+        count = (torch.tensor(zones.count) - decoded).clamp(min=0)[:, None]  # [B,1]
+        sink = count.clamp(max=zones.sink)
+        recent = (count - sink - torch.tensor(zones.sealed)[:, None]).clamp(min=0)
+        row = torch.cat([torch.arange(zones.sink), torch.arange(zones.start, zones.start + int(recent.max()))])  # [u]
+        real = (row < sink) | ((row >= zones.start) & (row < zones.start + recent))  # [B,u]
+        positions = self.positions.full[:, row].masked_fill(~real, -1)
+        keys = self.keys.full.index_select(2, row.to(self.device))
+        keys = keys.masked_fill(~real.to(self.device)[:, None, :, None], 0)
+        return queries.to(device), at.to(device), keys.to(device), positions.to(device)
+
     # -- editing -----------------------------------------------------------------------------------------------------
 
+    def drop(self, held: Tensor) -> None:
+        """Notes that of the sealed rows the selector holds `held` `[B,H,N]` bool, and no other ever again."""
+        self.real.data.logical_and_(held)
+        self.dropped = True
+
+    def compact(self, ids: Tensor) -> None:
+        """Of the sealed places only `ids` `[B,H,K]` int64 stay, in that order; the storage of the others is freed."""
+        zones = self.zones
+        low, start, kept = zones.sink, zones.start, ids.shape[2]
+        self.real.keep(ids)
+        if zones.apart:
+            self.apart_keys.keep(ids)
+            self.apart_values.keep(ids)
+        else:
+            self.keys.keep(ids, low, start)
+            self.values.keep(ids, low, start)
+            self.positions.keep(ids[:, 0], low, start)  # of sealed rows any will do
+        zones.free(zones.zone - kept)
+        self.publish()
+
     def crop(self, gone: Sequence[int]) -> None:
-        """Forgets the newest `gone` rows of each sequence; ValueError where those are sealed."""
+        """Forgets the newest `gone` rows of each sequence; ValueError where those are sealed, or the last queries go
+        that a first seal is to hand over."""
         zones, before = self.zones, self.zones.end
+        if self.last.allocated:
+            self.last.require(gone, zones.count)
         first = zones.crop(gone)
         zones.next = [  # the next token takes the position of the first one dropped
             int(self.positions.full[b, place]) if rows else held
             for b, (rows, place, held) in enumerate(zip(gone, first, zones.next, strict=True))
         ]
+        if self.last.allocated:
+            self.last.drop(gone)
         if self.queries.share:
             row = torch.arange(min(zones.end), max(before))
             kept = (row < torch.tensor(zones.end)[:, None]) | (row >= torch.tensor(before)[:, None])
@@ -353,10 +421,11 @@ class StoredRows:
         self.zones = Zones(0, self.sink, self.apart is not None)
         if not self.fixed:
             self._bounds = None
+        self.dropped = False
 
     def to(self, device: torch.device | str) -> None:
         """Moves what does not lie apart."""
-        for buffer in (self.keys, self.values, self.queries):
+        for buffer in (self.keys, self.values, self.queries, self.last):
             buffer.to(device)
         if self.apart is None:
             self.real.to(device)

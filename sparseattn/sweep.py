@@ -40,7 +40,7 @@ class Problem:
     Args:
         keys: `[H,N,D]`, to index.
         queries: `[H,G,Q,D]`, to ask with.
-        training: `[H,G,N,D]`, a query for each key, for selectors with a `queries_share`; None: there are none.
+        training: `[H,G,N,D]`, a query for each key, for selectors that learn from queries; None: there are none.
         positions: `[N+Q]` int64, of the keys, then of the queries; default counting from 0.
         layer, rope: for `Selector.for_layer`.
 
@@ -159,7 +159,7 @@ def curves(
     report = progress or (lambda what, done, total: None)
     made, indexes = {}, None
     for name, asked in tasks.items():
-        if indexes is None or method.queries_share:
+        if indexes is None or method.learns:
             indexes = None  # the last task's are freed before the next ones are made
             indexes = _build(method, asked, k, report)
         made[name] = _sweep(method, indexes, asked, k, values, report)
@@ -172,6 +172,11 @@ def _same_keys(a: Problem, b: Problem) -> bool:
 
 def check(selector: Selector, keys: int, k: int) -> None:
     """`k` of `keys` keys can be looked for with this selector; else ValueError."""
+    if selector.observes:
+        raise ValueError(
+            f"{selector!r} learns from what its selections got, and a sweep asks for rows without attending to them: "
+            f"measure it by bench"
+        )
     if k < 1:
         raise ValueError(f"k is 1 or more keys, got {k}")
     if k > keys // selector.unit * selector.unit:
@@ -186,7 +191,7 @@ class _Index:
         self.selector = selector.for_layer(problem.layer, problem.rope)
         cache = KVCache(self.selector, sink=0, window=0, seal=selector.unit)
         keys, training, at = problem.keys[None], problem.training, problem.positions
-        learns = training is not None and selector.queries_share
+        learns = training is not None and selector.learns
         queries = training[None] if training is not None and learns else None
         cache.append(keys, keys, queries, None if at is None else at[None, : keys.shape[2]])
         start = time.perf_counter()
@@ -309,10 +314,11 @@ class _Layer:
         heads, group, _, size = self.queries.shape
         rows = self.keys.shape[1]
         query = self.queries[None, :, :, t]
+        held = self.searcher.held()
         start = time.perf_counter()
         selection = self.searcher.select(query, self.positions[t : t + 1], k)
         seconds = time.perf_counter() - start
-        contract.check(selection, query, self.positions[t : t + 1], k, rows, None, self.searcher)
+        contract.check(selection, query, self.positions[t : t + 1], k, rows, held, self.searcher)
         reads = selection.mask(rows)[0].view(heads, -1, rows)  # [H,1 or G,N]
         distinct = reads.any(1).sum(-1, keepdim=True)  # [H,1]
         recall = reads.expand(-1, group, -1).gather(-1, self.best[:, :, t]).double().mean(-1)  # [H,G]
@@ -320,6 +326,7 @@ class _Layer:
         scanned = unknown if selection.scanned is None else selection.scanned[0].view(heads, -1).double()
         read = unknown if selection.scan_bytes is None else selection.scan_bytes[0, :, None].double()
         row_bytes = 2 * size * self.keys.element_size()  # a key and a value
+        read = read + selection.bias_bytes(heads)[0, :, None]
         shares = (recall, scanned / rows, (read + distinct * row_bytes) / (rows * row_bytes))
         return _Answer(torch.stack([share.expand(heads, group).flatten() for share in shares]), seconds)
 

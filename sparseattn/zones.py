@@ -20,11 +20,12 @@ class Zones:
     Attributes:
         sink: rows reserved for the sink, the physical rows `[0, sink)`.
         zone: rows of the sealed zone, padding included: `[sink, start)`, or `[0, zone)` of a storage of its own.
-        count: real rows. sealed: of them sealed. next: the position after the newest row's.
+        count: real rows. sealed: of them sealed, freed ones included. next: the position after the newest row's.
+        freed: places that the zone had before rows were freed, and has no more.
     """
 
     def __init__(self, batch: int, sink: int, apart: bool = False) -> None:
-        self.sink, self.zone, self.apart = sink, 0, apart
+        self.sink, self.zone, self.apart, self.freed = sink, 0, apart, 0
         self.count, self.sealed, self.next = ([0] * batch for _ in range(3))
 
     @property
@@ -89,6 +90,10 @@ class Zones:
         """Counts `each` rows as sealed; the zone grows by the most of them."""
         self.sealed = [sealed + rows for sealed, rows in zip(self.sealed, each, strict=True)]
         self.zone += max(each)
+
+    def free(self, places: int) -> None:
+        """Shrinks the zone by `places`."""
+        self.zone, self.freed = self.zone - places, self.freed + places
 
     def crop(self, gone: Sequence[int]) -> list[int]:
         """Forgets the newest `gone` rows of each sequence and returns the physical place of the first of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,27 +13,35 @@ import torch
 from torch import Tensor
 
 from sparseattn import (
+    H2O,
     HNSW,
     IVF,
     PQ,
     SAAP,
+    TOVA,
     Bounds,
     Exact,
     Fier,
     Flat,
+    KDEformer,
     KMeans,
     KVCache,
     LowBit,
+    MagicPIG,
     Moments,
     PerfectBuckets,
+    PyramidKV,
     QueryBridge,
     Quest,
     Random,
+    Reformer,
     RetrievalAttention,
     Rows,
     Selection,
     Selector,
     SelfIndex,
+    SnapKV,
+    Tail,
     TwoStage,
     Window,
 )
@@ -41,6 +50,7 @@ from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.loaded import Loaded, of_parts
+from sparseattn.selectors.recent import Recent
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
@@ -100,6 +110,112 @@ class SampledBuckets(Buckets):
         self.queries_share = queries_share
 
 
+class Heaviest(Selector):
+    """A test double that evicts: each KV head holds the `rows` rows with the largest weight, others are gone for good.
+
+    A row weighs the norm of its key and, where it is of the prompt, what the softmax of the prompt's last queries over
+    all of the prompt gives it. Of those held, a query reads the best by its own product.
+    """
+
+    last_queries = 3
+    evicts = True
+
+    def __init__(self, rows: int = 40) -> None:
+        self.rows = rows
+        self.weight = RowBuffer(2)  # [B,H,N] -inf where a row is not held
+
+    def append(self, rows: Rows) -> None:
+        weight = rows.keys.norm(dim=-1)
+        if rows.last_queries is not None:
+            weight = weight + self._votes(rows)
+        self.weight.append(weight.masked_fill((rows.positions < 0)[:, None], -torch.inf))
+        held = self.weight.data
+        gone = held.argsort(dim=-1, descending=True, stable=True)[..., self.rows :]
+        held.scatter_(2, gone, -torch.inf)
+
+    @staticmethod
+    def _votes(rows: Rows) -> Tensor:
+        """`[B,H,n]`: the mean weight of a sealed row over the prompt's last queries."""
+        queries, asked, keys, at = rows.last_queries, rows.last_positions, rows.unsealed, rows.unsealed_positions
+        assert queries is not None
+        assert asked is not None
+        assert keys is not None
+        assert at is not None
+        every, places = torch.cat([rows.keys, keys], 2), torch.cat([rows.positions, at], 1)
+        seen = (places[:, None] >= 0) & (places[:, None] <= asked[..., None])  # [B,q,N]
+        logits = (queries @ every[:, :, None].mT / queries.shape[-1] ** 0.5).masked_fill(~seen[:, None, None], -1e9)
+        weights = logits.softmax(-1) * (asked >= 0)[:, None, None, :, None]
+        return weights[..., : rows.keys.shape[2]].mean((2, 3)) * 100
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.weight.rows:
+            return Selection.none(*query.shape[:2], query.device)
+        scores = query @ self.stored_keys().mT
+        scores = scores.masked_fill(self.weight.data[:, :, None].isneginf(), -torch.inf)
+        return Selection.tokens(best(vote(scores, "each"), budget))
+
+    def held(self) -> Tensor:
+        return ~self.weight.data.isneginf()
+
+    def keep(self, ids: Tensor) -> None:
+        self.weight.keep(ids)
+
+
+class Estimate(Selector):
+    """A test double that biases, observes and has a tail: what it reads stands for more than itself.
+
+    Rows rank by their product with the group's queries and by what they got so far. Where not all are read, every
+    second one read has a bias of log 2, and what is left is one row: a zero key, the mean value of all, its number.
+    """
+
+    observes = tails = True
+
+    def __init__(self) -> None:
+        self.real = RowBuffer(1, spare=False)  # [B,N]
+        self.values = RowBuffer(2, spare=0.0)  # [B,H,N,D], padding 0
+        self.got = RowBuffer(2, spare=0.0)  # [B,H,N] weights, summed over steps and query heads
+
+    def fix(self, rows: int, seal: int) -> None:
+        for _, state in self.buffers():
+            state.fix(rows)
+
+    def append(self, rows: Rows) -> None:
+        real = rows.positions >= 0
+        self.real.append(real)
+        self.values.append(rows.values * real[:, None, :, None])
+        self.got.append(torch.zeros(rows.keys.shape[:3], device=rows.keys.device))
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.real.rows:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        real = self.real.visible[:, None]
+        scores = vote((query @ self.stored_keys()[:, :, : real.shape[2]].mT).float(), "sum") + 9 * self.got.visible
+        ids = best(scores.masked_fill(~real, -torch.inf), budget)
+        second = torch.arange(ids.shape[2], device=ids.device) % 2
+        bias = torch.where(real.sum(-1, keepdim=True) > budget, second * math.log(2), 0.0).expand(ids.shape)
+        scanned = real.sum(-1).expand(ids.shape[:2])
+        read = scanned * query.shape[3] * self.bytes_of(query)
+        return Selection.tokens(ids, scanned, read, bias.float().masked_fill(ids < 0, torch.nan))
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        if not self.real.rows:
+            return
+        got, rows = self.got.visible, selection.rows
+        each = weights.flatten(2).unflatten(1, (rows.shape[1], -1)).sum(2)  # [B,Hs,R]
+        each, rows = (part.unflatten(1, (got.shape[1], -1)).flatten(2) for part in (each, rows))
+        got.scatter_add_(2, rows.clamp(min=0), each)
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        if not self.real.rows:
+            return None
+        count = self.real.visible.sum(-1)[:, None]  # [B,1]
+        left = count - selection.attended  # [B,Hs]
+        mean = self.values.visible.sum(2, keepdim=True) / count.clamp(min=1)[..., None, None]
+        ids = torch.where(left > 0, 0, -1)[..., None]
+        bias = left.clamp(min=1).log()[..., None]
+        return Tail(torch.zeros_like(mean), mean, Selection.tokens(ids, bias=bias))
+
+
 class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
@@ -117,6 +233,15 @@ class Same(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def keep(self, ids: Tensor) -> None:
+        self.inner.keep(ids)
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        self.inner.observe(selection, weights)
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        return self.inner.tail(query, positions, selection)
 
 
 def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):
@@ -154,8 +279,9 @@ def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selecto
 
 @dataclass(frozen=True)
 class Case:
-    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget, or None
-    with the reason why there is no such construction."""
+    """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget and drops
+    none ("exhaustive and never evicting"), or None with the reason why there is no such construction. Methods that
+    evict are made to hold fewer than 80 rows."""
 
     name: str
     make: Callable[[], Selector]
@@ -177,6 +303,7 @@ CASES = [
     # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
     Case("hnsw", HNSW, lambda: HNSW(degree=128, build_beam=256)),
     Case("hnsw-l2", lambda: HNSW(metric="l2"), lambda: HNSW(degree=128, build_beam=256, metric="l2")),
+    Case("reformer", lambda: Reformer(8, 16), lambda: Reformer(8, 16)),
     Case("retrieval", RetrievalAttention, lambda: RetrievalAttention(beam=1 << 20)),
     Case(
         "retrieval-query",
@@ -214,7 +341,14 @@ CASES = [
         lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, rows=16),
     ),
     Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
+    Case("same-estimate", lambda: Same(Estimate()), lambda: Same(Estimate())),
     Case("same-sampled", lambda: Same(Same(SampledBuckets(0.3))), lambda: Same(Same(SampledBuckets(0.3)))),
+    Case(
+        "twostage-estimate",
+        lambda: TwoStage(Estimate(), 2, rows=16, group="each"),
+        lambda: TwoStage(Estimate(), 1, rows=16, group="each"),
+    ),
+    Case("estimate", Estimate, Estimate),
     Case("fier", lambda: Fier(16), lambda: Fier(16)),
     # Rows of equal codes tie: these cases have none where a law's budget ends, at 8 to 16 names a key or by their vote.
     Case("selfindex", lambda: SelfIndex("sum"), lambda: SelfIndex("sum")),
@@ -222,10 +356,23 @@ CASES = [
     Case("pq", lambda: PQ(8), lambda: PQ(8)),
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
+    Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),
+    Case("kdeformer-one", lambda: KDEformer(3, 0, 7), lambda: KDEformer(3, 0, 7)),
+    Case("magicpig", lambda: MagicPIG(4, 20), lambda: MagicPIG(0, 2, floor=0.0)),
     Case("kmeans", lambda: drawn(KMeans, probes=5), lambda: drawn(KMeans)),
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
+    Case("h2o", H2O, H2O),
+    Case("h2o-decode", lambda: H2O("decode", 0.25), lambda: H2O("decode", 0.25)),
+    Case("tova", TOVA, TOVA),
+    Case("snapkv", SnapKV, SnapKV),
+    Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
+    Case("pyramidkv", lambda: PyramidKV(4), lambda: PyramidKV(4)),
     Case("random", Random, Random),
+    Case("recent", Recent, Recent),
+    Case("recent-few", lambda: Recent(4), lambda: Recent(4)),
     Case("window", Window, None, "Window never reads beyond sink and window"),
+    Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),
+    Case("same-heaviest", lambda: Same(Heaviest(25)), lambda: Same(Heaviest(1 << 20))),
     Case("buckets", Buckets, Buckets),
     Case("buckets-forward", lambda: Buckets(False), lambda: Buckets(False)),
     Case("buckets-sampled", lambda: SampledBuckets(0.3), lambda: SampledBuckets(0.3)),

@@ -22,7 +22,7 @@ from benchmarks.bench import Bench
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Temporaries, Timer, spread
 from benchmarks.methods import Method
-from sparseattn import KVCache, Quest, Selection, decode, make_selector
+from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector
 from sparseattn.artefact import Artefact
 from sparseattn.rope import Rope
 
@@ -127,6 +127,10 @@ def test_bytes_of_a_step_count_a_row_once() -> None:
     whole = Selection.pages(torch.tensor([[[0, 2]]]), 4)
     assert step.cost(cache, whole, shape) == {"rows": 14.0, "rows_bytes": 14 * 64, "scan_bytes": None}
     assert step.cost(cache, Selection.none(1, 1), shape)["rows"] == 6
+    biased = Selection.pages(torch.tensor([[[0, 2, -1]]]), 4, bias=torch.zeros(1, 1, 3))
+    tail = Tail(*torch.randn(2, 1, 1, 5, 8), Selection.tokens(torch.tensor([[[0], [0]]]), bias=torch.zeros(1, 2, 1)))
+    found = step.cost(cache, biased, shape, tail)
+    assert (found["rows"], found["rows_bytes"]) == (15.0, 15 * 64 + 2 * 4 + 2 * 4)
 
 
 def test_figures() -> None:
@@ -423,7 +427,7 @@ def test_a_step_is_what_decode_gives() -> None:
     calls = step.Calls(cache, query, 64, None, False).named({"own": lambda query: query})
     assert set(calls) == {"step", "select", "attend", "dense:own"}
     torch.testing.assert_close(calls["step"](), decode(query, cache, 64))
-    torch.testing.assert_close(calls["attend"]()[0], decode(query, cache, 64))
+    torch.testing.assert_close(calls["attend"](), decode(query, cache, 64))
     assert calls["dense:own"]() is query
 
 

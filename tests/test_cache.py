@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import Buckets, SampledBuckets, full, heads
+from cases import Buckets, Heaviest, SampledBuckets, full, heads
 
 from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode, keeping
 from sparseattn.budget import budget_rows, parse_budget
@@ -186,6 +186,11 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
         KVCache(Quest()).append(*torch.zeros(2, 1, 1, 4, 300))
 
 
+class Wanting(Window):
+    def __init__(self, last_queries: int) -> None:
+        self.last_queries = last_queries
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -199,6 +204,8 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
         ({"selector": SampledBuckets(1.5)}, "from 0 to 1, got 1.5"),
         ({"selector": SampledBuckets(float("nan"))}, "from 0 to 1, got nan"),
         ({"selector": SampledBuckets(True)}, "from 0 to 1, got True"),
+        ({"selector": Wanting(-1)}, "last_queries of .* is a number of queries, 0 or more, got -1"),
+        ({"selector": Wanting(2.5)}, "0 or more, got 2.5"),
     ],
 )
 def test_bad_construction(arguments: dict, sentence: str) -> None:
@@ -267,6 +274,46 @@ def test_few_sampled_queries_may_be_none_at_all() -> None:
     assert shown[0].query_positions.shape == (1, 0)
     with pytest.raises(ValueError, match=r"\[1, 2, 3, 40, 8\], got \[1, 2, 2, 40, 8\]"):
         cache.append(keys, values, queries[:, :, :2])
+
+
+def test_the_row_of_the_step_that_is_decoded_is_not_of_the_prompt() -> None:
+    """Nor is what comes later: `seal` takes all that is stored as the prompt, `decode` all but the newest row."""
+    queries, keys, values = heads(2, 2, 3, 60, 8)
+    query, shown = queries[:, :, :, 0], {}
+    for act in (lambda c: c.seal(), lambda c: decode(query, c, 8), lambda c: c.select(query, 8)):
+        cache = KVCache(Heaviest(20), sink=4, window=8, seal=16)
+        cache.append(keys[:, :, :50], values[:, :, :50], queries[:, :, :, :50])
+        append = cache.selector.append
+        shown[act] = []
+        cache.selector.append = lambda rows, append=append, to=shown[act]: (to.append(rows), append(rows))[1]
+        act(cache)
+        assert cache._stored.last.nbytes == 0, "what was handed over is not kept"
+        for t in range(50, 60):
+            cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])  # no queries are asked for any more
+            cache.seal()
+    for (first, *later), newest in zip(shown.values(), (49, 48, 48), strict=True):
+        assert first.last_positions is not None
+        assert first.last_positions.tolist() == [list(range(newest - 2, newest + 1))] * 2
+        assert torch.equal(first.last_queries, queries[:, :, :, newest - 2 : newest + 1])
+        everything = torch.cat([first.positions, first.unsealed_positions], 1).sort().values
+        assert everything[everything >= 0].tolist() == [*range(newest + 1)] * 2
+        assert all(rows.last_queries is rows.unsealed is None for rows in later)
+
+
+def test_the_last_queries_survive_what_window_and_rollback_allow_to_drop() -> None:
+    queries, keys, values = heads(1, 1, 2, 40, 8)
+    for window, rollback in ((0, 0), (5, 0), (0, 5)):
+        cache, most = KVCache(Heaviest(), sink=0, window=window, rollback=rollback), window + rollback
+        cache.append(keys, values, queries)
+        with pytest.raises(ValueError, match=f"the last 3 queries of the prompt .* rollback={most + 1} or more"):
+            cache.crop(most + 1)
+        cache.crop(most)
+        assert cache.lengths.tolist() == [40 - most]
+    cache.crop(35)  # all: nothing is lacking
+    cache.append(keys[:, :, :2], values[:, :, :2], queries[:, :, :, :2])
+    assert cache._stored.last.at.tolist() == [[0, 1]]
+    with pytest.raises(ValueError, match=r"Heaviest\(rows=40\) learns from queries: append"):
+        cache.append(keys, values)
 
 
 @pytest.mark.parametrize("apart", [None, "cpu"])

@@ -24,12 +24,18 @@ D = 4
 class Watched(SampledBuckets):
     """Keeps what it was shown last, as numbers that stay."""
 
-    late = ("last",)  # of one seal, whatever becomes of the sequences
+    late = ("last", "prompt")  # of one seal, whatever becomes of the sequences
+
+    def __init__(self, queries_share: float, reverse: bool, last_queries: int) -> None:
+        super().__init__(queries_share, reverse)
+        self.last_queries = last_queries
 
     def append(self, rows: Rows) -> Tensor:
         assert rows.queries is not None
         assert rows.query_positions is not None
         self.last = (rows.positions.tolist(), rows.query_positions.tolist(), rows.queries.clone())
+        handed = (rows.last_queries, rows.last_positions, rows.unsealed, rows.unsealed_positions)
+        self.prompt = [part if part is None else part.clone() for part in handed]
         return super().append(rows)
 
 
@@ -112,12 +118,42 @@ def check_shown(model: list[Sequence], selector: Watched) -> None:
     assert queries.shape[3] == most, "no more padding than the batch needs"
 
 
+def check_prompt(model: list[Sequence], cache: KVCache, first: bool) -> None:
+    """The first seal showed the last queries of all but the newest token, and the keys of what was not sealed."""
+    assert isinstance(cache.selector, Watched)
+    queries, at, keys, places = cache.selector.prompt
+    if not (first and cache.selector.last_queries):
+        assert queries is at is keys is places is None
+        return
+    assert queries is not None
+    assert at is not None
+    assert keys is not None
+    assert places is not None
+    assert queries.shape[3] == at.shape[1] == cache.selector.last_queries
+    left = []
+    for b, one in enumerate(model):
+        prompt = one.tokens[:-1]
+        asked = prompt[-cache.selector.last_queries :]
+        padding = at.shape[1] - len(asked)
+        assert at[b].tolist() == [-1] * padding + [token[0] for token in asked]
+        assert bool((queries[b, :, :, :padding] == 0).all())
+        for i, token in enumerate(asked):
+            assert torch.equal(queries[b, :, :, padding + i], token[3])
+        left.append([token for i, token in enumerate(prompt) if not cache.sink <= i < cache.sink + one.sealed])
+        real = places[b] >= 0
+        assert places[b, real].tolist() == [token[0] for token in left[-1]]
+        assert bool((keys[b, :, ~real] == 0).all())
+        for i, token in zip(real.nonzero()[:, 0].tolist(), left[-1], strict=True):
+            assert torch.equal(keys[b, :, i], token[1])
+
+
 def check_step(model: list[Sequence], cache: KVCache, query: Tensor, budget: float | int | None) -> None:
     before = int(cache.sealed.sum())
     decoded = decode(query, cache.clone(), budget)
     selection = cache.select(query, budget)
     if isinstance(cache.selector, Watched) and int(cache.sealed.sum()) > before:
         check_shown(model, cache.selector)
+        check_prompt(model, cache, before == 0)
     keys, values, bounds = together(cache)
     context = max(len(one.tokens) for one in model)
     rows = budget_rows(budget, context, cache.selector.span)
@@ -174,7 +210,7 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(seed)
     draw = random.Random(seed)
     share = draw.choice([1.0, 0.5, 0.3, 0.07])
-    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), Watched(share, True), Watched(share, False)])
+    selector = draw.choice([Exact(), Quest(draw.choice([1, 2, 8])), Watched(share, True, 0), Watched(share, False, 3)])
     span, heads, group = selector.span, draw.randint(1, 2), draw.randint(1, 3)
     settings = {
         "sink": draw.choice([0, 1, 5, 20, 60]),
@@ -201,7 +237,8 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
             ]
             with pytest.raises(ValueError, match="rollback="):
                 cache.crop(min(free) + 1)
-            drop = [draw.randint(0, min(rows, 6)) for rows in free]
+            waits = cache.selector.last_queries and not any(one.sealed for one in model)
+            drop = [draw.randint(0, 0 if waits else min(rows, 6)) for rows in free]  # a series of drops may be refused
             cache.crop(torch.tensor(drop))
             for one, rows in zip(model, drop, strict=True):
                 if rows:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from sparseattn import Exact, KVCache, Rows, Selection, Selector, decode, evaluate
+from sparseattn import Exact, KVCache, Rows, Selection, Selector, Tail, decode, evaluate
 from sparseattn.cli import app
-from sparseattn.contract import ContractError, check
+from sparseattn.contract import ContractError, check, check_tail
 from sparseattn.sweep import curve
 from sparseattn.synthetic import synthetic
 
@@ -134,6 +134,49 @@ def test_costs_are_counts(name: str, cost: Tensor, sentence: str) -> None:
     rows = torch.zeros(B, H, 1, dtype=torch.int32)
     with pytest.raises(ContractError, match=sentence):
         check(Selection(rows, rows, 1, **{name: cost}), torch.randn(B, H, G, D), AT, 1, 10, None, Exact())
+
+
+@pytest.mark.parametrize("bias", [torch.nan, torch.inf, -torch.inf])
+def test_a_bias_is_finite_where_a_slot_is_used(bias: float) -> None:
+    query, ids = torch.randn(B, H, G, D), torch.tensor([3, -1]).expand(B, H, -1)
+    given = torch.zeros(B, H, 2)
+    given[..., 1] = bias
+    check(Selection.tokens(ids, bias=given), query, AT, 1, 10, None, Exact())
+    given[1, 0, 0] = bias
+    with pytest.raises(ContractError, match=r"sequence 1, KV head 0\): the bias of row 3 is NaN or infinite"):
+        check(Selection.tokens(ids, bias=given), query, AT, 1, 10, None, Exact())
+
+
+def tail_of(rows: int = 3, ids: tuple[int, ...] = (0,), heads: int = H, bias: float = 0.0, **kind) -> Tail:
+    keys, named = torch.zeros(B, H, rows, D, **kind), torch.tensor(ids).expand(B, heads, -1)
+    return Tail(keys, keys, Selection.tokens(named, bias=torch.full(named.shape, bias)))
+
+
+@pytest.mark.parametrize(
+    ("tail", "sentence"),
+    [
+        (lambda: Selection.none(B, H), "returned Selection from tail, not a Tail or None"),
+        (lambda: tail_of(dtype=torch.float16), r"keys of a tail as torch.float16 \[2, 2, 3, 8\] .* torch.float32"),
+        (lambda: tail_of(heads=2 * H), r"a tail with a selection \[B,Hs,S\] = \[2, 4, 1\] .* Hs is 2 .* or 6"),
+        (lambda: tail_of(ids=(3,)), "it names row 3, and the rows of its tail are 0 to 2"),
+        (lambda: tail_of(ids=(1, 1)), "names row 1 of which another span holds some"),
+        (lambda: tail_of(bias=torch.inf), "the bias of row 0 is NaN or infinite"),
+    ],
+)
+def test_a_tail_fits_the_query(tail: Callable[[], Tail], sentence: str) -> None:
+    query = torch.randn(B, H, G, D)
+    check_tail(tail_of(heads=H * G), query, AT, Exact())
+    check_tail(None, query, AT, Exact())
+    with pytest.raises(ContractError, match=sentence):
+        check_tail(tail(), query, AT, Exact())
+
+
+def test_a_tail_that_does_not_fit_itself_is_refused() -> None:
+    rows, chosen = torch.zeros(B, H, 3, D), Selection.none(B, H)
+    with pytest.raises(ValueError, match=r"both \[B,H,M,D\], got \[2, 2, 3, 8\] and \[2, 2, 2, 8\]"):
+        Tail(rows, rows[:, :, :2], chosen)
+    with pytest.raises(ValueError, match=r"B = 2 and Hs = 2 .* a multiple of it .* got \[2, 3, 0\]"):
+        Tail(rows, rows, Selection.none(B, 3))
 
 
 class Greedy(Exact):

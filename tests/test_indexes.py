@@ -157,6 +157,26 @@ def test_other_queries_make_another_index(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_the_prompts_last_queries_and_what_they_attend_to_are_of_the_index(tmp_path: Path) -> None:
+    class Prompted(Quest):
+        last_queries = 4
+
+    queries, keys, values = attention(B, H, G, 160, D)
+    other, nearer = queries.clone(), keys.clone()
+    other[:, :, :, 149], nearer[:, :, 149] = 0, 0  # a row of the window, which is not indexed
+    for rows, asked, files in ((keys, queries, 1), (keys, other, 2), (nearer, queries, 3), (keys, queries, 3)):
+        cache = KVCache(Prompted(), sink=4, window=8, indexes=tmp_path)
+        cache.append(rows[:, :, :150], values[:, :, :150], asked[:, :, :, :150])
+        cache.seal()
+        assert len(list(tmp_path.iterdir())) == files
+    cache = KVCache(Quest(), sink=4, window=8, indexes=tmp_path)
+    for _ in range(2):
+        cache.append(keys[:, :, :150], values[:, :, :150])
+        cache.seal()
+        cache.reset()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_what_the_build_warned_of_is_said_again(tmp_path: Path) -> None:
     queries, keys, values = attention(B, H, G, 150, D)
     for _ in range(2):

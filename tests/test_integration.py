@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Buckets, Case, drawn
+from cases import CASES, Buckets, Case, Heaviest, drawn
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -302,7 +302,7 @@ def test_selectors_and_budgets_by_layer(llama: Any) -> None:
     with SparseCache(llama, mapping, {1: 0.5, "default": 16}, **SMALL) as cache:
         labels = [repr(layer.rows.selector) for layer in cache.sparse_layers.values()]
         assert labels == [repr(Exact()), repr(Quest(4)), repr(Quest(4))]
-        assert [layer.budget for layer in cache.sparse_layers.values()] == [16, 0.5, 16]
+        assert [layer.parts[0].budget for layer in cache.sparse_layers.values()] == [16, 0.5, 16]
         generate(llama, cache, {"input_ids": prompt()})
         rows = [layer.rows for layer in cache.stats().layers]
         assert max(rows[0], rows[2]) < 35 < rows[1]
@@ -328,6 +328,7 @@ def test_one_prefill_serves_many_methods(family: str, batch: str) -> None:
     for selector, settings in (
         (Quest(4), {}),
         (RetrievalAttention(8, 4, 4, guides=5), {}),
+        (Heaviest(20), {}),
         (Exact(), {"dense_layers": 1}),
         (Exact(), {"dense_layers": 3}),
     ):
@@ -361,6 +362,25 @@ def test_clones_at_other_budgets(llama: Any) -> None:
         base.clone(budget=0)
     with pytest.raises(ValueError, match="the cache to copy from holds 0 of them"):
         Prefill(llama, prompt(), queries=False).cache("retrieval", 8)
+
+
+@pytest.mark.parametrize("batch", [{"input_ids": prompt()}, padded()], ids=["one", "padded"])
+def test_a_next_prompt_reads_the_same_whether_dropped_rows_are_freed(llama: Any, batch: dict[str, Tensor]) -> None:
+    """Its tokens attend densely, to what is held."""
+    cache = SparseCache(llama, Heaviest(9), 8, **SMALL)
+    told, _ = generate(llama, cache, batch)
+    more = torch.cat([told, prompt(30, len(told), seed=2)], 1)
+    mask = torch.ones_like(more)
+    if "attention_mask" in batch:
+        mask[:, :60] = batch["attention_mask"]
+    whole = cache.clone()
+    assert cache.compact() > 0
+    kept, free = (sum(layer.rows.nbytes["kv"] for layer in one.sparse_layers.values()) for one in (whole, cache))
+    assert free < kept / 2
+    inputs = {"input_ids": more, "attention_mask": mask}
+    same(generate(llama, cache, inputs), generate(llama, whole, inputs))
+    with pytest.raises(ValueError, match="no layer's selector drops rows"):
+        SparseCache(llama, "quest", 16).compact()
 
 
 # -- the model and what is refused -------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ pytest.importorskip("triton")
 # Shared memory that one program may have: CUDA C++ Programming Guide, technical specifications per compute capability.
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 ARCHES = [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
-# dtype, D, span, G, one choice per query head, rows of a block of a paged store: each value at least once, and every
-# line of the kernel's tile table.
+# dtype, D, span, G, one choice per query head, rows of a block of a paged store, and whether rows have a bias: each
+# value at least once, and every line of the kernel's tile table.
 VARIANTS = [
     ("float16", 16, 16, 4, False, 0),
     ("bfloat16", 32, 1, 1, False, 0),
@@ -49,6 +49,10 @@ VARIANTS = [
     ("float32", 128, 16, 4, False, 0),
     ("float32", 128, 16, 4, False, 16),
     ("float32", 256, 64, 16, False, 0),
+]
+VARIANTS = [(*variant, False) for variant in VARIANTS] + [
+    ("bfloat16", 128, 16, 4, False, 0, True),
+    ("float32", 128, 1, 4, True, 0, True),
 ]
 MERGES = [("bfloat16", 128), ("float32", 256)]
 # dtype, D, G, vote, where bounds lie (in order, with 8 bits, or in a store with a table): every vote, and the lines of
@@ -94,10 +98,11 @@ def compile_all(arch: int) -> Rows:
     def keep(kernel: str, found: Any, **what: Any) -> None:
         rows.append({"arch": arch, "kernel": kernel, **what, **vars(found)})
 
-    for dtype, size, span, group, per_query_head, page in VARIANTS:
-        found = ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch, page)
+    for dtype, size, span, group, per_query_head, page, bias in VARIANTS:
+        found = ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch, page, bias)
         per = "query" if per_query_head else "kv"
-        keep("attend_split", found, dtype=dtype, D=size, span=span, G=group, per=per, page=page)
+        more = {"bias": True} if bias else {}
+        keep("attend_split", found, dtype=dtype, D=size, span=span, G=group, per=per, page=page, **more)
     for dtype, size in MERGES:
         keep("merge_splits", ahead.compile_merge_ahead(getattr(torch, dtype), size, arch), dtype=dtype, D=size)
     for dtype, size, group, vote, kept in PAGES:
@@ -157,6 +162,8 @@ def compile_a_launch() -> Rows:
         triton_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
         table = torch.zeros(2, 1, dtype=torch.int32)
         triton_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
+        biased = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16, bias=torch.zeros(2, 2, 1))
+        triton_gpu.attend(query, cache, cache, biased, Bounds.of(2, 512, 1), 0.1, splits=3)
         for vote in ("sum", "softmax"):
             pages.best(pages.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16)
         real, step, bounds = torch.ones(2, 512, dtype=torch.bool), torch.ones(2, 2, 128), cache.to(torch.int8)
@@ -175,6 +182,8 @@ def compile_a_launch() -> Rows:
         ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
         ahead.compile_merge_ahead(torch.bfloat16, 128),
         ahead.compile_ahead(torch.bfloat16, 128, 16, 4, page=512),
+        ahead.compile_ahead(torch.bfloat16, 128, 16, 4, bias=True),
+        ahead.compile_merge_ahead(torch.bfloat16, 128),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
         *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),

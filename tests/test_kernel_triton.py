@@ -40,11 +40,15 @@ class Case:
     slots: int = 6
     batch: int = 2
     heads: int = 2
+    bias: bool = False
 
     def __str__(self) -> str:
         per = "query" if self.per_query_head else "kv"
         name = str(self.dtype).removeprefix("torch.")
-        return f"D{self.size}-G{self.group}-span{self.span}-{name}-{per}-N{self.stored}-sink{self.sink}-S{self.slots}"
+        return (
+            f"D{self.size}-G{self.group}-span{self.span}-{name}-{per}-N{self.stored}-sink{self.sink}-S{self.slots}"
+            + ("-bias" if self.bias else "")
+        )
 
 
 # Every value of each column at least once, not the product: D, G, span, dtype, heads, odd sizes, sinks, slots.
@@ -61,6 +65,9 @@ CASES = [
     Case(17, 17, 2, fp16, False, 63, 1, 5, heads=1),  # more query heads than one tile of tl.dot holds, odd D
     Case(64, 4, 16, fp32, False, 1, 0, 0),  # one row, nothing selected
     Case(64, 4, 1, fp16, True, 403, 4, 0),  # the zones alone
+    Case(64, 4, 16, fp32, False, 403, 4, 9, bias=True),
+    Case(96, 3, 4, fp16, True, 403, 1, 37, bias=True),
+    Case(64, 2, 64, fp32, False, 403, 4, 3, bias=True),  # spans of a whole tile
 ]
 
 
@@ -101,7 +108,8 @@ def make(case: Case) -> Inputs:
     unused = (length == 0) | (page >= pages)
     start = torch.where(unused, 1_234_567, page * case.span)  # the start of an unused slot means nothing
     length = torch.where(unused, 0, length)
-    selection = Selection(start.int().to(DEVICE), length.int().to(DEVICE), case.span)
+    bias = torch.where(unused, torch.nan, 3 * torch.randn(page.shape)).to(DEVICE) if case.bias else None
+    selection = Selection(start.int().to(DEVICE), length.int().to(DEVICE), case.span, bias=bias)
 
     named = reference.named(selection, bounds, heads, case.stored).any(2)[..., None]  # [B,H,N,1]
 
@@ -132,7 +140,8 @@ class Truth:
     With u = 2^-24, M = scale * max over rows of sum_d |q_d k_d|, R rows, and w the unit roundoff of the inputs' dtype:
 
     - a logit is wrong by at most E = (D + 6) u M: D for the dot product in any order, 2 for the scale and its
-      product, 2 for subtracting the peak (a difference is at most 2M), 2 for moving the peak from tile to tile;
+      product, 2 for subtracting the peak (a difference is at most 2M), 2 for moving the peak from tile to tile; with a
+      bias M is larger by its magnitude;
     - the sum of weights by a relative (2R + 64) u more: R additions, 4u for each exp2, 5u for each of at most
       R/16 + 8 tiles and splits (a shrink factor and its product);
     - lse adds its logarithm and its two last operations: 4u + 4u |lse|;
@@ -159,7 +168,14 @@ class Truth:
         unread = ~named.any(2)[..., None]
         keys, values = wide.keys.masked_fill(unread, 0), wide.values.masked_fill(unread, 0)
         most = (wide.query.abs() @ keys.abs().mT).masked_fill(~named, 0).amax(-1) * x.scale  # M [B,H,G]
-        weight = (wide.query @ keys.mT * x.scale - lse[..., None]).exp().masked_fill(~named | lse.isinf()[..., None], 0)
+        logits = wide.query @ keys.mT * x.scale
+        if x.selection.bias is not None:
+            bias = torch.zeros(*x.selection.start.shape[:2], stored, device=DEVICE)
+            bias[..., x.bounds.base :] = x.selection.row_bias(stored - x.bounds.base)
+            recent = torch.arange(stored, device=DEVICE) >= x.bounds.sealed[:, None]
+            logits = logits + bias.masked_fill(recent[:, None], 0).unflatten(1, (heads, -1))
+            most = most + x.selection.bias.nan_to_num().abs().max()
+        weight = (logits - lse[..., None]).exp().masked_fill(~named | lse.isinf()[..., None], 0)
         spread = weight @ values.abs()  # A [B,H,G,D]
         u, w = 2.0**-24, torch.finfo(x.query.dtype).eps / 2
         read = named.sum(-1).expand(lse.shape)  # R [B,H,G]

@@ -20,6 +20,15 @@ from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 
 
+# Of query lanes that make up Triton's tile: their zeros times infinite keys are NaN, which numpy says and nobody reads.
+PADDED = pytest.mark.filterwarnings("ignore:(invalid value encountered|All-NaN slice):RuntimeWarning")
+RUN = [
+    *("reference", "gather"),
+    *["numba"] * (why_not_numba(torch.device("cpu"), torch.float32) is None),
+    *["triton"] * (why_not_triton(torch.device("cpu"), torch.float32) is None),
+]
+
+
 def tolerance(dtype: torch.dtype, size: int, rows: int, logit: float, value: float) -> float:
     """An absolute bound of the error against float64 on the same inputs.
 
@@ -31,14 +40,19 @@ def tolerance(dtype: torch.dtype, size: int, rows: int, logit: float, value: flo
     return value * (2 * (size + 2) * u * logit + (rows + 2) * u + UNIT[dtype]) * 2
 
 
-def random_selection(batch: int, chosen: int, zone: int, span: int, slots: int, draw: torch.Generator) -> Selection:
-    """Disjoint spans at random aligned places of `zone` rows, of random lengths, some slots unused."""
+def random_selection(
+    batch: int, chosen: int, zone: int, span: int, slots: int, draw: torch.Generator, biased: bool = False
+) -> Selection:
+    """Disjoint spans at random aligned places of `zone` rows, of random lengths, some slots unused; a bias of theirs is
+    NaN, as it means nothing."""
     places = max(zone // span, 1) + 2
     slots = min(slots, places)
     # Places may lie past the sealed zone: bounds, not selections, limit what is read.
     order = torch.rand(batch, chosen, places, generator=draw).argsort(-1)[..., :slots]
     length = torch.randint(0, span + 1, (batch, chosen, slots), generator=draw)
-    return Selection((order * span).int(), length.int(), span)
+    bias = 3 * torch.randn(length.shape, generator=draw) if biased else None
+    bias = None if bias is None else bias.masked_fill(length == 0, torch.nan)
+    return Selection((order * span).int(), length.int(), span, bias=bias)
 
 
 @settings(max_examples=120, deadline=None)
@@ -55,9 +69,10 @@ def random_selection(batch: int, chosen: int, zone: int, span: int, slots: int, 
     per_query_head=st.booleans(),
     sink=st.integers(0, 5),
     strided=st.booleans(),
+    biased=st.booleans(),
 )
 def test_every_implementation_equals_float64(
-    seed, batch, kv, group, size, dtype, rows, span, slots, per_query_head, sink, strided
+    seed, batch, kv, group, size, dtype, rows, span, slots, per_query_head, sink, strided, biased
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     _, keys, values = heads(batch, kv, group, rows, size, dtype, seed)
@@ -70,7 +85,7 @@ def test_every_implementation_equals_float64(
         (base + zone).int().expand(batch),
         (base + zone + torch.randint(0, rows - base - int(zone) + 1, (batch,), generator=draw)).int(),
     )
-    selection = random_selection(batch, kv * group if per_query_head else kv, int(zone), span, slots, draw)
+    selection = random_selection(batch, kv * group if per_query_head else kv, int(zone), span, slots, draw, biased)
     exact, exact_lse = attend(query.double(), keys.double(), values.double(), selection, bounds, impl="reference")
 
     # Storage that nobody names holds NaN, as torch.empty may; every name is honoured or the result shows it.
@@ -83,7 +98,8 @@ def test_every_implementation_equals_float64(
         wide[0, :, :, :rows], wide[1, :, :, :rows] = keys, values
         keys, values = wide[0, :, :, :rows], wide[1, :, :, :rows]
     peak = [float(x.nan_to_num().abs().double().max()) if x.numel() else 0.0 for x in (query, keys, values)]
-    bound = tolerance(dtype, size, rows, peak[0] * peak[1] * size**0.5, peak[2])
+    bias = torch.zeros(1) if selection.bias is None or not selection.bias.numel() else selection.bias.nan_to_num()
+    bound = tolerance(dtype, size, rows, peak[0] * peak[1] * size**0.5 + float(bias.abs().max()), peak[2])
     for impl in ("gather", "reference", *(("numba",) if why_not_numba(query.device, dtype) is None else ())):
         out, lse = attend(query, keys, values, selection, bounds, impl=impl)
         assert out.dtype == dtype
@@ -94,13 +110,76 @@ def test_every_implementation_equals_float64(
         assert bool((out[empty] == 0).all())
 
 
-# Of query lanes that make up Triton's tile: their zeros times infinite keys are NaN, which numpy says and nobody reads.
-PADDED = pytest.mark.filterwarnings("ignore:(invalid value encountered|All-NaN slice):RuntimeWarning")
-RUN = [
-    *("reference", "gather"),
-    *["numba"] * (why_not_numba(torch.device("cpu"), torch.float32) is None),
-    *["triton"] * (why_not_triton(torch.device("cpu"), torch.float32) is None),
-]
+@pytest.mark.parametrize("chosen", [2, 6])
+def test_a_bias_is_added_to_the_logits_of_its_rows(chosen: int) -> None:
+    """The specification, and the defaults here, against a plain softmax; rows of sink and window have no bias, not even
+    one that a span reaches."""
+    queries, keys, values = (x.double() for x in heads(1, 2, 3, 50, 16))
+    query, draw = queries[:, :, :, 0], torch.Generator().manual_seed(1)
+    start = torch.tensor([0, 24, 8]).int().expand(1, chosen, -1)
+    length = torch.tensor([8, 8, 3]).int().expand(1, chosen, -1)
+    bias = 2 * torch.randn(1, chosen, 3, generator=draw)
+    bounds = Bounds.of(1, 50, sink=2, sealed=30)
+    logits = query @ keys.mT / 4
+    added = torch.full((1, chosen, 50), -torch.inf, dtype=torch.float64)
+    added[..., :2] = added[..., 30:] = 0
+    for slot, rows in enumerate((slice(2, 10), slice(26, 30), slice(10, 13))):  # the second reaches into the window
+        added[..., rows] = bias[..., slot, None].double()
+    logits = logits + added.unflatten(1, (2, -1))
+    right, right_lse = logits.softmax(-1) @ values, logits.logsumexp(-1)
+    selection = Selection(start, length, 8, bias=bias)
+    for impl in ("reference", "gather"):
+        out, lse = attend(query, keys, values, selection, bounds, impl=impl)
+        torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lse, right_lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", RUN)
+@pytest.mark.parametrize(("chosen", "paged"), [(2, False), (2, True), (6, False), (6, True)])
+def test_weights_are_the_softmax_over_everything_attended(impl: str, chosen: int, paged: bool) -> None:
+    """Against a plain softmax in float64; unused places, and rows of a span that the window has, are 0. Rows that
+    nobody names are NaN. Of the two sequences one reads nothing."""
+    queries, keys, values = heads(2, 2, 3, 48, 16)
+    query, draw = queries[:, :, :, 0], torch.Generator().manual_seed(1)
+    start = torch.tensor([0, 24, 8, 1_000_000]).int().expand(2, chosen, -1)
+    length = torch.tensor([8, 8, 3, 0]).int().expand(2, chosen, -1)
+    bias = 2 * torch.randn(2, chosen, 4, generator=draw).masked_fill(length == 0, torch.nan)
+    bounds = Bounds(*(torch.tensor(part).int() if part != 2 else 2 for part in ([2, 0], 2, [30, 0], [48, 0])))
+    slots = ((0, slice(2, 10)), (1, slice(26, 30)), (2, slice(10, 13)))
+    added = torch.full((chosen, 48), -torch.inf, dtype=torch.float64)
+    added[..., :2] = added[..., 30:] = 0
+    for slot, rows in slots:
+        added[..., rows] = bias[0, :, slot, None].double()
+    unread = (added[0] == -torch.inf)[:, None]
+    logits = query[:1].double() @ keys[:1].double().mT / 4 + added.unflatten(0, (2, -1))
+    by_row = logits.softmax(-1).flatten(0, 2)  # [Hq,N]
+    right = torch.zeros(6, 4, 8, dtype=torch.float64)
+    for slot, rows in slots:
+        right[:, slot, : rows.stop - rows.start] = by_row[:, rows]
+    keys, values = (x.masked_fill(unread, torch.nan) for x in (keys, values))
+    selection, table = Selection(start, length, 8, bias=bias), None
+    given = query, keys, values, selection, bounds
+    plain = attend(*given, impl=impl)
+    if paged:  # [blocks,H,8,D]
+        keys, values = (x.unflatten(2, (-1, 8)).transpose(1, 2).flatten(0, 1).contiguous() for x in (keys, values))
+        table = torch.arange(12, dtype=torch.int32).view(2, 6)
+        given = query, keys, values, selection, bounds
+    out, lse, weights = attend(*given, impl=impl, block_table=table, weights=True)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights[0].double(), right, rtol=1e-4, atol=1e-6)
+    assert bool((weights[1] == 0).all())
+    for got, without in zip((out, lse), plain, strict=True):
+        torch.testing.assert_close(got, without)
+
+
+@pytest.mark.parametrize("impl", RUN)
+def test_weights_of_nothing_are_none(impl: str) -> None:
+    query, rows = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 9, 16)
+    assert attend(query, rows, rows, Selection.none(1, 2), impl=impl, weights=True)[2].shape == (1, 6, 0, 1)
+    named = Selection.tokens(torch.arange(2).expand(1, 2, -1))
+    assert attend(query, rows[:, :, :0], rows[:, :, :0], named, impl=impl, weights=True)[2].tolist() == [
+        [[[0], [0]]] * 6
+    ]
 
 
 @PADDED

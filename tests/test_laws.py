@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, attention, full, pairs, together
+from cases import CASES, Case, attention, full, missing, pairs, together
 
-from sparseattn import KVCache, Selection, attend, decode
+from sparseattn import KVCache, Selection, attend, decode, merge
 from sparseattn.kernels import reference
 
 NAMED = {case.name: case for case in CASES}
+EVICTING = [case for case in CASES if missing(case) is None and case.make().evicts]
 APART = {"joint": None, "apart": "cpu"}  # every law holds with sealed rows in a storage of their own too
 # In the fast run each law meets every selector and both places; a selector meets both places in the laws with `pairs`.
 BY_NAME = pytest.mark.parametrize(
@@ -53,9 +54,12 @@ def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: i
         yield t, query, cache.select(query, budget)
 
 
-def over(cache: KVCache, query, selection: Selection) -> torch.Tensor:
+def over(cache: KVCache, query, selection: Selection, impl: str | None = None) -> torch.Tensor:
     keys, values, bounds = together(cache)
-    return attend(query, keys, values, selection, bounds)[0]
+    parts = [attend(query, keys, values, selection, bounds, impl=impl)]
+    if (tail := cache.tail(query, selection)) is not None:
+        parts.append(attend(query, tail.keys, tail.values, tail.selection, impl=impl))
+    return merge(*map(torch.stack, zip(*parts, strict=True)))[0]
 
 
 def original(cache: KVCache, values) -> torch.Tensor:
@@ -66,7 +70,7 @@ def original(cache: KVCache, values) -> torch.Tensor:
 
 def check(cache: KVCache, query, selection: Selection, keys, values, t: int, budget: int | None) -> None:
     """Selection well formed, and the output equal to float64 attention over exactly the tokens named."""
-    stored_keys, stored_values, bounds = together(cache)
+    stored_keys, _, bounds = together(cache)
     zone = int(bounds.sealed[0]) - cache.sink
     ids = selection.rows  # [B,Hs,R]
     assert bool((ids < zone).all()), "a selection stays in the sealed zone"
@@ -79,19 +83,30 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     reads = reference.named(selection, bounds, H, stored_keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
     token = original(cache, values[:, :, : t + 1])  # [B,H,N]
     assert not bool((reads & (token < 0)[:, :, None]).any()), "a row of padding is read"
-    named = torch.zeros(B, H, G, t + 2, dtype=torch.bool)
-    named.scatter_(3, torch.where(reads, token[:, :, None].expand_as(reads), t + 1), True)
-    named = named[..., : t + 1]
+    at = torch.where(reads, token[:, :, None].expand_as(reads), t + 1)
+    named = torch.zeros(B, H, G, t + 2, dtype=torch.bool).scatter_(3, at, True)[..., : t + 1]
+    bias = torch.zeros(B, selection.start.shape[1], stored_keys.shape[2])
+    bias[..., cache.sink : cache.sink + zone] = selection.row_bias(zone)
+    bias = bias.unflatten(1, (H, -1)).expand(-1, -1, G, -1)
+    bias = torch.zeros(B, H, G, t + 2).scatter_(3, at, bias)[..., : t + 1]
     assert bool((named.sum(-1) == reads.sum(-1)).all()), "a token is read twice"
     recent = slice(max(t + 1 - cache.window, 0), t + 1)
     assert bool(named[..., : cache.sink].all()), "the sink is read"
     assert bool(named[..., recent].all()), "the window is read"
 
     logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
-    expected = torch.softmax(logits.masked_fill(~named, -torch.inf), -1) @ values[:, :, : t + 1].double()
+    logits = (logits + bias.double()).masked_fill(~named, -torch.inf)
+    held = values[:, :, : t + 1].double()
+    if (tail := cache.tail(query, selection)) is not None:
+        own = tail.selection.mask(tail.keys.shape[2]).unflatten(1, (H, -1)).expand(-1, -1, G, -1)
+        more = query.double() @ tail.keys.double().mT / D**0.5
+        more = more + tail.selection.row_bias(tail.keys.shape[2]).unflatten(1, (H, -1)).double()
+        logits = torch.cat([logits, more.masked_fill(~own, -torch.inf)], -1)
+        held = torch.cat([held, tail.values.double()], 2)
+    weights = torch.softmax(logits, -1)
     for impl in ("gather", "reference", None):
-        out, _ = attend(query, stored_keys, stored_values, selection, bounds, impl=impl)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        out = over(cache, query, selection, impl)
+        torch.testing.assert_close(out.double(), weights @ held, rtol=1e-5, atol=1e-5)
 
 
 @pairs(case=NAMED, zones=ZONES, apart=APART)
@@ -242,7 +257,9 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart:
 def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 140, D)
     at = torch.stack([torch.arange(100) - (100 - n) for n in lengths]).clamp(min=-1)
-    cache = KVCache(case.make(), sink=4, window=8, seal=32, sealed_device=apart)
+    evicts = case.make().evicts  # what is dropped is not there
+    make, budget = (case.exhaustive, None) if evicts and case.exhaustive else (case.make, 40)
+    cache = KVCache(make(), sink=4, window=8, seal=32, sealed_device=apart)
     cache.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100], at)
     for t in range(100, 140):
         one = slice(t, t + 1)
@@ -257,7 +274,57 @@ def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...],
                     at_values, given = mine[1][:, 0].argsort(), values[b, h, real, 0].argsort()
                     assert torch.equal(mine[0][at_values], keys[b, h, real][given])
                     assert torch.equal(mine[1][at_values], values[b, h, real][given])
-            cache.select(queries[:, :, :, t], 40)
+            cache.select(queries[:, :, :, t], budget)
+
+
+@pytest.mark.parametrize("apart", APART.values(), ids=APART)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("case", EVICTING, ids=lambda case: case.name)
+def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
+    """Beside a cache that frees nothing, through seals, beams and dropped tokens; a cache in which nothing is dropped
+    stays as it is."""
+    queries, keys, values = attention(B, H, G, 270, D)
+    at = torch.stack([torch.arange(150) - (150 - n * 3 // 2) for n in lengths]).clamp(min=-1)
+    settings = {"sink": 4, "window": 8, "seal": 32, "rollback": 3, "sealed_device": apart}
+    cache, plain = (KVCache(case.make(), **settings) for _ in range(2))
+    for one in (cache, plain):
+        one.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150], at)
+    assert cache.compact() == 0, "nothing is sealed yet"
+    beams, draft = torch.arange(B), torch.randn(B, H, 3, D)
+    freed = 0
+    for t in range(150, 270):
+        token = [x[beams][..., t : t + 1, :] for x in (keys, values, queries)]
+        for one in (cache, plain):
+            one.append(*token)
+        query = token[2][:, :, :, 0]
+        torch.testing.assert_close(decode(query, cache, 30), decode(query, plain, 30), rtol=1e-5, atol=1e-5)
+        if t in (150, 151, 200, 240):
+            before, zone, expected = cache.nbytes, cache.sealed_keys.shape[2], decode(query, cache.clone(), 30)
+            more = cache.compact()
+            assert more > 0 or t > 150
+            freed += more
+            assert cache.freed == freed
+            assert cache.sealed_keys.shape[2] == zone - more
+            assert cache.nbytes["kv"] == before["kv"] - more * 2 * B * H * D * 4
+            assert sum(cache.nbytes.values()) <= sum(before.values()) - more * 2 * B * H * D * 4
+            torch.testing.assert_close(decode(query, cache.clone(), 30), expected, rtol=1e-5, atol=1e-5)
+            for one, other in zip(cache.everything(), plain.everything(), strict=True):
+                assert one.shape[2] == other.shape[2] - freed
+            mine, others = (kept[1][kept[2]][:, 0].sort().values for kept in (c.everything() for c in (cache, plain)))
+            assert torch.equal(mine, others), "what is dropped is there in neither"
+        if t == 170:
+            beams = torch.tensor([1, 0])
+            for one in (cache, plain):
+                one.reorder(beams)
+        if t % 20 == 0:
+            for one in (cache, plain):
+                one.append(draft, draft, draft[:, :, None].expand(-1, -1, G, -1, -1))
+                one.crop(3)
+    assert case.exhaustive is not None
+    whole = KVCache(case.exhaustive(), **settings)
+    whole.append(keys, values, queries)
+    whole.seal()
+    assert whole.compact() == 0
 
 
 @BY_NAME

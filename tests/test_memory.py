@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import drawn, heads
+from cases import Heaviest, drawn, heads
 
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
@@ -25,6 +25,7 @@ from sparseattn import (
     KMeans,
     KVCache,
     LowBit,
+    MagicPIG,
     Moments,
     Quest,
     RetrievalAttention,
@@ -37,6 +38,7 @@ from sparseattn.kernels import lowbit, scoring
 from sparseattn.queries import sampled
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.coded import Coded
+from sparseattn.selectors.hashed import Hashed
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
@@ -50,6 +52,7 @@ MAKE = {
     "quest-int8": lambda: Quest(8, int8=True),
     "retrieval": lambda: RetrievalAttention(32, 10, 4, guides=50),
     "retrieval-query": lambda: RetrievalAttention(32, 10, 4, metric="query", share=0.1),
+    "magicpig-few": lambda: MagicPIG(4, 30),
     "lowbit": lambda: LowBit(rows=16),
     "lowbit-scales": lambda: LowBit(rows=16, scales=8),
     "lowbit-page": lambda: LowBit(4, 16, 8, "max"),
@@ -141,6 +144,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters |= {"A": selector.guide.data.shape[1], "S": selector.guide.rows, "K": selector.neighbours}
     if hasattr(selector, "degree"):
         letters["W"] = selector.degree
+    if isinstance(selector, Hashed):
+        letters |= {"t": getattr(selector, "tables", 0), "y": selector.count}
     if hasattr(selector, "kept"):
         letters["T"] = selector.kept.data.shape[-1]
     if hasattr(selector, "probes"):
@@ -176,8 +181,29 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
     assert not any(bytes_held.values()), f"every state of a selector is on the page: {bytes_held}"
 
 
+@pytest.mark.parametrize("apart", [None, "cpu"])
+def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
+    """And what the prompt's last queries take until they are handed over."""
+    queries, keys, values = heads(2, 2, 3, 500, 16)
+    cache = KVCache(Heaviest(70), sink=4, window=16, seal=32, rollback=5, sealed_device=apart)
+    cache.append(keys, values, queries)
+    letters = {"B": 2, "H": 2, "G": 3, "D": 16, "e": 4, "U": 500, "Z": 0, "n": 3, "window": 16, "rollback": 5}
+    asked = next(row[3].strip("`") for row in rows_of("Held") if row[1] == "the prompt's last queries")
+    books = formulas("all")[("positions", "which sealed rows are real")]
+    assert cache.nbytes["books"] == value(books, letters) + value(asked, letters)
+    cache.seal()
+    letters |= {"Z": 475, "K": 70, "u": 1, "U": 500 if apart is None else 25}
+    before = cache.nbytes
+    assert before["books"] == value(books, letters)
+    after, *freed = (row[1].strip("`") for row in rows_of("Freed"))
+    assert cache.compact() == 475 - value(after, letters)
+    gone = {name: bytes_held - cache.nbytes[name] for name, bytes_held in before.items()}
+    assert gone["kv"] + gone["books"] == value(freed[0 if apart is None else 1], letters)
+    assert cache.nbytes["weight"] * 475 == before["weight"] * value(after, letters)
+
+
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
-FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
+FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage", "kdeformer", "reformer", "magicpig"]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -314,6 +340,7 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
         "fier": {"b": 16, "L": 32},
         "selfindex": {"b": 16, "k": 16},
         "pq": {"b": 16, "k": 256},
+        "magicpig": {"t": 150},
         "twostage": {"b": 32, "L": 64},
     }
     kinds = ("KV", "books", "metadata", "index")

@@ -41,7 +41,7 @@ def paged(rows: Tensor, size: int, spare: int, order: str) -> tuple[Tensor, Tens
     return store, table
 
 
-def inputs(per_query_head: bool, span: int, dtype: torch.dtype, zones: str):
+def inputs(per_query_head: bool, span: int, dtype: torch.dtype, zones: str, biased: bool = False):
     chosen = H * G if per_query_head else H
     ends = torch.tensor([ROWS, 61, 0 if zones == "ragged" else 60], dtype=torch.int32)
     sealed = torch.tensor([70, 50, 3 if zones == "ragged" else 50], dtype=torch.int32).minimum(ends.clamp(min=3))
@@ -50,7 +50,8 @@ def inputs(per_query_head: bool, span: int, dtype: torch.dtype, zones: str):
     page = torch.stack([torch.randperm(72 // span)[: 24 // span] for _ in range(B * chosen)]).view(B, chosen, -1)
     length = torch.randint(0, span + 1, page.shape)
     start = torch.where(length == 0, 1_234_567, page * span)
-    selection = Selection(start.int(), length.int(), span)
+    bias = torch.where(length == 0, torch.nan, torch.randn(length.shape)) if biased else None
+    selection = Selection(start.int(), length.int(), span, bias=bias)
     read = named(selection, bounds, H, ROWS).any(2)[..., None]
     keys, values = torch.randn(2, B, H, ROWS, D).masked_fill(~read, torch.nan).to(dtype)
     return torch.randn(B, H, G, D).to(dtype), keys, values, selection, bounds
@@ -70,7 +71,7 @@ def inputs(per_query_head: bool, span: int, dtype: torch.dtype, zones: str):
 def test_a_paged_store_gives_what_rows_in_place_give(
     impl: str, size: int, order: str, per_query_head: bool, span: int, dtype: torch.dtype, zones: str
 ) -> None:
-    query, keys, values, selection, bounds = inputs(per_query_head, span, dtype, zones)
+    query, keys, values, selection, bounds = inputs(per_query_head, span, dtype, zones, biased=size == 7)
     expected, expected_lse = attend(query.double(), keys.double(), values.double(), selection, bounds, impl="reference")
     state = torch.get_rng_state()
     key_store, table = paged(keys, size, 3, order)

@@ -15,7 +15,8 @@ def test_tokens_and_pages_name_their_rows() -> None:
     tokens = Selection.tokens(ids)
     assert tokens.rows.tolist() == [[[5, -1, 0, 7]]]
     assert tokens.attended.tolist() == [[3]]
-    pages = Selection.pages(torch.tensor([[[2, -1]]]), 4)
+    pages = Selection.pages(torch.tensor([[[2, -1]]]), 4, bias=torch.tensor([[[0.5, torch.nan]]]))
+    assert pages.row_bias(11).tolist() == [[[0] * 8 + [0.5] * 3]]
     assert pages.rows.tolist() == [[[8, 9, 10, 11, -1, -1, -1, -1]]]
     assert pages.mask(10).nonzero()[:, 2].tolist() == [8, 9]
 
@@ -29,12 +30,13 @@ def test_tokens_and_pages_name_their_rows() -> None:
 def test_runs_are_cut_in_order_until_the_budget(lengths: list[list[int]], span: int, budget: int) -> None:
     length = torch.tensor(lengths)[None]  # [1,Hs,3]
     start = (torch.tensor([200, 0, 100])).expand_as(length)
-    selection = Selection.runs(start, length, span, budget)
+    selection = Selection.runs(start, length, span, budget, bias=(start // 100).float())
     assert selection.start.shape[2] == budget // span + 3
     for head, row_lengths in enumerate(lengths):
         wanted = [s + i for s, n in zip([200, 0, 100], row_lengths, strict=True) for i in range(n)][:budget]
         rows = selection.rows[0, head]
         assert rows[rows >= 0].tolist() == wanted
+        assert [round(selection.row_bias(240)[0, head, row].item()) for row in wanted] == [row // 100 for row in wanted]
     assert bool((selection.length >= 0).all())
     assert bool((selection.length <= span).all())
 
@@ -58,6 +60,11 @@ def test_bounds_name_sink_and_recent_rows() -> None:
         (lambda i: Selection(i, i[:, :, :1], 1), r"both \[B,Hs,S\]"),
         (lambda i: Selection(i.long(), i.long(), 1), "int32"),
         (lambda i: Selection(i, i, 3), "power of two"),
+        (
+            lambda i: Selection(i, i, 1, bias=i),
+            r"bias is float32 \[B,Hs,S\] = \[1, 2, 3\], got torch.int32 \[1, 2, 3\]",
+        ),
+        (lambda i: Selection(i, i, 1, bias=i[..., :1].float()), r"got torch.float32 \[1, 2, 1\]"),
         (lambda i: Selection(i[0], i[0], 1), r"\[B,Hs,S\]"),
     ],
 )

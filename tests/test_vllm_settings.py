@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparseattn import Quest
 from sparseattn.integrations.vllm import counters, engine, installed, stats
 from sparseattn.integrations.vllm.settings import VARIABLE, Settings, configured, parse
 
 GIVEN = {"selector": "quest", "budget": 2048}
+
+
+class Dropping(Quest):
+    evicts = True
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,7 @@ GIVEN = {"selector": "quest", "budget": 2048}
         ({**GIVEN, "selector": "lowbit"}, "'lowbit' cannot be served: it chooses single rows: give it pages"),
         ({**GIVEN, "selector": "quest:int8=True"}, "cannot be served: its 8-bit bounds have one step for a channel"),
         ({**GIVEN, "selector": "lowbit:page=16,scales=8"}, "cannot be served: its 8-bit levels are on a grid"),
+        ({**GIVEN, "selector": "test_vllm_settings:Dropping"}, "'test_vllm_settings:Dropping' drops rows, and blocks"),
         ({**GIVEN, "budget": 15}, "quest reads whole pages of 16 rows, so the budget is at least that, got 15"),
     ],
     ids=str,

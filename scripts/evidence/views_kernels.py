@@ -52,6 +52,7 @@ def _of(one: Mapping[str, Any]) -> str:
         "8-bit bounds": one.get("int8"),
         "in a shared store": one.get("table"),
         "8-bit levels": one.get("scales") == 8,
+        "with a bias": one.get("bias"),
         f"{'pages' if one.get('bits') else 'blocks'} of {one.get('page')}": (one.get("page") or 0) > 1,
     }
     return " ".join([one["dtype"], *named, *(words for words, holds in more.items() if holds)])

@@ -17,7 +17,8 @@ def table_of(random: Record, lowbit: Record, smollm2: Record, compiled: Record) 
     words = text(
         f"The table times whole steps of vLLM {vllm_of(random)} with `{random['dtype']}` on {machine_of(random)}: "
         f"stock, with its own block size, and the plug-in, by turns in one engine. The ratio is the median over pairs "
-        f"of steps. The model runs eagerly, but where the table says compiled, which is vLLM's default. SmolLM2 has a budget of {smollm2['settings']['budget']:,} rows; the random Llama, of "
+        f"of steps. The model runs eagerly, but where the table says compiled, which is vLLM's default. SmolLM2 has a "
+        f"budget of {smollm2['settings']['budget']:,} rows; the random Llama, of "
         f"{shape['num_hidden_layers']} layers with {shape['num_attention_heads']} query and "
         f"{shape['num_key_value_heads']} KV heads of {shape['head_dim']}, has {random['settings']['budget']:,}."
     )

@@ -18,6 +18,7 @@ from sparseattn.cli import bench_layers, report
 from sparseattn.cli.bench_methods import ALL, Asked
 from sparseattn.cli.common import (
     LEAD,
+    ROLES_HELP,
     SELECTOR_HELP,
     Screen,
     errors,
@@ -25,6 +26,7 @@ from sparseattn.cli.common import (
     integers,
     leading_traces,
     model_progress,
+    open_roles,
     open_trace,
     plain,
     progress_bar,
@@ -45,6 +47,7 @@ from sparseattn.metrics import (
     replay_device,
     usable_layers,
 )
+from sparseattn.roles import Method
 from sparseattn.selectors import Selector
 from sparseattn.traces import Trace
 
@@ -70,6 +73,7 @@ def bench(
             f"why is said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
         ),
     ] = None,
+    roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
         str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
     ] = "64,256,1024",
@@ -134,7 +138,7 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    asked = Asked.of(selector or [])
+    asked = Asked.of(selector or [], open_roles(roles))
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
@@ -143,18 +147,18 @@ def bench(
     every_method = ALL in (selector or [])
     comparing = by_layer or every_method or rows is not None or bytes_read is not None
     equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
-    for method in Asked.of(SELECTED if every_method or not selector else selector).methods:
+    for method in asked.named or Asked.of(SELECTED).methods:
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
         from sparseattn.cli import plots, plots_layers, plots_steps  # fails if matplotlib is missing, before any work
     names = traces or leading_traces(LEADING[:1] if every_method else LEADING)
-    asked = asked if selector else Asked.of(_defaults(names))
+    asked = asked if asked.methods else Asked.of(_defaults(names))
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in names]
-    plan: list[tuple[Trace, list[Selector]]] = []
+    plan: list[tuple[Trace, list[Method]]] = []
     lacking: list[dict[str, str]] = []  # per trace, label -> why it is not measured
 
-    def check(trace: Trace, there: list[int], method: Selector) -> None:
+    def check(trace: Trace, there: list[int], method: Method) -> None:
         replay_device(method, device)
         check_replay(trace, budgets, method, sink, window, last, seal, there)
 
@@ -262,7 +266,7 @@ def _compare(
 
 
 def _measure(
-    plan: Sequence[tuple[Trace, Sequence[Selector]]],
+    plan: Sequence[tuple[Trace, Sequence[Method]]],
     budgets: Sequence[Budget],
     settings: dict[str, Any],
     asked: Asked,
@@ -278,7 +282,8 @@ def _measure(
             for method in methods:
                 mine = rising if method.uses_budget else rising[:1]
                 steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
-                task = bar.add_task(f"{trace.name} {method!r}", total=steps)
+                named = repr(method) if isinstance(method, Selector) else method.label()
+                task = bar.add_task(f"{trace.name} {named}", total=steps)
                 advance = functools.partial(bar.advance, task)
                 try:
                     results = evaluate_budgets(trace, method, mine, progress=advance, **settings)

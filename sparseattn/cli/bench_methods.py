@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sparseattn.cli.common import raised_here
 from sparseattn.contract import ContractError
-from sparseattn.selectors import SELECTORS, Selector, make_selector
+from sparseattn.roles import Method, Roles
+from sparseattn.selectors import SELECTORS, make_selector
 
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The methods that `--selector` asks for.
+    """The methods that `--selector` and `--roles` ask for.
 
     Args:
-        methods: each once, in the order given; those of `all` in that of their names.
+        methods: each once, in the order given, roles last; those of `all` in the order of `SELECTORS`.
         optional: the reprs of those that came by `all` alone: one that cannot run is left out, and why is said.
         lacking: what of `all` cannot be made here, by its name -> why, as an error says it.
     """
 
-    methods: list[Selector]
+    methods: list[Method]
     optional: frozenset[str] = frozenset()
     lacking: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Iterable[str]) -> Asked:
+    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = ()) -> Asked:
         """Raises ValueError as `make_selector` does, for what is not of `all`."""
-        found: dict[str, Selector] = {}
+        found: dict[str, Method] = {}
         named: set[str] = set()
         lacking: dict[str, str] = {}
         for spec in specs:
@@ -44,9 +45,14 @@ class Asked:
                 found.setdefault(repr(method), method)
                 if spec != ALL:
                     named.add(repr(method))
-        return cls(list(found.values()), frozenset(set(found) - named), lacking)
+        return cls([*found.values(), *roles], frozenset(set(found) - named), lacking)
 
-    def fitting(self, check: Callable[[Selector], object]) -> tuple[list[Selector], dict[str, str]]:
+    @property
+    def named(self) -> list[Method]:
+        """The methods that did not come by `all` alone."""
+        return [method for method in self.methods if repr(method) not in self.optional]
+
+    def fitting(self, check: Callable[[Method], object]) -> tuple[list[Method], dict[str, str]]:
         """The methods that pass `check`, and label -> why of others.
 
         Raises:
@@ -66,7 +72,7 @@ class Asked:
             raise ValueError(next(iter(lacking.values())))
         return fit, lacking
 
-    def forgives(self, method: Selector, error: ValueError) -> bool:
+    def forgives(self, method: Method, error: ValueError) -> bool:
         """Whether the error is a reason to leave the method out: it came by `all`, and refuses the trace in a sentence.
 
         A broken contract is a fault, and so is what a library raises.

@@ -35,6 +35,7 @@ from sparseattn.files import naming
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.models import NAMED, REFERENCE, load_model, load_tokenizer
 from sparseattn.integrations.packages import PACKAGED, fetched
+from sparseattn.roles import Roles
 from sparseattn.selectors import SELECTORS
 from sparseattn.tasks.prompts import read_text
 from sparseattn.texts import TEXTS, read_named
@@ -48,6 +49,11 @@ Number = TypeVar("Number", int, float)
 SELECTOR_HELP = (
     f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class, which runs the code of that "
     f"module; repeat for more."
+)
+
+
+ROLES_HELP = (
+    "File of roles: a selector for each layer, or for each KV head of it, compared as one method; repeat for more."
 )
 
 
@@ -127,6 +133,16 @@ def _say(message: Warning | str, *where: Any, **more: Any) -> None:
 def _fail(sentence: str) -> None:
     errors.print(f"sparseattn: {plain(sentence)}", style="red", soft_wrap=True)
     raise typer.Exit(2)
+
+
+def open_roles(paths: Iterable[Path] | None) -> list[Roles]:
+    """The roles of `--roles`; ValueError for a file of none, and for two of one name that are not the same."""
+    found: dict[str, Roles] = {}
+    for path in paths or ():
+        one = Roles.load(path)
+        if repr(found.setdefault(one.label(), one)) != repr(one):
+            raise ValueError(f"two files of --roles are called {one.name}, the second is {path}: name one otherwise")
+    return list(found.values())
 
 
 def integers(text: str | None, option: str) -> list[int] | None:

@@ -14,9 +14,11 @@ import typer
 from sparseattn.cli.common import (
     LEAD,
     MODEL_HELP,
+    ROLES_HELP,
     SELECTOR_HELP,
     TEXT_HELP,
     in_a_sentence,
+    open_roles,
     results_folder,
 )
 from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
@@ -85,6 +87,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
     ] = None,
+    roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
         str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
     ] = "64,256,1024",
@@ -169,7 +172,7 @@ def evaluate(
 
     A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
     """
-    specs = [] if endpoint else selector or (SERVED if engine == VLLM else SELECTED)
+    specs = [] if endpoint or (roles and not selector) else selector or (SERVED if engine == VLLM else SELECTED)
     plan = Plan.of(
         tasks=task or ("" if prompts else GENERATED),
         lengths=lengths,
@@ -179,6 +182,7 @@ def evaluate(
         protocols=protocol,
         selectors=specs,
         budgets=budget,
+        roles=open_roles(roles),
         layers=sparse_layers or [ALL_LAYERS],
         last=last,
         answer_tokens=answer_tokens,

@@ -15,6 +15,7 @@ from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, c
 from sparseattn.integrations.vllm.offline import Offline, check_offline
 from sparseattn.integrations.vllm.serving import quarter_of_memory, servable
 from sparseattn.integrations.vllm.settings import Settings, parse
+from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
 from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.decoder import ModelDecoder
@@ -25,7 +26,19 @@ from sparseattn.tasks.switched import Switched
 from sparseattn.tasks.tokens import Tokens
 
 INSIDE = (  # options, as the function has them, that need the model's inside
-    *("selector", "budget", "protocol", "dense_layers", "sparse_layers", "sink", "window", "seal", "text", "last"),
+    *(
+        "selector",
+        "roles",
+        "budget",
+        "protocol",
+        "dense_layers",
+        "sparse_layers",
+        "sink",
+        "window",
+        "seal",
+        "text",
+        "last",
+    ),
     *("dtype", "device", "chunk"),
 )
 
@@ -75,7 +88,11 @@ def local(
     wide = stored is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)
     for method in plan.methods:
-        if method.selector is not None and wide:
+        if isinstance(method.selector, Roles):
+            decoder.check_roles(method.selector)
+            if wide:
+                method.selector.count_in(2)
+        elif method.selector is not None and wide:
             method.selector.width = 2
         decoder.check_layers(method.layers or [], "--sparse-layers")
     settings = {
@@ -139,7 +156,7 @@ def settings_of_methods(
         ValueError: an option or a task that needs a model's inside, a budget that is not in rows, a method that vLLM
             cannot serve, or no vLLM that can be switched.
     """
-    inside = ("protocol", "sparse_layers", "seal", "text", "last", "device", "chunk")
+    inside = ("roles", "protocol", "sparse_layers", "seal", "text", "last", "device", "chunk")
     if named := [f"--{name.replace('_', '-')}" for name in inside if name in given]:
         raise ValueError(f"vLLM reads prompts whole and decodes: {', '.join(named)} cannot be had of --engine vllm")
     if AGREEMENT in plan.tasks:

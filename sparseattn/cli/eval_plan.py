@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from sparseattn.budget import budget_rows, parse_budget
 from sparseattn.cli.common import decimals, integers
 from sparseattn.cli.report import budget_label
+from sparseattn.roles import Method as Sparse
+from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
 from sparseattn.tasks import TASKS
 from sparseattn.tasks.agreement import AGREEMENT
@@ -57,6 +59,7 @@ class Plan:
         protocols: str,
         selectors: Sequence[str],
         budgets: str,
+        roles: Sequence[Roles],
         layers: Sequence[str],
         last: int,
         answer_tokens: int | None,
@@ -84,7 +87,7 @@ class Plan:
             samples=samples,
             seed=seed,
             protocols=names(protocols, "--protocol", PROTOCOLS),
-            methods=methods(selectors, budgets, counts, layers),
+            methods=methods(selectors, budgets, counts, layers, roles),
             last=last,
             answer_tokens=answer_tokens,
             max_length=max_length,
@@ -97,7 +100,7 @@ class Plan:
     @property
     def queries(self) -> bool:
         """Whether any method learns from the prefill's queries."""
-        return any(method.selector is not None and method.selector.queries_share for method in self.methods)
+        return any(method.selector is not None and method.selector.learns for method in self.methods)
 
 
 def positive(numbers: Mapping[str, int | None]) -> None:
@@ -143,10 +146,14 @@ def layer_set(text: str) -> tuple[int, ...] | None:
 
 
 def methods(
-    specs: Sequence[str], text: str, counts: Sequence[int], layers: Sequence[str] = (ALL_LAYERS,)
+    specs: Sequence[str],
+    text: str,
+    counts: Sequence[int],
+    layers: Sequence[str] = (ALL_LAYERS,),
+    roles: Sequence[Roles] = (),
 ) -> list[Method]:
-    """Full attention, and every selector in every set of layers at every budget; one that does not look at its budget,
-    once.
+    """Full attention, and every selector, and all roles, in every set of layers at every budget; what does not look at
+    its budget, once.
 
     Raises:
         ValueError: no such selector or budget, a budget below a selector's span, or two selectors of one label.
@@ -156,12 +163,16 @@ def methods(
     sets = list(dict.fromkeys(map(layer_set, layers)))
     found = [Method()]
     labels: dict[str, str] = {}
-    for one in map(make_selector, specs):
+    compared: list[Sparse] = [*map(make_selector, specs), *roles]
+    for one in compared:
         what = f"{one!r} of {one.source()}"
         if labels.setdefault(one.label(), what) != what:
             raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
         for where in sets:  # outside the budgets, as an index is built for a set of layers
             for budget in asked if one.uses_budget else [None]:
-                budget_rows(budget, counts[0], one.span, repr(one))
+                if isinstance(one, Roles):
+                    one.check_budget(budget, counts[0])
+                else:
+                    budget_rows(budget, counts[0], one.span, repr(one))
                 found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None, where))
     return list({(method.label, method.written, method.layers): method for method in found}.values())

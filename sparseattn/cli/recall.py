@@ -142,7 +142,7 @@ def recall(
             indices = list(DEPTHS)
         with model_progress() as progress:
             opened = [open_trace(name, progress) for name in named]
-        learners = [method for _, method in methods if method.queries_share]
+        learners = [method for _, method in methods if method.learns]
         for growth, trace in zip(report.figure_names([one.name for one in opened], "scaling"), opened, strict=True):
             cut = [trace if length is None else trace.first(length) for length in lengths]
             sources += [_trace(one, growth, queries, sink, indices, learners, k) for one in cut]

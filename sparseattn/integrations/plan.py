@@ -15,7 +15,7 @@ from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import AttentionLayer
 from sparseattn.integrations.routing import name_of
 from sparseattn.integrations.upstream import DynamicLayer
-from sparseattn.selectors import Selector
+from sparseattn.roles import Roles, Share, ranges
 
 
 def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
@@ -29,12 +29,44 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
     )
 
 
+def dense_by_roles(
+    roles: Roles, model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
+) -> tuple[int, ...]:
+    """The layers to stay dense, in order: those named already, and those whose heads all are dense by their role.
+
+    Raises:
+        ValueError: roles that do not fit the model: a layer that it does not have or that they leave out, another
+            number of heads, or anything but dense for a layer that does not attend to the whole context.
+    """
+    if strange := [i for i in roles.layers if i >= len(layers)]:
+        raise ValueError(
+            f"roles {roles.name} name layers {ranges(roles.layers)}, and {name_of(model)} has {len(layers)}, 0 to "
+            f"{len(layers) - 1}: layer {strange[0]} is none of them"
+        )
+    able = _whole_context(layers, found)
+    for i in able:
+        if i in found:  # what is not found cannot be sparse
+            roles.shares(i, found[i].heads)
+    for i in roles.layers:
+        if i not in able and not roles.dense(i):
+            raise ValueError(
+                f"roles {roles.name} are more than dense in layer {i}, which does not attend to the whole context in "
+                f"{name_of(model)} and stays as it is: leave it out"
+            )
+    return tuple(sorted({*dense, *(i for i in roles.layers if roles.dense(i))}))
+
+
+def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
+    """The layers that attend to every row, as far as is known."""
+    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    return [i for i in able if i not in found or found[i].window is None]
+
+
 def sparse_layers(
     model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
 ) -> list[int]:
     """The layers to be sparse: those that attend to the whole context and are not to stay dense; else ModelError."""
-    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    able = [i for i in able if i not in found or found[i].window is None]
+    able = _whole_context(layers, found)
     if not able:
         raise ModelError(f"{name_of(model)} has no layer that attends to the whole context: there is nothing to select")
     sparse = [i for i in able if i not in dense]
@@ -67,24 +99,25 @@ def of_layer(given: Any, index: int) -> Any:
     return given.get(index, given.get("default")) if isinstance(given, Mapping) else given
 
 
-def check_budget(index: int, budget: Budget, selector: Selector) -> None:
-    """A budget fits a layer's selector; else ValueError."""
+def check_budget(index: int, budget: Budget, share: Share) -> None:
+    """A budget fits the selector of a layer's heads; else ValueError."""
     try:
-        budget_rows(budget, 1, selector.span, repr(selector))
+        budget_rows(share.budget(budget), 1, share.selector.span, repr(share.selector))
     except ValueError as error:
         raise ValueError(f"layer {index}: {error}") from error
 
 
 def try_out(
-    selector: Selector, what: AttentionLayer, budget: Budget, apart: torch.device | str | None, impl: str | None
+    share: Share, index: int, what: AttentionLayer, budget: Budget, apart: torch.device | str | None, impl: str | None
 ) -> None:
-    """One decode over a few random rows of a layer's shape: what does not fit raises now."""
+    """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now."""
+    selector = share.fresh(index, what.rope)
     count = max(selector.unit, 16)
     draw = torch.Generator().manual_seed(0)
-    shape = (1, what.heads, count, what.size)
+    shape = (1, what.heads if share.heads is None else len(share.heads.which), count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
     trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what so few rows lack
         trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))
-        decode(rows[2:, :, :, 0].movedim(0, 2), trial, budget, scale=what.scale, impl=impl)
+        decode(rows[2:, :, :, 0].movedim(0, 2), trial, share.budget(budget), scale=what.scale, impl=impl)

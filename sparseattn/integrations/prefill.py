@@ -31,7 +31,8 @@ class Prefill:
         input_ids: `[B,T]`.
         attention_mask: `[B,T]`, 0 for padding; None: no padding.
         chunk: tokens a forward pass; None: all in one.
-        queries: keep the prompt's queries, G times the keys, for selectors that learn from them (`queries_share`).
+        queries: keep the prompt's queries, G times the keys, for selectors that learn from them (`queries_share`,
+            `last_queries`).
 
     Attributes:
         logits: `[B,V]` of the last token.
@@ -79,7 +80,8 @@ class Prefill:
         made, held = SparseCache(self._cache.model, selector, budget, **settings), self._cache
         for index, (mine, prefilled) in enumerate(zip(made.layers, held.layers, strict=True)):
             if isinstance(mine, SparseLayer):
-                mine.rows.append_from(prefilled.rows)
+                for part in mine.parts:
+                    part.rows.append_from(prefilled.rows, part.of)
                 mine.columns = prefilled.columns
             elif isinstance(prefilled, SparseLayer):
                 mine.update(*_columns(prefilled.rows, held._real))

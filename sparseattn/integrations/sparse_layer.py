@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparseattn.attention import decode
-from sparseattn.budget import Budget
 from sparseattn.cache import KVCache
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.routing import Call, delegate, not_held
+from sparseattn.integrations.sparse_heads import SparseHeads
 from sparseattn.integrations.upstream import CacheLayerMixin
-from sparseattn.selection import Selection
+from sparseattn.roles import together
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +42,12 @@ RUNNING: ContextVar[Run | None] = ContextVar("sparseattn_running", default=None)
 
 
 class SparseLayer(CacheLayerMixin):
-    """The rows of one layer in a `KVCache`, with a selector.
+    """The rows of one layer in a `KVCache` with a selector, or in one for each method that its KV heads have.
 
     `update` only takes note of new keys and values: they are stored when the attention call brings the queries too.
 
     Args:
-        rows: this layer's cache.
-        budget: rows beyond sink and window, as in `decode`.
+        parts: this layer's caches; each KV head is in one.
         impl: as in `attend`.
     """
 
@@ -57,36 +55,54 @@ class SparseLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False  # shapes come with the first rows
 
-    def __init__(self, rows: KVCache, budget: Budget, impl: str | None = None) -> None:
+    def __init__(self, parts: Sequence[SparseHeads], impl: str | None = None) -> None:
         super().__init__()
-        self.rows, self.budget, self.impl = rows, budget, impl
+        self.parts, self.impl = tuple(parts), impl
         self.columns = 0  # tokens taken in, padding included
         self._given: Tensor | None = None
         self.forget_counts()
 
+    @property
+    def rows(self) -> KVCache:
+        """The one cache of a layer whose heads have one method; ValueError where they have several."""
+        if len(self.parts) > 1:
+            raise ValueError(f"the heads of this layer have {len(self.parts)} methods, each with a cache in `parts`")
+        return self.parts[0].rows
+
+    @property
+    def label(self) -> str:
+        """The method, or each with its KV heads."""
+        if len(self.parts) == 1:
+            return self.parts[0].share.label
+        named = ((part.share.label, part.share.heads) for part in self.parts)
+        return ", ".join(f"{label} ({len(heads.which)} of {heads.of} heads)" for label, heads in named if heads)
+
     def forget_counts(self) -> None:
         """Counts anew."""
         self.sparse_calls, self.dense_calls = 0, 0
-        # Rows chosen, read anyway and stored, summed over sparse calls; a tensor on a GPU, for which no step waits.
-        self._chosen: float | Tensor = 0.0
-        self._always, self._stored = 0.0, 0.0
-        self._read: float | Tensor = 0.0
+        for part in self.parts:
+            part.forget_counts()
 
     @property
     def mean_rows(self) -> float:
         """Rows attended by a query head in a sparse call, mean over calls, sequences and heads; 0 without any."""
-        return (float(self._chosen) + self._always) / max(self.sparse_calls, 1)
+        return self._mean(lambda part: part.mean_rows)
 
     @property
     def mean_context(self) -> float:
         """Rows stored at a sparse call, mean over calls and sequences; 0 without any."""
-        return self._stored / max(self.sparse_calls, 1)
+        return self._mean(lambda part: part.mean_context)
 
     @property
     def bytes_share(self) -> float:
         """Bytes read to choose and to attend over bytes stored, mean over calls, sequences and KV heads; NaN without
-        any, where the cache was made without `check`, and where the selector does not say what it reads."""
-        return float(self._read) / self.sparse_calls if self.sparse_calls and self.rows.check else math.nan
+        any, where the caches were made without `check`, and where a selector does not say what it reads."""
+        return self._mean(lambda part: part.bytes_share)
+
+    def _mean(self, number: Callable[[SparseHeads], float]) -> float:
+        """Mean over KV heads."""
+        weights = [1 if part.share.heads is None else len(part.share.heads.which) for part in self.parts]
+        return sum(w * number(part) for w, part in zip(weights, self.parts, strict=True)) / sum(weights)
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -103,11 +119,15 @@ class SparseLayer(CacheLayerMixin):
             self.dense_calls += 1
         for t in range(dense, new):
             self._store(call, query, slice(t, t + 1), run)
-            out = decode(query.select(3, t), self.rows, self.budget, scale=call.scale, impl=self.impl)
-            parts.append(out.reshape(batch, 1, named, size))
-            self._count()
+            heads = [part.decode(query.select(3, t), call.scale, self.impl) for part in self.parts]
+            parts.append(self._together(heads).reshape(batch, 1, named, size))
+            self.sparse_calls += 1
         self.columns += new
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _together(self, heads: Sequence[Tensor]) -> Tensor:
+        """What each part gave, `[B,h,...]`, as `[B,H,...]`."""
+        return together([part.share for part in self.parts], heads)
 
     def _check(self, call: Call) -> None:
         if call.key is not self._given:
@@ -128,7 +148,8 @@ class SparseLayer(CacheLayerMixin):
         if part != slice(0, keys.shape[2]):
             keys, values, query = keys[:, :, part], values[:, :, part], query[:, :, :, part]
             positions = None if positions is None else positions[:, part]
-        self.rows.append(keys, values, query, positions)
+        for heads in self.parts:
+            heads.append(keys, values, query, positions)
 
     def _attend_densely(self, call: Call, query: Tensor, new: int, run: Run) -> Tensor:
         """The first `new` tokens of the call, each over all rows up to its own."""
@@ -142,29 +163,40 @@ class SparseLayer(CacheLayerMixin):
                 own = call.query[:, :, part], call.key[:, :, part], call.value[:, :, part]
                 call = Call(call.module, *own, mask, call.options)
             return delegate(call, run.original)[0]
-        # Stored rows lie without padding and perhaps in a selector's order. All of them are before the new ones, whose
-        # part of the model's mask says what these see of each other.
-        keys, values, real = self.rows.everything()
-        group, stored = query.shape[2], keys.shape[2]
-        block = self._block(call.mask, new, run).to(keys.device)  # [B,1,n,n]
+        block = self._block(call.mask, new, run).to(call.key.device)  # [B,1,n,n]
+        outs = [self._attend_stored(heads, call, new, block) for heads in self.parts]  # each [B,h,G,n,D]
+        self._store(call, query, part, run)
+        return self._together(outs).flatten(1, 2).transpose(1, 2)
+
+    def _attend_stored(self, heads: SparseHeads, call: Call, new: int, block: Tensor) -> Tensor:
+        """`[B,h,G,n,D]` of a part's heads: the first `new` tokens over what it holds and over each other.
+
+        Stored rows lie without padding and perhaps in a selector's order. All of them are before the new ones, whose
+        part of the model's mask, `block`, says what these see of each other.
+        """
+        part, total = slice(0, new), call.key.shape[1]
+        group = call.query.shape[1] // total
+        keys, values, real = heads.rows.everything()
+        stored, count = keys.shape[2], keys.shape[1]
+        block = heads.of_queries(block, total)
         if bool(real.all()):
             seen = block.new_ones(1, 1, 1, stored)
         else:
             keys, values = (x.masked_fill(~real[..., None], 0.0) for x in (keys, values))
             alike = bool((real == real[:, :1]).all())
-            seen = (real[:, :1] if alike else real.repeat_interleave(group, 1))[:, :, None]  # [B,1 or HG,1,N]
+            seen = (real[:, :1] if alike else real.repeat_interleave(group, 1))[:, :, None]  # [B,1 or hG,1,N]
         sizes = [max(a, b) for a, b in zip(seen.shape[:2], block.shape[:2], strict=True)]
         mask = torch.cat([seen.expand(*sizes, new, -1), block.expand(*sizes, -1, -1)], -1)
         keys, values = (
-            torch.cat([x, y[:, :, part]], 2) for x, y in zip((keys, values), (call.key, call.value), strict=True)
+            torch.cat([x, heads.of(y)[:, :, part]], 2)
+            for x, y in zip((keys, values), (call.key, call.value), strict=True)
         )
-        self._store(call, query, part, run)
+        each = group
         if keys.is_cuda:  # where a mask and grouped heads together leave only the kernel that stores all logits
-            keys, values, group = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), 1
-        out = F.scaled_dot_product_attention(
-            call.query[:, :, part], keys, values, attn_mask=mask, scale=call.scale, enable_gqa=group > 1
-        )
-        return out.transpose(1, 2)
+            keys, values, each = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), 1
+        query = heads.of_queries(call.query, total)[:, :, part]
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=each > 1)
+        return out.unflatten(1, (count, group))
 
     def _block(self, mask: Any, new: int, run: Run) -> Tensor:
         """`[B,1,n,n]` bool: which of the `new` tokens each of them sees."""
@@ -174,38 +206,10 @@ class SparseLayer(CacheLayerMixin):
         block = torch.ones(new, new, dtype=torch.bool).tril()[None, None]
         return block if run.positions is None else block & (run.positions[:, None, None, :new] >= 0)
 
-    def _count(self) -> None:
-        chosen = self.rows.latest
-        assert chosen is not None
-        stored, sealed = (sum(rows) / len(rows) for rows in self.rows.counts)
-        batch, heads, _ = chosen.length.shape
-        read = chosen.length.sum()
-        self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (batch * heads)
-        self._always += stored - sealed  # sink and rows not sealed
-        self._stored += stored
-        self.sparse_calls += 1
-        if self.rows.check:  # a comparison, which pays for looking
-            self._read = self._read + self._share_read(chosen, stored, stored - sealed)
-
-    def _share_read(self, chosen: Selection, stored: float, always: float) -> float | Tensor:
-        """Bytes read to choose and to attend over bytes stored, mean over KV heads; NaN where the selector is silent.
-
-        Query heads that choose apart read a row once that several of them chose.
-        """
-        if chosen.scan_bytes is None:
-            return math.nan
-        keys = self.rows.sealed_keys
-        heads = keys.shape[1]
-        if chosen.length.shape[1] == heads:
-            distinct = chosen.attended
-        else:
-            distinct = chosen.mask(keys.shape[2]).unflatten(1, (heads, -1)).any(2).sum(-1)
-        row = 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
-        return (always + distinct.double().mean() + chosen.scan_bytes.double().mean() / row) / stored
-
     def keep_unsealed(self, tokens: int) -> None:
         """From now on the newest `tokens` or more stay unsealed, so that they can be taken back."""
-        self.rows.rollback = max(self.rows.rollback, tokens - self.rows.window)
+        for part in self.parts:
+            part.rows.rollback = max(part.rows.rollback, tokens - part.rows.window)
 
     # -- what transformers asks of a layer -----------------------------------------------------------------------------
 
@@ -239,35 +243,41 @@ class SparseLayer(CacheLayerMixin):
     def crop_rows(self, tokens: int, drop: Tensor) -> None:
         """Forgets the newest `tokens`, which are `drop` `[B]` rows of each sequence."""
         if tokens:
-            self.rows.crop(drop)
+            for part in self.parts:
+                part.rows.crop(drop)
             self.columns -= tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence b becomes what sequence `beam_idx[b]` was."""
         if self.columns:
-            self.rows.reorder(beam_idx.long())
+            for part in self.parts:
+                part.rows.reorder(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times."""
         if self.columns:
-            self.rows.reorder(torch.arange(self.rows.batch).repeat_interleave(repeats))
+            self.reorder_cache(self._sequences().repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices`."""
         if self.columns:
-            self.rows.reorder(torch.arange(self.rows.batch)[indices.cpu()])
+            self.reorder_cache(self._sequences()[indices.cpu()])
+
+    def _sequences(self) -> Tensor:
+        return torch.arange(self.parts[0].rows.batch)
 
     def reset(self) -> None:
         """Forgets every row; counts stay."""
-        self.rows.reset()
+        for part in self.parts:
+            part.rows.reset()
         self.columns, self._given, self.is_initialized = 0, None, False
 
     def clone(self) -> SparseLayer:
         """An independent copy that counts anew."""
         twin = copy.copy(self)
-        twin.rows = self.rows.clone()
+        twin.parts = tuple(part.clone() for part in self.parts)
         twin.forget_counts()
         return twin
 
     def __repr__(self) -> str:
-        return f"SparseLayer({self.rows!r}, budget={self.budget!r})"
+        return f"SparseLayer({'; '.join(map(repr, self.parts))})"

@@ -12,7 +12,7 @@ class LayerStats:
 
     Args:
         layer: its number.
-        selector: label of the selector, None for a layer that stays as it is.
+        selector: label of the selector, or of each with how many heads it has, None for a layer that stays as it is.
         sparse_calls: tokens decoded sparsely (of all sequences of a batch at once).
         dense_calls: attention calls over all rows: one for each forward pass with tokens to prefill.
         rows: rows attended by a query head in a sparse call, sink and window included; mean over calls and heads.

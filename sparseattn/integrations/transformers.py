@@ -25,9 +25,11 @@ from sparseattn.integrations import plan
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.prepared import PREPARED, prepare, restore
 from sparseattn.integrations.routing import name_of
+from sparseattn.integrations.sparse_heads import SparseHeads
 from sparseattn.integrations.sparse_layer import Run, SparseLayer
 from sparseattn.integrations.stats import LayerStats, Stats
 from sparseattn.integrations.upstream import Cache, DynamicCache
+from sparseattn.roles import Roles, Share
 from sparseattn.selectors import Selector, as_selector
 
 __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
@@ -52,11 +54,16 @@ class SparseCache(Cache):
         selector: a name (`make_selector`), a `Selector` whose configuration is used, or a mapping from layers to these,
             in which "default" stands for the others.
         budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), None for all, or
-            a mapping as for `selector`.
-        sink, window, seal, rollback, capacity, sealed_device, indexes, check: as in `KVCache`. In speculative decoding
+            a mapping as for `selector`. Roles that have a budget of their own keep it.
+        roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
+            They name every layer that attends to the whole context. A layer all of whose heads are dense stays as it
+            is; one of several roles has a `KVCache` for each, whose dense heads read every row.
+        sink, window, rollback, capacity, sealed_device, indexes, check: as in `KVCache`. In speculative decoding
             `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
-        dense_layers: how many of the first layers stay dense, or which. Layers with a sliding window always stay as
-            they are.
+        seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
+            a comparison.
+        dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding
+            window always stay as they are.
         sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
             questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
         impl: as in `attend`.
@@ -64,7 +71,8 @@ class SparseCache(Cache):
     Raises:
         ModelError: a model whose attention cannot be routed or that does what sparse attention does not compute
             (soft-capped logits, learned sinks), or in which no layer is left to be sparse.
-        ValueError: an unknown selector, a budget or artefact that does not fit a layer, a layer that is not there.
+        ValueError: an unknown selector, a budget or artefact that does not fit a layer, a layer that is not there,
+            roles of another number of layers or heads, a selector beside roles.
             Every layer's selector is tried on a few rows, so that this comes before any work is lost.
     """
 
@@ -74,9 +82,10 @@ class SparseCache(Cache):
         selector: Method | PerLayer = "quest",
         budget: Budget | PerLayer = 1024,
         *,
+        roles: Roles | str | os.PathLike[str] | None = None,
         sink: int = 4,
         window: int = 64,
-        seal: int = 1024,
+        seal: int | None = 1024,
         rollback: int = 0,
         dense_layers: int | Sequence[int] = 0,
         sparse_from: int | None = None,
@@ -88,26 +97,32 @@ class SparseCache(Cache):
     ) -> None:
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
+        if roles is not None and selector != "quest":
+            raise ValueError(f"roles name the selector of every layer: give them or a selector, got {selector!r} too")
+        self.roles = roles if roles is None or isinstance(roles, Roles) else Roles.load(roles)
         self._prepared_before = model in PREPARED
         self.model = model
         self.selector, self.budget, self.sparse_from = selector, budget, sparse_from
         self._settings: dict[str, Any] = {
             "sink": sink,
             "window": window,
-            "seal": seal,
             "rollback": rollback,
             "capacity": capacity,
             "sealed_device": sealed_device,
             "indexes": indexes,
             "check": check,
         }
+        self._seal = seal
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
         self.prepared = prepare(model)
         try:
             layers = DynamicCache(config=model.config).layers
             self.dense_layers = plan.dense_layers(dense_layers, len(layers))
-            sparse = plan.sparse_layers(model, layers, self.prepared.layers, self.dense_layers)
+            found = self.prepared.layers
+            if self.roles is not None:
+                self.dense_layers = plan.dense_by_roles(self.roles, model, layers, found, self.dense_layers)
+            sparse = plan.sparse_layers(model, layers, found, self.dense_layers)
             for name, given in (("selector", selector), ("budget", budget)):
                 plan.check_mapping(name, given, sparse)
             for index in sparse:
@@ -120,14 +135,23 @@ class SparseCache(Cache):
 
     def _layer(self, index: int, impl: str | None) -> SparseLayer:
         what, budget = self.prepared.layers[index], plan.of_layer(self.budget, index)
-        method = as_selector(plan.of_layer(self.selector, index))
+        shares, parts = self._shares(index), []
         try:
-            rows = KVCache(method.for_layer(index, what.rope), **self._settings)
-            plan.try_out(method.for_layer(index, what.rope), what, budget, self._settings["sealed_device"], impl)
+            for share in shares:
+                selector = share.fresh(index, what.rope)
+                seal = selector.unit if self._seal is None else self._seal
+                parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
+                plan.try_out(share, index, what, budget, self._settings["sealed_device"], impl)
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
             raise kind(f"layer {index}: {error}") from error
-        return SparseLayer(rows, budget, impl)
+        return SparseLayer(parts, impl)
+
+    def _shares(self, index: int) -> list[Share]:
+        """Which heads of a sparse layer have which method."""
+        if self.roles is None:
+            return [Share(as_selector(plan.of_layer(self.selector, index)))]
+        return self.roles.shares(index, self.prepared.layers[index].heads)
 
     # -- what ran --------------------------------------------------------------------------------------------------
 
@@ -147,7 +171,7 @@ class SparseCache(Cache):
         for i, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
                 counts = layer.sparse_calls, layer.dense_calls, layer.mean_rows, layer.mean_context, layer.bytes_share
-                layers.append(LayerStats(i, layer.rows.selector.label(), *counts))
+                layers.append(LayerStats(i, layer.label, *counts))
             else:
                 layers.append(LayerStats(i, None, 0, self._dense_calls[i], 0.0, 0.0))
         return Stats(self.protocol, tuple(layers))
@@ -161,7 +185,23 @@ class SparseCache(Cache):
     def seal(self) -> None:
         """Builds what the selectors build from a prompt now, instead of at the first decoded token."""
         for layer in self.sparse_layers.values():
-            layer.rows.seal()
+            for part in layer.parts:
+                part.rows.seal()
+
+    def compact(self) -> int:
+        """Frees the rows that selectors have dropped for good (`KVCache.compact`), of every layer where one does.
+
+        Returns:
+            Places freed, summed over layers and KV heads.
+
+        Raises:
+            ValueError: no layer's selector drops rows, or one cannot follow when they move.
+        """
+        parts = [part.rows for layer in self.sparse_layers.values() for part in layer.parts]
+        evicting = [rows for rows in parts if rows.selector.evicts]
+        if not evicting:
+            raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
+        return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in evicting)
 
     def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
         """An independent copy that counts anew, of another `budget` if given: one index serves several questions.
@@ -178,8 +218,9 @@ class SparseCache(Cache):
             twin.budget = budget
             plan.check_mapping("budget", budget, list(twin.sparse_layers))
             for index, layer in twin.sparse_layers.items():
-                layer.budget = plan.of_layer(budget, index)
-                plan.check_budget(index, layer.budget, layer.rows.selector)
+                for part in layer.parts:
+                    part.asked = plan.of_layer(budget, index)
+                    plan.check_budget(index, part.asked, part.share)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
@@ -306,10 +347,10 @@ class SparseCache(Cache):
             self.restore()
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in self._settings.items() if value}
+        shown = {name: value for name, value in {**self._settings, "seal": self._seal}.items() if value}
         shown |= {"dense_layers": list(self.dense_layers), "sparse_from": self.sparse_from}
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return (
-            f"SparseCache({name_of(self.model)}, {self.selector!r}, budget={self.budget!r}, {settings}): "
+            f"SparseCache({name_of(self.model)}, {self.roles or self.selector!r}, budget={self.budget!r}, {settings}): "
             f"{self._held()} tokens, {len(self.sparse_layers)} of {len(self.layers)} layers sparse"
         )

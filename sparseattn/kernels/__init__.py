@@ -2,9 +2,9 @@
 
 The file of an implementation begins with its name: `impl="reference"` is `reference.py`, the specification; "gather"
 is `gather.py`, torch that runs anywhere at a cost proportional to the budget; "numba" is `numba_cpu.py`, compiled for
-the CPU; "triton" is `triton_gpu.py`, the fused kernel. `ATTEND` is the table of them. `merge` combines attention over
-disjoint rows; `scoring` is what selectors compute to choose, in Triton in `pages.py`, `probes.py`, `lists.py` and
-`lowbit_gpu.py`.
+the CPU; "triton" is `triton_gpu.py`, the fused kernel. `ATTEND` is the table of them. `weights` is what rows got, for
+those who ask. `merge` combines attention over disjoint rows; `scoring` is what selectors compute to choose, in Triton
+in `pages.py`, `probes.py`, `lists.py` and `lowbit_gpu.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from sparseattn.dtypes import STORED
 from sparseattn.kernels import gather, paged, reference
 from sparseattn.kernels.merge import merge
+from sparseattn.kernels.weights import weights as of_rows
 from sparseattn.selection import Bounds, Selection
 from sparseattn.tensors import only_tensors
 
@@ -89,6 +90,7 @@ ATTEND: dict[str, tuple[Callable[[torch.device, torch.dtype], str | None], Calla
 }
 
 
+@overload
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -99,13 +101,44 @@ def attend(
     scale: float | None = None,
     impl: str | None = None,
     block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    weights: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selection: Selection,
+    bounds: Bounds | None = None,
+    *,
+    scale: float | None = None,
+    impl: str | None = None,
+    block_table: Tensor | None = None,
+    weights: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selection: Selection,
+    bounds: Bounds | None = None,
+    *,
+    scale: float | None = None,
+    impl: str | None = None,
+    block_table: Tensor | None = None,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Exact attention of one query per head over the rows that `selection` and `bounds` name, and no others.
 
     Args:
         query: `[B,H,G,D]`, after RoPE; D from 1 to 256.
         keys, values: `[B,H,N,D]`, the query's dtype and device. Rows that nobody names may hold anything.
-        selection: rows chosen, counted from `bounds.base`; spans of one head are disjoint.
+        selection: rows chosen, counted from `bounds.base`; spans of one head are disjoint. Its bias is added to their
+            logits.
         bounds: the zones; None means no sink and no window, and a selection counted from row 0. They lie within N,
             which is checked on the CPU only: on a GPU the check would make the host wait.
         scale: factor of the logits, a finite number, default `1/sqrt(D)`.
@@ -118,10 +151,13 @@ def attend(
             given as views: vLLM's and FlashAttention's `[blocks,block_size,H,D]` by `.transpose(1, 2)`, FlashInfer's
             `[blocks,2,...]` by `[:, 0]` and `[:, 1]`. Triton and numba read the rows where they lie; "gather"
             copies the rows named, "reference" all of them. Entries are checked on the CPU only.
+        weights: whether to return what the selected rows weigh too, for which their keys are read once more.
 
     Returns:
         out `[B,H,G,D]` in the query's dtype; lse `[B,H,G]` float32 (float64 for float64 inputs), the natural
-        logarithm of the sum of exponentiated logits. A head that reads no row gives 0 and -inf.
+        logarithm of the sum of exponentiated logits. A head that reads no row gives 0 and -inf. With `weights` a third,
+        `[B,H*G,S,span]` float32: softmax weights of the selected rows over everything attended. Sink and window are in
+        the denominator, so that those of a head sum to 1 at most; places that are not used are 0.
 
     Raises:
         ValueError: no tensors; shapes, dtypes or devices that do not fit, a scale that is no finite number, or an
@@ -137,21 +173,26 @@ def attend(
         rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
         bounds = Bounds.of(query.shape[0], rows, device=keys.device)
     if impl is None:
-        impl = _default(query, keys, values)
+        impl = _default(query, keys, values, selection.bias)
     elif impl not in ATTEND:
         raise ValueError(f"impl is one of {', '.join(ATTEND)} or None, got {impl!r}")
     why_not, run = ATTEND[impl]
     reason = why_not(query.device, query.dtype)
     if reason is not None:
         raise RuntimeError(f'impl="{impl}" cannot run: {reason}')
-    return run(query, keys, values, selection, bounds, scale, block_table)
+    out, lse = run(query, keys, values, selection, bounds, scale, block_table)
+    if not weights:
+        return out, lse
+    if impl == "reference":
+        return out, lse, reference.weights(query, keys, selection, bounds, scale, block_table)
+    return out, lse, of_rows(query, keys, selection, bounds, scale, block_table, lse)
 
 
-def _default(query: Tensor, keys: Tensor, values: Tensor) -> str:
+def _default(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> str:
     if query.is_cuda:
         return "triton" if why_not_triton(query.device, query.dtype) is None else "gather"
     adjacent = keys.stride(-1) == values.stride(-1) == 1
-    learns = query.requires_grad or keys.requires_grad or values.requires_grad
+    learns = any(part is not None and part.requires_grad for part in (query, keys, values, bias))
     return "numba" if adjacent and not learns and why_not_numba(query.device, query.dtype) is None else "gather"
 
 

@@ -45,11 +45,12 @@ def compile_ahead(
     per_query_head: bool = False,
     arch: int = 90,
     page: int = 0,
+    bias: bool = False,
 ) -> Compiled:
     """Compiles the attention kernel without a GPU, as a launch on a contiguous `[B,H,N,size]` cache would.
 
     `arch` is the compute capability times ten: 80 (A100), 90 (H100), 100 (B200). `page`: rows of a block of a paged
-    store `[blocks,H,page,size]`, 0 if there is none.
+    store `[blocks,H,page,size]`, 0 if there is none. `bias`: whether the selection has one.
 
     Raises:
         RuntimeError: in a process with TRITON_INTERPRET=1, where Triton does not compile.
@@ -57,10 +58,11 @@ def compile_ahead(
     constants, options = triton_gpu.launch(dtype.itemsize, size, span, group, 1 if per_query_head else group, page)
     element, table = ELEMENT[dtype], "*i32" if page else None
     steps = [1 << 20, 1 << 16, size]  # of b, h and n: what counts is which are multiples of 16
-    arguments: Arguments = [*[element] * 3, *["*i32"] * 5, table, "*fp32", "*fp32"]
+    arguments: Arguments = [*[element] * 3, "*i32", "*i32", "*fp32" if bias else None, *["*i32"] * 3]
+    arguments += [table, "*fp32", "*fp32"]
     arguments += ["i32", "i32", "i32", "fp32", *steps, *steps]
     tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
-    row_bytes = 2 * size * dtype.itemsize + 8 / span + (4 if page else 0)
+    row_bytes = 2 * size * dtype.itemsize + (12 if bias else 8) / span + (4 if page else 0)
     return _compile(triton_gpu.attend_split, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 

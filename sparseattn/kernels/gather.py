@@ -37,14 +37,13 @@ def attend(
     # An unused place re-reads the head's highest used row: its weight is 0, and 0 times a real row is 0.
     spare = torch.where(reads, row, -1).amax(-1, keepdim=True) if row.shape[-1] else row
     row = (torch.where(reads, row, spare).clamp(min=0) + bounds.base).clamp(max=keys.shape[2] - 1)
-    k, v = _take(keys, row).to(wide), _take(values, row).to(wide)  # [B,Hs,R,D]
+    k, v = take(keys, row).to(wide), take(values, row).to(wide)  # [B,Hs,R,D]
     if bool((spare < 0).any()):  # a head with no used place has no real row to re-read
         v = v.masked_fill((spare < 0)[..., None], 0.0)
-    logits = [
-        (q.reshape(batch, chosen, served, size) @ k.mT)  # [B,Hs,served,R]
-        .masked_fill(~reads[:, :, None], -torch.inf)
-        .reshape(batch, heads, group, row.shape[-1])
-    ]
+    far = q.reshape(batch, chosen, served, size) @ k.mT  # [B,Hs,served,R]
+    if selection.bias is not None:
+        far = far + selection.bias.repeat_interleave(selection.span, -1)[:, :, None, : row.shape[-1]]
+    logits = [far.masked_fill(~reads[:, :, None], -torch.inf).reshape(batch, heads, group, row.shape[-1])]
     parts = []
     for low, high, lows, highs in (
         (0, int(bounds.sink.max()), None, bounds.sink),
@@ -75,7 +74,7 @@ def attend(
     return out.to(query.dtype), lse
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
+def take(rows: Tensor, index: Tensor) -> Tensor:
     """`[B,Hs,R,D]`: the rows `index` `[B,Hs,R]` of `[B,H,N,D]`, Hs a multiple of H; other rows are not touched."""
     if index.numel() == 0:
         return rows.new_empty(*index.shape, rows.shape[3])

@@ -23,5 +23,9 @@ def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     if out.shape[:-1] != lse.shape:
         raise ValueError(f"merge takes out [P,...,D] and lse [P,...], got {list(out.shape)} and {list(lse.shape)}")
     total = torch.logsumexp(lse, 0)
-    weight = torch.exp(lse - torch.where(total.isinf(), 0.0, total))
-    return (weight[..., None] * out).sum(0).to(out.dtype), total
+    return (share(lse, total)[..., None] * out).sum(0).to(out.dtype), total
+
+
+def share(lse: Tensor, total: Tensor) -> Tensor:
+    """`[...]`: what a set of rows with the log-sum-exp `lse` weighs in a whole with `total`; 0 where that is empty."""
+    return torch.exp(lse - torch.where(total.isinf(), 0.0, total))

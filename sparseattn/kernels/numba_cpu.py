@@ -233,8 +233,11 @@ def _sum4x4(acc, a, rows, at, t, weights, w, size):
 
 
 @njit(fastmath=set(FAST))
-def _tile(asked, share, size, keys, values, key_at, value_at, count, weights, peak, total, acc):
-    """One step of the online softmax: `count` rows join `peak`, `total` `[share]` and `acc` `[share*size]`."""
+def _tile(asked, share, size, keys, values, key_at, value_at, biased, more, count, weights, peak, total, acc):
+    """One step of the online softmax: `count` rows join `peak`, `total` `[share]` and `acc` `[share*size]`.
+
+    To the logits of each row comes, if `biased`, its `more`.
+    """
     fours = share & ~3
     for t in range(count):
         for g in range(0, fours, 4):
@@ -248,6 +251,9 @@ def _tile(asked, share, size, keys, values, key_at, value_at, count, weights, pe
         value_at[t] = value_at[0]
     for g in range(share):
         w, highest = g * TILE, peak[g]
+        if biased:
+            for t in range(count):
+                weights[w + t] += more[t]
         for t in range(count):
             highest = max(highest, weights[w + t])
         if highest == -np.inf:  # so far logits of -inf alone, which weigh nothing; -inf - -inf would be NaN
@@ -276,7 +282,7 @@ def _tile(asked, share, size, keys, values, key_at, value_at, count, weights, pe
 
 @njit(fastmath=set(FAST))
 def _part(
-    query, scale, keys, key_steps, values, value_steps, h, table, block_rows, start, length, span,
+    query, scale, keys, key_steps, values, value_steps, h, table, block_rows, start, length, bias, span,
     sink, base, sealed, end, split, splits, acc, peak, total,
 ):  # fmt: skip
     """Attention of a list's query heads `[share,D]` over one part: `acc` `[share*D]`, `peak` and `total` `[share]`."""
@@ -294,13 +300,16 @@ def _part(
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     weights = np.empty(share * TILE, np.float32)
+    biased, extra = bias.shape[0] > 0, np.float32(0)
+    more = np.zeros(TILE, np.float32)
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
             low = max(start[s], 0) + base
             high = min(start[s] + min(length[s], span), zone) + base
+            extra = bias[s] * LOG2E if biased else np.float32(0)
         elif s == slots:
-            low, high = 0, sink
+            low, high, extra = 0, sink, np.float32(0)
         else:
             low, high = sealed, sealed + recent
         if high <= low:
@@ -316,15 +325,16 @@ def _part(
             value_at[filled] = held * value_steps[0] + h * value_steps[1] + row * value_steps[2]
             fetch(keys, key_at[filled], size)
             fetch(values, value_at[filled], size)
+            more[filled] = extra
             row += 1
             filled += 1
             if filled == TILE:
-                _tile(asked, share, size, keys, values, key_at, value_at, TILE, weights, peak, total, acc)
+                _tile(asked, share, size, keys, values, key_at, value_at, biased, more, TILE, weights, peak, total, acc)
                 filled = 0
         if passed >= stop:
             break
     if filled:
-        _tile(asked, share, size, keys, values, key_at, value_at, filled, weights, peak, total, acc)
+        _tile(asked, share, size, keys, values, key_at, value_at, biased, more, filled, weights, peak, total, acc)
 
 
 @njit(fastmath=set(FAST))
@@ -351,11 +361,12 @@ def _merge(acc, peak, total, g, out, lse):
 
 @njit(parallel=True, cache=True, nogil=True)
 def _attend(
-    query, scale, keys, key_steps, values, value_steps, heads, table, block_rows, start, length, span,
+    query, scale, keys, key_steps, values, value_steps, heads, table, block_rows, start, length, bias, span,
     sink, base, sealed, end, acc, peak, total, out, lse,
 ):  # fmt: skip
     """query, out: `[B*Hs,share,D]`; keys, values: flat, with the steps of block, head and row; table: `[B,M]`, blocks
-    of each sequence; start, length: `[B*Hs,S]`; acc, peak and total: `[B*Hs,splits,share,..]`, the parts."""
+    of each sequence; start, length, bias: `[B*Hs,S]`, or a bias without slots; acc, peak and total:
+    `[B*Hs,splits,share,..]`, the parts."""
     lists, splits = total.shape[:2]
     chosen = lists // sink.shape[0]
     for unit in prange(lists * splits):
@@ -364,7 +375,7 @@ def _attend(
         h = which % chosen * heads // chosen
         _part(
             query[which], scale, keys, key_steps, values, value_steps, h, table[b], block_rows,
-            start[which], length[which], span, sink[b], base, sealed[b], end[b], split, splits,
+            start[which], length[which], bias[which], span, sink[b], base, sealed[b], end[b], split, splits,
             acc[which, split].reshape(-1), peak[which, split], total[which, split],
         )  # fmt: skip
     for which in range(lists):
@@ -412,6 +423,7 @@ def attend(
             max(keys.shape[2], 1),
             selection.start.numpy().reshape(lists, slots),
             selection.length.numpy().reshape(lists, slots),
+            _no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots),
             selection.span,
             bounds.sink.contiguous().numpy(),
             bounds.base,
@@ -429,6 +441,12 @@ def attend(
 def _own_blocks(batch: int) -> Any:
     """The block table `[B,1]` of keys that are no paged store: each sequence is one block."""
     return np.arange(batch, dtype=np.int32)[:, None]
+
+
+@functools.cache
+def _no_bias(lists: int) -> Any:
+    """What stands for no bias: an array of the same type, so that one compiled form serves both."""
+    return np.empty((lists, 0), np.float32)
 
 
 def _bits(part: Tensor) -> Any:

@@ -38,6 +38,15 @@ def flatten(store: Tensor, table: Tensor) -> Tensor:
     return store[blocks].transpose(1, 2).flatten(2, 3)
 
 
+def take(store: Tensor, table: Tensor, row: Tensor) -> Tensor:
+    """`[B,H,R,D]`: the rows `row` `[B,H,R]` of a paged store; no other is touched."""
+    size = store.shape[2]
+    entry = (row // size).clamp(max=table.shape[1] - 1)
+    block = table.long().gather(1, entry.flatten(1)).view_as(entry).clamp(0, store.shape[0] - 1)
+    head = torch.arange(store.shape[1], device=row.device)[None, :, None]
+    return store[block, head, row % size]
+
+
 def compact(
     keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, table: Tensor
 ) -> tuple[Tensor, Tensor, Selection, Bounds]:
@@ -48,7 +57,7 @@ def compact(
         Places of a span that are not used may hold anything. On a GPU the host waits for the widest zones.
     """
     batch, chosen, slots = selection.start.shape
-    heads, size, span = keys.shape[1], keys.shape[2], selection.span
+    heads, span = keys.shape[1], selection.span
     row = selection.rows + bounds.base  # [B,Hs,S*span]; below base where unused
     used = (row >= bounds.base) & (row < bounds.sealed[:, None, None])
     row = torch.where(used, row, 0).view(batch, heads, -1)
@@ -57,15 +66,11 @@ def compact(
     late = bounds.sealed.long()[:, None] + torch.arange(recent, device=row.device)
     row = torch.cat([near[:, None].expand(-1, heads, -1), row, late[:, None].expand(-1, heads, -1)], 2)  # [B,H,N']
 
-    entry = (row // size).clamp(max=table.shape[1] - 1)
-    block = table.long().gather(1, entry.flatten(1)).view_as(entry).clamp(0, keys.shape[0] - 1)
-    head = torch.arange(heads, device=row.device)[None, :, None]
-    held = [store[block, head, row % size] for store in (keys, values)]
-
+    held = [take(store, table, row) for store in (keys, values)]
     each = chosen // heads
     place = torch.arange(each * slots * span, dtype=torch.int32, device=row.device)[::span].view(each, slots)
     start = place.repeat(heads, 1).expand(batch, -1, -1)
     length = used.view(batch, chosen, slots, span).sum(-1, dtype=torch.int32)
     sealed = torch.full_like(bounds.sealed, sink + each * slots * span)
     zones = Bounds(bounds.sink, sink, sealed, sealed + (bounds.rows - bounds.sealed).clamp(min=0))
-    return held[0], held[1], Selection(start, length, span), zones
+    return held[0], held[1], Selection(start, length, span, bias=selection.bias), zones

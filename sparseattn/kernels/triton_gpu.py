@@ -83,6 +83,7 @@ def attend_split(
     values,  # likewise
     start,  # [B,Hs,S]
     length,  # [B,Hs,S]
+    bias,  # [B,Hs,S]; None where no row has one
     sinks,  # [B]
     sealeds,  # [B]
     ends,  # [B]
@@ -122,6 +123,8 @@ def attend_split(
     sink, sealed, end = tl.load(sinks + b), tl.load(sealeds + b), tl.load(ends + b)
     start += selection_head * slots
     length += selection_head * slots
+    if bias is not None:
+        bias += selection_head * slots
     selected = _used(length, slots) * SPAN
     places = selected + sink + tl.maximum(end - sealed, 0)
     tiles = tl.cdiv(places, BLOCK)
@@ -162,6 +165,8 @@ def attend_split(
         v = tl.load(values + value_row[:, None] + d, mask=mask, other=0.0)
         # "ieee": float32 inputs must not be rounded to tf32. It changes nothing for 16-bit inputs.
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_G,BLOCK] base 2
+        if bias is not None:
+            logits += tl.load(bias + slot, mask=used, other=0.0) * 1.4426950408889634  # log2 e
         logits = tl.where(reads, logits, float("-inf"))
         weights, shrink, peak, total = _softmax_step(logits, peak, total)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -357,6 +362,7 @@ def attend(
             values,
             selection.start.contiguous(),
             selection.length.contiguous(),
+            None if selection.bias is None else selection.bias.contiguous(),
             bounds.sink.contiguous(),
             bounds.sealed.contiguous(),
             bounds.rows.contiguous(),

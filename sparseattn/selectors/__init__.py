@@ -13,41 +13,55 @@ from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.h2o import H2O
+from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.lowbit import LowBit
+from sparseattn.selectors.magicpig import MagicPIG
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
+from sparseattn.selectors.pyramidkv import PyramidKV
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
+from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
+from sparseattn.selectors.snapkv import SnapKV
+from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
 __all__ = [
+    "H2O",
     "HNSW",
     "IVF",
     "PQ",
     "SAAP",
     "SELECTORS",
+    "TOVA",
     "Exact",
     "Fier",
     "Flat",
+    "KDEformer",
     "KMeans",
     "LowBit",
+    "MagicPIG",
     "Moments",
     "PageSelector",
     "PerfectBuckets",
+    "PyramidKV",
     "QueryBridge",
     "Quest",
     "Random",
+    "Reformer",
     "RetrievalAttention",
     "Rows",
     "Selector",
     "SelfIndex",
+    "SnapKV",
     "TwoStage",
     "Window",
     "as_selector",
@@ -59,17 +73,24 @@ SELECTORS: dict[str, type[Selector]] = {
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
+    "h2o": H2O,
     "hnsw": HNSW,
     "ivf": IVF,
+    "kdeformer": KDEformer,
     "kmeans": KMeans,
     "lowbit": LowBit,
+    "magicpig": MagicPIG,
     "moments": Moments,
     "pq": PQ,
+    "pyramidkv": PyramidKV,
     "quest": Quest,
     "random": Random,
+    "reformer": Reformer,
     "retrieval": RetrievalAttention,
     "saap": SAAP,
     "selfindex": SelfIndex,
+    "snapkv": SnapKV,
+    "tova": TOVA,
     "twostage": TwoStage,
     "window": Window,
 }

@@ -7,9 +7,9 @@ import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 from sparseattn.storage import State
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "rope", "stored", "width")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -44,6 +44,14 @@ class Rows:
         queries: `[B,H,G,m,D]` of those of the rows that are sampled for the selector's `queries_share`, 0 or more of
             them; None where the share is 0. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
+        last_queries: `[B,H,G,n,D]`, the prompt's n newest queries, the newest last, at the first seal of a selector
+            whose `last_queries` is n; else None. The prompt is what is stored then, sink and window included, without
+            the row of the step that is being decoded. Zero where a prompt is shorter than n, in front.
+        last_positions: `[B,n]` int64, the token positions of `last_queries`; negative marks padding.
+        unsealed: `[B,H,u,D]`, with `last_queries`: the keys of those of the prompt's rows that are not sealed (sink,
+            window and what waits), so that a causal softmax of `last_queries` over all of the prompt is exact.
+            Zero for padding.
+        unsealed_positions: `[B,u]` int64, the token positions of `unsealed`; negative marks padding.
     """
 
     keys: Tensor
@@ -51,6 +59,22 @@ class Rows:
     positions: Tensor
     queries: Tensor | None = None
     query_positions: Tensor | None = None
+    last_queries: Tensor | None = None
+    last_positions: Tensor | None = None
+    unsealed: Tensor | None = None
+    unsealed_positions: Tensor | None = None
+
+
+class Heads(NamedTuple):
+    """Some of a layer's KV heads.
+
+    Args:
+        which: their numbers in the layer, ascending.
+        of: how many the layer has.
+    """
+
+    which: tuple[int, ...]
+    of: int
 
 
 class Selector(ABC):
@@ -64,6 +88,8 @@ class Selector(ABC):
     A method may be made of others: an attribute that is a `Selector` is a part of it. Its state is the method's, under
     names such as `pages.low`; it is cloned, reordered, moved and reset with the method, and told what the method is
     told (`TOLD`). The method passes on `append`, `select` and `fix`, and rows in the order in which they are stored.
+    Where a part observes or has a tail, so does the method, which passes on `observe` and `tail`: a part then learns of
+    the method's selection, not of its own.
 
     Attributes:
         span: longest span of a selection, a power of two; a budget is at least that.
@@ -72,6 +98,11 @@ class Selector(ABC):
         queries_share: share of the rows whose queries `append` wants, 0 none to 1 all. The cache keeps the queries of
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
             of every part; one that wants a smaller share sees the same queries.
+        last_queries: how many of the prompt's newest queries the first `append` wants (`Rows.last_queries`), 0 none. At
+            least that of every part; one that wants fewer sees the same, of which its own are the last.
+        evicts: whether it drops rows, or a part does, and never names them again: see `held`.
+        observes: whether it learns from the weights that its selections got (`observe`), or a part does.
+        tails: whether it has rows of its own to attend to (`tail`), or a part has.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
@@ -82,6 +113,8 @@ class Selector(ABC):
         width: bytes of an element of a key in `scan_bytes`; None: those it is kept in. Set where a comparison computes
             in float32 what a model keeps in 16 bits: 8-bit bounds and float32 statistics would look half as dear.
         layer: the model layer this instance serves, set by `for_layer`.
+        heads: which of the layer's KV heads this instance is shown, where others have another method (`roles`); H is
+            their number then. For methods with parameters of their own for a head. None: all of them.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
@@ -90,6 +123,10 @@ class Selector(ABC):
 
     span: int = 1
     queries_share: float = 0.0
+    last_queries: int = 0
+    evicts: bool = False
+    observes: bool = False
+    tails: bool = False
     host: bool = False
     uses_budget: bool = True
     width: int | None = None
@@ -97,6 +134,7 @@ class Selector(ABC):
     usual: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     layer: int = 0
+    heads: Heads | None = None
     rope: Rope | None = None
     stored: Tensor | None = None
 
@@ -108,10 +146,22 @@ class Selector(ABC):
         super().__setattr__(name, value)
         if isinstance(value, Selector):
             self.queries_share = max(self.queries_share, value.queries_share)
+            self.last_queries = max(self.last_queries, value.last_queries)
+            self.evicts = self.evicts or value.evicts
+            self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
+
+    def numbers(self, heads: int) -> Sequence[int]:
+        """Which of the layer's KV heads the `heads` are that this instance is shown."""
+        return range(heads) if self.heads is None else self.heads.which
+
+    @property
+    def learns(self) -> bool:
+        """Whether it wants queries of the prompt, so that a cache is given them with the rows."""
+        return self.queries_share > 0 or self.last_queries > 0
 
     def parts(self) -> list[tuple[str, Selector]]:
         """The selectors that this one is made of, by the attribute's name."""
@@ -140,6 +190,56 @@ class Selector(ABC):
             budget: rows per head, 1 or more; sink and window come on top.
         """
 
+    def held(self) -> Tensor | None:
+        """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.
+
+        Rows that are padding may be either. By default what all parts hold.
+
+        Returns:
+            `[B,H,N]` bool over the sealed rows in stored order, where they lie; None: all of them.
+        """
+        held = [mine for _, part in self.parts() if (mine := part.held()) is not None]
+        return torch.stack(held).all(0) if held else None
+
+    def keep(self, ids: Tensor) -> None:
+        """Told by `KVCache.compact` that rows have moved: place i of a head now holds what place `ids[..., i]` held.
+
+        Buffers `[B,H,N,...]` follow with `RowBuffer.keep`. `held` is over the K places from then on. `stored` still
+        shows the places as they were.
+
+        Args:
+            ids: `[B,H,K]` int64, distinct in each head: the places it holds there, in rising order, then some that it
+                does not hold, which fill up to K and stay dropped.
+
+        Raises:
+            ValueError: a method that cannot.
+        """
+        raise ValueError(f"{self!r} does not say how its state follows rows that move (keep), so none can be freed")
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        """What a decode step's selection got; called after every step if `observes`, of a step that names nothing too.
+
+        What it learns lies in `State`. A step that `crop` takes back was observed all the same.
+
+        Args:
+            selection: as `select` returned it.
+            weights: `[B,H*G,S,span]` float32, the softmax weights of its rows over everything attended: sink, window
+                and tail are in the denominator. 0 in places that are not used. On the device of the sealed rows.
+        """
+        raise NotImplementedError(f"{self!r} observes, or a part of it does: it must say how, in `observe`")
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        """Rows of its own that stand for what a step does not read; asked after `select` if `tails`.
+
+        Args:
+            query, positions: as `select` was given.
+            selection: what is read, as `select` returned it.
+
+        Returns:
+            None: nothing is to be added, such as before the first seal.
+        """
+        raise NotImplementedError(f"{self!r} has a tail, or a part of it has: it must say which, in `tail`")
+
     def fix(self, rows: int, seal: int) -> None:
         """Gives the state storage that is allocated once (`RowBuffer.fix`), before the first row is sealed.
 
@@ -159,7 +259,8 @@ class Selector(ABC):
         """Refuses what no `append(rows)` of an empty instance leaves in its row buffers: a file may hold anything.
 
         A method that overrides it has its index kept in files where a cache is asked to (`KVCache(indexes=)`); others
-        are built every time. `selectors.loaded` has the usual checks.
+        are built every time. A file is found by all of `rows` but the values: a method whose index depends on these
+        keeps none. `selectors.loaded` has the usual checks.
 
         Args:
             state: attribute -> what its row buffer is to hold, in host memory; buffers that are empty are not in it.

@@ -172,7 +172,7 @@ class Partitioned(Selector):
         self.edges.fix(max(rows // seal, 1).bit_length())  # log2(N/n) + 1
 
     def index_arguments(self) -> dict[str, Any]:
-        centroids = self.trained().holds(self.layer).centroids
+        centroids = self._own(self.trained().holds(self.layer)).centroids
         return {**super().index_arguments(), "centroids": tensors_hash({"centroids": centroids})}
 
     def source(self) -> str:
@@ -184,6 +184,10 @@ class Partitioned(Selector):
         super().reset()
         if self.edges.room is None:  # else a batch of the same shape comes, and a CUDA graph may hold the addresses
             self._here = None
+
+    def _own(self, partition: Partition) -> Partition:
+        """What of a layer's partition is of the heads that this instance is shown."""
+        return partition if self.heads is None else partition.of_heads(self.heads.which)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
@@ -210,7 +214,8 @@ class Partitioned(Selector):
                     f"applies none or one whose frequencies change with the length of the sequence"
                 )
             trained = self.trained()
-            partition = trained.check(self.layer, like.shape[1], group, like.shape[3], rope)
+            heads = like.shape[1] if self.heads is None else self.heads.of
+            partition = self._own(trained.check(self.layer, heads, group, like.shape[3], rope))
             if rope is not None:
                 rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
             partition = self._used(partition, like).to(like.device)

@@ -143,7 +143,7 @@ class LowBit(PageSelector):
         read = groups * (self.scales // 4 * size)
         return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
 
-    def keep(self, first: int) -> None:
+    def forget(self, first: int) -> None:
         """Forgets the rows from `first` on, a multiple of a group's."""
         for buffer in (self.codes, self.low, self.step):
             buffer.resize(first // self.rows, buffer.full)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best
+from sparseattn.selectors.draws import draws, streams
 from sparseattn.storage import RowBuffer
 
 
@@ -38,24 +39,7 @@ class Random(Selector):
         if self.at.rows == 0:
             return Selection.none(batch, heads, query.device)
         at = self.at.visible
-        head = torch.arange(heads, device=at.device)
-        stream = _mix(_mix(_mix(torch.full_like(head, _signed(self.seed % (1 << 64)))) + self.layer) + head)  # [H]
-        draw = _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])  # [B,H,N]
+        draw = draws(streams(self.seed, self.layer, self.numbers(heads), at.device), positions, at)  # [B,H,N]
         uniform = (draw >> 11).double().masked_fill((at < 0)[:, None], -torch.inf)
         scanned = torch.zeros(batch, heads, dtype=torch.int64, device=at.device)
         return Selection.tokens(best(uniform, budget), scanned, scanned)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around."""
-    x = x + _GOLDEN
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)

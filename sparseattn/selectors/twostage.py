@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels import lowbit
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, check_least
 from sparseattn.selectors.lowbit import LowBit
 
@@ -36,7 +36,8 @@ class TwoStage(Selector):
 
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
-    kept in files (`indexes`), not even the first stage's.
+    kept in files (`indexes`), not even the first stage's. A bias of the first stage is of its own choice and is left
+    out; what it observes, and what its tail stands for, is the choice of both.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and the levels of every group in
@@ -101,7 +102,7 @@ class TwoStage(Selector):
             if first < held:
                 keys = torch.cat([self.stored_keys()[:, :, first:held], keys], 2)
                 real = torch.cat([self.inside.real.data[:, first:], real], 1)
-                self.inside.keep(first)
+                self.inside.forget(first)
             self.inside.append(_moved(keys, real, order))
         return order
 
@@ -122,6 +123,12 @@ class TwoStage(Selector):
         )  # [B,Hs,S], [B,L]
         levels = self.inside.levels_bytes(groups, size)
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        self.pages.observe(selection, weights)
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        return self.pages.tail(query, positions, selection)
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
         """The pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for the same one again.

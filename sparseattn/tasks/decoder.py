@@ -13,7 +13,7 @@ from torch import Tensor
 from sparseattn.budget import Budget
 from sparseattn.hashes import tensors_hash
 from sparseattn.integrations.errors import ModelError
-from sparseattn.selectors import Selector
+from sparseattn.roles import Method, Roles
 
 TRACE = 64  # entries of each parameter that tell a model from another
 
@@ -78,6 +78,12 @@ class ModelDecoder:
                 f"not dense; layer {strange[0]} is none of them"
             )
 
+    def check_roles(self, roles: Roles) -> None:
+        """ValueError where roles do not fit the model."""
+        from sparseattn.integrations.transformers import SparseCache
+
+        SparseCache(self.model, roles=roles, budget=None, seal=self.seal, **self.settings)
+
     def fingerprint(self) -> str:
         """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
         parts = {name: value.detach().flatten()[:TRACE].float() for name, value in self.model.named_parameters()}
@@ -90,7 +96,7 @@ class ModelDecoder:
         return Prefill(self.model, self._ids(tokens), chunk=self.chunk, queries=self.queries)
 
     def index(
-        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+        self, prefill: Any, tail: Sequence[int], selector: Method | None, layers: Sequence[int] | None = None
     ) -> Any:
         """The cache of one method behind a prefill and a `tail`, read densely too; its index is built.
 
@@ -103,7 +109,8 @@ class ModelDecoder:
             settings = dict(self.settings)
             if layers is not None:
                 settings["dense_layers"] = sorted(set(range(every)) - set(layers))
-            cache = prefill.cache(selector, None, seal=self.seal or selector.unit, check=True, **settings)
+            which = {"roles": selector} if isinstance(selector, Roles) else {"selector": selector}
+            cache = prefill.cache(**which, budget=None, seal=self.seal, check=True, **settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)

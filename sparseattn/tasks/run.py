@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sparseattn.budget import Budget
-from sparseattn.selectors import Selector
+from sparseattn.roles import Method as Sparse
+from sparseattn.roles import ranges
 from sparseattn.tasks.agreement import agreement
 from sparseattn.tasks.base import Example
 from sparseattn.tasks.engines import Compared
@@ -40,13 +41,13 @@ class Method:
     """A selector, its budget and where it is applied; without a selector, full attention.
 
     Args:
-        selector: of every sparse layer.
+        selector: of every sparse layer, or roles, which have one for each layer or head.
         budget: rows beyond sink and window.
         written: the budget as text, for records; None where the selector does not look at it.
         layers: those that are sparse, ascending; None: every one that attends to the whole context and is not dense.
     """
 
-    selector: Selector | None = None
+    selector: Sparse | None = None
     budget: Budget = None
     written: str | None = None
     layers: tuple[int, ...] | None = None
@@ -63,15 +64,7 @@ class Method:
     @property
     def where(self) -> str | None:
         """The layers as text, for records: "0-9,12"; None for all of them."""
-        if self.layers is None:
-            return None
-        runs: list[list[int]] = []  # first and last
-        for layer in self.layers:
-            if runs and layer == runs[-1][1] + 1:
-                runs[-1][1] = layer
-            else:
-                runs.append([layer, layer])
-        return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
+        return None if self.layers is None else ranges(self.layers)
 
 
 class Session(Protocol):
@@ -91,7 +84,7 @@ class Decoder(Protocol):
         """A dense prefill of a fresh prompt, 1 token or more."""
 
     def index(
-        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+        self, prefill: Any, tail: Sequence[int], selector: Sparse | None, layers: Sequence[int] | None = None
     ) -> Any:
         """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
 

@@ -53,6 +53,14 @@ class Settings:
                 f"vLLM's cache is kept by page, and {type(made).__name__} ({self.selector!r}) has another kind of "
                 f"index: serve quest, lowbit:page=16, window, or a PageSelector of your own"
             )
+        if made.learns or made.evicts:
+            what = "learns from a prompt's queries" if made.learns else "drops rows"
+            raise ValueError(f"{self.selector!r} {what}, and blocks that sequences share cannot follow that")
+        if made.observes or made.tails:
+            raise ValueError(
+                f"{self.selector!r} cannot be served: in vLLM a method neither learns from what its selections got nor "
+                f"has rows of its own"
+            )
         if why := made.why_not_shared():
             raise ValueError(f"{self.selector!r} cannot be served: {why}")
         return made

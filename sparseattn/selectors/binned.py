@@ -1,0 +1,91 @@
+"""What KDEformer and Reformer share: rows in the order of a hash, cut into equal bins; a query visits its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, check_least
+from sparseattn.selectors.hashed import Hashed
+from sparseattn.storage import RowBuffer
+
+NONE = (1 << 31) - 1  # the hash of padding, behind all others
+
+
+class Binned(Hashed):
+    """Reads the rows of the bin into which the query's hash falls, and of bins beside it as far as the budget goes.
+
+    All rows of a KV head are kept in the order of their hashes, those of one hash by position: a list of row numbers,
+    the rows themselves stay where they are. Every seal sorts its rows in, so there is one order at any time. Bin i
+    is the places `i * rows` to `(i + 1) * rows` of that order; the last one may be shorter. A query's place is found by
+    binary search. Every query head visits a bin of its own.
+
+    An index row takes 8 bytes for each KV head.
+
+    `scanned`: hashes that the search looks at. `scan_bytes`: these, the row numbers it reads, and the directions once
+    per KV head.
+    """
+
+    def __init__(self, rows: int, seed: int) -> None:
+        check_least(rows=(rows, 0))
+        super().__init__(seed)
+        self.rows = rows
+        self.hashes = RowBuffer(2, spare=NONE)  # [B,H,N] int32, rising
+        self.order = RowBuffer(2, spare=0)  # [B,H,N] int32, the rows in that order
+
+    @abstractmethod
+    def hashed(self, x: Tensor) -> Tensor:
+        """`[B,H,n]` int32, 0 or more and below `NONE`: the hash of `x` `[B,H,n,D]`, keys or queries."""
+
+    @abstractmethod
+    def begin(self, low: Tensor, high: Tensor, real: Tensor, rows: int, take: Tensor) -> Tensor:
+        """The first of `take` consecutive places that a query visits; the places go on at 0 behind the last.
+
+        Args:
+            low, high: `[B,H,G]` int64, the places `[low, high)` of the rows that have the query's hash; where there are
+                none, both are where it would be.
+            real: `[B,1,1]` int64, rows that are no padding, 0 or more.
+            rows: of a bin.
+            take: `[B,1,1]` int64, the budget or all real rows.
+
+        Returns:
+            `[B,H,G]` int64, any integers.
+        """
+
+    def fix(self, rows: int, seal: int) -> None:
+        self.hashes.fix(rows)
+        self.order.fix(rows)
+
+    def append(self, rows: Rows) -> None:
+        self.draw(rows.keys)
+        hashes = self.hashed(rows.keys).masked_fill((rows.positions < 0)[:, None], NONE)  # [B,H,n]
+        before, new = self.order.rows, hashes.shape[2]
+        order = torch.arange(before, before + new, dtype=torch.int32, device=hashes.device).expand_as(hashes)
+        if before:
+            hashes, order = torch.cat([self.hashes.data, hashes], 2), torch.cat([self.order.data, order], 2)
+        hashes, at = hashes.sort(dim=2, stable=True)
+        order = order.gather(2, at)
+        for buffer, made in ((self.hashes, hashes), (self.order, order)):
+            buffer.resize(before + new, made)
+            buffer.data.copy_(made)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads, group, _ = query.shape
+        if not self.order.rows:
+            return Selection.none(batch, heads, query.device)
+        hashes, order = self.hashes.visible.contiguous(), self.order.visible  # [B,H,N]
+        real = (hashes[:, 0] != NONE).sum(-1)[:, None, None]  # [B,1,1]
+        asked = self.hashed(query)  # [B,H,G]
+        low, high = (torch.searchsorted(hashes, asked, right=right) for right in (False, True))
+        take = real.clamp(max=budget)
+        first = self.begin(low, high, real, self.rows or budget, take)
+        slot = torch.arange(min(budget, order.shape[2]), device=order.device)
+        place = (first[..., None] + slot) % real.clamp(min=1)[..., None]  # [B,H,G,S]
+        ids = order.gather(2, place.flatten(2)).view_as(place)
+        ids = torch.where(slot < take[..., None], ids, -1).flatten(1, 2)
+        looks = 2 * (real[..., 0] + 1).log2().ceil().long()  # [B,1], of two searches
+        read = 4 * group * (looks + take[..., 0]) + (real[..., 0] > 0) * self.directions_read()
+        return Selection.tokens(ids, looks.expand(-1, heads * group), read.expand(-1, heads))

@@ -1,0 +1,59 @@
+"""Random numbers that a seed decides, the same on every device and in every batch; the global generator is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def streams(seed: int, layer: int, heads: Sequence[int], device: torch.device) -> Tensor:
+    """`[A]` int64: where the draws of each of these heads of a layer begin.
+
+    Args:
+        seed: any integer.
+        heads: A numbers of heads of the layer, see `Selector.numbers`.
+    """
+    head = torch.tensor(list(heads), device=device)
+    return _mix(_mix(_mix(torch.full_like(head, _signed(seed % (1 << 64)))) + layer) + head)
+
+
+def draws(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
+    """A draw for every query and row: a hash of stream, position of the query and position of the row.
+
+    It does not depend on the batch, on padding or on how the rows were appended.
+
+    Args:
+        stream: `[A]` int64, of `streams`.
+        positions: `[B]` int64, of the queries.
+        at: `[B,N]` int64, of the rows.
+
+    Returns:
+        `[B,A,N]` int64, of all 64 bits.
+    """
+    return _mix(_mix(stream + positions[:, None])[..., None] + at[:, None])
+
+
+def directions(seed: int, layer: int, heads: Sequence[int], size: int, count: int) -> Tensor:
+    """`[A,size,count]` bfloat16 on the CPU: `count` directions of each of A heads, of independent normal numbers."""
+    drawn = torch.empty(len(heads), size, count, dtype=torch.bfloat16)
+    for head, stream in enumerate(streams(seed, layer, heads, torch.device("cpu")).tolist()):
+        generator = torch.Generator().manual_seed(stream)
+        drawn[head] = torch.randn(size, count, generator=generator)
+    return drawn
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64, whose products wrap around."""
+    x = x + _GOLDEN
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)

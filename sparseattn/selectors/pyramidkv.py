@@ -1,0 +1,59 @@
+"""PyramidKV: SnapKV with budgets that fall from the first layer to the last. https://arxiv.org/abs/2406.02069"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from sparseattn.rope import Rope
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import check_least
+from sparseattn.selectors.snapkv import SnapKV
+
+
+class PyramidKV(SnapKV):
+    """SnapKV that reads fewer rows the higher its layer: the budget given is that of layer 0, which has the largest.
+
+    Budgets fall evenly to `1 / (2 * beta - 1)` of it in the last layer. Their mean over the layers is `beta / (2 * beta
+    - 1)` of it, 0.51 at beta 20: give `2 - 1 / beta` times the mean that is meant. The paper states the mean, and reads
+    more than that in low layers, which a budget does not allow. To state the mean, give plain `snapkv` the budgets of
+    `pyramid(layers, budget)` by layer, as roles. So is a budget of all rows: layer 0 reads all.
+
+    Args:
+        layers: layers of the model.
+        beta: how steep, 1 for SnapKV; 20 in the paper's code.
+        window, kernel, pool: as SnapKV's.
+    """
+
+    def __init__(
+        self, layers: int = 32, beta: float = 20.0, window: int = 32, kernel: int = 7, pool: str = "max"
+    ) -> None:
+        super().__init__(window, kernel, pool)
+        check_least(layers=(layers, 1))
+        if not 1 <= beta < math.inf:
+            raise ValueError(f"beta is 1 (every layer alike) or more, got {beta}")
+        self.layers, self.beta = layers, beta
+
+    @classmethod
+    def paper(cls, answer: int = 4096, layers: int = 32) -> dict[str, Any]:
+        """The paper's setting as arguments of `KVCache`, as `SnapKV.paper()`; the budget is layer 0's."""
+        made = cls(layers)
+        return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
+
+    def for_layer(self, layer: int, rope: Rope | None = None) -> PyramidKV:
+        if layer >= self.layers:
+            raise ValueError(
+                f"{self!r} is for layers 0 to {self.layers - 1}, and this is layer {layer}: layers is how many the "
+                f"model has"
+            )
+        return super().for_layer(layer, rope)
+
+    def share(self, budget: int) -> int:
+        """Rows of its layer where layer 0 has `budget`."""
+        least = budget / (2 * self.beta - 1)
+        return max(round(budget - (budget - least) * self.layer / max(self.layers - 1, 1)), 1)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        return super().select(query, positions, self.share(budget))

@@ -1,0 +1,52 @@
+"""How much attention rows received from given queries, exactly and in blocks: what evicting methods ask of a prompt.
+
+The softmax of every query runs over all rows that it sees, those among them that no selector is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 19  # logits at a time, 2 MiB: 8,192 tokens take 0.3 s a head of G = 3 on one core, in 16 MiB 0.5 s
+
+
+def received(queries: Tensor, query_at: Tensor, stored: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The softmax weights that each row gets, summed over queries and over the heads of a query group.
+
+    A query sees the rows at its own and at earlier positions. Sums are in float32; nothing of N times N numbers lies in
+    memory.
+
+    Args:
+        queries: `[B,H,G,m,D]`, after RoPE.
+        query_at: `[B,m]` int64, their positions; a negative one is no query.
+        stored: (keys `[B,H,n,D]`, positions `[B,n]`, negative for padding) of every part of the rows, in any order.
+
+    Returns:
+        `[B,H,n]` float32 for each of the parts; 0 for padding.
+    """
+    batch, heads, group, _, size = queries.shape
+    at = torch.cat([positions for _, positions in stored], 1)
+    total = torch.zeros(batch, heads, at.shape[1], device=queries.device)
+    for b in range(batch):
+        place, order = at[b].sort()
+        order, place = order[place >= 0], place[place >= 0]  # [N] rows by position
+        asked, turn = query_at[b].sort()
+        turn, asked = turn[asked >= 0], asked[asked >= 0]  # [m] queries by position
+        seen = torch.searchsorted(place, asked, right=True).tolist()
+        step = max(1, BLOCK // (group * max(len(place), 1)))
+        for h in range(heads):
+            keys = torch.cat([part[b, h] for part, _ in stored])[order].float()  # [N,D]
+            got = torch.zeros(len(place), device=keys.device)
+            for first in range(0, len(asked), step):
+                block = slice(first, min(first + step, len(asked)))
+                common, most = seen[block.start], seen[block.stop - 1]
+                query = queries[b, h].index_select(1, turn[block]).float()  # [G,m,D]
+                logits = query @ keys[:most].T / size**0.5  # [G,m,most]
+                later = place[common:most] > asked[block, None]
+                logits[..., common:].masked_fill_(later, -torch.inf)
+                got[:most] += logits.softmax(-1).sum((0, 1))
+            total[b, h, order] = got
+    return list(total.split([positions.shape[1] for _, positions in stored], 2))

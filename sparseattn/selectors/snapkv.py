@@ -1,0 +1,73 @@
+"""SnapKV: the prompt's last queries vote, once, for the rows of the prompt to keep. https://arxiv.org/abs/2404.14469"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.selectors.base import Rows, check_least
+from sparseattn.selectors.evicting import Evicting, every_row, last_of
+from sparseattn.selectors.received import received
+
+POOLS = ("max", "avg")
+
+
+class SnapKV(Evicting):
+    """Holds the prompt's rows with the most votes: weights of its last queries, pooled over neighbouring rows.
+
+    Args:
+        window: how many of the prompt's last queries vote, the observation window; their own rows are held anyway.
+        kernel: rows that pooling joins, an odd number.
+        pool: "max" (default), as the paper's code in its LongBench runs (window 32, kernel 7), or "avg", that code's
+            default with kernel 5.
+
+    One choice per KV head, by the group's sum of weights before pooling; the paper's code expands the keys, so that
+    each query head has rows of its own.
+
+    Rows of the answer come before all rows of the prompt, the newest first. SnapKV holds every one of them in addition
+    to its budget; `SnapKV.paper()` does so too, as it seals none of them. Where the cache seals them they count, and
+    each takes the place of the prompt's row with the fewest votes.
+    """
+
+    def __init__(self, window: int = 32, kernel: int = 7, pool: str = "max") -> None:
+        super().__init__()
+        check_least(window=(window, 1), kernel=(kernel, 1))
+        if kernel % 2 == 0:
+            raise ValueError(f"kernel is an odd number of rows, as many on either side, got {kernel}")
+        if pool not in POOLS:
+            raise ValueError(f"pool is one of {', '.join(POOLS)}, got {pool!r}")
+        self.window, self.kernel, self.pool = window, kernel, pool
+        self.last_queries = window
+
+    @classmethod
+    def paper(cls, answer: int = 4096) -> dict[str, Any]:
+        """The paper's setting as arguments of `KVCache`, for answers of up to `answer` tokens, all of which are held.
+
+        Its capacity counts the observation window: `budget=2048 - 32` is the paper's 2,048. Call `seal()` after the
+        prefill: sealed with the first decoded token, the window's oldest row counts as one of the budget.
+        """
+        made = cls()
+        return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
+
+    def first(self, rows: Rows) -> Tensor:
+        late = (1.0 + rows.positions)[:, None].expand(-1, self.kv, -1)
+        if rows.last_queries is None:
+            return late
+        queries, at = last_of(rows, self.window)
+        begin = at.masked_fill(at < 0, torch.iinfo(at.dtype).max).amin(1, keepdim=True)  # [B,1] of the window
+        observing = (rows.positions >= begin)[:, None]  # [B,1,n]
+        votes = received(queries, at, every_row(rows))[0].masked_fill(observing, 0.0)
+        pool = torch.nn.functional.max_pool1d if self.pool == "max" else torch.nn.functional.avg_pool1d
+        return torch.where(observing, late, _order(pool(votes, self.kernel, 1, self.kernel // 2), votes))
+
+
+def _order(votes: Tensor, own: Tensor) -> Tensor:
+    """`[B,H,n]`, 0 for the fewest votes to below 1 for the most; of rows with as many, the more of its `own` the more.
+
+    Pooling makes neighbours alike, and which of them is dropped must not depend on how many rows there are.
+    """
+    by_own = own.argsort(dim=-1, stable=True)
+    order = by_own.gather(-1, votes.gather(-1, by_own).argsort(dim=-1, stable=True))
+    return order.argsort(dim=-1).float() / votes.shape[-1]
