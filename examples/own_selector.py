@@ -4,7 +4,7 @@ python examples/own_selector.py                                 # generates with
 sparseattn bench --selector examples.own_selector:TopChannels:channels=8 --selector quest
 
 The method here scores keys by few of their channels, those in which the query is largest, as the first step of SparQ
-does (https://arxiv.org/abs/2312.04985).
+does (https://arxiv.org/abs/2312.04985). `sparq` is the whole method.
 """
 
 from __future__ import annotations

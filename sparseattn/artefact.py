@@ -232,10 +232,10 @@ class Artefact:
                 f"{heads} or {heads * each} are needed"
             )
         ours = self.ropes.get(layer)
-        if not _same(ours, rope):
+        if not same_rope(ours, rope):
             raise ArtefactError(
-                f"the artefact of {model} was trained with {_words(ours)}, layer {layer} here applies {_words(rope)}"
-                f"{_better(heads, group, size, rope)}"
+                f"the artefact of {model} was trained with {rope_in_words(ours)}, layer {layer} here applies "
+                f"{rope_in_words(rope)}{_better(heads, group, size, rope)}"
             )
         return partition
 
@@ -344,11 +344,11 @@ def shipped_for(rope: Rope | None) -> str:
     A RoPE is what a layer is known by before its keys come; `Artefact.check` sees to the shapes then.
     """
     for name in SHIPPED:
-        if rope is not None and any(_same(rope, theirs) for theirs in _facts(name)[1]):
+        if rope is not None and any(same_rope(rope, theirs) for theirs in _facts(name)[1]):
             return name
     raise ArtefactError(
-        f"no artefact that ships ({', '.join(SHIPPED)}) is for a layer with {_words(rope)}: train one (`sparseattn "
-        f"train`) and name it, artefact=FILE"
+        f"no artefact that ships ({', '.join(SHIPPED)}) is for a layer with {rope_in_words(rope)}: train one "
+        f"(`sparseattn train`) and name it, artefact=FILE"
     )
 
 
@@ -367,7 +367,7 @@ def _better(heads: int, group: int | None, size: int, rope: Rope | None) -> str:
     """Half a sentence that names the artefact that ships for such a layer, or nothing."""
     for name in SHIPPED:
         shape, ropes = _facts(name)
-        if shape == (heads, group or shape[1], size) and any(_same(rope, theirs) for theirs in ropes):
+        if shape == (heads, group or shape[1], size) and any(same_rope(rope, theirs) for theirs in ropes):
             return f"; artefact={name}, which ships, is for such a layer"
     return ""
 
@@ -388,7 +388,7 @@ def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:
     return Partition(centroids, Classifier(**parts) if parts else None)
 
 
-def _same(a: Rope | None, b: Rope | None) -> bool:
+def same_rope(a: Rope | None, b: Rope | None) -> bool:
     """The same rotation, or none at all, but for the rounding of frequencies that were computed elsewhere."""
     if a is None or b is None:
         return a is b
@@ -397,7 +397,8 @@ def _same(a: Rope | None, b: Rope | None) -> bool:
     return torch.allclose(a.inv_freq.cpu(), b.inv_freq.cpu(), rtol=1e-5, atol=0)
 
 
-def _words(rope: Rope | None) -> str:
+def rope_in_words(rope: Rope | None) -> str:
+    """A RoPE as a sentence names it."""
     if rope is None:
         return "no RoPE"
     slow, layout = rope.inv_freq.min().item(), "interleaved" if rope.interleaved else "halves"

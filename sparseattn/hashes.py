@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +20,16 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
         for part in torch.atleast_1d(tensor.detach().cpu()):  # a row at a time: `contiguous` copies views
             digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, which is read once for each time that it changes."""
+    return _read(Path(path), Path(path).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, changed: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def stream(*place: int | str) -> torch.Generator:

@@ -20,16 +20,19 @@ from sparseattn import (
     SAAP,
     TOVA,
     Bounds,
+    DoubleSparsity,
     Exact,
     Fier,
     Flat,
     KDEformer,
     KMeans,
     KVCache,
+    Loki,
     LowBit,
     MagicPIG,
     Moments,
     PerfectBuckets,
+    PQCache,
     PyramidKV,
     QueryBridge,
     Quest,
@@ -41,6 +44,7 @@ from sparseattn import (
     Selector,
     SelfIndex,
     SnapKV,
+    SparQ,
     Tail,
     TwoStage,
     Window,
@@ -277,6 +281,12 @@ def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selecto
     return selector
 
 
+def with_rope(selector: Selector) -> Selector:
+    """`selector`, told of a RoPE that takes keys of any size."""
+    selector.rope = Rope.of(16)
+    return selector
+
+
 @dataclass(frozen=True)
 class Case:
     """`make` builds the selector at its defaults, `exhaustive` so that it names every row at unlimited budget and drops
@@ -355,6 +365,20 @@ CASES = [
     Case("selfindex-max", lambda: SelfIndex("max"), lambda: SelfIndex("max")),
     Case("pq", lambda: PQ(8), lambda: PQ(8)),
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
+    Case("pqcache", lambda: PQCache(8), lambda: PQCache(8)),
+    Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
+    Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
+    Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),
+    Case("loki", Loki, lambda: Loki(1 << 20)),
+    Case("loki-before", lambda: with_rope(Loki(6, before=True)), lambda: with_rope(Loki(1 << 20, before=True))),
+    Case("loki-each", lambda: Loki(5, group="each"), lambda: Loki(1 << 20, group="each")),
+    # Every row brings its query: a sequence whose first sealed rows had none would learn from its keys, and say so.
+    Case("doublesparsity", lambda: DoubleSparsity(share=1.0), lambda: DoubleSparsity(1 << 20, share=1.0)),
+    Case(
+        "doublesparsity-wide",
+        lambda: DoubleSparsity(5, 16, share=1.0, group="max"),
+        lambda: DoubleSparsity(1 << 20, 16, share=1.0, group="max"),
+    ),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),
     Case("kdeformer-one", lambda: KDEformer(3, 0, 7), lambda: KDEformer(3, 0, 7)),

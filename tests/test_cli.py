@@ -428,7 +428,7 @@ def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) 
     save_file({"x": torch.zeros(3)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("hello world")
     for name, sentence in (
-        ("foreign.safetensors", "but no trace, artefact or index"),
+        ("foreign.safetensors", "but no trace, artefact, calibration or index"),
         ("text", "not a safetensors file, so not a trace, an artefact or an index"),
         ("gone", "does not exist"),
     ):

@@ -182,7 +182,7 @@ def test_bytes_are_the_codes_of_every_row_and_the_codebooks_once(selector: str, 
 
 def test_what_pq_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("faiss")
-    with pytest.raises(ValueError, match="bits is one of 4, 8, got 3"):
+    with pytest.raises(ValueError, match="bits is one of 4, 6, 8, got 3"):
         PQ(bits=3)
     with pytest.raises(ValueError, match="subspaces is 0 or more, got -1"):
         PQ(-1)

@@ -42,9 +42,10 @@ ARROWS = {
     "tensorfiles": ("files", "hashes"),
     "tensors": (),
     "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),
+    "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "selectors.base": ("kernels.scoring", "selection", "storage", "rope"),
-    "selectors": ("kernels", "selection", "storage", "rope", "artefact", "hashes", "selectors"),
+    "selectors": ("kernels", "selection", "storage", "rope", "artefact", "calibration", "hashes", "selectors"),
     "checks": ("selectors.base", "tensors"),
     "keeping": ("hashes", "selectors.base", "storage"),
     "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),
@@ -77,7 +78,8 @@ ARROWS = {
     "inspection": ("checks", "kernels.scoring", "metrics", "ranks", "selectors", "traces"),
     "tasks": ("budget", "files", "hashes", "integrations", "roles", "selectors"),
     "training": (
-        *("artefact", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles", "traces"),
+        *("artefact", "calibration", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles"),
+        "traces",
     ),
 }
 # Optional package -> the files that may import it.

@@ -21,15 +21,18 @@ from sparseattn import (
     PQ,
     SAAP,
     SELECTORS,
+    DoubleSparsity,
     Fier,
     KMeans,
     KVCache,
+    Loki,
     LowBit,
     MagicPIG,
     Moments,
     Quest,
     RetrievalAttention,
     Selector,
+    SparQ,
     TwoStage,
     decode,
     make_selector,
@@ -58,6 +61,8 @@ MAKE = {
     "lowbit-page": lambda: LowBit(4, 16, 8, "max"),
     "fier-each": lambda: Fier(16, "each"),
     "pq-each": lambda: PQ(8, 4, 300, 1, "each"),
+    "sparq-mean": lambda: SparQ(8, True),
+    "loki-each": lambda: Loki(5, group="each"),
     "twostage": lambda: TwoStage(rows=16),
     "twostage-union": lambda: TwoStage(Quest(8, "each"), 3, rows=16),
     "bridge": lambda: make_selector("bridge:probes=2,neighbours=16,guides=50"),
@@ -135,6 +140,12 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters |= {"b": 4 * lowbit.words(size, coded.bits), "L": coded.rows}
     if isinstance(coded, Coded):
         letters |= {"b": coded.codes.full.shape[3], "k": coded.centroids.full.shape[3]}
+    if isinstance(selector, SparQ):
+        letters["d"] = min(selector.channels, size)
+    if isinstance(selector, Loki):
+        letters["d"] = selector.basis.data.shape[3]
+    if isinstance(selector, DoubleSparsity):
+        letters |= {"d": selector.which.data.shape[2], "b": selector.labels.full.shape[3]}
     if isinstance(selector, Partitioned):
         assert selector._here is not None
         classifier = selector._here.partition.classifier
@@ -203,7 +214,9 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
 
 
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
-FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage", "kdeformer", "reformer", "magicpig"]
+FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
+FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
+FIXED += ["kdeformer", "reformer", "magicpig"]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -279,6 +292,7 @@ def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) ->
 
 
 WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
+WITHOUT += ["pqcache", "sparq-mean", "doublesparsity", "loki-each"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -341,6 +355,9 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
         "selfindex": {"b": 16, "k": 16},
         "pq": {"b": 16, "k": 256},
         "magicpig": {"t": 150},
+        "pqcache": {"b": 2, "k": 64},
+        "doublesparsity": {"b": 16, "d": 32},
+        "loki": {"d": 32},
         "twostage": {"b": 32, "L": 64},
     }
     kinds = ("KV", "books", "metadata", "index")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, capture, eval, info, inspect, models, recall, serve, train
+from sparseattn.cli import bench, calibrate, capture, eval, info, inspect, models, recall, serve, train
 
 
 def _version(asked: bool) -> None:
@@ -37,6 +37,7 @@ def main(
 
 
 app.command("bench")(bench.bench)
+app.command("calibrate")(calibrate.calibrate)
 app.command("capture")(capture.capture)
 app.command("eval")(eval.evaluate)
 app.command("info")(info.info)

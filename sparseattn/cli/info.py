@@ -1,4 +1,4 @@
-"""`sparseattn info`: what runs here, or what a trace, an artefact or an index holds and whether it is undamaged."""
+"""`sparseattn info`: what runs here, or what a file of sparseattn holds and whether it is undamaged."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn import artefact, indexes
+from sparseattn import artefact, calibration, indexes
 from sparseattn.artefact import Artefact
 from sparseattn.builtin import BUILTIN
+from sparseattn.calibration import Calibration
 from sparseattn.cli.common import Screen, errors, in_a_sentence, plain
 from sparseattn.environment import kernels, machine, versions
 from sparseattn.rope import Rope
@@ -28,7 +29,7 @@ ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's me
 @in_a_sentence
 def info(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Traces, artefacts and index files; none: what runs here.")
+        list[Path] | None, typer.Argument(help="Traces, artefacts, calibrations and index files; none: what runs here.")
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
@@ -88,12 +89,14 @@ def _described(path: Path) -> dict[str, Any]:
     """What a file is and holds; `damage` is a sentence instead where it cannot be read or is not what was written."""
     try:
         _, metadata = read_header(path, "a trace, an artefact or an index")
-        kinds = {FORMAT: _trace, artefact.FORMAT: _artefact, indexes.FORMAT: _index}
+        kinds = {FORMAT: _trace, artefact.FORMAT: _artefact, indexes.FORMAT: _index, calibration.FORMAT: _calibration}
         kind = kinds.get(metadata.get("format", ""))
         if kind is None:
-            raise TraceError(f"{path} is a safetensors file, but no trace, artefact or index of sparseattn")
+            raise TraceError(
+                f"{path} is a safetensors file, but no trace, artefact, calibration or index of sparseattn"
+            )
         return {"file": str(path), **kind(path)}
-    except ValueError as error:  # of traces, artefacts and index files: a sentence that names the file
+    except ValueError as error:  # of every kind: a sentence that names the file
         return {"file": str(path), "damage": str(error)}
 
 
@@ -142,6 +145,23 @@ def _artefact(path: Path) -> dict[str, Any]:
         "model": str(held.meta.get("model", "unknown")),
         "vectors": "roped" if held.roped else "de-roped",
         "dtype": ", ".join(sorted({entry["dtype"] for entry in read_header(path)[0].values()})),
+        "layers": layers,
+        "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+    }
+
+
+def _calibration(path: Path) -> dict[str, Any]:
+    held = Calibration.load(path)
+    layers = {}
+    for index, parameters in held.layers.items():
+        shapes = {name: str(list(part.shape)) for name, part in parameters.items()}
+        layers[str(index)] = {**shapes, "rope": _rope(held.ropes.get(index))}
+    return {
+        "kind": "calibration",
+        "hash": RIGHT,
+        "model": str(held.meta.get("model", "unknown")),
+        "method": held.method,
+        "vectors": "roped" if held.roped else "de-roped",
         "layers": layers,
         "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
     }

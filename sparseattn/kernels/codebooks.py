@@ -1,6 +1,6 @@
 """Keys as bytes that name centroids: how they are chosen, packed and scored. In torch, which is the specification.
 
-The channels are cut into subspaces of d consecutive ones, each with a codebook of its own: 256 centroids, or 16, of
+The channels are cut into subspaces of d consecutive ones, each with a codebook of its own: to 256 centroids, or 16, of
 which a byte names two. So a key of M bytes is read as centroids behind each other (product quantisation,
 https://doi.org/10.1109/TPAMI.2010.57), and a query's product with it is a sum of M numbers from tables of the query's
 products with all centroids.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BYTE = 256  # entries of a table
 HALF = 16  # centroids of a codebook of which a byte names two
 CHUNK = 1 << 22  # distances held at a time, 16 MiB
 
@@ -43,14 +42,14 @@ def tables(query: Tensor, books: Tensor) -> Tensor:
 
     Args:
         query: `[B,H,G,S*d]`.
-        books: `[B,H,S,K,d]`, K 256 or, two a byte, 16.
+        books: `[B,H,S,K,d]`, K to 256; 16: two a byte.
 
     Returns:
-        `[B,H,G,M,256]` float32, M = S or half of it.
+        `[B,H,G,M,K]` float32, M = S; with two a byte `[B,H,G,M,256]`, M half of it.
     """
     cut = query.float().unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3)  # [B,H,S,G,d]
     each = (cut @ books.float().mT).transpose(2, 3)  # [B,H,G,S,K]
-    if each.shape[4] == BYTE:
+    if each.shape[4] != HALF:
         return each
     low, high = torch.nn.functional.pad(each, (0, 0, 0, each.shape[3] % 2)).unflatten(3, (-1, 2)).unbind(4)
     return (high[..., None] + low[..., None, :]).flatten(4)
@@ -60,17 +59,17 @@ def logits(tables: Tensor, codes: Tensor, real: Tensor) -> Tensor:
     """The logits of rows by their codes.
 
     Args:
-        tables: `[B,H,G,M,256]` float32, what a centroid adds to the logit.
-        codes: `[B,H,N,M]` uint8.
+        tables: `[B,H,G,M,K]` float32, what a centroid adds to the logit.
+        codes: `[B,H,N,M]` uint8, below K.
         real: `[B,N]` bool.
 
     Returns:
         `[B,H,G,N]` float32, -inf where a row is not real.
     """
-    batch, heads, group, subspaces, _ = tables.shape
-    place = torch.arange(batch * heads * subspaces, dtype=torch.int32, device=codes.device) * BYTE
+    batch, heads, group, subspaces, entries = tables.shape
+    place = torch.arange(batch * heads * subspaces, dtype=torch.int32, device=codes.device) * entries
     names = codes.int() + place.view(batch, heads, 1, subspaces)  # [B,H,N,M]
-    flat = tables.permute(0, 1, 3, 4, 2).reshape(-1, group)  # [BHM*256,G]
+    flat = tables.permute(0, 1, 3, 4, 2).reshape(-1, group)  # [BHM*K,G]
     # Rows of a table summed: 1.6 times as fast as `gather` on a CPU (SmolLM2's shapes, 8,192 rows)
     sums = torch.nn.functional.embedding_bag(names.flatten(0, 2), flat, mode="sum")
     out = sums.view(batch, heads, -1, group).mT

@@ -11,16 +11,19 @@ from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
+from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
+from sparseattn.selectors.loki import Loki
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.magicpig import MagicPIG
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pq import PQ
+from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.pyramidkv import PyramidKV
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
@@ -29,6 +32,7 @@ from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
+from sparseattn.selectors.sparq import SparQ
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.vector import HNSW, IVF, Flat
@@ -42,14 +46,17 @@ __all__ = [
     "SAAP",
     "SELECTORS",
     "TOVA",
+    "DoubleSparsity",
     "Exact",
     "Fier",
     "Flat",
     "KDEformer",
     "KMeans",
+    "Loki",
     "LowBit",
     "MagicPIG",
     "Moments",
+    "PQCache",
     "PageSelector",
     "PerfectBuckets",
     "PyramidKV",
@@ -62,6 +69,7 @@ __all__ = [
     "Selector",
     "SelfIndex",
     "SnapKV",
+    "SparQ",
     "TwoStage",
     "Window",
     "as_selector",
@@ -70,6 +78,7 @@ __all__ = [
 
 SELECTORS: dict[str, type[Selector]] = {
     "bridge": QueryBridge,
+    "doublesparsity": DoubleSparsity,
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
@@ -78,10 +87,12 @@ SELECTORS: dict[str, type[Selector]] = {
     "ivf": IVF,
     "kdeformer": KDEformer,
     "kmeans": KMeans,
+    "loki": Loki,
     "lowbit": LowBit,
     "magicpig": MagicPIG,
     "moments": Moments,
     "pq": PQ,
+    "pqcache": PQCache,
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "random": Random,
@@ -90,6 +101,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "saap": SAAP,
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
+    "sparq": SparQ,
     "tova": TOVA,
     "twostage": TwoStage,
     "window": Window,

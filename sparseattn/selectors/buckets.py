@@ -6,19 +6,17 @@ https://arxiv.org/abs/2502.08246
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import weakref
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseattn.artefact import AUTO, SHIPPED, Artefact, Partition, locate, shipped_for
-from sparseattn.hashes import tensors_hash
+from sparseattn.hashes import file_hash, tensors_hash
 from sparseattn.kernels.scoring import bucket_spans
 from sparseattn.rope import Rope
 from sparseattn.selection import Selection
@@ -89,12 +87,6 @@ class Edges(RowBuffer):
             slots = (length + span - 1).div(span, rounding_mode="floor").sum(2)
             self._slots = slots.sort(-1, descending=True).values.cumsum(-1).amax((0, 1)).tolist()
         return self._slots
-
-
-@functools.lru_cache(maxsize=16)
-def _digest(path: Path, changed: int) -> str:
-    """SHA-256 of an artefact, which is read once for each time that it changes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Partitioned(Selector):
@@ -177,7 +169,7 @@ class Partitioned(Selector):
 
     def source(self) -> str:
         may_be = SHIPPED if self.artefact == AUTO else (self.artefact,)
-        digests = "".join(_digest(path, path.stat().st_mtime_ns) for path in map(locate, may_be))
+        digests = "".join(map(file_hash, map(locate, may_be)))
         return f"{super().source()} {hashlib.sha256(digests.encode()).hexdigest()[:16]}"
 
     def reset(self) -> None:

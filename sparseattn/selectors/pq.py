@@ -1,6 +1,6 @@
 """Product quantisation of the prompt's keys by faiss: every row ranked by the centroids that stand for its key.
 
-As PQCache keeps keys, https://arxiv.org/abs/2407.12820, with more bits.
+As PQCache keeps keys, https://arxiv.org/abs/2407.12820, with more bits; `PQCache` is its own setting.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sparseattn.hashes import stream
 from sparseattn.kernels import codebooks
-from sparseattn.selectors.base import check_least, half
+from sparseattn.selectors.base import Rows, check_least, half
 from sparseattn.selectors.coded import Coded
 from sparseattn.selectors.nearest import in_threads, load_faiss
 
-BITS = (4, 8)
+BITS = (4, 6, 8)
 
 
 class PQ(Coded):
@@ -28,21 +28,19 @@ class PQ(Coded):
 
     Args:
         subspaces: S, a divisor of the head size; 0: one bit a channel, so a subspace for every `bits` channels.
-        bits: 8 (default), 256 centroids in a subspace; or 4, 16 of them, what faiss's fast scan works on.
-        sample: most keys of a KV head that codebooks are learned from, drawn at random.
+        bits: 8 (default), 256 centroids in a subspace; 6, 64 of them; or 4, 16 of them, what faiss's fast scan works
+            on.
+        sample: most keys of a KV head that codebooks are learned from, drawn at random; 0: all of them.
         seed: of the draw and of the first centroids.
         group: how a query group votes, see `vote`: "softmax" (default, PQCache's), "sum", "max"; "each": every query
             head chooses for itself.
 
-    An index row takes `S * bits / 8` bytes. The codebooks of a KV head take 2 to the power of `bits` keys, which a
-    query reads beside the codes: with 8 bits, one bit a channel and keys of 16 bits as much as the codes of 4,096 rows.
+    An index row takes `S * bits / 8` bytes, and S with 6 bits. The codebooks of a KV head take 2 to the power of `bits`
+    keys, which a query reads beside the codes: with 8 bits, one bit a channel and keys of 16 bits as much as the codes
+    of 4,096 rows.
+
     Codebooks hold for the positions that they were learned at, as keys carry RoPE: after a short prompt and a long
     answer far fewer of the right rows are found.
-
-    Departures from PQCache's code. It has two subspaces of 6 bits by default, 12 bits a key, and k-means over all of
-    the prompt's keys on idle CPU cores while the prompt is read; here k-means sees a sample, before the first decoded
-    token. It gives rows codes as they leave its local window, as rows here get them when they are sealed. Its blocks of
-    keys and values that stay on a GPU while all others lie in host memory are no part of the choice.
 
     `scan_bytes`: the codes of every row, and the codebooks once per KV head.
     """
@@ -52,18 +50,19 @@ class PQ(Coded):
     ) -> None:
         if bits not in BITS:
             raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
-        check_least(subspaces=(subspaces, 0), sample=(sample, 1))
+        check_least(subspaces=(subspaces, 0), sample=(sample, 0))
         load_faiss()
         super().__init__(group)
         self.subspaces, self.bits, self.sample, self.seed = subspaces, bits, sample, seed
 
-    def learned(self, keys: Tensor) -> dict[str, Tensor]:
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        keys = rows.keys[0]
         heads, count, size = keys.shape
         subspaces = self.subspaces or max(size // self.bits, 1)
         if size % subspaces:
             given = f"got {subspaces}" if self.subspaces else f"one for every {self.bits} channels makes {subspaces}"
             raise ValueError(f"PQ's subspaces are a divisor of the head size, here of {size}, {given}: set subspaces")
-        drawn = torch.randperm(count, generator=stream(self.seed, "sample"))[: self.sample].sort().values
+        drawn = torch.randperm(count, generator=stream(self.seed, "sample"))[: self.sample or count].sort().values
         sample = keys[:, drawn.to(keys.device)].float().cpu()
         books = torch.empty(heads, subspaces, 1 << self.bits, size // subspaces)
 
@@ -90,5 +89,6 @@ def product_codebooks(keys: Tensor, subspaces: int, bits: int, seed: int) -> Ten
     faiss = load_faiss()
     trained: Any = faiss.ProductQuantizer(size, subspaces, bits)
     trained.cp.seed, trained.cp.min_points_per_centroid = seed, 1  # below the minimum faiss prints a warning
+    trained.cp.max_points_per_centroid = count  # what it is given is the sample
     trained.train(keys.contiguous().numpy())
     return torch.from_numpy(faiss.vector_to_array(trained.centroids)).view(subspaces, centroids, -1)

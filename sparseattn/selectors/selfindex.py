@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels import codebooks
-from sparseattn.selectors.base import half
+from sparseattn.selectors.base import Rows, half
 from sparseattn.selectors.coded import Coded
 from sparseattn.storage import RowBuffer
 
@@ -45,8 +45,8 @@ class SelfIndex(Coded):
         super().__init__(group)
         self.centre = RowBuffer(2)  # [B,H,D'] float32, the median; D' is D filled up
 
-    def learned(self, keys: Tensor) -> dict[str, Tensor]:
-        kind, keys = half(keys), _filled(keys.float())
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        kind, keys = half(rows.keys), _filled(rows.keys[0].float())  # [H,n,D']
         centre = keys.median(1).values  # [H,D']
         away = (keys - centre[:, None]).abs().mean(1).unflatten(1, (-1, 1, CHANNELS))  # [H,S,1,4]
         pattern = _patterns(keys >= centre[:, None])[..., None]  # [H,n,S,1]

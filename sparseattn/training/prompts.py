@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -104,25 +104,50 @@ def open_prompts(
         raise TrainingError(
             f"training takes at least 2 prompts, one of which is held out for validation, got {len(given) + len(apart)}"
         )
-    every = sorted((*given, *apart), key=lambda prompt: (prompt.sha256, prompt.path))
-    for one, other in itertools.pairwise(every):
-        if one.sha256 == other.sha256:
-            raise TrainingError(f"{one.path} and {other.path} are of the same prompt; give each prompt once")
-    _warn_of_bare([*given, *apart])
-    first = given[0].trace
-    shapes = _chosen(given[0], layers)
-    for prompt in (*given, *apart):
-        _check_alike(given[0], prompt, shapes)
-        _check_length(prompt, filters, shapes)
-    ropes = _ropes(given[0], shapes, roped)
-    for prompt in (*given, *apart):
-        _check_ropes(given[0], prompt, shapes)
+    prompts = _together((*given, *apart), layers, roped)
+    for prompt in prompts.train:
+        _check_length(prompt, filters, prompts.shapes)
     if not apart:
         order = sorted(given, key=lambda prompt: hashlib.sha256(f"{seed} {prompt.sha256}".encode()).digest())
         apart = order[: max(1, len(given) // 5)]
         given = [prompt for prompt in given if prompt not in apart]
+    return replace(prompts, train=tuple(given), held_out=tuple(apart))
+
+
+def open_all(
+    paths: Sequence[str | os.PathLike[str]], layers: Sequence[int] | None = None, roped: bool = True
+) -> Prompts:
+    """Opens traces of any length, one or more, checks that they belong together, and holds none out.
+
+    Args: as of `open_prompts`.
+
+    Raises:
+        TrainingError: no trace, a prompt given twice, prompts of different models, shapes or RoPEs, layers that are not
+            there or whose RoPE is not known.
+        TraceError: a file that is no trace.
+    """
+    given = [_prompt(path) for path in trace_files(paths)]
+    if not given:
+        raise TrainingError("give at least one trace, or a folder of traces")
+    return _together(given, layers, roped)
+
+
+def _together(given: Sequence[Prompt], layers: Sequence[int] | None, roped: bool) -> Prompts:
+    """Different prompts of one model, all to train on; TrainingError where they are not."""
+    every = sorted(given, key=lambda prompt: (prompt.sha256, prompt.path))
+    for one, other in itertools.pairwise(every):
+        if one.sha256 == other.sha256:
+            raise TrainingError(f"{one.path} and {other.path} are of the same prompt; give each prompt once")
+    _warn_of_bare(given)
+    first = given[0].trace
+    shapes = _chosen(given[0], layers)
+    for prompt in given:
+        _check_alike(given[0], prompt, shapes)
+    ropes = _ropes(given[0], shapes, roped)
+    for prompt in given:
+        _check_ropes(given[0], prompt, shapes)
     model, config_hash = str(first.meta.get("model", "unknown")), first.meta.get("config_hash")
-    return Prompts(tuple(given), tuple(apart), model, config_hash, shapes, ropes)
+    return Prompts(tuple(given), (), model, config_hash, shapes, ropes)
 
 
 def _warn_of_bare(prompts: Sequence[Prompt]) -> None:
@@ -131,7 +156,7 @@ def _warn_of_bare(prompts: Sequence[Prompt]) -> None:
         warnings.warn(
             f"{len(bare)} of {len(prompts)} traces carry no hash of their tensors, so that damage goes unnoticed "
             f"(an earlier release wrote {bare[0]})",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -1,0 +1,95 @@
+"""What selectors share that score every row by something shorter than its key, and read the best rows one by one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from sparseattn.kernels.scoring import best_rows
+from sparseattn.selection import Selection
+from sparseattn.selectors.base import Rows, Selector, check_group, vote
+from sparseattn.storage import RowBuffer
+
+
+class Ranked(Selector):
+    """Reads the rows with the largest approximate logits.
+
+    A method may learn parameters of a sequence (`learn`): from the first real rows that it seals, its prompt's, or from
+    a file. They lie in row buffers that grow along dimension 2, and rows sealed later do not change them.
+
+    Attributes:
+        by_row: names of the row buffers that hold something of every row, `real` aside.
+        known: `[B,1]` bool, a sequence has its parameters; of methods that learn.
+    """
+
+    by_row: tuple[str, ...]
+    known: RowBuffer
+
+    def __init__(self, group: str) -> None:
+        self.group = check_group(group)
+        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
+
+    @abstractmethod
+    def logits(self, query: Tensor) -> Tensor:
+        """`[B,H,G,N]` float32: approximate logits of the stored rows for queries `[B,H,G,D]`; -inf where a row is not
+        real. A new tensor."""
+
+    @abstractmethod
+    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
+        """Bytes that scoring `scanned` `[B,1]` rows of a KV head for `query` `[B,H,G,D]` reads, `[B,1]` int64."""
+
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        """The parameters of one sequence, by the names of their row buffers: `[H,..]` each.
+
+        Args:
+            rows: its first rows, real ones alone: keys `[1,H,n,D]`, n >= 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} learns nothing")
+
+    def learn(self, rows: Rows) -> None:
+        """Keeps what is `learned` of the sequences whose first real rows these are."""
+        real = rows.positions >= 0
+        if not self.known.rows:
+            self.known.append(torch.zeros_like(real[:, :1]))
+        fresh = real.any(1) & ~self.known.data[:, 0]
+        for b in fresh.nonzero()[:, 0].tolist():
+            for name, made in self.learned(_alone(rows, b)).items():
+                buffer: RowBuffer = getattr(self, name)
+                if not buffer.rows:
+                    buffer.capacity = made.shape[1]
+                    buffer.append(made.new_zeros(len(real), *made.shape))
+                buffer.data[b] = made
+        self.known.data[:, 0] |= fresh
+
+    def fix(self, rows: int, seal: int) -> None:
+        for _, buffer in self.buffers():
+            if isinstance(buffer, RowBuffer):
+                buffer.fix()
+        for name in ("real", *self.by_row):
+            getattr(self, name).fix(rows)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.real.rows:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        return self.named(query, self.logits(query), budget)
+
+    def named(self, query: Tensor, logits: Tensor, budget: int) -> Selection:
+        """The `budget` best rows by `logits`, and what finding them cost."""
+        heads, group = query.shape[1:3]
+        ids = best_rows(vote(logits, self.group), budget)
+        scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
+        chosen = heads * group if self.group == "each" else heads
+        return Selection.tokens(ids, scanned.expand(-1, chosen), self.read(scanned, query).expand(-1, heads))
+
+
+def _alone(rows: Rows, b: int) -> Rows:
+    """The real rows of sequence b, and their queries."""
+    real = rows.positions[b] >= 0
+    keys, values = (part[b : b + 1, :, real] for part in (rows.keys, rows.values))
+    if rows.queries is None or rows.query_positions is None:
+        return Rows(keys, values, rows.positions[b : b + 1, real])
+    asked = rows.query_positions[b] >= 0
+    at = rows.query_positions[b : b + 1, asked]
+    return Rows(keys, values, rows.positions[b : b + 1, real], rows.queries[b : b + 1, :, :, asked], at)

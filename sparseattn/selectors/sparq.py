@@ -1,0 +1,106 @@
+"""SparQ: every row ranked by the few channels of its key in which the query is largest. https://arxiv.org/abs/2312.04985"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.selection import Selection, Tail
+from sparseattn.selectors.base import Rows, check_least
+from sparseattn.selectors.ranked import Ranked
+from sparseattn.storage import RowBuffer
+
+TINY = 1e-30  # in place of a query without length, whose logits are 0
+
+
+class SparQ(Ranked):
+    """Reads the rows with the largest logits over the r channels in which the query is largest; a mean for the others.
+
+    The channels are those with the largest sum of `|q|` over the query group. A row's approximate logit is the product
+    of query and key over them, divided by the temperature `sqrt(D * sum|q_r| / sum|q|)`, which lies between `sqrt(r)`
+    and `sqrt(D)` for a query head alone. Rows that are not read are one row in their place, the mean of all sealed
+    values, with the weight that their approximate logits give them.
+
+    Args:
+        channels: r, all of them if there are fewer.
+        mean: whether the mean value is added; None (default): where a KV head has one query head, as the paper does,
+            which left it out of models with more (Llama 3, Mistral).
+        group: how a query group votes for rows, see `vote`: "softmax" (default, the paper's), "sum" (its code's),
+            "max"; "each": every query head chooses rows for itself, by the group's channels.
+
+    The index is a second copy of the keys, channel by channel, so that r channels are read and no others: a row takes
+    `D` numbers of the keys' dtype, half as much again as its key and value.
+
+    Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not
+    read have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate.
+    Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
+    window come on top of the budget. Logits are taken as `q.k / sqrt(D)`.
+
+    `scan_bytes`: r numbers of every row.
+    """
+
+    knob = "channels"
+    by_row = ("keys", "scored")
+
+    def __init__(self, channels: int = 16, mean: bool | None = None, group: str = "softmax") -> None:
+        check_least(channels=(channels, 1))
+        super().__init__(group)
+        self.channels, self.mean = channels, mean
+        self.tails = mean is not False
+        self.keys = RowBuffer(3)  # [B,H,D,N], the keys by channel
+        self.total = RowBuffer(2)  # [B,H,D] float32, the sum of the values
+        self.scored = RowBuffer(3)  # [B,H,G,N] float32, the last query's logits, for the tail
+
+    def append(self, rows: Rows) -> None:
+        real = rows.positions >= 0
+        self.keys.append(rows.keys.mT)
+        self.real.append(real)
+        if self.tails:
+            total = (rows.values * real[:, None, :, None]).sum(2, dtype=torch.float32)
+            if self.total.rows:
+                self.total.data.add_(total)
+            else:
+                self.total.capacity = total.shape[2]
+                self.total.append(total)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.real.rows:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        logits = self.logits(query)
+        if self._adds(query):
+            self.scored.resize(logits.shape[3], logits)
+            self.scored.data.copy_(logits)
+        return self.named(query, logits, budget)
+
+    def logits(self, query: Tensor) -> Tensor:
+        query, keys = query.float(), self.keys.visible
+        batch, heads, group, size = query.shape
+        channels = min(self.channels, size)
+        length = query.abs()
+        largest = length.sum(2).topk(channels).indices  # [B,H,r]
+        first = torch.arange(batch * heads, device=query.device).view(batch, heads, 1) * size
+        some = keys.flatten(0, 2).index_select(0, (first + largest).flatten())  # whole channels
+        some = some.view(batch, heads, channels, -1)
+        asked = query.gather(3, largest[:, :, None].expand(-1, -1, group, -1))  # [B,H,G,r]
+        share = asked.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
+        logits = (asked / (size * share).clamp(min=TINY).sqrt()[..., None]) @ some.float()
+        return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+
+    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
+        return scanned * (min(self.channels, query.shape[3]) * self.bytes_of(self.keys.full))
+
+    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+        if not self.scored.rows:
+            return None
+        logits = self.scored.data
+        read = selection.mask(logits.shape[3]).unflatten(1, (logits.shape[1], -1))  # [B,H,G or 1,N]
+        left = logits.masked_fill(read, -torch.inf).logsumexp(3).flatten(1)[..., None]  # [B,H*G,1]
+        count = self.real.visible.sum(-1)[:, None, None]  # [B,1,1]
+        mean = (self.total.visible / count.clamp(min=1))[:, :, None].to(query.dtype)  # [B,H,1,D]
+        none = left.isneginf()
+        ids = torch.where(none, -1, 0)
+        return Tail(torch.zeros_like(mean), mean, Selection.tokens(ids, bias=left.masked_fill(none, 0.0)))
+
+    def _adds(self, query: Tensor) -> bool:
+        """Whether the mean value is added for queries `[B,H,G,D]`."""
+        return query.shape[2] == 1 if self.mean is None else self.mean

@@ -1,0 +1,88 @@
+"""Calibrates Loki and Double Sparsity on traces: statistics of keys, and of queries, summed over prompts."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.calibration import METHODS, Calibration
+from sparseattn.devices import usable_device
+from sparseattn.environment import versions
+from sparseattn.training.prompts import load, open_all
+from sparseattn.training.recipe import TrainingError
+
+
+def calibrate(
+    traces: Sequence[str | os.PathLike[str]],
+    method: str,
+    out: str | os.PathLike[str],
+    *,
+    layers: Sequence[int] | None = None,
+    roped: bool = True,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Takes a method's statistics over all tokens of all prompts and writes the calibration `out`.
+
+    Memory holds one layer of one prompt. Queries are those that a trace holds, each with its own token's key.
+
+    Args:
+        traces: trace files and folders of them, of one model; one is enough.
+        method: "loki" or "doublesparsity".
+        out: the file to write, a .safetensors file.
+        layers: all with full attention by default.
+        roped: keys as attention sees them; else before RoPE, for "loki" alone.
+        device: where to compute; a CUDA device if there is one.
+        progress: called with the prompts' layers that are done, and how many there are.
+
+    Returns:
+        The calibration as written.
+
+    Raises:
+        TrainingError: an unknown method, traces that do not belong together, an `out` that is no .safetensors file.
+        TraceError: a file that is no trace.
+        CalibrationError: a file that cannot be written.
+        ValueError: a device that torch cannot use here.
+    """
+    if method not in METHODS:
+        raise TrainingError(f"a calibration is for one of {', '.join(METHODS)}, got {method!r}")
+    out, statistic, place = Path(out), METHODS[method], usable_device(device)
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise TrainingError(f"a calibration is a .safetensors file, got {out}")
+    if not out.parent.is_dir():
+        raise TrainingError(f"{out} is in a folder that does not exist: {out.parent}")
+    if not roped and statistic.queries:
+        raise TrainingError(f"{method} takes keys and queries after RoPE, not before it")
+    prompts = open_all(traces, layers, roped)
+    total = len(prompts.shapes) * len(prompts.train)
+    found: dict[int, dict[str, Tensor]] = {}
+    for index, shape in prompts.shapes.items():
+        sums: list[dict[str, Any]] = [{} for _ in range(shape.heads)]
+        for prompt in prompts.train:
+            for head, view in load(prompts, prompt, index, range(shape.heads), roped, place):
+                queries = view.query.to(place)[None] if statistic.queries else None
+                keys = view.inputs[-view.query.shape[1] :] if statistic.queries else view.inputs
+                for name, part in statistic.sums(keys[None], queries).items():
+                    sums[head][name] = sums[head].get(name, 0) + part
+            progress(len(found) * len(prompts.train) + prompts.train.index(prompt) + 1, total)
+        solved = [statistic.solved(one) for one in sums]
+        found[index] = {name: torch.cat([one[name] for one in solved]) for name in statistic.names}
+    shape = next(iter(prompts.shapes.values()))
+    meta = {
+        "model": prompts.model,
+        "config_hash": prompts.config_hash,
+        "heads": shape.heads,
+        "group": shape.group,
+        "size": shape.size,
+        "prompts": [{"name": p.trace.name, "sha256": p.sha256, "tokens": p.tokens} for p in prompts.train],
+        "versions": versions(),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    Calibration(method, found, roped=roped, ropes=prompts.ropes, meta=meta).save(out)
+    return Calibration.load(out)
