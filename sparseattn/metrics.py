@@ -405,17 +405,20 @@ def check_replay(
             budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
     if layers is not None:
         for index, share in each:
-            share.fresh(index, trace.ropes[index])
+            shape, own = trace.shapes[index], share.fresh(index, trace.ropes[index])
+            own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
+            lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
+            unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)
+            if own.learns and lacking > unread:
+                raise ValueError(
+                    f"{own!r} learns from the queries of the prefill, and this trace holds only those of the last "
+                    f"{shape.queries} tokens of {trace.tokens}"
+                )
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
-    learns, share = cache.selector.learns, cache.selector.queries_share
-    lacking = len(positions) - layer.query.shape[2]  # the first tokens, whose queries the trace does not hold
-    if learns and lacking > (0 if share else max(stop - cache.selector.last_queries, 0)):
-        raise ValueError(
-            f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
-            f"the last {layer.query.shape[2]} tokens of {len(positions)}"
-        )
+    learns = cache.selector.learns
+    lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
     for low, high in itertools.pairwise(bounds):
         queries, rows = None, slice(low, high)
