@@ -173,6 +173,20 @@ class Selector(ABC):
         """The selectors that this one is made of, by the attribute's name."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Selector)]
 
+    def check_shape(self, heads: int, group: int, size: int) -> None:
+        """Refuses a layer that it cannot serve, before there is a row; `for_layer` has said which. By default parts do.
+
+        Args:
+            heads: KV heads that it is to be shown.
+            group: query heads of each.
+            size: of a head.
+
+        Raises:
+            ValueError: a layer of such heads, or without what the method needs, such as the layer's RoPE.
+        """
+        for _, part in self.parts():
+            part.check_shape(heads, group, size)
+
     @abstractmethod
     def append(self, rows: Rows) -> Tensor | None:
         """Takes newly sealed rows into the index.
