@@ -70,7 +70,7 @@ ARROWS = {
     "environment": ("devices", "kernels"),
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
-    "metrics": ("budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
+    "metrics": ("attention", "budget", "cache", "checks", "devices", "kernels", "selection", "selectors", "traces"),
     "ranks": (),
     "heads": ("budget", "metrics", "ranks"),
     "inspection": ("checks", "kernels.scoring", "metrics", "ranks", "selectors", "traces"),
