@@ -72,6 +72,8 @@ class Evaluation:
         layers: model layers, in the order of the first dimension of `heads`.
         heads: measure -> `[layers,H*G]` float64, the mean over the decoded tokens for each query head (measures of a
             KV head are repeated for its group). See `MEASURES`.
+        steps: measure -> `[layers,H*G,T]` float32, the same token by token, of the measures that `evaluate` was asked
+            for so.
     """
 
     trace: str
@@ -81,6 +83,7 @@ class Evaluation:
     settings: dict[str, Any]
     layers: tuple[int, ...]
     heads: dict[str, Tensor] = field(repr=False)
+    steps: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def mean(self, measure: str) -> float:
         """Mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's they are."""
@@ -88,6 +91,10 @@ class Evaluation:
         weight = self.heads[COUNTED[measure]] if measure in COUNTED else torch.ones_like(values)
         known = ~values.isnan()
         return float((values * weight)[known].sum() / weight[known].sum())
+
+    def by_step(self, measure: str) -> Tensor:
+        """`[layers,T]` float32: the mean over heads that are not NaN at every decoded token, of one of `steps`."""
+        return self.steps[measure].nanmean(1)
 
     def worst(self, measure: str) -> float:
         """The head where the measure is worst, of those that are not NaN."""
@@ -112,12 +119,14 @@ class Evaluation:
                 f"no head of {self.trace} has {share:g} of its attention on indexed rows, the most is {most:.3f}"
             )
         heads = {name: values.masked_fill(~chosen, math.nan) for name, values in self.heads.items()}
+        steps = {name: values.masked_fill(~chosen[..., None], math.nan) for name, values in self.steps.items()}
         heads_chosen = [[self.layers[i], head] for i, head in chosen.nonzero().tolist()]
         settings = {**self.settings, "far": share, "far_heads": heads_chosen}
-        return replace(self, settings=settings, heads=heads)
+        return replace(self, settings=settings, heads=heads, steps=steps)
 
     def record(self, per_head: bool = False) -> dict[str, Any]:
-        """A flat JSON-able record: settings, mean and worst head of each measure, and the heads apart if asked."""
+        """A flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
+        `[layers][T]`, and the heads apart if asked."""
         out: dict[str, Any] = {
             "trace": self.trace,
             "selector": self.selector,
@@ -128,6 +137,11 @@ class Evaluation:
             "mean": {name: json_number(self.mean(name)) for name in self.heads},
             "worst": {name: json_number(self.worst(name)) for name in self.heads},
         }
+        if self.steps:
+            out["steps"] = {
+                name: [[json_number(value) for value in layer] for layer in self.by_step(name).tolist()]
+                for name in self.steps
+            }
         if per_head:
             out["heads"] = {
                 name: [[json_number(value) for value in layer] for layer in values.tolist()]
@@ -153,6 +167,7 @@ def evaluate(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
@@ -173,11 +188,12 @@ def evaluate(
         indexes: folder of index files, as in `KVCache`; default none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory. `settings` say which it was.
+        steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
 
     Raises:
-        ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, or a
-            device that is not there or that the selector cannot work on.
+        ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, a
+            device that is not there or that the selector cannot work on, or no measure of single tokens in `steps`.
         ContractError: the selector named rows that it must not (`contract.check`).
     """
     return evaluate_budgets(
@@ -191,8 +207,17 @@ def evaluate(
         seal=seal,
         indexes=indexes,
         device=device,
+        steps=steps,
         progress=progress,
     )[0]
+
+
+def check_steps(measures: Sequence[str]) -> None:
+    """ValueError for what is no measure of a single token: there may be no lookup at one, say."""
+    known = [name for name in MEASURES if name not in COUNTED]
+    unknown = [name for name in measures if name not in known]
+    if unknown or isinstance(measures, str):
+        raise ValueError(f"what can be measured step by step is {', '.join(known)}; got {measures!r}")
 
 
 def is_trace(trace: object) -> None:
@@ -213,10 +238,12 @@ def evaluate_budgets(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
     is_trace(trace)
+    check_steps(steps)
     method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
     if isinstance(method, Selector):
         seal = method.unit if seal is None else seal
@@ -241,7 +268,9 @@ def evaluate_budgets(
             _append(cache, part, positions, 0, trace.tokens - last)
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
-            parts.append(_replays(cache, part, positions, [share.budget(asked) for asked in budgets], last, counted))
+            parts.append(
+                _replays(cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps)
+            )
         per_layer.append([_of_layer(shares, measured) for measured in zip(*parts, strict=True)])
     settings = {
         "sink": sink,
@@ -262,6 +291,7 @@ def evaluate_budgets(
             settings,
             tuple(indices),
             {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES},
+            {name: torch.stack([heads[i][f"{name} by step"] for heads in per_layer]) for name in steps},
         )
         for i, budget in enumerate(budgets)
     ]
@@ -274,6 +304,7 @@ def _replays(
     budgets: Sequence[Budget],
     last: int,
     progress: Callable[[int], None] | None,
+    steps: Sequence[str],
 ) -> list[dict[str, Tensor]]:
     """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
     found: list[dict[str, Tensor]] = []
@@ -284,16 +315,18 @@ def _replays(
                 if progress is not None:
                     progress(1)
         else:
-            found.append(_replay(cache.clone(), layer, positions, budget, last, progress))
+            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps))
     return found
 
 
 def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Measure -> `[H*G]`, of what the shares of a layer's KV heads gave, each `[h*G]`."""
+    """Measure -> `[H*G]`, and `[H*G,T]` by step, of what the shares of a layer's KV heads gave, each `[h*G,..]`."""
     heads = [1 if share.heads is None else len(share.heads.which) for share in shares]  # one share: its rows stay as is
     return {
-        name: together(shares, [part[name].view(h, -1) for h, part in zip(heads, parts, strict=True)], 0).flatten()
-        for name in MEASURES
+        name: together(shares, [part[name].view(h, -1) for h, part in zip(heads, parts, strict=True)], 0).view(
+            -1, *parts[0][name].shape[1:]
+        )
+        for name in parts[0]
     }
 
 
@@ -402,9 +435,11 @@ def _replay(
     budget: Budget,
     last: int,
     progress: Callable[[int], None] | None,
+    steps: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Measure -> `[H*G]` float64, the mean over the last tokens."""
+    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each."""
     total: dict[str, Tensor] = {}
+    series: dict[str, list[Tensor]] = {name: [] for name in steps}
     tokens = len(positions)
     for t in range(tokens - last, tokens):
         _append(cache, layer, positions, t, t + 1)
@@ -412,6 +447,8 @@ def _replay(
         checks.finite(query=query)
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
+        for name, values in series.items():
+            values.append(step[name].float())
         for name, value in step.items():
             if name in COUNTED:
                 value = torch.where(step[COUNTED[name]] > 0, value * step[COUNTED[name]], 0.0)
@@ -419,6 +456,7 @@ def _replay(
         if progress is not None:
             progress(1)
     means = {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
+    means |= {f"{name} by step": torch.stack(values, -1) for name, values in series.items()}
     return {name: value.cpu() for name, value in means.items()}
 
 

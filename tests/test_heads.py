@@ -106,7 +106,7 @@ def test_sentences_say_who_fails_where() -> None:
     near = [measured("Near", 32, 0.5, [[0.9, 0.9], [0.9, 0.9]], scanned=0.4), *RESULTS]
     said = " ".join(bench_layers.sentences(at_rows(near, 32)))
     assert "A recovers less than 50% at 2 of 4 heads; of these miss too: Near 0, Oracle 0, B 1," in said
-    said = " ".join(bench_layers.sentences(at_bytes(RESULTS, 0.15)))
+    said = " ".join(bench_layers.left_out(at_bytes(RESULTS, 0.15), {}))
     assert "15% of the cache's bytes: Oracle reads 60.0% at least." in said
 
 
@@ -175,13 +175,13 @@ def test_bench_by_layer_where_nothing_reads_so_little_and_as_json(trace: Path, t
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one.get("equal") for one in records] == [None, None, "rows"]
     assert records[2]["at"] == 32, "the middle one, as 256 was not measured"
-    assert "small, by layer: no method was measured at 10.0% of the cache's bytes or less" in done.stderr
+    assert "small: no method was measured at 10.0% of the cache's bytes or less" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--rows", "16"), "--rows and --bytes say where --by-layer compares"),
+        (("--by-step", "recall@10,lookup_hits"), "step by step is recall@1, recall@10, recall@100, mass,"),
         (("--by-layer", "--rows", "64"), "--rows is one of the budgets of --budget, 16, 32, got 64"),
         (("--by-layer", "--bytes", "10"), "--bytes is a share of the cache's bytes, such as 10%, got 10"),
         (("--by-layer", "--bytes", "many"), "--bytes is a share of the cache's bytes, such as 10%, got many"),

@@ -15,6 +15,7 @@ import typer
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import bench_layers, report
+from sparseattn.cli.bench_methods import ALL, Asked
 from sparseattn.cli.common import (
     LEAD,
     ROLES_HELP,
@@ -27,6 +28,7 @@ from sparseattn.cli.common import (
     model_progress,
     open_roles,
     open_trace,
+    plain,
     progress_bar,
     results_folder,
     say_differences,
@@ -36,9 +38,17 @@ from sparseattn.files import write_atomic
 from sparseattn.heads import Comparison
 from sparseattn.indexes import usable_folder
 from sparseattn.integrations.models import REFERENCE
-from sparseattn.metrics import Evaluation, check_replay, evaluate, evaluate_budgets, replay_device, usable_layers
+from sparseattn.metrics import (
+    Evaluation,
+    check_replay,
+    check_steps,
+    evaluate,
+    evaluate_budgets,
+    replay_device,
+    usable_layers,
+)
 from sparseattn.roles import Method
-from sparseattn.selectors import Selector, make_selector
+from sparseattn.selectors import Selector
 from sparseattn.traces import Trace
 
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
@@ -52,14 +62,15 @@ def bench(
     traces: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}."
+            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}, with "
+            f"--selector {ALL} the first of these."
         ),
     ] = None,
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model "
-            f"as well."
+            help=f"{SELECTOR_HELP} {ALL}: every NAME, as it is by default; what cannot run on a trace is left out, and "
+            f"why is said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
         ),
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
@@ -98,13 +109,25 @@ def bench(
     ] = False,
     rows: Annotated[
         str | None,
-        typer.Option(help=f"With --by-layer: which --budget to compare at; default {bench_layers.ROWS} or the middle."),
+        typer.Option(
+            help=f"Compare at equal rows: which --budget; default, with --selector {ALL} or --by-layer, "
+            f"{bench_layers.ROWS} or the middle one."
+        ),
     ] = None,
     bytes_read: Annotated[
         str | None,
         typer.Option(
             "--bytes",
-            help=f"With --by-layer: the share of the cache's bytes to compare at; default {bench_layers.BYTES:.0%}.",
+            help="Compare at equal bytes: the share of the cache's, what is read to choose included. A method that "
+            "reads less at one --budget and more at the next is mixed of the two, token by token, so that it reads as "
+            "much; one that always reads less is shown at its largest budget, one that always reads more is left out. "
+            f"Default, with --selector {ALL} or --by-layer, {bench_layers.BYTES:.0%}.",
+        ),
+    ] = None,
+    by_step: Annotated[
+        str | None,
+        typer.Option(
+            help="Measures to record and to draw at every decoded token too, such as recall@10,relative_error."
         ),
     ] = None,
     wide: Annotated[
@@ -115,27 +138,35 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    methods: list[Method] = [*_methods(selector or []), *open_roles(roles)]
+    asked = Asked.of(selector or [], open_roles(roles))
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
-    if not by_layer and (rows is not None or bytes_read is not None):
-        raise ValueError("--rows and --bytes say where --by-layer compares: give it too")
+    steps = by_step.split(",") if by_step else []
+    check_steps(steps)
+    every_method = ALL in (selector or [])
+    comparing = by_layer or every_method or rows is not None or bytes_read is not None
     equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
-    early: Sequence[Method] = methods or _methods(SELECTED)
-    for method in early:
+    for method in asked.named or Asked.of(SELECTED).methods:
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
-        from sparseattn.cli import plots, plots_layers  # fails at once if matplotlib is missing, before any work
-    names = traces or leading_traces()
-    methods = methods or [*_methods(_defaults(names))]
+        from sparseattn.cli import plots, plots_layers, plots_steps  # fails if matplotlib is missing, before any work
+    names = traces or leading_traces(LEADING[:1] if every_method else LEADING)
+    asked = asked if asked.methods else Asked.of(_defaults(names))
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in names]
+    plan: list[tuple[Trace, list[Method]]] = []
+    lacking: list[dict[str, str]] = []  # per trace, label -> why it is not measured
+
+    def check(trace: Trace, there: list[int], method: Method) -> None:
+        replay_device(method, device)
+        check_replay(trace, budgets, method, sink, window, last, seal, there)
+
     for trace in opened:
         say_differences(trace)
-        asked = usable_layers(trace, indices)
-        for method in methods:
-            check_replay(trace, budgets, method, sink, window, last, seal, asked)
+        methods, why = asked.fitting(functools.partial(check, trace, usable_layers(trace, indices)))
+        plan.append((trace, methods))
+        lacking.append(why)
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
             evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
@@ -148,8 +179,8 @@ def bench(
     if indexes is not None:
         usable_folder(indexes)
     settings: dict[str, Any] = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
-    settings |= {"indexes": indexes, "device": device}
-    for i, every in _measure(opened, methods, budgets, settings):
+    settings |= {"indexes": indexes, "device": device, "steps": steps}
+    for i, every in _measure(plan, budgets, settings, asked, lacking):
         new = [one.far(far) for one in every] if far else every
         found[i] += new
         fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]
@@ -170,16 +201,27 @@ def bench(
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
-    if not by_layer:
+    for trace, why in zip(opened, lacking, strict=True):
+        for label, reason in why.items():
+            said = f"{trace.name}: {label} is not measured: {reason}"
+            (errors if json else screen).print(plain(said), soft_wrap=True)
+    compared: list[list[Comparison]] = []
+    if comparing:
+        shown = None if json else screen
+        compared = _compare(found, opened, equal, lacking, out / "by-layer.jsonl", context, shown, by_layer)
+    else:
         (out / "by-layer.jsonl").unlink(missing_ok=True)  # an earlier run's, of other measurements
-    if by_layer:
-        compared = _by_layer(found, opened, equal, out / "by-layer.jsonl", context, None if json else screen)
-        if figures:
-            for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
-                for ones, name in zip(compared, report.figure_names([one.name for one in opened], what), strict=True):
-                    if ones:
-                        draw(ones, out / name)
-                        errors.print(f"figure: {out / name}", soft_wrap=True)
+    if by_layer and figures:
+        for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
+            for ones, name in zip(compared, report.figure_names([one.name for one in opened], what), strict=True):
+                if ones:
+                    draw(ones, out / name)
+                    errors.print(f"figure: {out / name}", soft_wrap=True)
+    if figures:
+        for measure in steps:
+            for results, name in zip(found, report.figure_names([one.name for one in opened], measure), strict=True):
+                plots_steps.by_step(results, measure, out / name)
+                errors.print(f"figure: {out / name}", soft_wrap=True)
     every = [one for results in found for one in results]
     for closing in filter(None, (report.verdict(every), report.finding(every))):
         (errors if json else Screen()).print(closing, soft_wrap=True)
@@ -191,20 +233,18 @@ def _defaults(names: Sequence[str]) -> tuple[str, ...]:
     return SELECTED + (TRAINED.get(models.pop(), ()) if len(models) == 1 else ())
 
 
-def _methods(specs: Sequence[str]) -> list[Selector]:
-    return list({repr(one): one for one in map(make_selector, specs)}.values())
-
-
-def _by_layer(
+def _compare(
     found: Sequence[Sequence[Evaluation]],
     traces: Sequence[Trace],
     equal: tuple[Budget, float],
+    lacking: Sequence[dict[str, str]],
     path: Path,
     context: dict[str, Any],
     screen: Screen | None,
+    by_layer: bool,
 ) -> list[list[Comparison]]:
     """Compares each trace's methods under each condition, writes the records, and shows them on `screen` or as JSON."""
-    compared = [bench_layers.compared(results, *equal) for results in found]
+    compared = [bench_layers.compared(results, *equal, why) for results, why in zip(found, lacking, strict=True)]
     lines = [
         json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
         for (ones, _), trace in zip(compared, traces, strict=True)
@@ -213,10 +253,12 @@ def _by_layer(
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
     if screen is None and lines:
         typer.echo("\n".join(lines))
-    for ones, said in compared:
-        for table in (table for one in ones for table in bench_layers.tables(one)):
+    for (ones, said), why in zip(compared, lacking, strict=True):
+        for one in ones:
             if screen is not None:
-                screen.print(table)
+                for table in (bench_layers.overview(one), *(bench_layers.tables(one) if by_layer else ())):
+                    screen.print(table)
+            said += bench_layers.left_out(one, why) + (bench_layers.sentences(one) if by_layer else [])
         for sentence in said:
             (screen or errors).print(sentence, soft_wrap=True)
     errors.print(f"records: {path}", soft_wrap=True)
@@ -224,17 +266,31 @@ def _by_layer(
 
 
 def _measure(
-    traces: Sequence[Trace], methods: Sequence[Method], budgets: Sequence[Budget], settings: dict[str, Any]
+    plan: Sequence[tuple[Trace, Sequence[Method]]],
+    budgets: Sequence[Budget],
+    settings: dict[str, Any],
+    asked: Asked,
+    lacking: Sequence[dict[str, str]],
 ) -> Iterator[tuple[int, list[Evaluation]]]:
-    """(number of the trace, results by rising budget) for every trace and method, with a progress bar."""
+    """(number of the trace, results by rising budget) for every trace and method, with a progress bar.
+
+    A method of `all` that refuses the rows themselves goes to `lacking`, with its reason.
+    """
     with progress_bar() as bar:
-        for i, trace in enumerate(traces):
-            asked = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
+        for i, (trace, methods) in enumerate(plan):
+            rising = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
             for method in methods:
-                mine = asked if method.uses_budget else asked[:1]
+                mine = rising if method.uses_budget else rising[:1]
                 steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
                 named = repr(method) if isinstance(method, Selector) else method.label()
                 task = bar.add_task(f"{trace.name} {named}", total=steps)
                 advance = functools.partial(bar.advance, task)
-                yield i, evaluate_budgets(trace, method, mine, progress=advance, **settings)
+                try:
+                    results = evaluate_budgets(trace, method, mine, progress=advance, **settings)
+                except ValueError as error:
+                    if not asked.forgives(method, error):
+                        raise
+                    lacking[i][method.label()] = str(error)
+                else:
+                    yield i, results
                 bar.remove_task(task)

@@ -1,10 +1,11 @@
-"""What `bench --by-layer` shows: tables at equal rows and at equal bytes, and sentences about which heads fail."""
+"""What `bench` shows of methods at equal rows and at equal bytes: one table of all, or by layer and head."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +17,7 @@ from sparseattn.cli.report import budget_label
 from sparseattn.heads import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
 from sparseattn.metrics import Evaluation
 
-ROWS = 256  # the budget compared by layer where it was measured and none is named
+ROWS = 256  # the budget to compare at where it was measured and none is named
 BYTES = 0.10  # of the cache: what Quest with pages of 16 reads for 256 of 8,192 rows
 
 
@@ -47,16 +48,22 @@ def chosen_bytes(asked: str | None) -> float:
     return share
 
 
-def compared(results: Sequence[Evaluation], rows: Budget, share: float) -> tuple[list[Comparison], list[str]]:
-    """One trace's methods at equal rows and at equal bytes, where there are any; and what there is to say."""
+def compared(
+    results: Sequence[Evaluation], rows: Budget, share: float, lacking: Mapping[str, str]
+) -> tuple[list[Comparison], list[str]]:
+    """One trace's methods at equal rows and at equal bytes, where there are any; and why not, where there are none.
+
+    `lacking`: label -> why a method could not be measured on this trace at all.
+    """
     made, said = [], []
     for compare in (functools.partial(at_rows, results, rows), functools.partial(at_bytes, results, share)):
         try:
-            made.append(compare())
-            said += sentences(made[-1])
+            one = compare()
         except NothingToCompare as error:
-            said.append(f"by layer: {error}.")
-    return made, [plain(f"{results[0].trace}, {sentence}") for sentence in said]
+            said.append(plain(f"{results[0].trace}: {error}."))
+        else:
+            made.append(replace(one, left_out={**lacking, **one.left_out}))
+    return made, said
 
 
 def condition(one: Comparison) -> str:
@@ -66,9 +73,29 @@ def condition(one: Comparison) -> str:
     return f"budget {budget_label(one.at)}"
 
 
+def overview(one: Comparison) -> Table:
+    """Every method in a row, that with the least output error first."""
+    out = _table(f"{_trace(one)}, {condition(one)}: every method, that with the least error first")
+    out.add_column("selector", overflow="fold")
+    for name in ("budget", "rows", "bytes %", "scan %", "R@10", "recovered", "error %"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for label, reading in sorted(one.readings.items(), key=lambda item: item[1].mean("relative_error")):
+        out.add_row(
+            label,
+            _budgets(reading),
+            f"{reading.mean('attended'):.0f}",
+            _percent(reading.mean("bytes_share")),
+            _percent(reading.mean("scanned_share")),
+            _share(reading.mean("recall@10")),
+            _share(reading.mean("recovered")),
+            _percent(reading.mean("relative_error")),
+        )
+    return out
+
+
 def tables(one: Comparison) -> list[Table]:
     """Recovered share and output error, a row a layer and a column a method; then how alike the methods' heads are."""
-    trace = plain(next(iter(one.readings.values())).low.trace)
+    trace = _trace(one)
     return [
         _by_layer(
             one, f"{trace}, {condition(one)}: share recovered of the weight on indexed rows, by layer", "recovered"
@@ -76,6 +103,10 @@ def tables(one: Comparison) -> list[Table]:
         _by_layer(one, f"{trace}, {condition(one)}: output error %, by layer", "relative_error"),
         _heads(one, f"{trace}, {condition(one)}: {_head_title(one)}"),
     ]
+
+
+def _trace(one: Comparison) -> str:
+    return plain(next(iter(one.readings.values())).low.trace)
 
 
 def _head_title(one: Comparison) -> str:
@@ -130,12 +161,21 @@ def _percent(value: float) -> str:
     return "-" if math.isnan(value) else f"{100 * value:.1f}"
 
 
+def left_out(one: Comparison, but: Mapping[str, str]) -> list[str]:
+    """A sentence for each method that is not compared under this condition, but for those named in `but`."""
+    return [
+        plain(f"{_trace(one)}, {condition(one)}: {label} {why}.")
+        for label, why in one.left_out.items()
+        if label not in but
+    ]
+
+
 def sentences(one: Comparison) -> list[str]:
     """Which heads fail: missed by a rival and by others, who wins where, and how alike the orders of heads are.
 
     Rivals do not score every key. The one whose heads are counted is the best of those that miss any.
     """
-    out = [f"{label} {why}." for label, why in one.left_out.items()]
+    out = []
     labels, rivals, total = list(one.readings), one.rivals, one.count()
     both = one.missed()
     if rivals:
@@ -164,7 +204,7 @@ def sentences(one: Comparison) -> list[str]:
         low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
         span = low if len(pairs) == 1 else f"{low} to {high}"
         out.append(f"Methods rank the heads by what they recover alike to a correlation of {span}.")
-    return [f"{condition(one)}: {sentence}" for sentence in out]
+    return [plain(f"{_trace(one)}, {condition(one)}: {sentence}") for sentence in out]
 
 
 def _layers_of(winners: Mapping[int, str]) -> dict[str, list[int]]:

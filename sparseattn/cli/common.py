@@ -111,14 +111,15 @@ def in_a_sentence(command: Command) -> Command:
             errors.print("sparseattn: interrupted", style="red")
             raise typer.Exit(130) from None
         except (ValueError, ImportError) as error:
-            if not _raised_here(error):
+            if not raised_here(error):
                 raise  # a fault in somebody's own selector or in a library: its traceback is what helps
             _fail(str(error))
 
     return run  # type: ignore[return-value]
 
 
-def _raised_here(error: BaseException) -> bool:
+def raised_here(error: BaseException) -> bool:
+    """Whether a line of this package raised it, and no selector of somebody's own or library."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
