@@ -374,6 +374,22 @@ class KVCache:
         # More rows than there are, or can be, change nothing but the number of slots.
         return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
 
+    def foresee(self, ahead: Tensor) -> None:
+        """Tells a selector that looks ahead (`Selector.foresees`) what the layer before knew of the next query.
+
+        Args:
+            ahead: `[B,H,G,D]`, after RoPE: the query that this layer's projection makes of the input of the attention
+                layer before. It holds for the next `select` or `decode` alone.
+
+        Raises:
+            ValueError: another shape, dtype or device than a query of this cache has, or NaN.
+        """
+        self._require_rows()
+        checks.query(ahead, self._stored.keys.full)
+        if not ahead.is_cuda:
+            checks.finite(ahead=ahead)
+        self.selector.ahead = ahead if self.sealed_device is None else ahead.to(self.sealed_device)
+
     def search(self, query: Tensor, rows: int) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows.
 
@@ -384,6 +400,8 @@ class KVCache:
             self._note_dropped()  # what it drops while it chooses, it may still read at this step
         at = self._asked_at()
         self.latest, self.latest_tail = self.selector.select(query, at, rows), None
+        if self.selector.foresees:
+            self.selector.ahead = None  # it was of this step
         if self.check:
             stored = self._stored
             contract.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)

@@ -262,9 +262,9 @@ def evaluate_budgets(
             cache = KVCache(
                 mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
             )
-            part = replace(
-                layer, query=share.of(layer.query, 0), keys=share.of(layer.keys, 0), values=share.of(layer.values, 0)
-            )
+            ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
+            query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
+            part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
             _append(cache, part, positions, 0, trace.tokens - last)
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
@@ -342,7 +342,9 @@ def replay_device(method: Method, device: torch.device | str | None) -> torch.de
 
 def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
     """The layer's rows on a device."""
-    return replace(layer, query=layer.query.to(device), keys=layer.keys.to(device), values=layer.values.to(device))
+    ahead = None if layer.ahead is None else layer.ahead.to(device)
+    query, keys, values = (tensor.to(device) for tensor in (layer.query, layer.keys, layer.values))
+    return replace(layer, query=query, keys=keys, values=values, ahead=ahead)
 
 
 def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
@@ -405,17 +407,26 @@ def check_replay(
             budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
     if layers is not None:
         for index, share in each:
-            share.fresh(index, trace.ropes[index])
+            shape, own = trace.shapes[index], share.fresh(index, trace.ropes[index])
+            own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
+            lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
+            unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)
+            if own.learns and lacking > unread:
+                raise ValueError(
+                    f"{own!r} learns from the queries of the prefill, and this trace holds only those of the last "
+                    f"{shape.queries} tokens of {trace.tokens}"
+                )
+    blind = [index for index, share in each if share.selector.foresees and not trace.shapes[index].ahead]
+    if layers is not None and blind:
+        raise ValueError(
+            f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
+            f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be left out"
+        )
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
-    learns, share = cache.selector.learns, cache.selector.queries_share
-    lacking = len(positions) - layer.query.shape[2]  # the first tokens, whose queries the trace does not hold
-    if learns and lacking > (0 if share else max(stop - cache.selector.last_queries, 0)):
-        raise ValueError(
-            f"{cache.selector!r} learns from the queries of the prefill, and this trace holds only those of "
-            f"the last {layer.query.shape[2]} tokens of {len(positions)}"
-        )
+    learns = cache.selector.learns
+    lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
     for low, high in itertools.pairwise(bounds):
         queries, rows = None, slice(low, high)
@@ -445,6 +456,9 @@ def _replay(
         _append(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
+        if cache.selector.foresees:
+            assert layer.ahead is not None  # check_replay
+            cache.foresee(layer.ahead[None, :, :, t - tokens].float())
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         for name, values in series.items():

@@ -21,6 +21,7 @@ FORMAT = "sparseattn-trace"
 VERSION = 1
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NAMES = ("query", "keys", "values")
+AHEAD = "ahead"  # the name of a tensor that a layer may hold besides
 CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of safetensors
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}  # bytes of an element of each dtype that a trace may hold
 HEADER_LIMIT = 100_000_000  # bytes; safetensors itself reads no longer header
@@ -33,7 +34,8 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token).
+    """A layer of a trace yet to be written: its number, H, G, D, scale, window and queries (None: one per token), and
+    whether it holds as many queries foreseen by the layer before.
 
     Raises:
         TraceError: a number that no layer has.
@@ -46,6 +48,7 @@ class LayerShape:
     scale: float
     window: int | None = None
     queries: int | None = None
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if not is_whole(self.index, 0):
@@ -59,9 +62,14 @@ class LayerShape:
         if self.window is not None and not is_whole(self.window, 1):
             raise TraceError(f"layer {self.index} has window {self.window!r}, which is neither None nor 1 or more")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layer's tensors."""
+        return (*NAMES, AHEAD) if self.ahead else NAMES
+
     def of(self, name: str, tokens: int) -> list[int]:
         """The shape of one of the layer's tensors."""
-        if name == "query":
+        if name in ("query", AHEAD):
             return [self.heads, self.group, self.queries or tokens, self.size]
         return [self.heads, tokens, self.size]
 
@@ -69,11 +77,12 @@ class LayerShape:
         """Raise TraceError where the layer does not fit `tokens`, or `shapes` of its tensors are not its own."""
         if self.queries is not None and self.queries > tokens:
             raise TraceError(f"layer {self.index} has queries of {self.queries} tokens for keys of {tokens}")
-        ours = [self.of(name, tokens) for name in NAMES]
+        ours = [self.of(name, tokens) for name in self.names]
         if shapes is not None and shapes != ours:
+            *first, last = self.names
             raise TraceError(
-                f"layer {self.index} has query, keys and values {', '.join(map(str, shapes))}, of {tokens} tokens they "
-                f"are {', '.join(map(str, ours))}"
+                f"layer {self.index} has {', '.join(first)} and {last} {', '.join(map(str, shapes))}, of {tokens} "
+                f"tokens they are {', '.join(map(str, ours))}"
             )
 
 

@@ -7,6 +7,8 @@ The file, format version 1 (any safetensors reader opens it):
     layers.{i}.query    [H,G,T,D]   after RoPE, exactly as attention received it
     layers.{i}.keys     [H,T,D]     after RoPE; a row per token, also in sliding-window layers
     layers.{i}.values   [H,T,D]
+    layers.{i}.ahead    [H,G,T,D]   in traces made with `capture(ahead=True)`, of all layers with a layer of attention
+                                    before: the query that layer i makes of that layer's input, after RoPE
     positions           [T] int64   the position of each token
     rope.{k}.inv_freq   [R/2] f32   frequencies of the k-th distinct RoPE
 
@@ -20,8 +22,9 @@ The file, format version 1 (any safetensors reader opens it):
     hashes    JSON object: name of each tensor -> its SHA-256, as `traceformat.TensorHash` makes it; files of earlier
               releases have none
 
-Synthetic traces may hold queries for the last Q tokens alone (`layers.{i}.query` is `[H,G,Q,D]`, Q <= T). Queries, keys
-and values of all layers share one dtype, float32, float16 or bfloat16, and are finite.
+A trace may hold queries, and those ahead, of the last Q tokens alone (`layers.{i}.query` is `[H,G,Q,D]`, Q <= T).
+Earlier releases read files with `ahead` too, and leave it aside. All tensors of layers share one dtype, float32,
+float16 or bfloat16, and are finite.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from torch import Tensor
 
 from sparseattn.rope import Rope
 from sparseattn.traceformat import (
+    AHEAD,
     CODES,
     FORMAT,
     NAMES,
@@ -69,6 +73,8 @@ class TraceLayer:
         scale: logits are `scale * q.k`.
         rope: the RoPE that the layer applied, or None: it applies none, or none that could be verified.
         window: width of the layer's sliding window (row t sees rows `t-window+1 .. t`), or None.
+        ahead: `[H,G,Q,D]` after RoPE: of the same tokens, the queries that this layer makes of the input of the
+            attention layer before; None: not recorded, or there is none before.
 
     Raises:
         TraceError: shapes or dtypes that do not fit together, or what `LayerShape` refuses.
@@ -81,6 +87,7 @@ class TraceLayer:
     scale: float
     rope: Rope | None = None
     window: int | None = None
+    ahead: Tensor | None = None
 
     def __post_init__(self) -> None:
         q, k, v = self.query, self.keys, self.values
@@ -89,18 +96,25 @@ class TraceLayer:
                 f"a layer's query is [H,G,T,D] and its keys and values are [H,T,D], layer {self.index} has "
                 f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
             )
-        self.shape.check(k.shape[1], [list(x.shape) for x in (q, k, v)])
-        if k.dtype != v.dtype or q.dtype != k.dtype or k.dtype not in CODES:
+        shape, tensors = self.shape, self.tensors
+        shape.check(k.shape[1], [list(tensors[name].shape) for name in shape.names])
+        if {x.dtype for x in tensors.values()} != {k.dtype} or k.dtype not in CODES:
             raise TraceError(
                 f"a layer's tensors share one dtype of float32, float16 and bfloat16, layer {self.index} has "
-                f"{q.dtype}, {k.dtype} and {v.dtype}"
+                f"{q.dtype}, {k.dtype} and {v.dtype}" + ("" if self.ahead is None else f", ahead {self.ahead.dtype}")
             )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name in a file -> tensor."""
+        held = {"query": self.query, "keys": self.keys, "values": self.values}
+        return held if self.ahead is None else {**held, AHEAD: self.ahead}
 
     @property
     def shape(self) -> LayerShape:
         """What a writer must know of this layer beforehand."""
         heads, group, queries, size = self.query.shape
-        return LayerShape(self.index, heads, group, size, self.scale, self.window, queries)
+        return LayerShape(self.index, heads, group, size, self.scale, self.window, queries, self.ahead is not None)
 
 
 class Trace:
@@ -184,19 +198,20 @@ class Trace:
         def load(index: int) -> TraceLayer:
             whole = self.layer(index)
             query, keys, values = whole.query[:, :, : held[index]], whole.keys[:, :tokens], whole.values[:, :tokens]
-            return replace(whole, query=query, keys=keys, values=values)
+            ahead = None if whole.ahead is None else whole.ahead[:, :, : held[index]]
+            return replace(whole, query=query, keys=keys, values=values, ahead=ahead)
 
         shapes = {index: replace(shape, queries=held[index]) for index, shape in self.shapes.items()}
         return Trace(self.name, self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, load)
 
-    def verify(self, index: int | None = None, names: Sequence[str] = NAMES) -> None:
+    def verify(self, index: int | None = None, names: Sequence[str] | None = None) -> None:
         """Compare a layer's tensors, or those of all layers, with the file's hashes; one found right is not read again.
 
         Positions and ropes are compared when a file is opened. Without `hashes` there is nothing to compare.
 
         Args:
             index: of one layer alone.
-            names: of "query", "keys" and "values", those to compare.
+            names: of "query", "keys", "values" and "ahead", those to compare; None: all that the layer has.
 
         Raises:
             TraceError: no such layer, or a tensor that is not the one that was written.
@@ -204,7 +219,7 @@ class Trace:
         if index is not None and index not in self.layers:
             raise self._lacks(index)
         for layer in self.layers if index is None else (index,):
-            for name in (f"layers.{layer}.{name}" for name in names):
+            for name in (f"layers.{layer}.{name}" for name in names or self.shapes[layer].names):
                 if self.hashes is not None and name not in self._right:
                     self._check(name)
                     self._right.add(name)
@@ -252,8 +267,8 @@ class Trace:
             for index in self.layers:
                 layer = self.layer(index)
                 writer.rope(index, layer.rope)
-                for name in NAMES:
-                    writer.write(index, name, 0, getattr(layer, name))
+                for name, tensor in layer.tensors.items():
+                    writer.write(index, name, 0, tensor)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Trace:
@@ -284,7 +299,8 @@ class Trace:
             layers = {entry["index"]: _read_layer(entry, tensors, len(positions), ropes) for entry in entries}
             meta = json.loads(metadata["meta"])
             check_meta(meta)
-            dtypes = {tensors[f"layers.{index}.{name}"]["dtype"] for index in layers for name in NAMES}
+            held = [f"layers.{index}.{name}" for index, (shape, _) in layers.items() for name in shape.names]
+            dtypes = {tensors[name]["dtype"] for name in held}
             if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
                 raise TraceError(f"its layers are of {' and '.join(sorted(dtypes))}")
             hashes: dict[str, str] = json.loads(metadata.get("hashes", "{}"))
@@ -302,8 +318,8 @@ class Trace:
             shape, rope = layers[index]
             # A mapping that stayed would keep every page read resident, layer after layer and prompt after prompt.
             rows = _mapped(path)
-            query, keys, values = (rows.get_tensor(f"layers.{index}.{name}") for name in NAMES)
-            return TraceLayer(index, query, keys, values, shape.scale, rope, shape.window)
+            read = {name: rows.get_tensor(f"layers.{index}.{name}") for name in shape.names}
+            return TraceLayer(index, scale=shape.scale, rope=rope, window=shape.window, **read)
 
         def check(name: str) -> None:
             try:
@@ -340,10 +356,10 @@ def _read_layer(
     missing = [name for name in NAMES if f"layers.{index}.{name}" not in tensors]
     if missing:
         raise TraceError(f"layer {index} lacks its {' and '.join(missing)}")
-    shapes = [tensors[f"layers.{index}.{name}"]["shape"] for name in NAMES]
-    heads, group, queries, size = shapes[0]
-    shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries)
-    shape.check(tokens, shapes)
+    heads, group, queries, size = tensors[f"layers.{index}.query"]["shape"]
+    ahead = f"layers.{index}.{AHEAD}" in tensors
+    shape = LayerShape(index, heads, group, size, entry["scale"], entry["window"], queries, ahead)
+    shape.check(tokens, [tensors[f"layers.{index}.{name}"]["shape"] for name in shape.names])
     if k is not None and not (is_whole(k, 0) and k < len(ropes)):
         raise TraceError(f"layer {index} names rope {k}, the file has {len(ropes)}")
     return shape, None if k is None else ropes[k]

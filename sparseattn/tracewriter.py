@@ -22,7 +22,6 @@ from sparseattn.rope import Rope
 from sparseattn.traceformat import (
     CODES,
     FORMAT,
-    NAMES,
     SIZES,
     VERSION,
     LayerShape,
@@ -83,7 +82,7 @@ class TraceWriter:
         end = 0
         for layer in self.layers:
             layer.check(self._tokens)
-            for name in NAMES:
+            for name in layer.names:
                 shape, whole = layer.of(name, self._tokens), f"layers.{layer.index}.{name}"
                 self._places[whole] = _Place(end, shape, TensorHash(whole, CODES[self.dtype], shape))
                 end += math.prod(shape) * self.dtype.itemsize
@@ -118,7 +117,8 @@ class TraceWriter:
                     raise
 
     def write(self, layer: int, name: str, start: int, rows: Tensor) -> None:
-        """Write the rows of tokens `start` and up: `[H,G,n,D]` for "query", `[H,n,D]` for "keys" and "values".
+        """Write the rows of tokens `start` and up: `[H,G,n,D]` for "query" and "ahead", `[H,n,D]` for
+        "keys" and "values".
 
         Rows of each tensor come in order, without gaps.
         """

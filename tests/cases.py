@@ -24,6 +24,8 @@ from sparseattn import (
     Exact,
     Fier,
     Flat,
+    InfiniGen,
+    InfLLM,
     KDEformer,
     KMeans,
     KVCache,
@@ -39,6 +41,7 @@ from sparseattn import (
     Random,
     Reformer,
     RetrievalAttention,
+    RobustVamana,
     Rows,
     Selection,
     Selector,
@@ -220,6 +223,14 @@ class Estimate(Selector):
         return Tail(torch.zeros_like(mean), mean, Selection.tokens(ids, bias=bias))
 
 
+class Foreseen(InfiniGen):
+    """InfiniGen where the layer before foresees the query itself."""
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        self.ahead = query
+        return super().select(query, positions, budget)
+
+
 class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
@@ -308,6 +319,14 @@ CASES = [
     Case("quest-int8", lambda: Quest(8, int8=True), lambda: Quest(8, int8=True)),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("flat", Flat, Flat),
+    Case("infinigen", lambda: Foreseen(share=1.0), lambda: Foreseen(1.0, math.inf, share=1.0)),
+    Case(
+        "infinigen-group",
+        lambda: Foreseen(0.5, 2.0, "softmax", 1.0),
+        lambda: Foreseen(0.5, math.inf, "softmax", 1.0),
+    ),
+    Case("infllm", lambda: InfLLM(8), lambda: InfLLM(8, 8)),
+    Case("infllm-each", lambda: InfLLM(16, 2, 20, "each"), lambda: InfLLM(16, 16, 20, "each")),
     Case("ivf", IVF, lambda: IVF(probes=1 << 20)),
     Case("ivf-few", lambda: IVF(4, 1), lambda: IVF(4, 4)),
     # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
@@ -319,6 +338,12 @@ CASES = [
         "retrieval-query",
         lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
         lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
+    ),
+    Case("robustvamana", RobustVamana, lambda: RobustVamana(beam=1 << 20)),
+    Case(
+        "robustvamana-stitched",
+        lambda: RobustVamana(8, 8, build_beam=20, share=0.2),
+        lambda: RobustVamana(1 << 20, 8, build_beam=20, share=0.2),
     ),
     Case("bridge", QueryBridge, lambda: QueryBridge(probes=1, neighbours=512)),
     Case("bridge-few", lambda: QueryBridge(2, 8, 5, True), lambda: QueryBridge(3, 512, 5)),

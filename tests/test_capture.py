@@ -169,6 +169,45 @@ def test_a_trace_holds_what_attention_saw(family: str, chunk: int, tmp_path: Pat
         close(attention(layer), output[0], 1e-5)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_ahead_are_the_layers_own_of_the_input_of_the_layer_before(family: str, tmp_path: Path) -> None:
+    """Beside a pass in which each attention layer is given that input by a hook, and what else it was given."""
+    model, ids = tiny(family), text()
+    plain = capture(model, ids, tmp_path / "plain")
+    trace = capture(model, ids, tmp_path / "t", layers=[0, 2], queries=50, ahead=True, chunk=16)
+    assert [trace.shapes[i].ahead for i in (0, 2)] == [False, True]
+    assert trace.layer(0).ahead is None
+    modules = [m for m in model.modules() if getattr(m, "layer_idx", None) == 1 and hasattr(m, "is_causal")]
+    modules += [m for m in model.modules() if getattr(m, "layer_idx", None) == 2 and hasattr(m, "is_causal")]
+    inputs: list[torch.Tensor] = []
+
+    def swapped(module: Any, args: Any, options: dict[str, Any]) -> Any:
+        inputs.append(options["hidden_states"] if "hidden_states" in options else args[0])
+        if module is not modules[1]:
+            return None
+        if args:
+            return (inputs[-2], *args[1:]), options
+        return args, options | {"hidden_states": inputs[-2]}
+
+    handles = [module.register_forward_pre_hook(swapped, with_kwargs=True) for module in modules]
+    other = capture(model, ids, tmp_path / "other", chunk=T).layer(2)
+    for handle in handles:
+        handle.remove()
+    layer = trace.layer(2)
+    assert layer.ahead is not None
+    torch.testing.assert_close(layer.ahead, other.query[:, :, -50:], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(layer.ahead, plain.layer(2).query[:, :, -50:], rtol=0.1)
+    for index in (0, 2):  # the pass itself is as without
+        a, b = trace.layer(index), plain.layer(index)
+        assert (a.rope is None, trace.meta["rope_absent"]) == (False, {})
+        torch.testing.assert_close(a.query, b.query[:, :, -50:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.keys, b.keys, rtol=1e-4, atol=1e-4)
+    trace.save(tmp_path / "again")
+    again = Trace.open(tmp_path / "again")
+    again.verify()
+    assert torch.equal(again.first(60).layer(2).ahead, layer.ahead[:, :, :40])
+
+
 def test_what_is_recorded_beside_the_rows(tmp_path: Path) -> None:
     sliding = capture(tiny("gemma3"), text(), tmp_path / "g")
     assert [sliding.layer(i).window for i in range(3)] == [16, None, 16]
@@ -648,6 +687,15 @@ def test_ctrl_c_while_weights_load_is_an_interruption(
     (tmp_path / "text").write_text("hello")
     done = CliRunner().invoke(app, ["capture", "--model", str(saved_model), "--text", str(tmp_path / "text")])
     assert (done.exit_code, done.output.strip()) == (130, "sparseattn: interrupted")
+
+
+def test_queries_ahead_are_asked_for_on_the_command_line(saved_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    command = ["capture", "--model", str(saved_model), "--text", str(tmp_path / "text"), "--ahead"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "t.safetensors")])
+    assert done.exit_code == 0, done.output
+    shapes = Trace.open(tmp_path / "t.safetensors").shapes
+    assert {index: shape.ahead for index, shape in shapes.items()} == {i: i > 0 for i in shapes}
 
 
 def test_the_reference_model_goes_by_its_name(

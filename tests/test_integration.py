@@ -437,6 +437,10 @@ def test_what_is_refused(llama: Any) -> None:
         ({"budget": "8"}, "layer 0: .*less than one span"),
         ({"budget": "eight"}, "layer 0: a budget is rows .*got 'eight'"),
         ({"selector": "bridge:neighbours=999999999"}, "neighbours is 65,536 or less .* got 999,999,999"),
+        (
+            {"selector": "infinigen"},
+            "layer 0: .* goes by the input of the layer before, which layers of a model are not",
+        ),
         ({"dense_layers": 4}, "0 to 3"),
         ({"dense_layers": [3]}, "0 to 3"),
         ({"sparse_from": -1}, "got -1"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Heaviest, drawn, heads
+from cases import Foreseen, Heaviest, drawn, heads
 
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
@@ -23,6 +23,8 @@ from sparseattn import (
     SELECTORS,
     DoubleSparsity,
     Fier,
+    InfiniGen,
+    InfLLM,
     KMeans,
     KVCache,
     Loki,
@@ -56,6 +58,8 @@ MAKE = {
     "retrieval": lambda: RetrievalAttention(32, 10, 4, guides=50),
     "retrieval-query": lambda: RetrievalAttention(32, 10, 4, metric="query", share=0.1),
     "magicpig-few": lambda: MagicPIG(4, 30),
+    "infinigen": lambda: Foreseen(),
+    "infllm": lambda: InfLLM(16),
     "lowbit": lambda: LowBit(rows=16),
     "lowbit-scales": lambda: LowBit(rows=16, scales=8),
     "lowbit-page": lambda: LowBit(4, 16, 8, "max"),
@@ -132,10 +136,13 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     near, zone = cache.keys.shape[2], cache.sealed_keys.shape[2]
     letters = {"B": batch, "H": kv, "G": group, "D": size, "e": query.element_size(), "U": near, "Z": zone}
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
+    letters["O"] = cache.sink + cache.window  # where the unit is 1
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
     pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
-    if isinstance(pages, Quest):
+    if isinstance(pages, (Quest, InfLLM)):
         letters["P"] = zone // pages.page
+    if isinstance(selector, InfiniGen):
+        letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
         letters |= {"b": 4 * lowbit.words(size, coded.bits), "L": coded.rows}
     if isinstance(coded, Coded):
@@ -214,7 +221,7 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
 
 
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
-FIXED += ["lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
+FIXED += ["infllm", "lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
 FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
 FIXED += ["kdeformer", "reformer", "magicpig"]
 
@@ -345,10 +352,12 @@ def test_the_workspace_is_what_the_page_says(name: str, dtype: torch.dtype) -> N
 
 def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
     letters: dict[str, Any] = {"B": 1, "H": 8, "G": 4, "D": 128, "e": 2, "N": 131_072, "U": 131_072, "Q": 0}
-    letters |= {"C": 1024, "R": 1, "F": 1024, "c": 4, "A": 32, "T": 2048}
+    letters |= {"C": 1024, "R": 1, "F": 1024, "O": 68, "c": 4, "A": 32, "T": 2048}
     own = {
         "bridge": {"S": 2048, "K": 256},
         "retrieval": {"S": 2048, "K": 100, "W": 32},
+        "robustvamana": {"W": 32},
+        "infinigen": {"r": 26},
         "hnsw": {"W": 32},
         "lowbit": {"b": 32, "L": 64},
         "fier": {"b": 16, "L": 32},
@@ -365,9 +374,10 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
     assert set(named) == set(SELECTORS)
     for name, cells in named.items():
         here = letters | own.get(name, {})
-        unit = SELECTORS[name]().unit
+        method = SELECTORS[name]()
+        unit, page = method.unit, getattr(method, "page", 16)
         here["Z"] = (131_072 - 68) // unit * unit
-        here |= {"P": here["Z"] // 16, "Y": 1 << int(4 * here["Z"] ** 0.5).bit_length() - 1}
+        here |= {"P": here["Z"] // page, "Y": 1 << int(4 * here["Z"] ** 0.5).bit_length() - 1}
         here["X"] = 8 * here["Z"] / 31 * 32
         total = dict.fromkeys((*kinds, "model"), 0.0)
         for selector, state, kind, formula in rows_of("Held"):

@@ -174,7 +174,7 @@ def offered(points, adjacency, parent, offers: list[int], degree: int, keep_all:
     rest = adjacency[1:].copy()
     pairs = np.array(offers, np.int32)
     nodes = np.zeros(len(pairs), np.int32)
-    roar._offer(points, adjacency, np.array(parent, np.int32), nodes, pairs, degree, keep_all)
+    roar.offer(points, adjacency, np.array(parent, np.int32), nodes, pairs, degree, keep_all)
     assert np.array_equal(adjacency[1:], rest), "no other list changes"
     return [v for v in adjacency[0].tolist() if v >= 0]
 
@@ -328,7 +328,7 @@ def test_scanned_is_the_number_of_distinct_keys_that_a_plain_best_first_search_s
 def test_searches_with_a_bias_rank_by_distance() -> None:
     points = exact((200, D)).numpy()
     adjacency = np.stack([np.roll(np.arange(200, dtype=np.int32), -i)[1:] for i in range(200)])  # all linked to all
-    found, score = graph.search_queries(points, roar._bias(points), adjacency, points[:50], 3, 20, 4)
+    found, score = graph.search_queries(points, roar.bias_of(points), adjacency, points[:50], 3, 20, 4)
     far = np.square(points[:50, None] - points[None]).sum(-1)
     assert np.array_equal(np.take_along_axis(far, found, 1), np.sort(far, 1)[:, :20])
     assert np.array_equal(score, np.square(points[:50]).sum(1)[:, None] / 2 - np.sort(far, 1)[:, :20] / 2)

@@ -39,6 +39,12 @@ def capture(
     queries: Annotated[
         int | None, typer.Option(help="Record the queries of the last QUERIES tokens alone; default of all.")
     ] = None,
+    ahead: Annotated[
+        bool,
+        typer.Option(
+            "--ahead", help="Record too the queries that layers make of the input of the layer before, for infinigen."
+        ),
+    ] = False,
     chunk: Annotated[int, typer.Option(help="Tokens run through the model at a time.")] = 1024,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16: the model's and the trace's; default the model's.")
@@ -86,6 +92,7 @@ def capture(
                 target,
                 layers=indices,
                 queries=queries,
+                ahead=ahead,
                 chunk=chunk,
                 model_id=model,
                 text={"name": getattr(source, "name", source), "sha256": hashlib.sha256(contents[source]).hexdigest()},

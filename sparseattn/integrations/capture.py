@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sparseattn import __version__
 from sparseattn.integrations import rotary
 from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.foresight import Foresight
 from sparseattn.integrations.routing import Call, Route, delegate, implementation, name_of, not_held
 from sparseattn.rope import Rope
 from sparseattn.traces import LayerShape, Trace, TraceError
@@ -36,6 +37,7 @@ def capture(
     *,
     layers: Sequence[int] | None = None,
     queries: int | None = None,
+    ahead: bool = False,
     chunk: int = 1024,
     dtype: torch.dtype | None = None,
     model_id: str | None = None,
@@ -56,6 +58,8 @@ def capture(
         layers: the layers to record; all by default (of a hybrid model, those with softmax attention).
         queries: record the queries of the last tokens alone, as many as this; those of all by default. With four query
             heads to a KV head they are two thirds of a trace.
+        ahead: record too, of the same tokens, the queries that each layer would make of the input of the attention
+            layer before, which InfiniGen goes by; the first layer with attention has none before.
         chunk: tokens per forward pass.
         dtype: what to store; by default what attention received.
         model_id: recorded; the name that the model was loaded under by default.
@@ -93,7 +97,7 @@ def capture(
                 f"layer {absent[0]} of {name_of(model)} has no softmax attention to record, layers "
                 f"{', '.join(map(str, sorted(seen)))} have"
             )
-        shapes = [_shape(seen[index], min(queries or tokens, tokens)) for index in wanted]
+        shapes = [_shape(seen[i], min(queries or tokens, tokens), ahead and i > min(seen)) for i in wanted]
         stored = dtype or seen[wanted[0]].key.dtype
         meta = _meta(model, input_ids, original, stored, model_id, text)
         if keep and os.path.exists(path):
@@ -101,6 +105,8 @@ def capture(
         with TraceWriter(path, shapes, positions, stored, meta) as writer:
             modules = {i: seen[i].module for i in wanted}
             recorder = _Recorder(model, original, writer, modules, positions, min(queries or tokens, tokens))
+            if ahead:
+                recorder.foresight = Foresight({i: seen[i].module for i in seen if i <= wanted[-1]}, _listens)
             _prefill(model, original, recorder, input_ids, chunk, progress)
             for index in wanted:
                 writer.rope(index, recorder.ropes.get(index))
@@ -149,6 +155,7 @@ class _Recorder:
         self._last = max(modules)
         self._model = model
         self.watch = rotary.Watch(modules)
+        self.foresight = Foresight({}, _listens)
         # Hooks of a device map bring weights in before a layer and out behind it: such a model runs to its end.
         self._stops = not hasattr(model, "hf_device_map")
 
@@ -165,7 +172,10 @@ class _Recorder:
         # A cache may hand out more keys than the new ones; these come last, in sliding layers too.
         query, keys, values = call.query[0], call.key[0, :, -n:], call.value[0, :, -n:]
         self._verify(index, query, keys)
-        self._write_queries(index, start, query.unflatten(0, (keys.shape[0], -1)))
+        self._write_queries(index, "query", start, query.unflatten(0, (keys.shape[0], -1)))
+        if index in self.foresight.queries:
+            foreseen = self.foresight.queries.pop(index)[0]
+            self._write_queries(index, "ahead", start, foreseen.unflatten(0, (keys.shape[0], -1)))
         self._writer.write(index, "keys", start, keys)
         self._writer.write(index, "values", start, values)
         ends = start + n == len(self._positions)
@@ -178,12 +188,12 @@ class _Recorder:
                 raise _Enough
         return out, weights
 
-    def _write_queries(self, index: int, start: int, query: Tensor) -> None:
-        """Write those of the queries `[H,G,n,D]` of tokens `start` and up that the trace holds."""
+    def _write_queries(self, index: int, name: str, start: int, query: Tensor) -> None:
+        """Write those of the queries `[H,G,n,D]` of tokens `start` and up that the trace holds, as its `name`."""
         first = len(self._positions) - self._queries
         rows = query[:, :, max(0, first - start) :]
         if rows.shape[2]:
-            self._writer.write(index, "query", max(0, start - first), rows)
+            self._writer.write(index, name, max(0, start - first), rows)
 
     def _verify(self, index: int, query: Tensor, keys: Tensor) -> None:
         """Find the layer's rope in the first chunk; drop it when a later one is given another.
@@ -238,7 +248,8 @@ def _prefill(
 
     tokens = input_ids.shape[1]
     cache = DynamicCache(config=model.config)
-    with recorder.watch, _listening(model, original, recorder):
+    # Foresight first: what it makes submodules put out is gone before the watch looks at the layer's own pass.
+    with recorder.foresight, recorder.watch, _listening(model, original, recorder):
         for start in range(0, tokens, chunk):
             recorder.chunk(start)
             ids = input_ids[:, start : start + chunk].to(model.device)
@@ -290,26 +301,35 @@ def _kept(
     return trace
 
 
-def _shape(call: Call, queries: int) -> LayerShape:
+def _shape(call: Call, queries: int, ahead: bool) -> LayerShape:
     _, heads, _, size = call.key.shape
     if call.value.shape[-1] != size:
         raise ModelError(
             f"layer {call.layer} has keys of {size} dimensions and values of {call.value.shape[-1]}; a trace holds "
             "layers whose keys and values are of one size"
         )
-    return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window, queries)
+    return LayerShape(call.layer, heads, call.query.shape[1] // heads, size, call.scale, call.window, queries, ahead)
 
 
 @contextlib.contextmanager
 def _listening(model: Any, original: str, listener: Callable[[Call], tuple[Tensor, Any]]) -> Iterator[None]:
     """Route the model's attention through `listener`."""
     route = Route(model, original, "capture", _intercept)
+    try:
+        with _listens(listener):
+            yield
+    finally:
+        route.undo()
+
+
+@contextlib.contextmanager
+def _listens(listener: Callable[[Call], tuple[Tensor, Any]]) -> Iterator[None]:
+    """Send this thread's attention calls, routed already, to `listener`."""
     token = _LISTENER.set(listener)
     try:
         yield
     finally:
         _LISTENER.reset(token)
-        route.undo()
 
 
 @contextlib.contextmanager

@@ -112,6 +112,11 @@ def try_out(
 ) -> None:
     """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now."""
     selector = share.fresh(index, what.rope)
+    if selector.foresees:
+        raise ValueError(
+            f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
+            f"traces made with `sparseattn capture --ahead`, or make the layer dense"
+        )
     count = max(selector.unit, 16)
     draw = torch.Generator().manual_seed(0)
     shape = (1, what.heads if share.heads is None else len(share.heads.which), count, what.size)

@@ -15,6 +15,8 @@ from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.h2o import H2O
+from sparseattn.selectors.infinigen import InfiniGen
+from sparseattn.selectors.infllm import InfLLM
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.loki import Loki
@@ -29,6 +31,7 @@ from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.robustvamana import RobustVamana
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
@@ -50,6 +53,8 @@ __all__ = [
     "Exact",
     "Fier",
     "Flat",
+    "InfLLM",
+    "InfiniGen",
     "KDEformer",
     "KMeans",
     "Loki",
@@ -65,6 +70,7 @@ __all__ = [
     "Random",
     "Reformer",
     "RetrievalAttention",
+    "RobustVamana",
     "Rows",
     "Selector",
     "SelfIndex",
@@ -84,6 +90,8 @@ SELECTORS: dict[str, type[Selector]] = {
     "flat": Flat,
     "h2o": H2O,
     "hnsw": HNSW,
+    "infinigen": InfiniGen,
+    "infllm": InfLLM,
     "ivf": IVF,
     "kdeformer": KDEformer,
     "kmeans": KMeans,
@@ -98,6 +106,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "random": Random,
     "reformer": Reformer,
     "retrieval": RetrievalAttention,
+    "robustvamana": RobustVamana,
     "saap": SAAP,
     "selfindex": SelfIndex,
     "snapkv": SnapKV,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -119,6 +119,9 @@ class Selector(ABC):
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
             are taken. None outside a cache.
+        foresees: whether `select` goes by `ahead`, or a part's does.
+        ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
+            for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`. None: nobody has.
     """
 
     span: int = 1
@@ -128,6 +131,7 @@ class Selector(ABC):
     observes: bool = False
     tails: bool = False
     host: bool = False
+    foresees: bool = False
     uses_budget: bool = True
     width: int | None = None
     knob: str | None = None
@@ -137,6 +141,7 @@ class Selector(ABC):
     heads: Heads | None = None
     rope: Rope | None = None
     stored: Tensor | None = None
+    ahead: Tensor | None = None
 
     @property
     def unit(self) -> int:
@@ -150,6 +155,7 @@ class Selector(ABC):
             self.evicts = self.evicts or value.evicts
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
+            self.foresees = self.foresees or value.foresees
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -166,6 +172,20 @@ class Selector(ABC):
     def parts(self) -> list[tuple[str, Selector]]:
         """The selectors that this one is made of, by the attribute's name."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Selector)]
+
+    def check_shape(self, heads: int, group: int, size: int) -> None:
+        """Refuses a layer that it cannot serve, before there is a row; `for_layer` has said which. By default parts do.
+
+        Args:
+            heads: KV heads that it is to be shown.
+            group: query heads of each.
+            size: of a head.
+
+        Raises:
+            ValueError: a layer of such heads, or without what the method needs, such as the layer's RoPE.
+        """
+        for _, part in self.parts():
+            part.check_shape(heads, group, size)
 
     @abstractmethod
     def append(self, rows: Rows) -> Tensor | None:
@@ -301,7 +321,7 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = None  # behind the parts, which are told
+        twin.stored = twin.ahead = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
@@ -313,7 +333,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = None
+        self.stored = self.ahead = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():

@@ -157,6 +157,9 @@ class Partitioned(Selector):
             self._held = fresh._held  # kept here too, so that all layers share it
         return fresh
 
+    def check_shape(self, heads: int, group: int, size: int) -> None:
+        self._parameters(torch.empty(1, heads, 0, size), group)
+
     def fix(self, rows: int, seal: int) -> None:
         for _, state in self.buffers():
             if isinstance(state, RowBuffer):

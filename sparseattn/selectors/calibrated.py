@@ -72,6 +72,21 @@ class Calibrated(Ranked):
             fresh.calibration().holds(layer)
         return fresh
 
+    def check_shape(self, heads: int, group: int, size: int) -> None:
+        if self.artefact != PROMPT:
+            self.calibration().check(self.layer, heads, size, self.rope)
+        elif not self.roped:
+            self._rope()
+
+    def _rope(self) -> Rope:
+        """What takes RoPE back from keys; ValueError where it is not known."""
+        if self.rope is None:
+            raise ValueError(
+                f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: pass "
+                f"it to for_layer(layer, rope), or take keys after RoPE"
+            )
+        return self.rope
+
     def source(self) -> str:
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
 
@@ -83,12 +98,7 @@ class Calibrated(Ranked):
             own = list(self.numbers(len(keys)))
             return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
         if not self.roped:
-            if self.rope is None:
-                raise ValueError(
-                    f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: pass "
-                    f"it to for_layer(layer, rope), or take keys after RoPE"
-                )
-            keys = self.rope.unrotate(keys.float(), positions)
+            keys = self._rope().unrotate(keys.float(), positions)
         queries: Tensor | None = None
         if METHODS[self.method].queries:
             if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():

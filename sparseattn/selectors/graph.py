@@ -150,9 +150,10 @@ def search_queries(points, bias, adjacency, queries, entry, beam, chunks):  # ty
 
 
 @njit(fastmath=True)
-def _prune(points, node, candidates, count, out, keep, width, fill):  # type: ignore[no-untyped-def]
+def _prune(points, node, candidates, count, out, keep, width, fill, alpha):  # type: ignore[no-untyped-def]
     """Occlusion pruning: takes a candidate, nearest first, unless one already taken is nearer to it than `node` is.
 
+    With `alpha` (float32) above 1 it takes more: nearer means that `alpha` times the squared distance is less.
     `candidates[:count]` are distinct and not `node`; `out[:keep]` is taken already. Writes `out[:width]`; the
     nearest of the others take places until `fill` are taken.
     """
@@ -167,7 +168,7 @@ def _prune(points, node, candidates, count, out, keep, width, fill):  # type: ig
             break
         v, occluded = candidates[i], False
         for t in range(size):
-            if out[t] == v or _distance(points, out[t], v) < distance[i]:
+            if out[t] == v or alpha * _distance(points, out[t], v) < distance[i]:
                 occluded = True
                 break
         if not occluded:
@@ -214,16 +215,16 @@ def project(points, lists, order, starts, degree, width, chunks):  # type: ignor
                         candidates[count] = v
                         count += 1
             if count:
-                _prune(points, x, candidates, count, adjacency[x, :degree], 0, degree, 0)
+                _prune(points, x, candidates, count, adjacency[x, :degree], 0, degree, 0, np.float32(1))
     return adjacency
 
 
 @njit(parallel=True, cache=True)
-def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fill, chunks):  # type: ignore[no-untyped-def]
+def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fill, alpha, chunks):  # type: ignore[no-untyped-def]
     """Offers `nodes[i]` the neighbours `offers[starts[i]:starts[i + 1]]`; changes its list in place.
 
     While there is room up to `degree`, all are taken. Else the list and the offers are pruned together; edges of the
-    tree stay, and with `keep_all` the whole list does. `fill` places at least are taken again.
+    tree stay, and with `keep_all` the whole list does. `fill` places at least are taken again. `alpha`: see `_prune`.
     """
     total, width = nodes.shape[0], adjacency.shape[1]
     step = (total + chunks - 1) // chunks
@@ -258,8 +259,49 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fi
             if keep + count <= degree:
                 held[keep : keep + count] = candidates[:count]
             elif keep < degree:
-                _prune(points, x, candidates, count, held[:degree], keep, degree, fill)
+                _prune(points, x, candidates, count, held[:degree], keep, degree, fill, alpha)
             adjacency[x] = held
+
+
+@njit(parallel=True, cache=True)
+def stitch(adjacency, total, chunks):  # type: ignore[no-untyped-def]
+    """The lists of keys without queries in them: each query gives its place, and free ones, to keys of its own list.
+
+    Args:
+        adjacency: `[N+Q,W]` int32, the first `total` rows of it keys, the others queries.
+
+    Returns:
+        `[total,W]` int32, full where the queries of a list know enough keys.
+    """
+    width = adjacency.shape[1]
+    stitched = np.full((total, width), -1, np.int32)
+    step = (total + chunks - 1) // chunks
+    for c in prange(chunks):
+        mark = np.full(total, -1, np.int32)
+        for x in range(c * step, min(total, (c + 1) * step)):
+            size, queries = 0, 0
+            mark[x] = x
+            for j in range(width):
+                v = adjacency[x, j]
+                if 0 <= v < total:
+                    stitched[x, size] = v
+                    mark[v] = x
+                    size += 1
+                queries += v >= total
+            for j in range(width):
+                q = adjacency[x, j]
+                if q < total:
+                    continue
+                room = (width - size) // queries
+                queries -= 1
+                for k in range(width):
+                    v = adjacency[q, k]
+                    if room > 0 and 0 <= v < total and mark[v] != x:
+                        stitched[x, size] = v
+                        mark[v] = x
+                        size += 1
+                        room -= 1
+    return stitched
 
 
 @njit(cache=True)

@@ -45,7 +45,7 @@ class Loki(Calibrated):
         super().__init__(artefact, group, not before)
         self.dimensions, self.before = dimensions, before
         self.basis = RowBuffer(2)  # [B,H,D,d] float32
-        self.low = RowBuffer(2)  # [B,H,N,d]
+        self.low = RowBuffer(3)  # [B,H,d,N]: by dimension a CPU multiplies twice as fast as by row
 
     def taken(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         basis = parameters["basis"]
@@ -53,12 +53,12 @@ class Loki(Calibrated):
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)
-        self.low.append((rows.keys.float() @ self.basis.data).to(rows.keys.dtype))
+        self.low.append((rows.keys.float() @ self.basis.data).to(rows.keys.dtype).mT)
         self.real.append(rows.positions >= 0)
 
     def logits(self, query: Tensor) -> Tensor:
         asked = query.float() / query.shape[3] ** 0.5 @ self.basis.visible  # [B,H,G,d]
-        return (asked @ self.low.visible.float().mT).masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+        return (asked @ self.low.visible.float()).masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
     def read(self, scanned: Tensor, query: Tensor) -> Tensor:
         size, dimensions = self.basis.full.shape[2:]

@@ -55,13 +55,21 @@ class PQ(Coded):
         super().__init__(group)
         self.subspaces, self.bits, self.sample, self.seed = subspaces, bits, sample, seed
 
-    def learned(self, rows: Rows) -> dict[str, Tensor]:
-        keys = rows.keys[0]
-        heads, count, size = keys.shape
+    def check_shape(self, heads: int, group: int, size: int) -> None:
+        self._subspaces(size)
+
+    def _subspaces(self, size: int) -> int:
+        """S, of heads of this size."""
         subspaces = self.subspaces or max(size // self.bits, 1)
         if size % subspaces:
             given = f"got {subspaces}" if self.subspaces else f"one for every {self.bits} channels makes {subspaces}"
             raise ValueError(f"PQ's subspaces are a divisor of the head size, here of {size}, {given}: set subspaces")
+        return subspaces
+
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        keys = rows.keys[0]
+        heads, count, size = keys.shape
+        subspaces = self._subspaces(size)
         drawn = torch.randperm(count, generator=stream(self.seed, "sample"))[: self.sample or count].sort().values
         sample = keys[:, drawn.to(keys.device)].float().cpu()
         books = torch.empty(heads, subspaces, 1 << self.bits, size // subspaces)

@@ -70,7 +70,7 @@ class RetrievalAttention(Selector):
         check_share(share)
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
-        _compiled()
+        compiled()
         self.beam, self.neighbours, self.degree, self.pivots = beam, neighbours, degree, pivots
         self.build_beam, self.share, self.metric, self.guides = build_beam, share, metric, guides
         self.queries_share = share
@@ -94,7 +94,7 @@ class RetrievalAttention(Selector):
     @property
     def recipe(self) -> Any:
         """How lists are made, for `roar`."""
-        roar, _ = _compiled()
+        roar, _ = compiled()
         return roar.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, self.guides)
 
     def append(self, rows: Rows) -> None:
@@ -165,24 +165,20 @@ class RetrievalAttention(Selector):
 
     def _link(self, b: int, s: int, keys: Tensor, queries: Tensor, first: int) -> bool:
         """Takes `keys` `[N,D]` from `first` on into graph s of sequence b; whether they had to serve as queries."""
-        roar, graph = _compiled()
+        roar, graph = compiled()
         held = roar.Graph(
             *(state.full[b, s].numpy() for state in (self.adjacency, self.parent, self.bias)),
             int(self.entry.full[b, s, 0]),
             *(state.data[b, s].numpy() for state in (self.guide, self.lists, self.scores)),
         )
         if held.entry >= 0:
-            points = keys @ self.root.data[b, s] if self.metric == "query" else keys
+            points = self._points(keys, b, s).numpy()
             with graph.ONE_AT_A_TIME:
-                roar.grow(held, keys.numpy(), points.numpy(), queries.numpy(), first, self.recipe)
+                roar.grow(held, keys.numpy(), points, self._guiding(queries).numpy(), first, self.recipe)
             return False
         keys = keys[first:]  # what comes before is padding
-        asked = queries if len(queries) else keys
-        if self.metric == "query":
-            self.root.data[b, s] = root_of_moment(asked)
-        points = keys @ self.root.data[b, s] if self.metric == "query" else keys
         with graph.ONE_AT_A_TIME:
-            made = roar.build(keys.numpy(), points.numpy(), asked.contiguous().numpy(), self.recipe)
+            made, without = self._built(keys, queries, b, s)
         few, known = min(len(made.guides), len(held.guides)), made.lists.shape[1]
         place = slice(first, first + len(keys))
         held.adjacency[place] = made.adjacency + first * (made.adjacency >= 0)
@@ -192,10 +188,28 @@ class RetrievalAttention(Selector):
         held.lists[:few, :known] = made.lists[:few] + first * (made.lists[:few] >= 0)
         held.scores[:few, :known] = made.scores[:few]
         self.entry.full[b, s] = made.entry + first
-        return not len(queries)
+        return without
+
+    def _points(self, keys: Tensor, b: int, s: int) -> Tensor:
+        """Keys `[N,D]` as the points between which graph s of sequence b measures distances, `[N,..]`."""
+        return keys @ self.root.data[b, s] if self.metric == "query" else keys
+
+    def _guiding(self, queries: Tensor) -> Tensor:
+        """Those of the decode queries `[Q,D]` that link keys which come later."""
+        return queries
+
+    def _built(self, keys: Tensor, queries: Tensor, b: int, s: int) -> tuple[Any, bool]:
+        """The `roar.Graph` over a prompt's keys `[N,D]`, and whether they had to serve as queries."""
+        roar, _ = compiled()
+        asked = queries if len(queries) else keys
+        if self.metric == "query":
+            self.root.data[b, s] = root_of_moment(asked)
+        points = self._points(keys, b, s)
+        made = roar.build(keys.numpy(), points.numpy(), asked.contiguous().numpy(), self.recipe)
+        return made, not len(queries)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        _, graph = _compiled()
+        _, graph = compiled()
         batch, heads, group, size = query.shape
         rows = self.parent.rows
         if rows == 0:
@@ -234,7 +248,7 @@ class RetrievalAttention(Selector):
         last = (batch - 1) * step_b // size + (heads - 1) * step_h // size + rows
         flat = stored.as_strided((last, size), (size, 1))
         base = torch.arange(batch)[:, None] * (step_b // size) + torch.arange(heads) * (step_h // size)
-        bits = _compiled()[1].BITS.get(flat.dtype)
+        bits = compiled()[1].BITS.get(flat.dtype)
         return (flat if bits is None else flat.view(bits)).numpy(), base.repeat_interleave(group, 1).flatten()
 
 
@@ -271,7 +285,7 @@ def joined(old: Tensor, new: Tensor) -> Tensor:
     return torch.cat([old, new])
 
 
-def _compiled():  # type: ignore[no-untyped-def]
+def compiled():  # type: ignore[no-untyped-def]
     """The modules in compiled code, loaded when the first instance is made."""
     load_faiss()
     try:

@@ -30,6 +30,7 @@ class Recipe:
     pivots: int
     build_beam: int
     guides: int
+    alpha: float = 1.0
 
     @property
     def projected(self) -> int:
@@ -75,18 +76,19 @@ def build(keys: Floats, points: Floats, queries: Floats, recipe: Recipe) -> Grap
     adjacency = graph.project(points, lists, order, starts, recipe.projected, recipe.degree, chunks)
     parent: Ids = np.full(total, -1, np.int32)
     everyone: Ids = np.arange(total, dtype=np.int32)
-    _reverse(points, adjacency, parent, adjacency, everyone, recipe.projected, False)
+    reverse(points, adjacency, parent, adjacency, everyone, recipe.projected)
     far = np.square(points - points.mean(0)).sum(1)
     degrees = (adjacency >= 0).sum(1)
     entry = int(np.where(degrees >= min(recipe.projected, int(degrees.max())) // 2, far, np.inf).argmin())
     # Connectivity enhancement: what a search from every key finds is offered to it, and it to them.
-    bias = _bias(points)
+    bias = bias_of(points)
     before = adjacency.copy()
     found = graph.search_queries(points, bias, before, points, entry, recipe.build_beam, chunks)[0]
     spans = np.arange(total + 1, dtype=np.int64) * found.shape[1]
-    graph.offer(points, adjacency, parent, everyone, spans, found.reshape(-1), recipe.degree, True, 0, chunks)
+    one = np.float32(1)
+    graph.offer(points, adjacency, parent, everyone, spans, found.reshape(-1), recipe.degree, True, 0, one, chunks)
     fresh = _fresh(adjacency, before)
-    _reverse(points, adjacency, parent, fresh, everyone, recipe.degree, True)
+    reverse(points, adjacency, parent, fresh, everyone, recipe.degree, True)
     parent[entry] = entry
     queue: Ids = np.empty(total, np.int32)
     queue[0] = entry
@@ -128,21 +130,22 @@ def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int
         beam = max(recipe.neighbours, recipe.build_beam)
         none: Floats = np.empty(0, np.float32)
         found, score = graph.search_queries(keys, none, old, queries, held.entry, beam, graph.parts())
-        lists, scores = _best(found, score, new, queries @ keys[first:].T, recipe.neighbours)
+        lists, scores = best(found, score, new, queries @ keys[first:].T, recipe.neighbours)
         pairs.append(_pairs(lists, recipe.pivots, first))
         free = np.flatnonzero(held.lists[:, 0] < 0)[: len(queries)]
         known = lists.shape[1]
         held.guides[free] = queries[: len(free)]
         held.lists[free, :known], held.scores[free, :known] = lists[: len(free)], scores[: len(free)]
-    held.bias[first : len(keys)] = _bias(points[first:])
+    held.bias[first : len(keys)] = bias_of(points[first:])
     bias = held.bias[: len(keys)]
     found, score = graph.search_queries(points, bias, old, points[first:], held.entry, recipe.build_beam, graph.parts())
-    near = _best(found, score, new, points[first:] @ points[first:].T + bias[first:], recipe.build_beam)[0]
-    pairs.append(_flat(np.broadcast_to(new[:, None], near.shape), near))
+    near = best(found, score, new, points[first:] @ points[first:].T + bias[first:], recipe.build_beam)[0]
+    pairs.append(flat(np.broadcast_to(new[:, None], near.shape), near))
     nodes, offers = (np.concatenate(part) for part in zip(*pairs, strict=True))
     # Filled up: lists pruned anew at every seal would lose more links than they gain.
-    _offer(points, adjacency, parent, nodes, offers, recipe.degree, fill=recipe.refilled)
-    _reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, False, fill=recipe.refilled)
+    fill, alpha = recipe.refilled, recipe.alpha
+    offer(points, adjacency, parent, nodes, offers, recipe.degree, fill=fill, alpha=alpha)
+    reverse(points, adjacency, parent, adjacency[first:], new, recipe.degree, fill=fill, alpha=alpha)
     changed = np.union1d(np.append(nodes, found[:, 0]), adjacency[first:])  # and the nearest old ones: not none
     changed = changed[(changed >= 0) & (changed < first)].astype(np.int32)  # all edges to new keys come from these
     queue: Ids = np.empty(len(changed) + len(new), np.int32)
@@ -162,7 +165,7 @@ def _by_guides(held: Graph, keys: Floats, new: Ids, recipe: Recipe) -> tuple[Ids
     margin[held.lists[:, 0] < 0] = -np.inf
     wanted = np.flatnonzero((margin > 0).any(1))
     if len(wanted):
-        held.lists[wanted], held.scores[wanted] = _best(
+        held.lists[wanted], held.scores[wanted] = best(
             held.lists[wanted], held.scores[wanted], new, products[wanted], held.lists.shape[1]
         )
     count = min(NEAR, len(margin))
@@ -170,7 +173,7 @@ def _by_guides(held: Graph, keys: Floats, new: Ids, recipe: Recipe) -> tuple[Ids
     lists = held.lists[guide]  # [t,n,K]
     pivots = lists[..., : recipe.pivots]
     mine, ours = np.broadcast_to(new[:, None], lists.shape), np.broadcast_to(new[:, None], pivots.shape)
-    whole, first = _flat(mine, lists), _flat(pivots, ours)
+    whole, first = flat(mine, lists), flat(pivots, ours)
     return np.concatenate([whole[0], first[0]]), np.concatenate([whole[1], first[1]])
 
 
@@ -178,18 +181,18 @@ def _pairs(lists: Ids, pivots: int, first: int) -> tuple[Ids, Ids]:
     """Pairs (pivot, key to offer it) from queries' `lists` `[Q,K]`: to a new pivot all, to an old one the new keys."""
     pivot = np.broadcast_to(lists[:, :pivots, None], (len(lists), min(pivots, lists.shape[1]), lists.shape[1]))
     member = np.broadcast_to(lists[:, None], pivot.shape)
-    nodes, offers = _flat(pivot, member)
+    nodes, offers = flat(pivot, member)
     wanted = (nodes >= first) | (offers >= first)
     return nodes[wanted], offers[wanted]
 
 
-def _flat(nodes: Ids, offers: Ids) -> tuple[Ids, Ids]:
+def flat(nodes: Ids, offers: Ids) -> tuple[Ids, Ids]:
     """The pairs of two arrays of one shape, without those where either is unused (-1) or both are one key."""
     used = (nodes >= 0) & (offers >= 0) & (nodes != offers)
     return nodes[used], offers[used]
 
 
-def _best(found: Ids, score: Floats, new: Ids, products: Floats, count: int) -> tuple[Ids, Floats]:
+def best(found: Ids, score: Floats, new: Ids, products: Floats, count: int) -> tuple[Ids, Floats]:
     """`[Q,count]` ids and scores: the best of what was found and of the new keys, which score `products` `[Q,n]`."""
     ids = np.concatenate([found, np.broadcast_to(new, products.shape)], 1)
     scores = np.concatenate([score, products], 1)
@@ -208,16 +211,24 @@ def _by_pivot(lists: Ids, pivots: int, total: int) -> tuple[Ids, Any]:
     return order, starts
 
 
-def _reverse(
-    points: Floats, adjacency: Ids, parent: Ids, lists: Ids, sources: Ids, degree: int, keep_all: bool, fill: int = 0
+def reverse(
+    points: Floats,
+    adjacency: Ids,
+    parent: Ids,
+    lists: Ids,
+    sources: Ids,
+    degree: int,
+    keep_all: bool = False,
+    fill: int = 0,
+    alpha: float = 1.0,
 ) -> None:
     """Offers every key the `sources` `[n]` that list it in `lists` `[n,W]`."""
     used = lists >= 0
     source = np.broadcast_to(sources[:, None], lists.shape)[used]
-    _offer(points, adjacency, parent, lists[used], source, degree, keep_all, fill)
+    offer(points, adjacency, parent, lists[used], source, degree, keep_all, fill, alpha)
 
 
-def _offer(
+def offer(
     points: Floats,
     adjacency: Ids,
     parent: Ids,
@@ -226,8 +237,9 @@ def _offer(
     degree: int,
     keep_all: bool = False,
     fill: int = 0,
+    alpha: float = 1.0,
 ) -> None:
-    """Offers `nodes[i]` the neighbour `offers[i]`, for all i at once."""
+    """Offers `nodes[i]` the neighbour `offers[i]`, for all i at once; see `graph.offer`."""
     if len(nodes) < len(adjacency):  # a few keys come: nothing here takes time in proportion to the others
         asked, nodes = np.unique(nodes, return_inverse=True)
         starts, offers = graph.by_target(offers, nodes, len(asked))
@@ -235,10 +247,10 @@ def _offer(
         starts, offers = graph.by_target(offers, nodes, len(adjacency))
         asked = np.flatnonzero(np.diff(starts))
         starts = np.append(starts[asked], starts[-1])
-    chunks = min(graph.parts(), 1 + len(asked) // 256)
-    graph.offer(points, adjacency, parent, asked.astype(np.int32), starts, offers, degree, keep_all, fill, chunks)
+    chunks, wide = min(graph.parts(), 1 + len(asked) // 256), np.float32(alpha)
+    graph.offer(points, adjacency, parent, asked.astype(np.int32), starts, offers, degree, keep_all, fill, wide, chunks)
 
 
-def _bias(points: Floats) -> Floats:
+def bias_of(points: Floats) -> Floats:
     """`[N]`: added to inner products, it ranks keys by distance."""
     return np.asarray(-np.square(points).sum(1) / 2, dtype=np.float32)
