@@ -178,7 +178,7 @@ def dropping_asked(model: str, length: int, samples: int, minutes: float) -> Ste
     """Passkeys, asked for after the prefill and within it."""
     return Step(
         f"rivals-passkey-{model.partition('-')[0]}",
-        f"passkeys in {length:,} tokens to {model}, asked for after the prefill and within it, by methods that drop rows",
+        f"passkeys in {length:,} tokens to {model}, asked for after the prefill or in it, by methods that drop rows",
         f"sparseattn eval --model {model} --dtype float32 --task passkey --lengths {length} --depths 0.1,0.5,0.9 "
         f"--samples {samples} --protocol question,prefill {DROPPING} --selector recent --selector quest "
         "--budget 64,256 --out OUT",
