@@ -233,10 +233,10 @@ def _sum4x4(acc, a, rows, at, t, weights, w, size):
 
 
 @njit(fastmath=set(FAST))
-def _tile(asked, share, size, keys, values, key_at, value_at, biased, more, count, weights, peak, total, acc):
+def _tile(asked, share, size, keys, values, key_at, value_at, more, count, weights, peak, total, acc):
     """One step of the online softmax: `count` rows join `peak`, `total` `[share]` and `acc` `[share*size]`.
 
-    To the logits of each row comes, if `biased`, its `more`.
+    `more` `[TILE]`: what comes to the logits of each row.
     """
     fours = share & ~3
     for t in range(count):
@@ -251,9 +251,8 @@ def _tile(asked, share, size, keys, values, key_at, value_at, biased, more, coun
         value_at[t] = value_at[0]
     for g in range(share):
         w, highest = g * TILE, peak[g]
-        if biased:
-            for t in range(count):
-                weights[w + t] += more[t]
+        for t in range(count):  # always: where the sum depended on a flag, bfloat16 took 2 % longer
+            weights[w + t] += more[t]
         for t in range(count):
             highest = max(highest, weights[w + t])
         if highest == -np.inf:  # so far logits of -inf alone, which weigh nothing; -inf - -inf would be NaN
@@ -300,14 +299,13 @@ def _part(
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     weights = np.empty(share * TILE, np.float32)
-    biased, extra = bias.shape[0] > 0, np.float32(0)
-    more = np.zeros(TILE, np.float32)
+    more, extra = np.zeros(TILE, np.float32), np.float32(0)
     filled, passed = 0, 0
     for s in range(slots + 2):
         if s < slots:
             low = max(start[s], 0) + base
             high = min(start[s] + min(length[s], span), zone) + base
-            extra = bias[s] * LOG2E if biased else np.float32(0)
+            extra = bias[s] * LOG2E if bias.shape[0] else np.float32(0)
         elif s == slots:
             low, high, extra = 0, sink, np.float32(0)
         else:
@@ -329,12 +327,12 @@ def _part(
             row += 1
             filled += 1
             if filled == TILE:
-                _tile(asked, share, size, keys, values, key_at, value_at, biased, more, TILE, weights, peak, total, acc)
+                _tile(asked, share, size, keys, values, key_at, value_at, more, TILE, weights, peak, total, acc)
                 filled = 0
         if passed >= stop:
             break
     if filled:
-        _tile(asked, share, size, keys, values, key_at, value_at, biased, more, filled, weights, peak, total, acc)
+        _tile(asked, share, size, keys, values, key_at, value_at, more, filled, weights, peak, total, acc)
 
 
 @njit(fastmath=set(FAST))
@@ -421,8 +419,8 @@ def attend(
             heads,
             _own_blocks(batch) if block_table is None else block_table.contiguous().numpy(),
             max(keys.shape[2], 1),
-            selection.start.numpy().reshape(lists, slots),
-            selection.length.numpy().reshape(lists, slots),
+            selection.start.contiguous().numpy().reshape(lists, slots),  # a view of other steps would compile anew
+            selection.length.contiguous().numpy().reshape(lists, slots),
             _no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots),
             selection.span,
             bounds.sink.contiguous().numpy(),
