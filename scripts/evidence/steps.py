@@ -155,7 +155,7 @@ def hashed(model: str, text: str, layers: str, more: str, minutes: float) -> Ste
         f"methods that hash keys against rows drawn evenly, on {model}'s keys of the text {text}",
         f"sparseattn capture --model {model} --text {text} --tokens 8192 --layers {layers} --queries 32 "
         f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {HASHED} {more} "
-        "--selector exact --budget 64,128,256,512,1024,2048 --no-figures --out OUT",
+        "--selector exact --budget 16,64,256,512,1024,2048 --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )

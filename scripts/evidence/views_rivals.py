@@ -17,6 +17,7 @@ Record: TypeAlias = "Mapping[str, Any]"
 
 MEASURE = "recall@10"  # of Quest's Figure 4
 ALIKE = 0.1  # errors whose ratio is less far from 1 than this are called alike
+LEAST = 1e-6  # errors below are rounding
 FULL = "full"
 AFTER, WITHIN = "question", "prefill"  # protocols: the question comes after the prefill, or is in it
 
@@ -64,7 +65,7 @@ class Curve:
 
     def __init__(self, found: Measured, label: str, cost: str) -> None:
         mine = [one for one in found.rows if one["label"] == label]
-        points = {one[f"mean.{cost}"]: one["mean.relative_error"] for one in mine}
+        points = {one[f"mean.{cost}"]: max(one["mean.relative_error"], LEAST) for one in mine}
         self.points = sorted(points.items())
 
     def at(self, cost: float) -> float | None:
@@ -89,6 +90,14 @@ def _verdict(ratio: float) -> str:
     return "alike" if abs(ratio - 1) <= ALIKE else "better" if ratio < 1 else "worse"
 
 
+def _holds(every: Sequence[tuple[str, str]], *right: str) -> str:
+    """Whether what is seen (words, verdict) is what a paper finds, as the end of a sentence."""
+    known = [verdict in right for _, verdict in every if verdict != "unknown"]
+    if not known:
+        return "is unknown"
+    return "agrees" if all(known) else "agrees in part" if any(known) else "does not agree"
+
+
 def hashed_findings(record: Record) -> str:
     """What SAAP's Figure 5 says, and what is seen here."""
     found = Measured(record)
@@ -107,33 +116,23 @@ def hashed_findings(record: Record) -> str:
     pig = [label for label in labels if _name(label) == "magicpig"]
     items = []
     every = [said(label, "Random", "attended") for label in single]
-    holds = all(verdict in ("alike", "worse") for _, verdict in every)
+    holds = _holds(every, "alike", "worse")
     items.append(
         f"The paper: KDEformer's and Reformer's hash on a par with random rows or worse. At equal rows attended "
-        f"{_listed([words for words, _ in every])}. That {'agrees' if holds else 'does not agree'}."
+        f"{_listed([words for words, _ in every])}. That {holds}."
     )
     every = [said(label, "Random", "attended") for label in pig]
-    holds = all(verdict == "better" for _, verdict in every)
+    holds = _holds(every, "better")
     items.append(
         f"The paper: MagicPIG better than these. At equal rows attended {_listed([words for words, _ in every])}. That "
-        f"{'agrees' if holds else 'does not agree'}."
+        f"{holds}."
     )
     if "KMeans" in labels:
         by_cost = {cost: [said("KMeans", label, cost) for label in pig] for cost in ("attended", "bytes_share")}
         sentences = []
         for cost, words in (("attended", "rows attended"), ("bytes_share", "bytes read")):
             clauses = _listed([one for one, _ in by_cost[cost]])
-            verdicts = {verdict for _, verdict in by_cost[cost]}
-            said_so = (
-                "that agrees"
-                if verdicts == {"better"}
-                else "that is unknown"
-                if verdicts == {"unknown"}
-                else "that agrees in part"
-                if "better" in verdicts
-                else "that does not agree"
-            )
-            sentences.append(f"At equal {words} {clauses}: {said_so}.")
+            sentences.append(f"At equal {words} {clauses}: that {_holds(by_cost[cost], 'better')}.")
         items.append(f"The paper: k-means best. {' '.join(sentences)}")
     else:
         items.append("The paper: k-means best. No artefact of k-means ships for this model, so nothing is said of it.")
