@@ -423,7 +423,7 @@ STEPS = (
     Step(
         "rivals-steps",
         "recall of the best ten rows at every decoded token, by methods that drop rows and by Quest",
-        "sparseattn capture --model smollm2 --text paradise-lost --tokens 4096 --layers 2,10,18,26 --dtype bfloat16 "
+        "sparseattn capture --model smollm2 --text paradise-lost --tokens 8192 --layers 2,10,18,26 --dtype bfloat16 "
         "--out OUT/paradise-lost.safetensors && sparseattn bench OUT/paradise-lost.safetensors --selector h2o "
         "--selector h2o:scores=decode --selector quest --selector exact --budget 256,512 --last 128 "
         "--by-step recall@10 --no-figures --out OUT",
