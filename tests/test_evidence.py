@@ -339,8 +339,13 @@ def test_views_of_methods_that_drop_rows_and_of_their_passkeys() -> None:
     answered = {("full", "question"): 1, ("full", "prefill"): 1, ("SnapKV", "prefill"): 1, ("Quest", "question"): 1}
     lines = [
         {
-            **{"task": "passkey", "length": 512, "prompt": "x", "protocol": protocol, "method": method},
-            **{"budget": None if method == "full" else "64", "settings": settings},
+            "task": "passkey",
+            "length": 512,
+            "prompt": "x",
+            "protocol": protocol,
+            "method": method,
+            "budget": None if method == "full" else "64",
+            "settings": settings,
             "score": float(answered.get((method, protocol), 0)),
         }
         for method in ("full", "SnapKV", "Quest")
