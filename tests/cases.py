@@ -39,6 +39,7 @@ from sparseattn import (
     QueryBridge,
     Quest,
     Random,
+    Recent,
     Reformer,
     RetrievalAttention,
     RobustVamana,
@@ -57,7 +58,6 @@ from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.loaded import Loaded, of_parts
-from sparseattn.selectors.recent import Recent
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
