@@ -317,9 +317,10 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few", "kdeformer-one",
-    "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped",
-    "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "twostage-estimate",
+    "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
+    "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
+    "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
+    "twostage-estimate",
 }  # fmt: skip
 
 
