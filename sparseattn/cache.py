@@ -473,7 +473,7 @@ class KVCache:
         self._broken = True
         self.selector.keep(ids)
         stored.compact(ids)
-        self._broken, self.latest = False, None  # whose places are others' now
+        self._broken, self.latest, self.latest_tail = False, None, None  # whose places are others' now
         self._show()
         return before - places
 
