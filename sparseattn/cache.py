@@ -370,6 +370,8 @@ class KVCache:
         budget = parse_budget(budget)
         context = self._capacity if self.fixed and budget is None else max(self._stored.zones.count)
         rows = budget_rows(budget, context, self.selector.span, self.selector)
+        if budget is not None:
+            rows = self.selector.allowed(rows)
         self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
         return min(rows, max(self._capacity if self.fixed else context, self.selector.span))

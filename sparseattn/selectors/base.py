@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -115,6 +115,7 @@ class Selector(ABC):
         layer: the model layer this instance serves, set by `for_layer`.
         heads: which of the layer's KV heads this instance is shown, where others have another method (`roles`); H is
             their number then. For methods with parameters of their own for a head. None: all of them.
+        depth: layers of the model where the caller knows it, for methods that differ by layer.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
@@ -138,6 +139,7 @@ class Selector(ABC):
     usual: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     layer: int = 0
+    depth: int | None = None
     heads: Heads | None = None
     rope: Rope | None = None
     stored: Tensor | None = None
@@ -186,6 +188,14 @@ class Selector(ABC):
         """
         for _, part in self.parts():
             part.check_shape(heads, group, size)
+
+    def allowed(self, budget: int) -> int:
+        """Rows that this instance may read where a budget of `budget` rows is given, at most as many; by default all.
+
+        Asked before a budget is cut to the rows there are, so that it does not follow the length of the context, and
+        not where the budget is None. `select` is given the answer, cut.
+        """
+        return budget
 
     @abstractmethod
     def append(self, rows: Rows) -> Tensor | None:
