@@ -100,6 +100,7 @@ class Selector(ABC):
             of every part; one that wants a smaller share sees the same queries.
         last_queries: how many of the prompt's newest queries the first `append` wants (`Rows.last_queries`), 0 none. At
             least that of every part; one that wants fewer sees the same, of which its own are the last.
+        biases: whether its selections have a bias (`Selection.bias`), or a part's have.
         evicts: whether it drops rows, or a part does, and never names them again: see `held`.
         observes: whether it learns from the weights that its selections got (`observe`), or a part does.
         tails: whether it has rows of its own to attend to (`tail`), or a part has.
@@ -128,6 +129,7 @@ class Selector(ABC):
     span: int = 1
     queries_share: float = 0.0
     last_queries: int = 0
+    biases: bool = False
     evicts: bool = False
     observes: bool = False
     tails: bool = False
@@ -154,6 +156,7 @@ class Selector(ABC):
         if isinstance(value, Selector):
             self.queries_share = max(self.queries_share, value.queries_share)
             self.last_queries = max(self.last_queries, value.last_queries)
+            self.biases = self.biases or value.biases
             self.evicts = self.evicts or value.evicts
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
