@@ -98,6 +98,8 @@ class KVCache:
             near = sink + window + rollback + seal + selector.unit  # after a seal, room until the next one
             selector.to(self.sealed_device)
         learned = checks.share(selector), checks.last_queries(selector)
+        if learned[0] == 1 and learned[1]:  # no query of the prompt is missing, however wide the window
+            learned = learned[0], max(learned[1], window + rollback + selector.unit)
         self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned)
         if fixed:
             self._fix(capacity)

@@ -78,6 +78,18 @@ def test_h2o_holds_heavy_hitters_and_the_newest_rows(scores: str) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("sink", "window", "rollback"), [(0, 1, 0), (3, 70, 0), (0, 75, 10)])
+def test_h2o_counts_every_query_of_the_prompt(sink: int, window: int, rollback: int) -> None:
+    """However many of the rows are in the cache's window."""
+    queries, keys, values = heads(2, H, G, PROMPT, D)
+    cache = KVCache(H2O(), sink=sink, window=window, rollback=rollback)
+    cache.append(keys, values, queries)
+    cache.seal()
+    for b in range(2):
+        total = causal(queries[b], keys[b]).sum((1, 2))[:, sink : PROMPT - window - rollback]
+        torch.testing.assert_close(cache.selector.worth.data[b].double(), total, rtol=1e-5, atol=1e-5)
+
+
 def test_tova_drops_the_row_with_the_least_attention_of_the_newest_query() -> None:
     """In the mean over every head of the layer, the newest row's own weight among those compared."""
     queries, keys, values = heads(1, H, G, PROMPT + STEPS, D)

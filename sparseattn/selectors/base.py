@@ -45,8 +45,9 @@ class Rows:
             them; None where the share is 0. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
         last_queries: `[B,H,G,n,D]`, the prompt's n newest queries, the newest last, at the first seal of a selector
-            whose `last_queries` is n; else None. The prompt is what is stored then, sink and window included, without
-            the row of the step that is being decoded. Zero where a prompt is shorter than n, in front.
+            whose `last_queries` is n (more where its `queries_share` is 1); else None. The prompt is what is stored
+            then, sink and window included, without the row of the step that is being decoded. Zero where a prompt is
+            shorter than n, in front.
         last_positions: `[B,n]` int64, the token positions of `last_queries`; negative marks padding.
         unsealed: `[B,H,u,D]`, with `last_queries`: the keys of those of the prompt's rows that are not sealed (sink,
             window and what waits), so that a causal softmax of `last_queries` over all of the prompt is exact.
@@ -99,7 +100,9 @@ class Selector(ABC):
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
             of every part; one that wants a smaller share sees the same queries.
         last_queries: how many of the prompt's newest queries the first `append` wants (`Rows.last_queries`), 0 none. At
-            least that of every part; one that wants fewer sees the same, of which its own are the last.
+            least that of every part; one that wants fewer sees the same, of which its own are the last. With a
+            `queries_share` of 1 at least those of all rows behind the sealed ones: then no query is missing but those
+            of the sink's rows.
         biases: whether its selections have a bias (`Selection.bias`), or a part's have.
         evicts: whether it drops rows, or a part does, and never names them again: see `held`.
         observes: whether it learns from the weights that its selections got (`observe`), or a part does.
