@@ -396,6 +396,7 @@ def _meta(
         "model": model_id or name_of(model),
         "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
         "text": dict(text or {}),
+        "model_layers": getattr(model.config.get_text_config(), "num_hidden_layers", None),
         "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "attention": original,
         "dtype": str(stored).removeprefix("torch."),
