@@ -44,9 +44,10 @@ class MagicPIG(Hashed):
     An index row takes `2 * tables` bytes for each KV head.
 
     Departures. The mean is that of a sequence's first sealed keys, its prompt's, and rows sealed later are hashed about
-    it as well; the authors' code never indexes rows of the answer. Tables are signatures in the order of the rows, compared one table after the other, and not lists of
-    the rows in each bucket: the same rows, at a cost that grows with the context. The cap is ours. Which layers are
-    dense (two of Llama's 32 in the paper) is the caller's choice, as are sink and window (4 and 64 there).
+    it as well; the authors' code never indexes rows of the answer. Tables are signatures in the order of the rows,
+    compared one table after the other, and not lists of the rows in each bucket: the same rows, at a cost that grows
+    with the context. The cap is ours. Which layers are dense (two of Llama's 32 in the paper) is the caller's choice,
+    as are sink and window (4 and 64 there).
 
     `scanned`: rows, as every row's signatures are compared. `scan_bytes`: these signatures, and of the directions the
     part of a KV head: they are read once for all heads. Keys of the rows drawn are not counted: their probability needs
