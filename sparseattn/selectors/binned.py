@@ -25,8 +25,8 @@ class Binned(Hashed):
 
     An index row takes 8 bytes for each KV head.
 
-    `scanned`: hashes that the search looks at. `scan_bytes`: these, the row numbers it reads, and the directions once
-    per KV head.
+    `scanned`: hashes that the search looks at, of a search among the real rows alone. `scan_bytes`: these, the row
+    numbers it reads, and the directions once per KV head.
     """
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -35,6 +35,7 @@ class Binned(Hashed):
         self.rows = rows
         self.hashes = RowBuffer(2, spare=NONE)  # [B,H,N] int32, rising
         self.order = RowBuffer(2, spare=0)  # [B,H,N] int32, the rows in that order
+        self.real = RowBuffer(1, capacity=1)  # [B,1] int64, rows that are no padding
 
     @abstractmethod
     def hashed(self, x: Tensor) -> Tensor:
@@ -58,10 +59,15 @@ class Binned(Hashed):
     def fix(self, rows: int, seal: int) -> None:
         self.hashes.fix(rows)
         self.order.fix(rows)
+        self.real.fix(1)
 
     def append(self, rows: Rows) -> None:
         self.draw(rows.keys)
-        hashes = self.hashed(rows.keys).masked_fill((rows.positions < 0)[:, None], NONE)  # [B,H,n]
+        real = rows.positions >= 0
+        if not self.real.rows:
+            self.real.append(torch.zeros_like(rows.positions[:, :1]))
+        self.real.data.add_(real.sum(1, keepdim=True))
+        hashes = self.hashed(rows.keys).masked_fill(~real[:, None], NONE)  # [B,H,n]
         before, new = self.order.rows, hashes.shape[2]
         order = torch.arange(before, before + new, dtype=torch.int32, device=hashes.device).expand_as(hashes)
         if before:
@@ -71,13 +77,15 @@ class Binned(Hashed):
         for buffer, made in ((self.hashes, hashes), (self.order, order)):
             buffer.resize(before + new, made)
             buffer.data.copy_(made)
+        # The search is over all of the storage, which is contiguous: it would copy a part of it at every step.
+        self.hashes.full[..., self.hashes.rows :].fill_(NONE)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
         if not self.order.rows:
             return Selection.none(batch, heads, query.device)
-        hashes, order = self.hashes.visible.contiguous(), self.order.visible  # [B,H,N]
-        real = (hashes[:, 0] != NONE).sum(-1)[:, None, None]  # [B,1,1]
+        hashes, order = self.hashes.full, self.order.visible  # [B,H,N]
+        real = self.real.visible[..., None]  # [B,1,1]
         asked = self.hashed(query)  # [B,H,G]
         low, high = (torch.searchsorted(hashes, asked, right=right) for right in (False, True))
         take = real.clamp(max=budget)
@@ -87,5 +95,5 @@ class Binned(Hashed):
         ids = order.gather(2, place.flatten(2)).view_as(place)
         ids = torch.where(slot < take[..., None], ids, -1).flatten(1, 2)
         looks = 2 * (real[..., 0] + 1).log2().ceil().long()  # [B,1], of two searches
-        read = 4 * group * (looks + take[..., 0]) + (real[..., 0] > 0) * self.directions_read()
+        read = 4 * group * (looks + take[..., 0]) + (real[..., 0] > 0) * self.directions_read(heads)
         return Selection.tokens(ids, looks.expand(-1, heads * group), read.expand(-1, heads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -36,12 +37,25 @@ def draws(stream: Tensor, positions: Tensor, at: Tensor) -> Tensor:
 
 
 def directions(seed: int, layer: int, heads: Sequence[int], size: int, count: int) -> Tensor:
-    """`[A,size,count]` bfloat16 on the CPU: `count` directions of each of A heads, of independent normal numbers."""
-    drawn = torch.empty(len(heads), size, count, dtype=torch.bfloat16)
+    """`[A,size,count]` float32 on the CPU: `count` directions of each of A heads, of independent normal numbers.
+
+    The numbers are rounded to bfloat16, as models that hash keep them.
+    """
+    drawn = torch.empty(len(heads), size, count)
     for head, stream in enumerate(streams(seed, layer, heads, torch.device("cpu")).tolist()):
         generator = torch.Generator().manual_seed(stream)
-        drawn[head] = torch.randn(size, count, generator=generator)
+        drawn[head] = torch.randn(size, count, generator=generator).bfloat16()
     return drawn
+
+
+@functools.lru_cache(maxsize=4)
+def one_set(seed: int, size: int, count: int, device: torch.device) -> Tensor:
+    """`[size,count]` float32 on `device`: directions that all heads and layers have in common, held once.
+
+    They are those that `directions` gives head 0 of layer 0. Nobody writes into them.
+    """
+    with torch.inference_mode(False):  # a training step may use what inference has made
+        return directions(seed, 0, [0], size, count)[0].to(device)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -10,28 +10,33 @@ from torch import Tensor
 
 from sparseattn.rope import Rope
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.draws import directions
+from sparseattn.selectors.draws import directions, one_set
 
 Self = TypeVar("Self", bound="Hashed")
 
 
 class Hashed(Selector):
-    """Projects keys and queries on random directions, which each KV head of each layer has of its own.
+    """Projects keys and queries on random directions.
 
-    The directions are normal numbers of 16 bits, drawn from (seed, layer, head): clones and later runs have the same
-    ones. They are made with the first rows, when the shape of a head is known.
+    The directions are normal numbers rounded to 16 bits and kept in 32, in which products are formed. They are made
+    with the first rows, when the shape of a head is known. Clones and later runs have the same ones.
+
+    Attributes:
+        shared: all KV heads of all layers have one set, drawn from the seed and held once; else each head of each layer
+            has its own, drawn from (seed, layer, head).
     """
 
     late = ("directions",)
+    shared: bool = False
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.directions: Tensor | None = None  # [H,D,R] bfloat16
+        self.directions: Tensor | None = None  # [H,D,R], or [D,R] where shared, float32
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """R, directions of a KV head."""
+        """R, directions that a KV head has."""
 
     def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
         fresh = super().for_layer(layer, rope)
@@ -42,19 +47,23 @@ class Hashed(Selector):
         """Makes the directions for keys `[B,H,n,D]`, unless they are there."""
         _, heads, _, size = keys.shape
         held = self.directions
-        if held is None or held.shape[:2] != (heads, size):
-            held = directions(self.seed, self.layer, self.numbers(heads), size, self.count)
-        self.directions = held.to(keys.device)
+        if held is not None and held.shape[:-1] == ((size,) if self.shared else (heads, size)):
+            self.directions = held.to(keys.device)
+        elif self.shared:
+            self.directions = one_set(self.seed, size, self.count, keys.device)
+        else:
+            drawn = directions(self.seed, self.layer, self.numbers(heads), size, self.count)
+            self.directions = drawn.to(keys.device)
 
     def projected(self, x: Tensor) -> Tensor:
         """`[B,H,n,R]` float32: the products of `x` `[B,H,n,D]`, keys or queries, with the directions of their head."""
         assert self.directions is not None, "directions are drawn with the first rows"
-        return x.float() @ self.directions.float()
+        return x.float() @ self.directions
 
-    def directions_read(self) -> int:
-        """Bytes of the directions of a KV head."""
+    def directions_read(self, heads: int) -> int:
+        """Bytes of directions that each of `heads` KV heads answers for: its own, or its part of the shared ones."""
         assert self.directions is not None
-        return self.directions[0].numel() * self.directions.element_size()
+        return -(-self.directions.nbytes // heads)
 
 
 def packed(bits: Tensor) -> Tensor:

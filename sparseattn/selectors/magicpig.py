@@ -38,24 +38,27 @@ class MagicPIG(Hashed):
         tables: L, 2 or more; 150 with 10 bits, 75 with 8 in the paper's main settings.
         floor: added to w before its logarithm, so that a row drawn against all odds does not count a million times.
             1e-4 in the authors' code; with 0 the sums are exactly right in the mean.
-        seed: of the directions, which stay for the sequence: the errors of two steps are not independent.
+        seed: of the directions, one set for all heads and layers, which stays: errors of two steps, heads or layers are
+            not independent.
 
     An index row takes `2 * tables` bytes for each KV head.
 
     Departures. The mean is that of a sequence's first sealed keys, its prompt's, and rows sealed later are hashed about
-    it as well; the authors' code never indexes rows of the answer. Directions are drawn for each layer and head; there
-    all share them. Tables are signatures in the order of the rows, compared one table after the other, and not lists of
-    the rows in each bucket: the same rows, at a cost that grows with the context. The cap is ours. Which layers are
-    dense (two of Llama's 32 in the paper) is the caller's choice, as are sink and window (4 and 64 there).
+    it as well; the authors' code never indexes rows of the answer. Tables are signatures in the order of the rows,
+    compared one table after the other, and not lists of the rows in each bucket: the same rows, at a cost that grows
+    with the context. The cap is ours. Which layers are dense (two of Llama's 32 in the paper) is the caller's choice,
+    as are sink and window (4 and 64 there).
 
-    `scanned`: collisions, each row as often as it collides. `scan_bytes`: what lists of rows would be read: 4 bytes a
-    collision, 8 for a bucket of each table and query head; and the directions, once per KV head.
+    `scanned`: rows, as every row's signatures are compared. `scan_bytes`: these signatures, and of the directions the
+    part of a KV head: they are read once for all heads. Keys of the rows drawn are not counted: their probability needs
+    the product with the query, which attention forms, though here torch forms it once more.
 
     Raises:
         ValueError: an argument out of its range.
     """
 
     biases = True
+    shared = True
 
     def __init__(self, bits: int = 10, tables: int = 150, floor: float = 1e-4, seed: int = 0) -> None:
         check_least(bits=(bits, 0), tables=(tables, 2))
@@ -119,11 +122,9 @@ class MagicPIG(Hashed):
         ids = best(order.masked_fill(~drawn, -torch.inf), budget)  # [B,Hs,S]
         cap = (drawn.sum(-1, keepdim=True) / max(ids.shape[2], 1)).clamp(min=1).log()  # [B,Hs,1]
         bias = torch.where(ids >= 0, cap - self._logarithm(query, ids), 0.0).float()
-        scanned = times.sum(-1)
-        seen = (at >= 0).any(-1, keepdim=True)  # [B,1] a sequence has any row
-        read = 4 * scanned.unflatten(1, (heads, group)).sum(-1)
-        read = read + seen * (8 * self.tables * group + self.directions_read())
-        return Selection.tokens(ids, scanned, read, bias=bias)
+        real = (at >= 0).sum(-1, keepdim=True)  # [B,1]
+        read = 2 * self.tables * real + (real > 0) * self.directions_read(heads)
+        return Selection.tokens(ids, real.expand(-1, heads * group), read.expand(-1, heads), bias=bias)
 
     def _logarithm(self, query: Tensor, ids: Tensor) -> Tensor:
         """`[B,Hs,S]` float64: that of the probability with which rows `ids` were drawn, with the floor."""
