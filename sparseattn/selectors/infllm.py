@@ -105,7 +105,7 @@ class InfLLM(Selector):
         if self.distance is not None:
             at = positions.to(query.device)[:, None, None]
             query = self._rope().rotate(self._rope().unrotate(query, at), torch.full_like(at, self.distance))
-        scores = (means @ query.to(means.dtype)[..., None])[..., 0].float()  # [B,H,G,P]
+        scores = (means.float() @ query.float()[..., None])[..., 0]  # [B,H,G,P]; in 16 bits near blocks would tie
         scores = scores.masked_fill(~real[:, None, None], -torch.inf)
         if self.group == "layer":
             voted = scores.sum((1, 2))[:, None].expand(-1, heads, -1)
