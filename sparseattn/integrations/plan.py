@@ -112,6 +112,7 @@ def try_out(
 ) -> None:
     """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now."""
     selector = share.fresh(index, what.rope)
+    selector.scale = what.scale
     if selector.foresees:
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "

@@ -93,7 +93,7 @@ class InfiniGen(Selector):
                 f"it out, or dense), or tell it with KVCache.foresee"
             )
         part, real = self.part.data, self.real.data
-        logits = (self.ahead.float() @ self.turn.data) @ part.float().mT / size**0.5  # [B,H,G,N]
+        logits = (self.ahead.float() @ self.turn.data) @ part.float().mT / self.temperature(size)  # [B,H,G,N]
         logits = logits.masked_fill(~real[:, None, None], -torch.inf)
         near = (logits > logits.amax(-1, keepdim=True) - self.alpha).sum(-1)  # [B,H,G]
         count = near.double().mean((1, 2)).long().clamp(min=1)  # one number for all heads

@@ -34,7 +34,7 @@ class SparQ(Ranked):
     Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not
     read have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate.
     Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
-    window come on top of the budget. Logits are taken as `q.k / sqrt(D)`.
+    window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)` (`Selector.scale`).
 
     `scan_bytes`: r numbers of every row.
     """
@@ -83,7 +83,7 @@ class SparQ(Ranked):
         some = some.view(batch, heads, channels, -1)
         asked = query.gather(3, largest[:, :, None].expand(-1, -1, group, -1))  # [B,H,G,r]
         share = asked.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
-        logits = (asked / (size * share).clamp(min=TINY).sqrt()[..., None]) @ some.float()
+        logits = (asked / (self.temperature(size) * share.clamp(min=TINY).sqrt())[..., None]) @ some.float()
         return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
     def read(self, scanned: Tensor, query: Tensor) -> Tensor:
