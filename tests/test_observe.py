@@ -181,3 +181,10 @@ def test_a_replay_tells_a_layers_scale(tmp_path: Path) -> None:
     Trace.build([replace(plain.layer(0), scale=0.5)], plain.positions).save(path)
     found = evaluate(Trace.open(path), TwoStage(SparQ(32), 4, rows=16), 32, last=4)  # else its tail would be refused
     assert 0 < found.mean("relative_error") < 1
+
+
+@pytest.mark.parametrize(("method", "words"), [("snapkv", "drops rows for good"), ("infinigen", "capture --ahead")])
+def test_what_a_sweep_cannot_ask_is_refused(method: str, words: str) -> None:
+    layer = synthetic(200, heads=2, group=2, size=16).layer(0)
+    with pytest.raises(ValueError, match=words):
+        curve(method, layer.keys, layer.query[:, :, -4:], k=16)

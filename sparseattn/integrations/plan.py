@@ -118,9 +118,11 @@ def try_out(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
             f"traces made with `sparseattn capture --ahead`, or make the layer dense"
         )
+    heads = what.heads if share.heads is None else len(share.heads.which)
+    selector.check_shape(heads, what.group, what.size)
     count = max(selector.unit, 16)
     draw = torch.Generator().manual_seed(0)
-    shape = (1, what.heads if share.heads is None else len(share.heads.which), count, what.size)
+    shape = (1, heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
     trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)
     with warnings.catch_warnings():

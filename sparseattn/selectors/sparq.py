@@ -36,11 +36,12 @@ class SparQ(Ranked):
     Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
     window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)` (`Selector.scale`).
 
-    `scan_bytes`: r numbers of every row.
+    `scan_bytes`: r numbers of every row. With the tail, logits of 4 bytes for each row and query head
+    are held from one `select` to the next.
     """
 
     knob = "channels"
-    by_row = ("keys", "scored")
+    by_row = ("keys",)
 
     def __init__(self, channels: int = 16, mean: bool | None = None, group: str = "softmax") -> None:
         check_least(channels=(channels, 1))
@@ -49,7 +50,7 @@ class SparQ(Ranked):
         self.tails = mean is not False
         self.keys = RowBuffer(3)  # [B,H,D,N], the keys by channel
         self.total = RowBuffer(2)  # [B,H,D] float32, the sum of the values
-        self.scored = RowBuffer(3)  # [B,H,G,N] float32, the last query's logits, for the tail
+        self._asked: Tensor | None = None  # [B,H,G,N] float32, logits that `select` leaves to `tail`, no state
 
     def append(self, rows: Rows) -> None:
         real = rows.positions >= 0
@@ -68,8 +69,7 @@ class SparQ(Ranked):
             return Selection.none(query.shape[0], query.shape[1], query.device)
         logits = self.logits(query)
         if self._adds(query):
-            self.scored.resize(logits.shape[3], logits)
-            self.scored.data.copy_(logits)
+            self._asked = logits
         return self.named(query, logits, budget)
 
     def logits(self, query: Tensor) -> Tensor:
@@ -90,9 +90,11 @@ class SparQ(Ranked):
         return scanned * (min(self.channels, query.shape[3]) * self.bytes_of(self.keys.full))
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.scored.rows:
+        if not self.real.rows:
             return None
-        logits = self.scored.data
+        logits = self._asked
+        if logits is None:
+            return None
         read = selection.mask(logits.shape[3]).unflatten(1, (logits.shape[1], -1))  # [B,H,G or 1,N]
         left = logits.masked_fill(read, -torch.inf).logsumexp(3).flatten(1)[..., None]  # [B,H*G,1]
         count = self.real.visible.sum(-1)[:, None, None]  # [B,1,1]
