@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,8 @@ def decode(
         `[B,H,G,D]` in the query's dtype.
 
     Raises:
-        ValueError: a query that does not fit the cache, or a budget below 1 row or below the selector's span.
+        ValueError: a query that does not fit the cache, or a budget below 1 row or below the selector's span, or a
+            scale that a selector with a tail was not told (`Selector.scale`).
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
     if cache.sealed_device is None:
@@ -94,6 +97,12 @@ def _attend_parts(
     tail = cache.tail(query, selection)
     if tail is None:
         return [(out, lse)], weights
+    told, used = (query.shape[3] ** -0.5 if given is None else given for given in (cache.selector.scale, scale))
+    if not math.isclose(told, used, rel_tol=1e-6):
+        raise ValueError(
+            f"{cache.selector!r} weighs its tail by logits of scale {told:g}, and this step has {used:g}: set the "
+            f"selector's `scale` to that before rows are sealed"
+        )
     return [(out, lse), attend(query, tail.keys, tail.values, tail.selection, scale=scale, impl=impl)], weights
 
 

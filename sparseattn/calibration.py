@@ -73,11 +73,17 @@ def _key_moments(keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
     """Count, sum `[H,D]` and sum of outer products `[H,D,D]`, float64 on the CPU."""
     heads, tokens, size = keys.shape
     total = keys.new_zeros(heads, size, dtype=torch.float64)
-    outer = keys.new_zeros(heads, size, size, dtype=torch.float64)
     for part in keys.float().split(CHUNK, 1):
         total += part.sum(1)
-        outer += part.mT @ part
-    return {"count": torch.tensor(tokens, dtype=torch.float64), "sum": total.cpu(), "outer": outer.cpu()}
+    return {"count": torch.tensor(tokens, dtype=torch.float64), "sum": total.cpu(), "outer": outer(keys).cpu()}
+
+
+def outer(rows: Tensor) -> Tensor:
+    """The sum of outer products of rows `[H,n,D]` with themselves: `[H,D,D]` float64, without a second copy of them."""
+    made = rows.new_zeros(len(rows), rows.shape[2], rows.shape[2], dtype=torch.float64)
+    for part in rows.split(CHUNK, 1):
+        made += part.float().mT @ part.float()
+    return made
 
 
 def _principal(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -258,7 +258,7 @@ def evaluate_budgets(
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:
             mine = share.fresh(index, layer.rope, trace.depth)
-            mine.width = trace.dtype.itemsize
+            mine.width, mine.scale = trace.dtype.itemsize, layer.scale
             cache = KVCache(
                 mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
             )

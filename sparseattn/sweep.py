@@ -177,6 +177,16 @@ def check(selector: Selector, keys: int, k: int) -> None:
             f"{selector!r} learns from what its selections got, and a sweep asks for rows without attending to them: "
             f"measure it by bench"
         )
+    if selector.foresees:
+        raise ValueError(
+            f"{selector!r} goes by queries foreseen from the layer before, and a sweep has none: measure it by bench, "
+            f"on traces made with `sparseattn capture --ahead`"
+        )
+    if selector.evicts:
+        raise ValueError(
+            f"{selector!r} drops rows for good at the first query, and a sweep asks one index with many: measure it by "
+            f"bench"
+        )
     if k < 1:
         raise ValueError(f"k is 1 or more keys, got {k}")
     if k > keys // selector.unit * selector.unit:

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from sparseattn import DoubleSparsity, Exact, KVCache, Loki, PQCache, Selector, SparQ, decode, evaluate, make_selector
 from sparseattn.calibration import METHODS, Calibration, CalibrationError
 from sparseattn.cli import app
+from sparseattn.roles import Roles
 from sparseattn.rope import Rope
 from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace
 from sparseattn.training import TrainingError, calibrate
 
 FULL = {
@@ -184,8 +186,6 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_a_calibration_of_one_prompt_is_what_the_prompt_itself_gives(
     method: str, traces: list[Path], tmp_path: Path
 ) -> None:
-    from sparseattn.traces import Trace
-
     trace, file = Trace.open(traces[0]), tmp_path / "one.safetensors"
     made = calibrate(traces[:1], method, file)
     layer = trace.layer(1)
@@ -204,9 +204,17 @@ def test_a_calibration_of_one_prompt_is_what_the_prompt_itself_gives(
     assert torch.equal(found[0].rows, found[1].rows)
 
 
-def test_sums_over_prompts_are_of_all_tokens(traces: list[Path], tmp_path: Path) -> None:
-    from sparseattn.traces import Trace
+def test_a_calibration_serves_the_heads_that_a_role_gives_it(traces: list[Path], tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    calibrate(traces[:1], "loki", file)
+    method = f"loki:artefact={file},dimensions=4"
+    trace, settings = Trace.open(traces[0]), {"layers": [1], "last": 4}
+    mixed = evaluate(trace, Roles({0: "dense", 1: ["window", method]}), 20, **settings)
+    alone = evaluate(trace, method, 20, **settings)
+    assert torch.equal(mixed.heads["recall@10"][:, 2:], alone.heads["recall@10"][:, 2:])
 
+
+def test_sums_over_prompts_are_of_all_tokens(traces: list[Path], tmp_path: Path) -> None:
     made = calibrate(traces, "loki", tmp_path / "both.safetensors", layers=[0])
     keys = torch.cat([Trace.open(path).layer(0).keys for path in traces], 1)
     assert list(made.layers) == [0]

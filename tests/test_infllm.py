@@ -46,6 +46,20 @@ def test_blocks_whose_representatives_have_the_largest_products_are_read(group: 
     assert selection.scan_bytes.tolist() == [[8 * 2 * 16 * 4] * 2]
 
 
+def test_keys_of_16_bits_are_scored_in_float32() -> None:
+    """In bfloat16 near blocks would tie, and float16 ends at 65,504."""
+    for dtype, factor in ((torch.bfloat16, 1.0), (torch.float16, 200.0)):
+        queries, keys, values = (part.to(dtype) for part in heads(1, 2, 2, 258, 32))
+        selector = InfLLM(PAGE, 2, LOCAL)
+        cache = KVCache(selector, sink=SINK, window=0, seal=PAGE)
+        cache.append(keys.clamp(-3, 3) * factor, values, queries)
+        query = queries[:, :, :, -1].clamp(-3, 3) * factor
+        chosen = cache.select(query, 8 * PAGE).start[0, 0] // PAGE
+        scores = (selector.means.data.double() * query.double()[..., None, :]).sum(-1)
+        assert (float(scores.max()) > 65504) == (factor > 1)
+        assert set(chosen.tolist()) == set(scores.sum((0, 1, 2)).topk(8).indices.tolist())
+
+
 def test_at_one_distance_a_block_scores_the_same_wherever_it_lies() -> None:
     """What repeats has the same representatives, and only RoPE tells its places apart."""
     rope, draw = Rope.of(16), torch.Generator().manual_seed(1)

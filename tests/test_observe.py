@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
-from cases import Estimate, Same, attention
+from cases import Estimate, Same, attention, heads
 from torch import Tensor
 
-from sparseattn import Exact, KVCache, Selection, Selector, Tail, TwoStage, attend, decode
+from sparseattn import Exact, KVCache, Selection, Selector, SparQ, Tail, TwoStage, attend, decode, evaluate
 from sparseattn.integrations.vllm.settings import Settings
 from sparseattn.metrics import compare
 from sparseattn.sweep import curve
 from sparseattn.synthetic import synthetic
+from sparseattn.traces import Trace
 
 B, H, G, D = 2, 2, 3, 32
 
@@ -144,3 +148,43 @@ def test_a_server_refuses_what_its_steps_do_not_have(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Quest, "observes", True)
     with pytest.raises(ValueError, match="'quest' cannot be served: in vLLM a method neither learns"):
         Settings("quest", 64).make()
+
+
+def test_a_tail_by_logits_of_another_scale_is_refused_and_right_once_told() -> None:
+    """With all channels SparQ's mean value weighs exactly what the rows not read would, at the layer's scale too."""
+    queries, keys, values = heads(1, 2, 1, 300, 32)
+    query, scale = queries[:, :, :, -1], 0.5
+    for told in (None, scale):
+        selector = TwoStage(SparQ(32), 4, rows=16) if told is None else SparQ(32)
+        selector.scale = told
+        cache = KVCache(selector, sink=0, window=0, seal=16)
+        cache.append(keys[:, :, :288], values[:, :, :288])
+        if told is None:
+            with pytest.raises(ValueError, match=r"by logits of scale 0\.17\d+, and this step has 0\.5"):
+                decode(query, cache, 20, scale=scale)
+            continue
+        got = decode(query, cache, 20, scale=scale)[:, :, 0]
+        assert cache.latest is not None
+        read = cache.latest.mask(288)
+        weights = (query[:, :, 0, None].double() @ keys[:, :, :288].mT.double() * scale).softmax(-1)[:, :, 0]
+        left = weights.masked_fill(read, 0.0).sum(-1, keepdim=True)
+        expected = ((weights * read)[..., None] * values[:, :, :288]).sum(2) + left * values[:, :, :288].double().mean(
+            2
+        )
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+        assert float(left.min()) > 1e-4
+
+
+def test_a_replay_tells_a_layers_scale(tmp_path: Path) -> None:
+    plain = synthetic(300, heads=2, group=1, size=32, clusters=8)
+    path = tmp_path / "t.safetensors"
+    Trace.build([replace(plain.layer(0), scale=0.5)], plain.positions).save(path)
+    found = evaluate(Trace.open(path), TwoStage(SparQ(32), 4, rows=16), 32, last=4)  # else its tail would be refused
+    assert 0 < found.mean("relative_error") < 1
+
+
+@pytest.mark.parametrize(("method", "words"), [("snapkv", "drops rows for good"), ("infinigen", "capture --ahead")])
+def test_what_a_sweep_cannot_ask_is_refused(method: str, words: str) -> None:
+    layer = synthetic(200, heads=2, group=2, size=16).layer(0)
+    with pytest.raises(ValueError, match=words):
+        curve(method, layer.keys, layer.query[:, :, -4:], k=16)

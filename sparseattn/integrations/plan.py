@@ -121,15 +121,16 @@ def try_out(
     depth: layers of the model.
     """
     selector = share.fresh(index, what.rope, depth)
+    selector.scale = what.scale
     if selector.foresees:
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
             f"traces made with `sparseattn capture --ahead`, or make the layer dense"
         )
-    count = max(selector.unit, 16)
-    draw = torch.Generator().manual_seed(0)
     heads = what.heads if share.heads is None else len(share.heads.which)
     selector.check_shape(heads, what.group, what.size)
+    count = max(selector.unit, 16)
+    draw = torch.Generator().manual_seed(0)
     shape = (1, heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
     trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth", "scale")  # what parts are told as well
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -121,6 +121,8 @@ class Selector(ABC):
             their number then. For methods with parameters of their own for a head. None: all of them.
         depth: layers of the model where the caller knows it, for methods that differ by layer.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
+        scale: factor of that layer's logits where the caller knows it, for methods that compute probabilities; None:
+            `1/sqrt(D)`. See `temperature`.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
             are taken. None outside a cache.
@@ -147,6 +149,7 @@ class Selector(ABC):
     depth: int | None = None
     heads: Heads | None = None
     rope: Rope | None = None
+    scale: float | None = None
     stored: Tensor | None = None
     ahead: Tensor | None = None
 
@@ -171,6 +174,11 @@ class Selector(ABC):
     def numbers(self, heads: int) -> Sequence[int]:
         """Which of the layer's KV heads the `heads` are that this instance is shown."""
         return range(heads) if self.heads is None else self.heads.which
+
+    def temperature(self, size: int) -> float:
+        """What products of queries and keys of `size` channels are divided by for logits: `1/scale`, or `sqrt(size)`
+        where the scale is not known."""
+        return size**0.5 if self.scale is None else 1 / self.scale
 
     @property
     def learns(self) -> bool:

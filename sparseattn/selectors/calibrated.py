@@ -74,9 +74,13 @@ class Calibrated(Ranked):
 
     def check_shape(self, heads: int, group: int, size: int) -> None:
         if self.artefact != PROMPT:
-            self.calibration().check(self.layer, heads, size, self.rope)
+            self.calibration().check(self.layer, self._every(heads), size, self.rope)
         elif not self.roped:
             self._rope()
+
+    def _every(self, heads: int) -> int:
+        """KV heads of the layer, of which it is shown `heads`."""
+        return heads if self.heads is None else self.heads.of
 
     def _rope(self) -> Rope:
         """What takes RoPE back from keys; ValueError where it is not known."""
@@ -93,8 +97,7 @@ class Calibrated(Ranked):
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, positions = rows.keys[0], rows.positions[0]
         if self.artefact != PROMPT:
-            every = len(keys) if self.heads is None else self.heads.of
-            held = self.calibration().check(self.layer, every, keys.shape[2], self.rope)
+            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.rope)
             own = list(self.numbers(len(keys)))
             return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
         if not self.roped:

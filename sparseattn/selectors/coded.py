@@ -43,7 +43,7 @@ class Coded(Ranked):
         self.real.append(rows.positions >= 0)
 
     def logits(self, query: Tensor) -> Tensor:
-        tables = self.tables(query.float() / query.shape[3] ** 0.5)
+        tables = self.tables(query.float() / self.temperature(query.shape[3]))
         return codebooks.logits(tables, self.codes.visible, self.real.visible)
 
     def read(self, scanned: Tensor, query: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class DoubleSparsity(Calibrated):
     def logits(self, query: Tensor) -> Tensor:
         channels = self.which.visible  # [B,H,r]
         asked = query.float().gather(3, channels[:, :, None].expand(-1, -1, query.shape[2], -1))  # [B,H,G,r]
-        asked /= query.shape[3] ** 0.5
+        asked /= self.temperature(query.shape[3])
         labels = self.labels.visible
         if self.bits == 4:
             names = torch.stack([labels & LEVELS, labels >> 4], 4).flatten(3)[..., : channels.shape[2]]

@@ -59,5 +59,5 @@ class Exact(Selector):
     def _scores(self, query: Tensor) -> Tensor:
         """`[B,H,G,N]`: the logits of the sealed rows, -inf for padding."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = query.to(wide) @ self.stored_keys().to(wide).mT / query.shape[-1] ** 0.5
+        scores = query.to(wide) @ self.stored_keys().to(wide).mT / self.temperature(query.shape[-1])
         return scores.masked_fill(~self.real.visible[:, None, None], -torch.inf)

@@ -80,7 +80,7 @@ class H2O(Observing):
         last_at = last_at.masked_fill(last_at <= newest, -1)  # these are among the others
         queries = torch.cat([rows.queries, last], 3)
         at = torch.cat([rows.query_positions, last_at], 1)
-        sealed, rest = received(queries, at, every_row(rows))
+        sealed, rest = received(queries, at, every_row(rows), self.scale)
         return sealed, rest, rows.unsealed_positions
 
     def unknown(self, positions: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class H2O(Observing):
 
     def _by(self, query: Tensor) -> Tensor:
         """`[B,H,N]`: the query's own weights among the rows held."""
-        logits = query.float() @ self.stored_keys().float().mT / query.shape[-1] ** 0.5
+        logits = query.float() @ self.stored_keys().float().mT / self.temperature(query.shape[-1])
         return vote(logits.masked_fill((self.worth.visible == -torch.inf)[:, :, None], -torch.inf), "softmax")
 
     def observe(self, selection: Selection, weights: Tensor) -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.calibration import CHUNK, outer
 from sparseattn.kernels.scoring import best, vote
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group, check_share, warn_of_keys_as_queries
@@ -69,11 +70,11 @@ class InfiniGen(Selector):
             self.turn.append(rows.keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size), dtype=torch.float32))
         fresh = real.any(1) & ~self.known.data[:, 0]
         for b in fresh.nonzero()[:, 0].tolist():
-            keys = rows.keys[b][:, real[b]].float()
+            keys = rows.keys[b][:, real[b]]
             asked = keys[:, :0]
             if rows.queries is not None and rows.query_positions is not None:
                 taken = (rows.query_positions[b] >= 0).to(keys.device)
-                asked = rows.queries[b][:, :, taken].flatten(1, 2).float()  # [H,G*m,D]
+                asked = rows.queries[b][:, :, taken].flatten(1, 2)  # [H,G*m,D]
             if not asked.shape[1]:
                 warn_of_keys_as_queries(self, heads, heads)
                 asked = keys
@@ -90,10 +91,10 @@ class InfiniGen(Selector):
             raise ValueError(
                 f"{self!r} goes by a query foreseen from the input of the layer before, and none was given for layer "
                 f"{self.layer}: record it with `sparseattn capture --ahead` (the first attention layer has none: leave "
-                f"it out, or dense), or tell it with KVCache.foresee"
+                f"it out, or dense), or tell it with KVCache.foresee before each step; a SparseCache cannot"
             )
         part, real = self.part.data, self.real.data
-        logits = (self.ahead.float() @ self.turn.data) @ part.float().mT / size**0.5  # [B,H,G,N]
+        logits = (self.ahead.float() @ self.turn.data) @ part.float().mT / self.temperature(size)  # [B,H,G,N]
         logits = logits.masked_fill(~real[:, None, None], -torch.inf)
         near = (logits > logits.amax(-1, keepdim=True) - self.alpha).sum(-1)  # [B,H,G]
         count = near.double().mean((1, 2)).long().clamp(min=1)  # one number for all heads
@@ -109,8 +110,13 @@ class InfiniGen(Selector):
 def _turn(queries: Tensor, keys: Tensor, count: int) -> Tensor:
     """`[H,D,count]`: the right singular vectors of `queries` `[H,m,D]` along which these and `keys` `[H,n,D]` are
     largest in the sum of magnitudes, each mean taken by itself."""
-    wide = queries.double()
-    vectors = torch.linalg.eigh(wide.mT @ wide)[1].float()  # [H,D,D], what the SVD gives, without Q's left side
-    size = (queries @ vectors).abs().mean(1) + (keys @ vectors).abs().mean(1)  # [H,D]
+    vectors = torch.linalg.eigh(outer(queries))[1].float()  # [H,D,D], what the SVD gives, without Q's left side
+    size = _magnitude(queries, vectors) + _magnitude(keys, vectors)  # [H,D]
     best_channels = size.topk(count, -1).indices
     return vectors.gather(2, best_channels[:, None].expand(-1, vectors.shape[1], -1))
+
+
+def _magnitude(rows: Tensor, vectors: Tensor) -> Tensor:
+    """`[H,D]`: the mean of `|x @ vectors|` over `rows` `[H,n,D]`."""
+    total = torch.stack([(part.float() @ vectors).abs().sum(1) for part in rows.split(CHUNK, 1)])
+    return total.sum(0) / rows.shape[1]

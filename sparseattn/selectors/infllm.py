@@ -22,15 +22,17 @@ class InfLLM(Selector):
         page: rows of a block, a power of two; 128 as in the paper.
         representatives: keys that stand for a block, 4 in the paper.
         local: queries that score a row, its own among them, 4,096 in the paper.
-        group: "layer" (default): all heads of a layer read the same blocks, by the sum of their scores, as in the
-            released code; else how a query group votes, see `vote`: "sum", "softmax", "max", "each".
+        group: "layer" (default): all heads of a layer, or those of its role, read the same blocks, by the sum of
+            their scores, as in the released code; else how a query group votes, see `vote`: "sum", "softmax", "max",
+            "each".
         distance: rows that every block lies behind the query where it is scored, 4,096 in the paper; it needs the
             layer's RoPE. None (default): blocks are scored where they lie.
 
     Facts are from the paper's code, https://github.com/thunlp/InfLLM. Departures from the paper: attention goes over
     keys at their own positions and not all at one distance, as the cache's rows are read as they are; hence `distance`
     is not the default. A row is scored by the queries that are known when it is sealed: near the window fewer than
-    `local`, never those of rows in the window. The paper's formula for a row's score, a mean of products, is used;
+    `local`, and those of rows in the window are not asked for. Its own query is among them; the paper's begin with the
+    next. The paper's formula for a row's score, a mean of products, is used;
     its code sums attention weights over the local window instead. Rows that wait for a full block are read densely,
     and no block is kept on the host for later: which rows lie where is the cache's matter.
 
@@ -105,7 +107,7 @@ class InfLLM(Selector):
         if self.distance is not None:
             at = positions.to(query.device)[:, None, None]
             query = self._rope().rotate(self._rope().unrotate(query, at), torch.full_like(at, self.distance))
-        scores = (means @ query.to(means.dtype)[..., None])[..., 0].float()  # [B,H,G,P]
+        scores = (means.float() @ query.float()[..., None])[..., 0]  # [B,H,G,P]; in 16 bits near blocks would tie
         scores = scores.masked_fill(~real[:, None, None], -torch.inf)
         if self.group == "layer":
             voted = scores.sum((1, 2))[:, None].expand(-1, heads, -1)

@@ -20,5 +20,5 @@ class KMeans(Partitioned):
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
         centroids = own.partition.centroids
-        scores = own.plain(query, positions[:, None]) @ centroids.mT / query.shape[-1] ** 0.5  # [B,H,G,C]
+        scores = own.plain(query, positions[:, None]) @ centroids.mT / self.temperature(query.shape[-1])  # [B,H,G,C]
         return scores, own.buckets, centroids[0].nbytes

@@ -57,7 +57,7 @@ class Loki(Calibrated):
         self.real.append(rows.positions >= 0)
 
     def logits(self, query: Tensor) -> Tensor:
-        asked = query.float() / query.shape[3] ** 0.5 @ self.basis.visible  # [B,H,G,d]
+        asked = query.float() / self.temperature(query.shape[3]) @ self.basis.visible  # [B,H,G,d]
         return (asked @ self.low.visible.float()).masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
     def read(self, scanned: Tensor, query: Tensor) -> Tensor:

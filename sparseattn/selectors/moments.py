@@ -60,15 +60,14 @@ class KeyMoments(RowBuffer):
         mean, variance, number = self.data.split([size, size, 1], -1)
         return mean, variance, number
 
-    def logits(self, query: Tensor) -> Tensor:
+    def logits(self, query: Tensor, temperature: float) -> Tensor:
         """`[B,H,G,C]`: about the logarithm of the mean weight of a bucket's row for `query` `[B,H,G,D]`, -inf if empty.
 
-        The logarithm of the mean of `exp(q.k / sqrt(D))` over Gaussian keys of independent dimensions is its mean
-        exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows. A model's other
-        factor than `1 / sqrt(D)` is not known here.
+        The logarithm of the mean of `exp(q.k / temperature)` over Gaussian keys of independent dimensions is its mean
+        exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows.
         """
         mean, variance, number = self.parts()
-        asked = query.float() / query.shape[-1] ** 0.5
+        asked = query.float() / temperature
         logits = asked @ mean.mT + SPREAD / 2 * asked.square() @ variance.mT
         return logits.masked_fill(number.mT == 0, -torch.inf)
 
@@ -119,4 +118,4 @@ class Moments(Partitioned):
         KeyMoments.check(state)
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
-        return self.moments.logits(query), own.buckets, self.moments.read
+        return self.moments.logits(query, self.temperature(query.shape[-1])), own.buckets, self.moments.read

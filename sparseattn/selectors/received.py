@@ -13,7 +13,9 @@ from torch import Tensor
 ROWS = 64  # of logits at a time: a prompt's keys are read once for so many, and these are 8 MiB at 32,768 tokens
 
 
-def received(queries: Tensor, query_at: Tensor, stored: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def received(
+    queries: Tensor, query_at: Tensor, stored: Sequence[tuple[Tensor, Tensor]], scale: float | None = None
+) -> list[Tensor]:
     """The softmax weights that each row gets, summed over queries and over the heads of a query group.
 
     A query sees the rows at its own and at earlier positions. Sums are in float32. Of the N times N logits of a prompt,
@@ -23,11 +25,13 @@ def received(queries: Tensor, query_at: Tensor, stored: Sequence[tuple[Tensor, T
         queries: `[B,H,G,m,D]`, after RoPE.
         query_at: `[B,m]` int64, their positions; a negative one is no query.
         stored: (keys `[B,H,n,D]`, positions `[B,n]`, negative for padding) of every part of the rows, in any order.
+        scale: factor of the logits, default `1/sqrt(D)`.
 
     Returns:
         `[B,H,n]` float32 for each of the parts; 0 for padding.
     """
     batch, heads, group, _, size = queries.shape
+    scale = size**-0.5 if scale is None else scale
     at = torch.cat([positions for _, positions in stored], 1)
     total = torch.zeros(batch, heads, at.shape[1], device=queries.device)
     for b in range(batch):
@@ -44,7 +48,7 @@ def received(queries: Tensor, query_at: Tensor, stored: Sequence[tuple[Tensor, T
                 block = slice(first, min(first + step, len(asked)))
                 common, most = seen[block.start], seen[block.stop - 1]
                 query = queries[b, h].index_select(1, turn[block]).float()  # [G,m,D]
-                logits = query @ keys[:most].T / size**0.5  # [G,m,most]
+                logits = query @ keys[:most].T * scale  # [G,m,most]
                 later = place[common:most] > asked[block, None]
                 logits[..., common:].masked_fill_(later, -torch.inf)
                 got[:most] += logits.softmax(-1).sum((0, 1))

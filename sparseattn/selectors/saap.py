@@ -72,7 +72,9 @@ class SAAP(Partitioned):
         read //= heads
         logits = logits.view(batch, heads, group, -1)
         if self.context:
-            logits = (1 - self.context) * logits + self.context * self.moments.logits(query)
+            logits = (1 - self.context) * logits + self.context * self.moments.logits(
+                query, self.temperature(query.shape[-1])
+            )
             read += self.moments.read
         return logits, own.buckets, read
 
@@ -95,7 +97,7 @@ class PerfectBuckets(Partitioned):
 
     Scores every sealed key, so that what SAAP loses to a classifier and what to the partition are told apart. A group
     sums the shares that its query heads' attention to the sealed rows has in a bucket. No bound of what can be found:
-    where a budget cuts, an order by share per row would be better still. Logits are taken as `q.k / sqrt(D)`.
+    where a budget cuts, an order by share per row would be better still.
     Arguments: see `Partitioned`.
     """
 
@@ -105,7 +107,7 @@ class PerfectBuckets(Partitioned):
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets
         padding = bucket == buckets  # [B,H,N]
-        logits = query.double() @ keys.double().mT / query.shape[-1] ** 0.5  # float64: small shares rank too
+        logits = query.double() @ keys.double().mT / self.temperature(query.shape[-1])  # float64: small shares rank too
         weights = logits.masked_fill(padding[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)  # [B,H,G,N]
         share = weights.new_zeros(*query.shape[:3], buckets + 1)
         share.scatter_add_(3, bucket[:, :, None].expand_as(weights), weights)

@@ -61,7 +61,7 @@ class SnapKV(Evicting):
         queries, at = last_of(rows, self.window)
         begin = at.masked_fill(at < 0, torch.iinfo(at.dtype).max).amin(1, keepdim=True)  # [B,1] of the window
         observing = (rows.positions >= begin)[:, None]  # [B,1,n]
-        votes = received(queries, at, every_row(rows))[0].masked_fill(observing, 0.0)
+        votes = received(queries, at, every_row(rows), self.scale)[0].masked_fill(observing, 0.0)
         pool = torch.nn.functional.max_pool1d if self.pool == "max" else torch.nn.functional.avg_pool1d
         return torch.where(observing, late, _order(pool(votes, self.kernel, 1, self.kernel // 2), votes))
 

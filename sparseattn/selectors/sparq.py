@@ -34,13 +34,14 @@ class SparQ(Ranked):
     Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not
     read have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate.
     Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
-    window come on top of the budget. Logits are taken as `q.k / sqrt(D)`.
+    window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)` (`Selector.scale`).
 
-    `scan_bytes`: r numbers of every row.
+    `scan_bytes`: r numbers of every row. With the tail, logits of 4 bytes for each row and query head
+    are held from one `select` to the next.
     """
 
     knob = "channels"
-    by_row = ("keys", "scored")
+    by_row = ("keys",)
 
     def __init__(self, channels: int = 16, mean: bool | None = None, group: str = "softmax") -> None:
         check_least(channels=(channels, 1))
@@ -49,7 +50,7 @@ class SparQ(Ranked):
         self.tails = mean is not False
         self.keys = RowBuffer(3)  # [B,H,D,N], the keys by channel
         self.total = RowBuffer(2)  # [B,H,D] float32, the sum of the values
-        self.scored = RowBuffer(3)  # [B,H,G,N] float32, the last query's logits, for the tail
+        self._asked: Tensor | None = None  # [B,H,G,N] float32, logits that `select` leaves to `tail`, no state
 
     def append(self, rows: Rows) -> None:
         real = rows.positions >= 0
@@ -68,8 +69,7 @@ class SparQ(Ranked):
             return Selection.none(query.shape[0], query.shape[1], query.device)
         logits = self.logits(query)
         if self._adds(query):
-            self.scored.resize(logits.shape[3], logits)
-            self.scored.data.copy_(logits)
+            self._asked = logits
         return self.named(query, logits, budget)
 
     def logits(self, query: Tensor) -> Tensor:
@@ -83,16 +83,18 @@ class SparQ(Ranked):
         some = some.view(batch, heads, channels, -1)
         asked = query.gather(3, largest[:, :, None].expand(-1, -1, group, -1))  # [B,H,G,r]
         share = asked.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
-        logits = (asked / (size * share).clamp(min=TINY).sqrt()[..., None]) @ some.float()
+        logits = (asked / (self.temperature(size) * share.clamp(min=TINY).sqrt())[..., None]) @ some.float()
         return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
     def read(self, scanned: Tensor, query: Tensor) -> Tensor:
         return scanned * (min(self.channels, query.shape[3]) * self.bytes_of(self.keys.full))
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.scored.rows:
+        if not self.real.rows:
             return None
-        logits = self.scored.data
+        logits = self._asked
+        if logits is None:
+            return None
         read = selection.mask(logits.shape[3]).unflatten(1, (logits.shape[1], -1))  # [B,H,G or 1,N]
         left = logits.masked_fill(read, -torch.inf).logsumexp(3).flatten(1)[..., None]  # [B,H*G,1]
         count = self.real.visible.sum(-1)[:, None, None]  # [B,1,1]
