@@ -62,7 +62,7 @@ def test_every_method_is_measured_or_its_reason_is_said(trace: Path, tmp_path: P
     assert repr(Quest(8)) in measured, "beside what is named"
     assert "learns from the queries of the prefill" in rows["left_out"]["RetrievalAttention"]
     assert "RoPE" in rows["left_out"]["SAAP"]
-    assert "small, budget 64: every method, that with the least error first" in text
+    assert "small, 74 rows attended, those of budget 64: every method, that with the least error first" in text
     assert "small, 60% of the cache's bytes: every method" in text
     reads = {one["label"]: one["mean"]["bytes_share"] for one in read["methods"]}
     for one in read["methods"]:

@@ -104,14 +104,16 @@ def bench(
         bool,
         typer.Option(
             "--by-layer",
-            help="Layers and heads too: where methods fail, at equal rows and at equal bytes, by-layer.jsonl.",
+            help="Layers and heads too: where methods fail, at equal rows attended and at equal bytes, by-layer.jsonl.",
         ),
     ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
-            help=f"Compare at equal rows: which --budget; default, with --selector {ALL} or --by-layer, "
-            f"{bench_layers.ROWS} or the middle one."
+            help="Compare where heads attend as many rows, those of sink, window and this --budget. A method that "
+            "attends fewer at one --budget and more at the next is mixed of the two, token by token; one that always "
+            "attends fewer is shown at its most, with its own rows, one that always attends more is left out. Default, "
+            f"with --selector {ALL} or --by-layer, {bench_layers.ROWS} or the middle one."
         ),
     ] = None,
     bytes_read: Annotated[
