@@ -49,6 +49,7 @@ def test_every_method_is_measured_or_its_reason_is_said(trace: Path, tmp_path: P
     measured = {one["selector"] for one in records(tmp_path / "bench.jsonl")}
     rows, read = records(tmp_path / "by-layer.jsonl")
     text = " ".join(done.output.split())
+    print(sorted(rows["left_out"].items())); print(text[-3000:])
     for name in SELECTORS:
         method = make_selector(name)
         label = method.label()
