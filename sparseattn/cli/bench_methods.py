@@ -22,7 +22,7 @@ class Fitting:
     Args:
         methods: each with its budgets.
         lacking: label of a method that is not measured -> why, as an error says it.
-        other: label of a method that is not measured at every budget -> a clause that says where instead, and why.
+        other: label of a method that is not measured at every budget -> a clause that says at which instead, and why.
     """
 
     methods: list[tuple[Method, list[Budget]]]
@@ -82,41 +82,26 @@ class Asked:
         """
         fit, lacking, other = [], dict(self.lacking), {}
         for method in self.methods:
+            mine = list(budgets)
+            span = method.span if repr(method) in self.optional and isinstance(method, Selector) else 1
+            if unfit := [budget for budget in budgets if isinstance(budget, int) and budget < span]:
+                mine = list(dict.fromkeys([span, *(budget for budget in budgets if budget not in unfit)]))
             try:
-                check(method, budgets)
+                check(method, mine)
             except ValueError as error:
                 if not self.forgives(method, error):
                     raise
-                served = self._served(method, check, budgets)
-                if served is None:
-                    lacking[method.label()] = str(error)
-                    continue
-                fit.append((method, served))
-                unfit = ", ".join(str(budget) for budget in budgets if budget not in served)
-                other[method.label()] = f"is measured at a budget of {served[0]} in place of {unfit}: {error}"
-            else:
-                fit.append((method, list(budgets)))
+                lacking[method.label()] = str(error)
+                continue
+            fit.append((method, mine))
+            if unfit:
+                other[method.label()] = (
+                    f"reads {span} rows at a time, so it is measured at a budget of {span} in place of "
+                    f"{', '.join(map(str, unfit))}"
+                )
         if self.methods and not fit:
             raise ValueError(next(iter(lacking.values())))
         return Fitting(fit, lacking, other)
-
-    def _served(
-        self, method: Method, check: Callable[[Method, Sequence[Budget]], object], budgets: Sequence[Budget]
-    ) -> list[Budget] | None:
-        """Its span and the budgets that a method can be measured at, of some that it cannot; None: it has none."""
-        if not isinstance(method, Selector):
-            return None
-        unfit = [budget for budget in budgets if isinstance(budget, int) and budget < method.span]
-        if not unfit:
-            return None
-        served = list(dict.fromkeys([method.span, *(budget for budget in budgets if budget not in unfit)]))
-        try:
-            check(method, served)
-        except ValueError as error:
-            if not self.forgives(method, error):
-                raise
-            return None
-        return served
 
     def forgives(self, method: Method, error: ValueError) -> bool:
         """Whether the error is a reason to leave the method out: it came by `all`, and refuses the trace in a sentence.
