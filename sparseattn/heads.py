@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.budget import Budget
+from sparseattn.budget import Budget, budget_rows
 from sparseattn.metrics import Evaluation, json_number
 from sparseattn.ranks import rank_correlation
 
 JUDGED = ("recovered", "relative_error")  # what methods are compared by
 MISSED = 0.5  # a head of whose weight on indexed rows a method recovers less is missed
+NEAR = 0.05  # as many rows: what a method attends more than asked for at its least budget, such as rows that wait
 SCANS_ALL = 0.5  # a method that scores a larger share of the rows to choose scores every key: an oracle, no rival
 
 
@@ -27,9 +28,9 @@ class NothingToCompare(ValueError):
 class Reading:
     """One method as it is compared: measured at a budget, or mixed of two measured neighbours.
 
-    A share `part` of the tokens decoded at the budget of `high`, the others at that of `low`, read in the mean the
-    bytes between theirs, and recover and err in the mean what lies between. So what a mixture says can be had; a single
-    budget of the same bytes does at least as well where the gain shrinks with the budget.
+    A share `part` of the tokens decoded at the budget of `high`, the others at that of `low`, read in the mean the rows
+    and bytes between theirs, and recover and err in the mean what lies between. So what a mixture says can be had; a
+    single budget of the same rows or bytes does at least as well where the gain shrinks with the budget.
 
     Args:
         low, high: of one selector on one trace; the same where nothing is mixed.
@@ -70,15 +71,18 @@ class Comparison:
 
     Args:
         equal: "rows" or "bytes".
-        at: the budget, or the share of the cache's bytes.
+        at: the budget that the rows are those of, or the share of the cache's bytes.
         readings: label of a method -> what it does there.
         left_out: label -> why it cannot be compared there, a clause with a verb.
+        attended: rows in the softmax of a query head that are compared at, sink and window among them; None at equal
+            bytes.
     """
 
     equal: str
     at: Budget
     readings: dict[str, Reading]
     left_out: dict[str, str] = field(default_factory=dict)
+    attended: float | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -132,6 +136,7 @@ class Comparison:
             "trace": one.trace,
             "equal": self.equal,
             "at": self.at,
+            "attended": self.attended,
             **{key: value for key, value in one.settings.items() if key != "seal"},  # of a selector, where not asked
             "layers": list(self.layers),
             "heads": self.count(),
@@ -159,25 +164,37 @@ class Comparison:
 
 
 def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
-    """The methods of one trace at one budget, which is rows read beyond sink and window at most.
+    """The methods of one trace where a query head attends as many rows, in the mean over layers and heads.
+
+    These are the rows of sink, window and budget together, `Comparison.attended`. A budget is what a method may read at
+    most: some attend fewer rows at it, and some more, as rows wait for a whole span. So a method is mixed of the two
+    measured budgets that attend fewer and more, as in `at_bytes`; one that always attends fewer is compared at its
+    most, with its own rows. One that always attends more is left out, but for less than `NEAR` more.
 
     Args:
         results: of one trace.
-        budget: among those measured; a method without a budget (`window`) is compared as it is.
+        budget: among those measured.
 
     Raises:
-        NothingToCompare: nothing was measured at this budget.
+        NothingToCompare: nothing was measured at this budget, or no method attends so few rows.
     """
+    if all(one.budget != budget for one in results):
+        raise NothingToCompare(f"nothing was measured at the budget {budget!r}")
+    settings = results[0].settings
+    context = settings["tokens"] - (settings["last"] - 1) / 2  # in the mean over the tokens decoded
+    rows = min(settings["sink"] + settings["window"] + budget_rows(budget, int(context)), context)
     readings, left_out = {}, {}
     for label, mine in _by_label(results).items():
-        here = next((one for one in mine if one.budget == budget), mine[0] if len(mine) == 1 else None)
-        if here is None:
-            left_out[label] = "was not measured at this budget"
+        points = sorted(((one.mean("attended"), one) for one in mine), key=lambda point: point[0])
+        least, one = points[0]
+        reading = Reading(one, one) if rows < least <= (1 + NEAR) * rows else _mixed(points, rows)
+        if reading is None:
+            left_out[label] = f"attends {least:.0f} rows at least"
         else:
-            readings[label] = Reading(here, here)
-    if all(reading.low.budget != budget for reading in readings.values()):
-        raise NothingToCompare(f"nothing was measured at the budget {budget!r}")
-    return Comparison("rows", budget, readings, left_out)
+            readings[label] = reading
+    if not readings:
+        raise NothingToCompare(f"no method attends {rows:.0f} rows or fewer: {_listed(left_out)}")
+    return Comparison("rows", budget, readings, left_out, rows)
 
 
 def at_bytes(results: Sequence[Evaluation], share: float) -> Comparison:
@@ -201,20 +218,32 @@ def at_bytes(results: Sequence[Evaluation], share: float) -> Comparison:
             left_out[label] = "does not say what it reads"
             continue
         points.sort(key=lambda point: point[0])
-        below = [point for point in points if point[0] <= share]
-        if not below:
+        reading = _mixed(points, share)
+        if reading is None:
             left_out[label] = f"reads {points[0][0]:.1%} at least"
-            continue
-        (least, low), above = below[-1], points[len(below) :]
-        if least == share or not above:
-            readings[label] = Reading(low, low)
         else:
-            most, high = above[0]
-            readings[label] = Reading(low, high, (share - least) / (most - least))
+            readings[label] = reading
     if not readings:
-        reasons = ", ".join(f"{label} {why}" for label, why in left_out.items())
-        raise NothingToCompare(f"no method was measured at {share:.1%} of the cache's bytes or less: {reasons}")
+        raise NothingToCompare(
+            f"no method was measured at {share:.1%} of the cache's bytes or less: {_listed(left_out)}"
+        )
     return Comparison("bytes", share, readings, left_out)
+
+
+def _mixed(points: Sequence[tuple[float, Evaluation]], wanted: float) -> Reading | None:
+    """What takes as much as wanted, of rising (what it takes, measured); where all take less the most, else None."""
+    below = [point for point in points if point[0] <= wanted]
+    if not below:
+        return None
+    (least, low), above = below[-1], points[len(below) :]
+    if least == wanted or not above:
+        return Reading(low, low)
+    most, high = above[0]
+    return Reading(low, high, (wanted - least) / (most - least))
+
+
+def _listed(left_out: dict[str, str]) -> str:
+    return ", ".join(f"{label} {why}" for label, why in left_out.items())
 
 
 def _by_label(results: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:

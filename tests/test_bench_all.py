@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparseattn.cli import app
 from sparseattn.metrics import Evaluation, evaluate
 from sparseattn.roles import Role, Roles
 from sparseattn.selection import Selection
-from sparseattn.selectors import SELECTORS, Exact, Quest, make_selector
+from sparseattn.selectors import SELECTORS, Exact, PyramidKV, Quest, make_selector
 from sparseattn.selectors.base import check_group
 from sparseattn.synthetic import synthetic
 from sparseattn.traces import Trace
@@ -28,6 +29,21 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "small.safetensors"
     synthetic(300, heads=2, group=2, size=32, clusters=8, queries=6).save(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of every token's query, foreseen ones too, of a model whose depth it tells: only RoPE is lacking."""
+    path = tmp_path_factory.mktemp("traces") / "whole.safetensors"
+    made = synthetic(300, heads=2, group=2, size=32, clusters=8)
+    layer = made.layer(0)
+    Trace.build([replace(layer, ahead=layer.query)], made.positions, meta={"model_layers": 9}).save(path)
+    return path
+
+
+BUCKETS = {"KMeans", "Moments", "SAAP"}  # trained for a model, which they know by its RoPE
+LEARN = {"DoubleSparsity", "H2O", "InfLLM", "InfiniGen", "PyramidKV", "QueryBridge", "RetrievalAttention"}
+LEARN |= {"RobustVamana", "SnapKV"}
 
 
 def run(trace: Path, out: Path, *more: str) -> Result:
@@ -52,6 +68,7 @@ def test_every_method_is_measured_or_its_reason_is_said(trace: Path, tmp_path: P
     for name in SELECTORS:
         method = make_selector(name)
         label = method.label()
+        assert (label in BUCKETS | LEARN) == (repr(method) not in measured), label
         if repr(method) in measured:
             assert label in {one["label"] for one in rows["methods"]}
             assert (label in read["left_out"]) != (label in {one["label"] for one in read["methods"]})
@@ -62,12 +79,35 @@ def test_every_method_is_measured_or_its_reason_is_said(trace: Path, tmp_path: P
     assert repr(Quest(8)) in measured, "beside what is named"
     assert "learns from the queries of the prefill" in rows["left_out"]["RetrievalAttention"]
     assert "RoPE" in rows["left_out"]["SAAP"]
-    assert "small, budget 64: every method, that with the least error first" in text
+    assert "small, 74 rows attended, those of budget 64: every method, that with the least error first" in text
     assert "small, 60% of the cache's bytes: every method" in text
     reads = {one["label"]: one["mean"]["bytes_share"] for one in read["methods"]}
     for one in read["methods"]:
         mixed = len(one["budgets"]) == 2
         assert not mixed or reads[one["label"]] == pytest.approx(0.6)
+
+
+@pytest.mark.filterwarnings("ignore:.*the keys serve as queries")
+def test_only_what_is_trained_for_a_model_is_left_out_where_a_trace_holds_all(whole: Path, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    pytest.importorskip("numba")
+    done = run(whole, tmp_path, "--selector", "all", "--budget", "16,130")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    found = records(tmp_path / "bench.jsonl")
+    labels = {make_selector(name).label() for name in SELECTORS if name != "pyramidkv"}
+    assert {one["label"] for one in found} == labels - BUCKETS | {PyramidKV(layers=9).label()}
+    assert {one["selector"] for one in found} >= {repr(PyramidKV(layers=9))}, "told how many layers the model has"
+    assert text.count("is not measured") == len(BUCKETS)
+    budgets = {one["label"]: [] for one in found}
+    for one in found:
+        budgets[one["label"]].append(one["budget"])
+    assert budgets.pop("InfLLM") == [128, 130], "a whole block, and what is asked for"
+    assert "whole: InfLLM reads 128 rows at a time, so it is measured at a budget of 128 in place of 16" in text
+    assert budgets.pop("Window") == [16]
+    assert set(map(tuple, budgets.values())) == {(16, 130)}
+    rows, _ = records(tmp_path / "by-layer.jsonl")
+    assert rows["left_out"].keys() == BUCKETS | ({"InfLLM"} & rows["left_out"].keys())
 
 
 def test_what_is_named_must_run(trace: Path, tmp_path: Path) -> None:

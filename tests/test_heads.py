@@ -20,9 +20,11 @@ from sparseattn.traces import Trace
 nan = float("nan")
 
 
-def measured(label: str, budget: int, read: float, recovered: list[list[float]], scanned: float = 0.1) -> Evaluation:
+def measured(
+    label: str, budget: int, read: float, recovered: list[list[float]], scanned: float = 0.1, attended: int = 0
+) -> Evaluation:
     found = torch.tensor(recovered, dtype=torch.float64)
-    shares = {"bytes_share": read, "attended": float(budget), "scanned_share": scanned}
+    shares = {"bytes_share": read, "attended": float(attended or 10 + budget), "scanned_share": scanned}
     heads = {name: torch.full_like(found, value) for name, value in shares.items()}
     heads |= {"recovered": found, "relative_error": 1 - found}
     facts = {"tokens": 300, "last": 4, "sink": 2, "window": 8, "seal": 1}
@@ -38,7 +40,7 @@ RESULTS = [
     measured("B", 32, 0.08, [[0.5, 0.2], [0.1, 0.9]]),
     measured("Silent", 16, nan, [[0.5, 0.5], [0.5, 0.5]], scanned=nan),
     measured("Silent", 32, nan, [[0.5, 0.5], [0.5, 0.5]], scanned=nan),
-    measured("Window", 16, 0.01, [[0.0, 0.0], [0.0, 0.0]], scanned=0.0),
+    measured("Window", 16, 0.01, [[0.0, 0.0], [0.0, 0.0]], scanned=0.0, attended=10),
 ]
 
 
@@ -88,6 +90,34 @@ def test_equal_rows_and_which_heads_fail() -> None:
         at_rows(RESULTS, 64)
 
 
+def test_equal_rows_are_those_attended_and_not_the_budget() -> None:
+    """Sink, window and 32 rows are 42: who attends fewer at this budget, or more, is mixed; no one is flattered."""
+    found = [
+        measured("Exact", 16, 0.1, [[0.2, 0.2], [0.2, 0.2]]),
+        measured("Exact", 32, 0.2, [[0.4, 0.4], [0.4, 0.4]]),
+        measured("Few", 32, 0.1, [[0.2, 0.4], [0.6, 0.8]], attended=30),
+        measured("Few", 64, 0.1, [[0.6, 0.8], [0.6, 1.0]], attended=46),
+        measured("Fewest", 32, 0.1, [[0.2, 0.4], [0.6, 0.8]], attended=20),
+        measured("Near", 32, 0.1, [[0.2, 0.4], [0.6, 0.8]], attended=44),
+        measured("Many", 16, 0.1, [[0.2, 0.4], [0.6, 0.8]], attended=45),
+    ]
+    one = at_rows(found, 32)
+    assert (one.attended, one.record()["attended"]) == (42, 42)
+    assert {label: reading.mean("attended") for label, reading in one.readings.items()} == {
+        "Exact": 42,
+        "Few": pytest.approx(42),
+        "Fewest": 20,
+        "Near": 44,
+    }
+    assert one.readings["Exact"].budgets == (32,)
+    assert one.readings["Few"].budgets == (32, 64)
+    assert one.readings["Few"].heads("recovered").flatten().tolist() == pytest.approx([0.5, 0.7, 0.6, 0.95])
+    assert one.left_out == {"Many": "attends 45 rows at least"}
+    assert bench_layers.condition(one) == "42 rows attended, those of budget 32"
+    with pytest.raises(NothingToCompare, match="no method attends 26 rows or fewer: Many attends 45 rows at least"):
+        at_rows(found[-1:], 16)
+
+
 def test_heads_that_were_left_out_count_nowhere() -> None:
     far = [measured(name, 16, 0.1, [[0.2, nan], [nan, nan]]) for name in "AB"]
     one = at_rows(far, 16)
@@ -101,7 +131,8 @@ def test_heads_that_were_left_out_count_nowhere() -> None:
 
 def test_sentences_say_who_fails_where() -> None:
     said = " ".join(bench_layers.sentences(at_rows(RESULTS, 32)))
-    assert "budget 32: A recovers less than 50% at 2 of 4 heads; of these miss too: Oracle 0, B 1," in said
+    assert "42 rows attended, those of budget 32: A recovers less than 50% at 2 of 4 heads" in said
+    assert "at 2 of 4 heads; of these miss too: Oracle 0, B 1," in said
     assert "heads where one recovers most: A at 2 and in layers 7; Silent at 2 and in layers 3; B at 1." in said
     near = [measured("Near", 32, 0.5, [[0.9, 0.9], [0.9, 0.9]], scanned=0.4), *RESULTS]
     said = " ".join(bench_layers.sentences(at_rows(near, 32)))
@@ -137,7 +168,9 @@ def test_bench_by_layer_is_what_the_library_measures(
     done = run(trace, tmp_path, *METHODS, "--by-layer", "--rows", "32", "--bytes", "20%")
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
-    assert "small, budget 32: share recovered of the weight on indexed rows, by layer" in text
+    assert (
+        "small, 42 rows attended, those of budget 32: share recovered of the weight on indexed rows, by layer" in text
+    )
     assert "small, 20% of the cache's bytes: Exact reads 6" in text
     assert "16+32" in text
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -145,11 +178,14 @@ def test_bench_by_layer_is_what_the_library_measures(
         *("frontier-small.png", "by-layer-small.png", "heads-small.png"),
     }
     rows, read = (json.loads(line) for line in (tmp_path / "by-layer.jsonl").read_text().splitlines())
-    same = evaluate(Trace.open(trace), "quest", 32, sink=2, window=8, last=4)
+    low, high = (evaluate(Trace.open(trace), "quest", budget, sink=2, window=8, last=4) for budget in (16, 32))
+    part = (42 - low.mean("attended")) / (high.mean("attended") - low.mean("attended"))
+    same = low.heads["recovered"] + part * (high.heads["recovered"] - low.heads["recovered"])
     assert (rows["equal"], rows["at"], read["equal"], read["at"]) == ("rows", 32, "bytes", 0.2)
     quest = rows["methods"][0]
-    assert quest["recovered"] == pytest.approx(same.heads["recovered"].mean(1).tolist())
-    assert quest["mean"]["relative_error"] == pytest.approx(same.mean("relative_error"))
+    assert quest["recovered"] == pytest.approx(same.mean(1).tolist())
+    assert {round(one["mean"]["attended"], 6) for one in rows["methods"]} == {42}
+    assert (quest["budgets"], quest["part"]) == ([16, 32], pytest.approx(part))
     assert [one["label"] for one in read["methods"]] == ["Quest", "Random"]
     quest, random = read["methods"]
     assert (quest["budgets"], quest["mean"]["bytes_share"]) == ([16, 32], pytest.approx(0.2))

@@ -15,7 +15,7 @@ import typer
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import bench_layers, report
-from sparseattn.cli.bench_methods import ALL, Asked
+from sparseattn.cli.bench_methods import ALL, Asked, Fitting
 from sparseattn.cli.common import (
     LEAD,
     ROLES_HELP,
@@ -69,8 +69,9 @@ def bench(
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{SELECTOR_HELP} {ALL}: every NAME, as it is by default; what cannot run on a trace is left out, and "
-            f"why is said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
+            help=f"{SELECTOR_HELP} {ALL}: every NAME, as it is by default; what cannot run on a trace is left out, "
+            "what reads more rows at a time than a --budget allows is measured at as many in its place, and why is "
+            f"said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
         ),
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
@@ -104,14 +105,16 @@ def bench(
         bool,
         typer.Option(
             "--by-layer",
-            help="Layers and heads too: where methods fail, at equal rows and at equal bytes, by-layer.jsonl.",
+            help="Layers and heads too: where methods fail, at equal rows attended and at equal bytes, by-layer.jsonl.",
         ),
     ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
-            help=f"Compare at equal rows: which --budget; default, with --selector {ALL} or --by-layer, "
-            f"{bench_layers.ROWS} or the middle one."
+            help="Compare where heads attend as many rows, those of sink, window and this --budget. A method that "
+            "attends fewer at one --budget and more at the next is mixed of the two, token by token; one that always "
+            "attends fewer is shown at its most, with its own rows, one that always attends more is left out. Default, "
+            f"with --selector {ALL} or --by-layer, {bench_layers.ROWS} or the middle one."
         ),
     ] = None,
     bytes_read: Annotated[
@@ -138,7 +141,8 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    asked = Asked.of(selector or [], open_roles(roles))
+    together = open_roles(roles)
+    asked = Asked.of(selector or [], together)
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
@@ -155,18 +159,18 @@ def bench(
     asked = asked if asked.methods else Asked.of(_defaults(names))
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in names]
-    plan: list[tuple[Trace, list[Method]]] = []
-    lacking: list[dict[str, str]] = []  # per trace, label -> why it is not measured
+    plan: list[tuple[Trace, Asked, Fitting]] = []
 
-    def check(trace: Trace, there: list[int], method: Method) -> None:
+    def check(trace: Trace, there: list[int], method: Method, served: Sequence[Budget]) -> None:
         replay_device(method, device)
-        check_replay(trace, budgets, method, sink, window, last, seal, there)
+        check_replay(trace, served, method, sink, window, last, seal, there)
 
     for trace in opened:
         say_differences(trace)
-        methods, why = asked.fitting(functools.partial(check, trace, usable_layers(trace, indices)))
-        plan.append((trace, methods))
-        lacking.append(why)
+        mine = Asked.of(selector or [], together, trace.depth) if every_method else asked
+        checked = functools.partial(check, trace, usable_layers(trace, indices))
+        plan.append((trace, mine, mine.fitting(checked, budgets)))
+    lacking = [fit.lacking for _, _, fit in plan]  # per trace, label -> why it is not measured
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
             evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
@@ -180,7 +184,7 @@ def bench(
         usable_folder(indexes)
     settings: dict[str, Any] = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
     settings |= {"indexes": indexes, "device": device, "steps": steps}
-    for i, every in _measure(plan, budgets, settings, asked, lacking):
+    for i, every in _measure(plan, settings):
         new = [one.far(far) for one in every] if far else every
         found[i] += new
         fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]
@@ -201,10 +205,10 @@ def bench(
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
-    for trace, why in zip(opened, lacking, strict=True):
-        for label, reason in why.items():
-            said = f"{trace.name}: {label} is not measured: {reason}"
-            (errors if json else screen).print(plain(said), soft_wrap=True)
+    for trace, _, fit in plan:
+        left_out = {label: f"is not measured: {reason}" for label, reason in fit.lacking.items()}
+        for label, said in (fit.other | left_out).items():
+            (errors if json else screen).print(plain(f"{trace.name}: {label} {said}"), soft_wrap=True)
     compared: list[list[Comparison]] = []
     if comparing:
         shown = None if json else screen
@@ -266,20 +270,17 @@ def _compare(
 
 
 def _measure(
-    plan: Sequence[tuple[Trace, Sequence[Method]]],
-    budgets: Sequence[Budget],
+    plan: Sequence[tuple[Trace, Asked, Fitting]],
     settings: dict[str, Any],
-    asked: Asked,
-    lacking: Sequence[dict[str, str]],
 ) -> Iterator[tuple[int, list[Evaluation]]]:
     """(number of the trace, results by rising budget) for every trace and method, with a progress bar.
 
-    A method of `all` that refuses the rows themselves goes to `lacking`, with its reason.
+    A method of `all` that refuses the rows themselves goes to what the plan lacks, with its reason.
     """
     with progress_bar() as bar:
-        for i, (trace, methods) in enumerate(plan):
-            rising = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
-            for method in methods:
+        for i, (trace, asked, fit) in enumerate(plan):
+            for method, budgets in fit.methods:
+                rising = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
                 mine = rising if method.uses_budget else rising[:1]
                 steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
                 named = repr(method) if isinstance(method, Selector) else method.label()
@@ -290,7 +291,7 @@ def _measure(
                 except ValueError as error:
                     if not asked.forgives(method, error):
                         raise
-                    lacking[i][method.label()] = str(error)
+                    fit.lacking[method.label()] = str(error)
                 else:
                     yield i, results
                 bar.remove_task(task)

@@ -17,12 +17,12 @@ from sparseattn.cli.report import budget_label
 from sparseattn.heads import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
 from sparseattn.metrics import Evaluation
 
-ROWS = 256  # the budget to compare at where it was measured and none is named
+ROWS = 256  # the budget whose rows to compare at, where it was measured and none is named
 BYTES = 0.10  # of the cache: what Quest with pages of 16 reads for 256 of 8,192 rows
 
 
 def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
-    """The budget to compare at: the one asked for, else `ROWS`, else the middle one of those measured.
+    """The budget whose rows to compare at: the one asked for, else `ROWS`, else the middle one of those measured.
 
     Raises:
         ValueError: one asked for that is not measured.
@@ -67,10 +67,11 @@ def compared(
 
 
 def condition(one: Comparison) -> str:
-    """Such as "budget 256" or "10% of the bytes"."""
+    """Such as "324 rows attended, those of budget 256" or "10% of the cache's bytes"."""
     if one.equal == "bytes":
         return f"{budget_label(float(one.at or 0))} of the cache's bytes"
-    return f"budget {budget_label(one.at)}"
+    rows = "" if one.attended is None else f"{one.attended:.0f} rows attended, those of "
+    return f"{rows}budget {budget_label(one.at)}"
 
 
 def overview(one: Comparison) -> Table:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 
+from sparseattn.budget import Budget
 from sparseattn.cli.common import raised_here
 from sparseattn.contract import ContractError
 from sparseattn.roles import Method, Roles
-from sparseattn.selectors import SELECTORS, make_selector
+from sparseattn.selectors import SELECTORS, Selector, make_selector
 
 ALL = "all"
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What is measured of a trace.
+
+    Args:
+        methods: each with its budgets.
+        lacking: label of a method that is not measured -> why, as an error says it.
+        other: label of a method that is not measured at every budget -> a clause that says at which instead, and why.
+    """
+
+    methods: list[tuple[Method, list[Budget]]]
+    lacking: dict[str, str]
+    other: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -28,15 +45,18 @@ class Asked:
     lacking: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = ()) -> Asked:
-        """Raises ValueError as `make_selector` does, for what is not of `all`."""
+    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = (), depth: int | None = None) -> Asked:
+        """Raises ValueError as `make_selector` does, for what is not of `all`.
+
+        `depth`: layers of the model, where they are known: methods of `all` that go by it are told.
+        """
         found: dict[str, Method] = {}
         named: set[str] = set()
         lacking: dict[str, str] = {}
         for spec in specs:
             for name in SELECTORS if spec == ALL else (spec,):
                 try:
-                    method = make_selector(name)
+                    method = make_selector(_told(name, depth) if spec == ALL else name)
                 except (ValueError, ImportError) as error:
                     if spec != ALL or not raised_here(error):
                         raise
@@ -52,25 +72,36 @@ class Asked:
         """The methods that did not come by `all` alone."""
         return [method for method in self.methods if repr(method) not in self.optional]
 
-    def fitting(self, check: Callable[[Method], object]) -> tuple[list[Method], dict[str, str]]:
-        """The methods that pass `check`, and label -> why of others.
+    def fitting(self, check: Callable[[Method, Sequence[Budget]], object], budgets: Sequence[Budget]) -> Fitting:
+        """The methods that pass `check`, and why others do not.
+
+        A method of `all` whose span is more rows than some of the budgets has its span in their place.
 
         Raises:
             ValueError: a method that was asked for by its name does not pass, or none does.
         """
-        fit, lacking = [], dict(self.lacking)
+        fit, lacking, other = [], dict(self.lacking), {}
         for method in self.methods:
+            mine = list(budgets)
+            span = method.span if repr(method) in self.optional and isinstance(method, Selector) else 1
+            if unfit := [budget for budget in budgets if isinstance(budget, int) and budget < span]:
+                mine = list(dict.fromkeys([span, *(budget for budget in budgets if budget not in unfit)]))
             try:
-                check(method)
+                check(method, mine)
             except ValueError as error:
                 if not self.forgives(method, error):
                     raise
                 lacking[method.label()] = str(error)
-            else:
-                fit.append(method)
+                continue
+            fit.append((method, mine))
+            if unfit:
+                other[method.label()] = (
+                    f"reads {span} rows at a time, so it is measured at a budget of {span} in place of "
+                    f"{', '.join(map(str, unfit))}"
+                )
         if self.methods and not fit:
             raise ValueError(next(iter(lacking.values())))
-        return fit, lacking
+        return Fitting(fit, lacking, other)
 
     def forgives(self, method: Method, error: ValueError) -> bool:
         """Whether the error is a reason to leave the method out: it came by `all`, and refuses the trace in a sentence.
@@ -78,3 +109,9 @@ class Asked:
         A broken contract is a fault, and so is what a library raises.
         """
         return repr(method) in self.optional and not isinstance(error, ContractError) and raised_here(error)
+
+
+def _told(name: str, depth: int | None) -> str:
+    """The spec of a method as it is by default, told how many layers the model has if it goes by that."""
+    goes_by_it = depth is not None and "layers" in signature(SELECTORS[name]).parameters
+    return f"{name}:layers={depth}" if goes_by_it else name
