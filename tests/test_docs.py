@@ -283,3 +283,11 @@ def test_the_tree_names_files_that_are_there() -> None:
             folder = place if place.is_dir() else place.parent
         for name in re.findall(r"\b\w+\.(?:py|sh)\b", line):
             assert (folder / name).exists() or (folder.parent / name).exists(), f"the tree names {name} in {folder}"
+
+
+def test_every_method_has_its_row_in_the_table_of_faithfulness() -> None:
+    from sparseattn import SELECTORS
+
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs" / "faithful.md").read_text(), re.M)
+    assert [name for name, _ in rows] == sorted(SELECTORS)
+    assert {name: cells.count("|") for name, cells in rows} == dict.fromkeys(SELECTORS, 7)

@@ -332,3 +332,43 @@ def test_what_full_attention_does_not_answer_is_no_column() -> None:
     shown = VIEWS["asked-grid"](record_of("asked", "eval.jsonl", lines))
     assert "| method, budget | passkey, 512 |" in shown
     assert "too few of kv at 512 (0 %): nothing is learned there" in shown
+
+
+def test_views_of_methods_that_drop_rows_and_of_their_passkeys() -> None:
+    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+    answered = {("full", "question"): 1, ("full", "prefill"): 1, ("SnapKV", "prefill"): 1, ("Quest", "question"): 1}
+    lines = [
+        {
+            "task": "passkey",
+            "length": 512,
+            "prompt": "x",
+            "protocol": protocol,
+            "method": method,
+            "budget": None if method == "full" else "64",
+            "settings": settings,
+            "score": float(answered.get((method, protocol), 0)),
+        }
+        for method in ("full", "SnapKV", "Quest")
+        for protocol in ("question", "prefill")
+    ]
+    record = record_of("passkey", "eval.jsonl", lines)
+    assert "| `snapkv`, 64 | 0 % | 100 % |" in VIEWS["rivals-protocols"](record)
+    words = VIEWS["rivals-protocols-findings"](record)
+    assert "`snapkv` 0 % and 100 %, `quest` 100 % and 0 %; full attention 100 %" in " ".join(words.split())
+
+
+def test_findings_of_hashing_follow_the_errors() -> None:
+    """A method with half of random's error at every cost is better; one that random never cost as much is unknown."""
+
+    def line(label: str, budget: int, attended: float, error: float) -> dict[str, Any]:
+        mean = {"attended": attended, "bytes_share": attended / 1000, "relative_error": error}
+        return {"trace": "t", "label": label, "budget": budget, "mean": mean}
+
+    lines = [line("Random", at, at, 1 / at) for at in (100, 200, 400)]
+    lines += [line("KDEformer(rows=0)", at, at, 1.5 / at) for at in (100, 200, 400)]
+    lines += [line("MagicPIG", at, 150, 0.5 / 150) for at in (100, 200)]
+    lines += [line("KMeans", at, 10 * at, 0.1 / at) for at in (100, 200)]
+    words = " ".join(VIEWS["rivals-hashed-findings"](record_of("hashed", "bench.jsonl", lines)).split())
+    assert "`kdeformer:rows=0` has 1.50 times the error of `random`. That agrees." in words
+    assert "`magicpig` has 0.50 times the error of `random`. That agrees." in words
+    assert "`kmeans` was not measured where `magicpig` was: that is unknown." in words

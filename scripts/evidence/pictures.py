@@ -17,6 +17,7 @@ from scripts.evidence.condensing import rows
 from scripts.evidence.step import REPOSITORY
 from scripts.evidence.views_inspect import inspection
 from scripts.evidence.views_recall import ASKED, CONTROL, LEVEL, Swept
+from scripts.evidence.views_rivals import MEASURE
 from sparseattn.cli.report import Column
 from sparseattn.files import write_atomic
 from sparseattn.heads import Comparison, Reading
@@ -65,7 +66,13 @@ def _evaluation(one: Record) -> Evaluation:
     means = {name.removeprefix("mean."): value for name, value in one.items() if name.startswith("mean.")}
     heads = {name: _tensor([[value]]) for name, value in means.items()}
     settings = {name: one[name] for name in ("tokens", "last", "sink", "window")}
-    return Evaluation(one["trace"], one["selector"], one["label"], one["budget"], settings, tuple(one["layers"]), heads)
+    steps = {
+        name.removeprefix("steps."): _tensor(layers)[:, None]  # [layers,1,T]: the mean over heads
+        for name, layers in one.items()
+        if name.startswith("steps.")
+    }
+    layers = tuple(one["layers"])
+    return Evaluation(one["trace"], one["selector"], one["label"], one["budget"], settings, layers, heads, steps)
 
 
 def _tensor(values: Sequence[Sequence[float | None]]) -> torch.Tensor:
@@ -146,6 +153,13 @@ def accuracy(records: Sequence[Record], path: Path) -> None:
     plots.accuracy([{**one, "settings": record["settings"]} for one in shown], path)
 
 
+def steps(records: Sequence[Record], path: Path) -> None:
+    """Recall of the best rows at every decoded token."""
+    from sparseattn.cli import plots_steps
+
+    plots_steps.by_step([_evaluation(one) for one in rows(records[0])], MEASURE, path)
+
+
 def scaling(records: Sequence[Record], path: Path) -> None:
     """A step by context, batch and budget."""
     from benchmarks.scaling import picture
@@ -210,6 +224,36 @@ PICTURES: dict[str, Picture] = {
         "KL divergence of Gemma from full attention against rows and bytes, by keys of few bits and page scores, by "
         "text",
         "agreement-lowbit-gemma3.png",
+    ),
+    "rivals-hashed-smollm2": Picture(
+        ("rivals-hashed-smollm2",),
+        frontier,
+        "Recovered mass and output error of SmolLM2 against bytes read and rows attended, by methods that hash keys",
+        "../rivals-hashed-smollm2.png",
+    ),
+    "rivals-hashed-gemma3": Picture(
+        ("rivals-hashed-gemma3",),
+        frontier,
+        "Recovered mass and output error of Gemma against bytes read and rows attended, by methods that hash keys",
+        "../rivals-hashed-gemma3.png",
+    ),
+    "rivals-steps": Picture(
+        ("rivals-steps",),
+        steps,
+        "Recall of the best ten rows at every decoded token, by methods that drop rows and by Quest",
+        "../rivals-steps.png",
+    ),
+    "rivals-agreement-smollm2": Picture(
+        ("rivals-agreement-smollm2",),
+        agreement,
+        "KL divergence of SmolLM2 from full attention against rows and bytes, by methods that drop rows, by text",
+        "../rivals-agreement-smollm2.png",
+    ),
+    "rivals-agreement-gemma3": Picture(
+        ("rivals-agreement-gemma3",),
+        agreement,
+        "KL divergence of Gemma from full attention against rows and bytes, by methods that drop rows, by text",
+        "../rivals-agreement-gemma3.png",
     ),
     "eval-accuracy": Picture(
         ("eval-reference-cpu",),

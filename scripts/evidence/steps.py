@@ -27,6 +27,14 @@ COMPARED_BITS = (
 )
 UNSEEN = "--text workshop --text paradise-lost --text as-you-like-it"  # of kinds that no level was chosen on
 VLLM = ".venv-vllm/bin/python"  # `make vllm` makes it; with nothing else to run
+# The methods that the papers of SAAP, Quest and RetrievalAttention compare with.
+HASHED = (
+    "--selector random --selector kdeformer:rows=0 --selector reformer:rows=0 --selector magicpig "
+    "--selector magicpig:bits=9,tables=120"
+)
+DROPPING = "--selector h2o --selector tova --selector snapkv"
+WITHOUT_GRAPH = "--selector snapkv --selector infllm:page=16 --selector quest --selector magicpig --selector flat"
+GRAPHS = "--selector retrieval:share=0.25 --selector robustvamana"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 
@@ -137,6 +145,45 @@ def generate(model: str, tokens: str, more: str, minutes: float) -> Step:
         f"--selector quest:page=8,int8=True {more}--selector exact --selector window --results OUT",
         minutes,
         f"generate-{model}-float32-cpu.json",
+    )
+
+
+def hashed(model: str, text: str, layers: str, more: str, minutes: float) -> Step:
+    """Methods that hash keys, against rows drawn evenly, as in SAAP's Figure 5."""
+    return Step(
+        f"rivals-hashed-{model.partition('-')[0]}",
+        f"methods that hash keys against rows drawn evenly, on {model}'s keys of the text {text}",
+        f"sparseattn capture --model {model} --text {text} --tokens 8192 --layers {layers} --queries 32 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {HASHED} {more} "
+        "--selector exact --budget 16,64,256,512,1024,2048 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def dropping_agreement(model: str, length: int, minutes: float) -> Step:
+    """How far predictions by methods that drop rows are from full attention's."""
+    return Step(
+        f"rivals-agreement-{model.partition('-')[0]}",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by methods that drop rows",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--lengths {length} --last 64 --samples 2 {DROPPING} --selector recent --selector quest --selector exact "
+        "--budget 64,256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def dropping_asked(model: str, length: int, samples: int, minutes: float) -> Step:
+    """Passkeys, asked for after the prefill and within it."""
+    return Step(
+        f"rivals-passkey-{model.partition('-')[0]}",
+        f"passkeys in {length:,} tokens to {model}, asked for after the prefill or in it, by methods that drop rows",
+        f"sparseattn eval --model {model} --dtype float32 --task passkey --lengths {length} --depths 0.1,0.5,0.9 "
+        f"--samples {samples} --protocol question,prefill {DROPPING} --selector recent --selector quest "
+        "--budget 64,256 --out OUT",
+        minutes,
+        "eval.jsonl",
     )
 
 
@@ -370,6 +417,55 @@ STEPS = (
         "python -m benchmarks.training memory --heads 1 --results OUT",
         5,
         "training-memory-cpu.json",
+    ),
+    hashed("smollm2", "paradise-lost", "2,10,18,26", "--selector kmeans --selector saap", 3),
+    hashed("gemma3-270m", "as-you-like-it", "5,11,17", "--selector ivf", 2),
+    Step(
+        "rivals-steps",
+        "recall of the best ten rows at every decoded token, by methods that drop rows and by Quest",
+        "sparseattn capture --model smollm2 --text paradise-lost --tokens 8192 --layers 2,10,18,26 --dtype bfloat16 "
+        "--out OUT/paradise-lost.safetensors && sparseattn bench OUT/paradise-lost.safetensors --selector h2o "
+        "--selector h2o:scores=decode --selector quest --selector exact --budget 256,512 --last 128 "
+        "--by-step recall@10 --no-figures --out OUT",
+        3,
+        "bench.jsonl",
+    ),
+    dropping_agreement("smollm2", 4096, 5),
+    dropping_agreement("gemma3-270m", 4096, 3),
+    dropping_asked("smollm2", 2000, 1, 5),
+    dropping_asked("gemma3-270m", 2000, 1, 3),
+    Step(
+        "rivals-asked",
+        "prompts with known answers to SmolLM2, by the methods of RetrievalAttention's table that build fast",
+        "sparseattn eval --model smollm2 --dtype float32 --task passkey,multikey --lengths 2000 --depths 0.1,0.5,0.9 "
+        f"--samples 1 {WITHOUT_GRAPH} --selector ivf --budget 128 --out OUT",
+        5,
+        "eval.jsonl",
+    ),
+    Step(
+        "rivals-asked-graphs",
+        "the same by graphs, whose building takes about a minute a prompt: fewer prompts",
+        "sparseattn eval --model smollm2 --dtype float32 --task passkey,multikey --lengths 2000 --depths 0.5 "
+        f"--samples 1 {GRAPHS} --budget 128 --out OUT",
+        4,
+        "eval.jsonl",
+    ),
+    Step(
+        "rivals-trace",
+        "the methods of RetrievalAttention's table on a trace with the queries that InfiniGen foresees",
+        "sparseattn capture --model smollm2 --text paradise-lost --tokens 4096 --layers 10,18 --ahead "
+        "--dtype bfloat16 --out OUT/paradise-lost.safetensors && sparseattn bench OUT/paradise-lost.safetensors "
+        f"{WITHOUT_GRAPH} --selector infinigen --selector ivf {GRAPHS} --selector exact --selector random "
+        "--budget 256,1024 --no-figures --out OUT",
+        3,
+        "bench.jsonl",
+    ),
+    Step(
+        "bench-all",
+        "every method as it is by default, at equal rows and at equal bytes, in one run",
+        "sparseattn bench --selector all --no-figures --out OUT",
+        9,
+        "bench.jsonl",
     ),
     Step(
         "kernels",

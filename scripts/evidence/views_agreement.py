@@ -52,7 +52,8 @@ def _label(asked: Asked) -> str:
     return ticked(spec(method)) + (f", {int(budget):,}" if budget else "") + (f", layers {layers}" if layers else "")
 
 
-def _mean(windows: Sequence[Mapping[str, Any]], name: str) -> float:
+def mean(windows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Of a measure over windows; LookupError without any."""
     if not windows:
         raise LookupError("the record has no such window")
     return float(sum(one[name] for one in windows) / len(windows))
@@ -62,7 +63,7 @@ def _kl(windows: Sequence[Mapping[str, Any]]) -> str:
     """Nats a token, and its interval over windows."""
     values = [one["kl"] for one in windows]
     around = student(values)
-    level = f"{_mean(windows, 'kl'):.3f}"
+    level = f"{mean(windows, 'kl'):.3f}"
     return level if around is None else f"{level} ({max(around[0], 0.0):.3f}-{around[1]:.3f})"
 
 
@@ -85,10 +86,10 @@ def _length(found: Agreed) -> list[str]:
     lines = []
     for asked in found.asked:
         mine = found.of(asked)
-        cells = [f"{_mean(mine, 'rows'):,.0f}", percent(_mean(mine, "bytes_share"))]
+        cells = [f"{mean(mine, 'rows'):,.0f}", percent(mean(mine, "bytes_share"))]
         for name in found.texts:
             windows = found.of(asked, name)
-            cells += [_kl(windows), percent(_mean(windows, "same_top"))]
+            cells += [_kl(windows), percent(mean(windows, "same_top"))]
         lines.append([_label(asked), *cells])
     return [words, table(head, lines)]
 
@@ -109,7 +110,7 @@ def short(record: Record) -> str:
         free = {budget for name, budget, _ in found.asked if name == method} == {None}
         mine = [found.of((method, budget, None)) for budget in ([None] if free else budgets)]
         cells = [
-            f"{_mean(windows, 'kl'):.3f}, {percent(_mean(windows, 'same_top'))}" if windows else "" for windows in mine
+            f"{mean(windows, 'kl'):.3f}, {percent(mean(windows, 'same_top'))}" if windows else "" for windows in mine
         ]
         lines.append([ticked(spec(method)), *cells, *[""] * (len(budgets) - len(cells))])
     return parts(words, table(["", *(f"{int(budget):,} rows" for budget in budgets)], lines))
@@ -120,9 +121,9 @@ def perplexity(record: Record) -> str:
     found = Agreed(record, Agreed(record).lengths[-1])
     lines = []
     for asked in found.asked:
-        cells = [f"{_mean(found.of(asked, name), 'nll_difference'):+.3f}" for name in found.texts]
+        cells = [f"{mean(found.of(asked, name), 'nll_difference'):+.3f}" for name in found.texts]
         lines.append([_label(asked), *cells])
-    levels = ", ".join(f"{name} {_mean(found.full(name), 'nll'):.3f}" for name in found.texts)
+    levels = ", ".join(f"{name} {mean(found.full(name), 'nll'):.3f}" for name in found.texts)
     words = text(
         f"Nats a token lost against full attention at {found.length:,} tokens (which has {levels}; perplexity is their "
         "exponential):"

@@ -67,7 +67,8 @@ class Measured:
         return len({one["budget"] for one in self.rows if one["label"] == label}) > 1
 
 
-def _setting(one: Mapping[str, Any]) -> str:
+def setting(one: Mapping[str, Any]) -> str:
+    """What a measurement was made of: tokens, sink, window and layers."""
     layers = ", ".join(map(str, one["layers"]))
     return (
         f"{one['tokens']:,} tokens, of which the last {one['last']} were decoded, with sink {one['sink']} and window "
@@ -90,7 +91,7 @@ def full(record: Record) -> str:
             cells += [f"{at[f'mean.{measure}']:.2f}" for measure in ("mass", "recovered")]
             lines.append([name, *cells, percent(at["mean.relative_error"], 1)])
     head = [f"`{one['trace']}`: selector, budget", "rows", "bytes", "best row found", "mass", "recovered", "error"]
-    return parts(text(f"`{one['trace']}`: {_setting(one)}."), table(head, lines))
+    return parts(text(f"`{one['trace']}`: {setting(one)}."), table(head, lines))
 
 
 def short(*records: Record) -> str:

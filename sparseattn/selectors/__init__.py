@@ -29,6 +29,7 @@ from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.pyramidkv import PyramidKV
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
+from sparseattn.selectors.recent import Recent
 from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.robustvamana import RobustVamana
@@ -68,6 +69,7 @@ __all__ = [
     "QueryBridge",
     "Quest",
     "Random",
+    "Recent",
     "Reformer",
     "RetrievalAttention",
     "RobustVamana",
@@ -104,6 +106,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "pyramidkv": PyramidKV,
     "quest": Quest,
     "random": Random,
+    "recent": Recent,
     "reformer": Reformer,
     "retrieval": RetrievalAttention,
     "robustvamana": RobustVamana,

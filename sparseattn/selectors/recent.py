@@ -13,8 +13,9 @@ from sparseattn.storage import RowBuffer
 class Recent(Selector):
     """Reads the newest sealed rows up to the budget, in whole pages, the same for every head.
 
-    It reads nothing to choose. At an unlimited budget it is full attention, by the road of all other methods: what a
-    head is that stays dense in a layer where others do not (`roles`).
+    It reads nothing to choose: StreamingLLM at as many rows as other methods read. At an unlimited budget it is
+    full attention, by the road of all other methods: what a head is that stays dense in a layer where others do not
+    (`roles`).
 
     Args:
         page: rows of a slot, a power of two; the cache seals whole pages, and a budget is cut to them.
