@@ -171,17 +171,16 @@ def test_a_prompts_attention_is_summed_in_blocks(monkeypatch: pytest.MonkeyPatch
     expected = torch.zeros(2, H, 100)
     for b, first in enumerate((0, 30)):
         expected[b, :, first:] = causal(queries[b, :, :, first:], keys[b, :, first:]).sum((1, 2))
-    for block in (1 << 19, 1000, 1):
-        monkeypatch.setattr(blockwise, "BLOCK", block)
+    for block in (64, 7, 1):
+        monkeypatch.setattr(blockwise, "ROWS", block)
         got = torch.cat(received(queries.flip(3), at.flip(1), parts), 2)
         torch.testing.assert_close(got, expected[:, :, place], rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(blockwise, "BLOCK", 1 << 14)
-    queries, keys, _ = attention(1, 1, 1, 2000, D)
-    at = torch.arange(2000)[None]
+    queries, keys, _ = attention(1, 1, 1, 4000, D)
+    at = torch.arange(4000)[None]
+    monkeypatch.setattr(blockwise, "ROWS", 64)
     with Temporaries() as seen:
         received(queries, at, [(keys, at)])
-    assert seen.peak < 4 * 4 * (1 << 14) + 8 * keys.nbytes
-    assert 4 * (1 << 14) + 8 * keys.nbytes < 4 * 2000 * 2000 / 5, "which is far from N times N"
+    assert seen.peak < 3 * 4 * 64 * 4000 + 8 * keys.nbytes < 4 * 4000 * 4000 / 5, "which is far from N times N"
 
 
 @pytest.mark.parametrize(
