@@ -70,6 +70,8 @@ class Curve:
 
     def at(self, cost: float) -> float | None:
         """The error there; None outside of what was measured."""
+        if cost in dict(self.points):  # where a curve of one point, too, is known
+            return dict(self.points)[cost]
         for (low, first), (high, second) in zip(self.points, self.points[1:], strict=False):
             if low <= cost <= high:
                 part = math.log(cost / low) / math.log(high / low)
