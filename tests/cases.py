@@ -309,6 +309,20 @@ class Case:
     exhaustive: Callable[[], Selector] | None
     reason: str = ""
 
+    @property
+    def second(self) -> bool:
+        """Whether it is a further form of a method that another case has: it meets each law once, in the slow run."""
+        return self.name in SECOND
+
+
+# Forms whose code differs from their method's first case by little. What differs much has tests of its own.
+SECOND = {
+    "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
+    "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
+    "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
+    "twostage-estimate",
+}  # fmt: skip
+
 
 CASES = [
     Case("exact", Exact, Exact),

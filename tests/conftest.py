@@ -48,13 +48,25 @@ if not torch.cuda.is_available():  # Triton kernels run under its interpreter, w
 torch.set_num_threads(1)  # whatever OMP_NUM_THREADS was
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip, with the reason printed, where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` skip, with the reason printed, where there is no CUDA device. Second forms of a method
+    (`cases.Case.second`) meet each law once, in the slow run."""
+    second = [item for item in items if getattr(_case(item), "second", False)]
+    twice = {id(item) for item in second if "slow" in item.keywords}
+    for item in second:
+        item.add_marker("slow")
+    if twice:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in twice])
+        items[:] = [item for item in items if id(item) not in twice]
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def _case(item: pytest.Item) -> object:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("case")
 
 
 @pytest.fixture(autouse=True)

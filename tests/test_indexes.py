@@ -26,7 +26,7 @@ from sparseattn.storage import RowBuffer
 from sparseattn.tensorfiles import load_tensors, save_tensors
 
 B, H, G, N, D = 2, 2, 3, 200, 32
-KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect")
+KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect", "robustvamana")
 
 
 def prefilled(selector: Selector, folder: Path | None = None, seed_rows: int = N, **settings) -> KVCache:

@@ -183,11 +183,13 @@ def _turns(model: Any, selector: Selector, inputs: dict[str, Tensor], apart: str
     assert stats.layers[1].sparse_calls == 3 * 8
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.exhaustive is not None], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.exhaustive and not case.make().foresees], ids=lambda case: case.name
+)
 def test_every_selector_generates_as_the_dense_model(case: Case, llama: Any) -> None:
     inputs = padded((60, 41))
     expected = generate(llama, plain(llama), inputs)
-    assert case.exhaustive is not None
+    assert case.exhaustive is not None  # infinigen's, of what models do not tell, is refused
     with SparseCache(llama, case.exhaustive(), None, sink=2, window=8, seal=32) as cache:
         same(generate(llama, cache, inputs), expected)
 
