@@ -354,7 +354,8 @@ def test_views_of_methods_that_drop_rows_and_of_their_passkeys() -> None:
     record = record_of("passkey", "eval.jsonl", lines)
     assert "| `snapkv`, 64 | 0 % | 100 % |" in VIEWS["rivals-protocols"](record)
     words = VIEWS["rivals-protocols-findings"](record)
-    assert "`snapkv` 0 % and 100 %, `quest` 100 % and 0 %; full attention 100 %" in " ".join(words.split())
+    assert "`snapkv` 0 % and 100 %, `quest` 100 % and 0 %." in " ".join(words.split())
+    assert "The question after the prefill is the case that they do not serve." in " ".join(words.split())
 
 
 def test_findings_of_hashing_follow_the_errors() -> None:

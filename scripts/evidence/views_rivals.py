@@ -70,6 +70,8 @@ class Curve:
 
     def at(self, cost: float) -> float | None:
         """The error there; None outside of what was measured."""
+        if cost in dict(self.points):  # where a curve of one point, too, is known
+            return dict(self.points)[cost]
         for (low, first), (high, second) in zip(self.points, self.points[1:], strict=False):
             if low <= cost <= high:
                 part = math.log(cost / low) / math.log(high / low)
@@ -137,10 +139,10 @@ def hashed_findings(record: Record) -> str:
     else:
         items.append("The paper: k-means best. No artefact of k-means ships for this model, so nothing is said of it.")
         if "IVF" in labels:
-            words = [said("IVF", label, "attended")[0] for label in pig]
+            beside = [said("IVF", label, "attended")[0] for label in pig]
             items[-1] += (
                 f" `ivf`, whose lists are k-means of this prompt's keys but which reads the best rows in them alone, "
-                f"stands beside. At equal rows attended {_listed(words)}."
+                f"stands beside. At equal rows attended {_listed(beside)}."
             )
     return bullets(*items)
 
@@ -255,15 +257,34 @@ def protocols_findings(*records: Record) -> str:
             clauses = []
             for method in methods:
                 after, within = (_share(found, method, budget, protocol) or 0.0 for protocol in (AFTER, WITHIN))
-                if _drops(method):
-                    clauses.append(f"{ticked(spec(method))} {percent(after)} and {percent(within)}")
-            quest = [percent(_share(found, "Quest", budget, protocol) or 0.0) for protocol in (AFTER, WITHIN)]
-            full = percent(_share(found, FULL, None, AFTER) or 0.0)
+                clauses.append(f"{ticked(spec(method))} {percent(after)} and {percent(within)}")
             items.append(
-                f"{model} at {int(budget):,} rows, question after the prefill and in it: {_listed(clauses)}, `quest` "
-                f"{quest[0]} and {quest[1]}; full attention {full}."
+                f"{model} at {int(budget):,} rows, of questions after the prefill and in it: {', '.join(clauses)}."
             )
+        items.append(_lost(found, model))
     return bullets(*items)
+
+
+def _lost(found: Sequence[Mapping[str, Any]], model: str) -> str:
+    """What methods that drop rows answer of both kinds of question, over all of them and all budgets."""
+    dropping, quest = (
+        [
+            _mean([one["score"] for one in found if one["protocol"] == protocol and kind(one["method"])])
+            for protocol in (AFTER, WITHIN)
+        ]
+        for kind in (_drops, lambda method: method == "Quest")
+    )
+    full = _share(found, FULL, None, AFTER) or 0.0
+    words = (
+        f"{model}, over all budgets: methods that drop rows answer {percent(dropping[0])} of questions after the "
+        f"prefill and {percent(dropping[1])} in it, `quest` {percent(quest[0])} and {percent(quest[1])}, full "
+        f"attention {percent(full)} of those after it."
+    )
+    if full <= dropping[0]:
+        return f"{words} Here nothing is lost by dropping rows."
+    if dropping[0] < min(quest[0], dropping[1]):
+        return f"{words} The question after the prefill is the case that they do not serve."
+    return f"{words} They lose answers, but not by when the question comes alone."
 
 
 # RetrievalAttention's table, and all methods
