@@ -78,6 +78,20 @@ def test_h2o_holds_heavy_hitters_and_the_newest_rows(scores: str) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_h2o_that_begins_with_decoding_knows_nothing_of_steps_before_the_first_seal() -> None:
+    """Its first choice is by the step's own weights, though steps were taken before there was anything to choose."""
+    queries, keys, values = heads(1, H, G, 60, D)
+    cache = KVCache(H2O("decode", 0.0), sink=0, window=20, seal=1, check=True)
+    for stop in (10, 60):
+        new = slice(10 if stop == 60 else 0, stop)
+        cache.append(keys[:, :, new], values[:, :, new], queries[:, :, :, new])
+        decode(queries[:, :, :, stop - 1], cache, 12)
+    assert cache.latest is not None
+    weights = softmax(queries[0, :, :, -1], keys[0, :, :40]).sum(1)  # [H,40]
+    expected = torch.zeros(H, 40, dtype=torch.bool).scatter_(1, weights.topk(12).indices, True)
+    assert torch.equal(cache.latest.mask(40)[0], expected)
+
+
 @pytest.mark.parametrize(("sink", "window", "rollback"), [(0, 1, 0), (3, 70, 0), (0, 75, 10)])
 def test_h2o_counts_every_query_of_the_prompt(sink: int, window: int, rollback: int) -> None:
     """However many of the rows are in the cache's window."""

@@ -45,7 +45,9 @@ class H2O(Observing):
         if not 0 <= recent <= 1:
             raise ValueError(f"recent is the share of the budget for the newest rows, 0 to 1, got {recent}")
         self.scores, self.recent = scores, recent
-        self.watched = False  # whether a step was observed
+        # Whether a step was observed that had sealed rows. Sequences of a batch step together, so they agree, and the
+        # host knows without waiting: all keys are read at one step alone.
+        self.watched = False
         if scores == "prompt":
             self.queries_share, self.last_queries = 1.0, 1  # so every query: those of rows not sealed come with it
 
@@ -101,9 +103,9 @@ class H2O(Observing):
         return vote(logits.masked_fill((self.worth.visible == -torch.inf)[:, :, None], -torch.inf), "softmax")
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.watched = True
         if not self.worth.rows:
             return
+        self.watched = True
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting.data[:, :, -1] += left(got).sum(2)
         self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))
