@@ -63,7 +63,9 @@ class PQ(Coded):
         subspaces = self.subspaces or max(size // self.bits, 1)
         if size % subspaces:
             given = f"got {subspaces}" if self.subspaces else f"one for every {self.bits} channels makes {subspaces}"
-            raise ValueError(f"PQ's subspaces are a divisor of the head size, here of {size}, {given}: set subspaces")
+            raise ValueError(
+                f"{type(self).__name__}'s subspaces are a divisor of the head size, here of {size}, {given}: set subspaces"
+            )
         return subspaces
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
