@@ -167,9 +167,8 @@ def bench(
 
     for trace in opened:
         say_differences(trace)
-        mine = Asked.of(selector or [], together, trace.depth) if every_method else asked
         checked = functools.partial(check, trace, usable_layers(trace, indices))
-        plan.append((trace, mine, mine.fitting(checked, budgets)))
+        plan.append((trace, asked, asked.fitting(checked, budgets)))
     lacking = [fit.lacking for _, _, fit in plan]  # per trace, label -> why it is not measured
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
