@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from cases import Buckets, Same, SampledBuckets, drawn, heads
@@ -394,20 +392,10 @@ def test_a_first_stage_that_evicts_is_refused(first: str) -> None:
 
 
 def test_a_first_stage_that_biases_is_refused() -> None:
-    """Also one that does not declare it: a sample without its correction is never attended to."""
-
-    class Undeclared(Exact):
-        def select(self, query: torch.Tensor, positions: torch.Tensor, budget: int) -> Selection:
-            made = super().select(query, positions, budget)
-            return dataclasses.replace(made, bias=torch.ones_like(made.start, dtype=torch.float32))
-
     with pytest.raises(ValueError, match="corrects a sample of rows by a bias"):
         make_selector("twostage:pages=magicpig")
     with pytest.raises(ValueError, match="corrects a sample of rows by a bias"):
         TwoStage(Same(make_selector("magicpig")))
-    cache, query = filled(TwoStage(Undeclared(), 2))
-    with pytest.raises(ValueError, match="corrects a sample of rows by a bias"):
-        cache.select(query, 16)
 
 
 def test_sources_name_those_of_parts() -> None:

@@ -38,7 +38,7 @@ class TwoStage(Selector):
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
     kept in files (`indexes`), not even the first stage's. What the first stage observes, and what its tail stands for,
-    is the choice of both.
+    is the choice of both. A bias that it does not declare (`biases`) is left out.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and the levels of every group in
@@ -71,7 +71,10 @@ class TwoStage(Selector):
                 f"does not evict"
             )
         if self.pages.biases:
-            raise ValueError(_no_bias(self.pages))
+            raise ValueError(
+                f"{self.pages!r} corrects a sample of rows by a bias, which is wrong for some of the sample: take a "
+                f"first stage without"
+            )
         self.inside = LowBit(bits, rows, group=group, scales=scales)
 
     @property
@@ -121,8 +124,6 @@ class TwoStage(Selector):
         real, span = self.inside.real.visible, self.pages.span
         asked = math.ceil(min(budget * self.times, real.shape[1]) / span) * span
         proposed = self.pages.select(query, positions, asked)
-        if proposed.bias is not None:
-            raise ValueError(_no_bias(self.pages))
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
@@ -173,13 +174,6 @@ class TwoStage(Selector):
             parts = count * (4 * lowbit.words(self.inside.low.visible.shape[-1], self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
-
-
-def _no_bias(pages: Selector) -> str:
-    return (
-        f"{pages!r} corrects a sample of rows by a bias, which is wrong for some of the sample: take a first stage "
-        f"without"
-    )
 
 
 def _moved(keys: Tensor, real: Tensor, order: Tensor) -> Rows:
