@@ -494,6 +494,8 @@ class KVCache:
         self._require_rows()
         checks.repeatable(self._stored.keys.full, "dropping rows")
         self._stored.crop(checks.dropped(drop, self.batch))
+        if self.selector.foresees:
+            self.selector.ahead = None  # of a token that is gone
         self._show()
 
     def reorder(self, index: Tensor) -> None:

@@ -70,6 +70,24 @@ def test_the_query_ahead_holds_for_one_step_and_reaches_parts() -> None:
             cache.foresee(other[..., :8])
 
 
+@pytest.mark.parametrize("apart", [None, "cpu"])
+def test_what_was_foreseen_does_not_outlive_a_change_of_the_cache(apart: str | None) -> None:
+    queries, keys, values = heads(2, 2, 2, 200, 16)
+    query, other = queries[:, :, :, -1], queries[:, :, :, -2].contiguous()
+    cache = KVCache(InfiniGen(1.0, 100.0, share=1.0), sink=0, window=4, seal=16, rollback=4, sealed_device=apart)
+    cache.append(keys, values, queries)
+    cache.seal()
+    for change in (lambda: cache.crop(1), lambda: cache.reorder(torch.tensor([1, 0]))):
+        cache.foresee(other)
+        change()
+        with pytest.raises(ValueError, match="capture --ahead"):
+            decode(query, cache, 20)
+    cache.foresee(other)
+    with pytest.raises(ValueError, match="capture --ahead"):
+        decode(query, cache.clone(), 20)
+    assert decode(query, cache, 20).isfinite().all(), "the clone's is its own"
+
+
 def test_a_trace_is_replayed_with_its_queries_ahead(tmp_path: Path) -> None:
     """Queries foreseen as they come are worth exact search; a trace that has none is refused before any work."""
     plain = synthetic(300, clusters=8)

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_capture import COMMON, FAMILIES  # noqa: E402
 
-from sparseattn import SAAP, Exact, Quest, RetrievalAttention, Selector  # noqa: E402
+from sparseattn import SAAP, Exact, Quest, RetrievalAttention, Selector, SparQ  # noqa: E402
 from sparseattn.integrations.capture import capture  # noqa: E402
 from sparseattn.integrations.models import ModelError  # noqa: E402
 from sparseattn.integrations.prefill import Prefill  # noqa: E402
@@ -482,6 +482,24 @@ def test_what_is_refused(llama: Any) -> None:
 def other(name: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**COMMON | changes)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def test_a_layer_of_another_scale_tells_its_selector_and_a_shape_it_cannot_serve_is_refused(llama) -> None:
+    """With every channel kept and a tail, what is read and what is not weigh as the layer's own scale says."""
+    model = copy.deepcopy(llama)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 2
+    with SparseCache(model, SparQ(1 << 20, mean=True), 16, **SMALL) as cache:
+        assert generate(model, cache, {"input_ids": prompt()}) is not None  # else the tail would be refused
+        selector = cache.layers[0].rows.selector
+        assert selector.scale == pytest.approx(2 * selector.stored_keys().shape[3] ** -0.5)
+
+    class Never(Exact):
+        def check_shape(self, heads: int, group: int, size: int) -> None:
+            raise ValueError(f"never of {heads} heads of {group} by {size}")
+
+    with pytest.raises(ValueError, match=r"layer 0: never of \d+ heads of \d+ by \d+"):
+        SparseCache(llama, Never())
 
 
 def test_models_that_sparse_attention_does_not_compute() -> None:

@@ -128,7 +128,8 @@ class Selector(ABC):
             are taken. None outside a cache.
         foresees: whether `select` goes by `ahead`, or a part's does.
         ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
-            for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`. None: nobody has.
+            for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`; `clone`,
+            `reorder` and `crop` drop it. None: nobody has.
     """
 
     span: int = 1
@@ -350,6 +351,7 @@ class Selector(ABC):
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
+        self.ahead = None  # of sequences as they were
         for _, state in self._states():
             state.take(index)
         for _, part in self.parts():
