@@ -105,7 +105,9 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _observed(cache: KVCache, selection: Selection, weights: Tensor, lse: Tensor, total: Tensor) -> None:
     """`weights` `[B,H*G,S,span]` of a part with `lse` `[B,H,G]` become those of the whole with `total`."""
-    cache.observe(selection, weights * share(lse, total).float().flatten(1)[..., None, None])
+    if lse is not total:  # the part is not all there is
+        weights = weights * share(lse, total).float().flatten(1)[..., None, None]
+    cache.observe(selection, weights)
 
 
 def _to_host(rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -98,6 +98,8 @@ class KVCache:
             near = sink + window + rollback + seal + selector.unit  # after a seal, room until the next one
             selector.to(self.sealed_device)
         learned = checks.share(selector), checks.last_queries(selector)
+        if learned[0] == 1 and learned[1]:  # no query of the prompt is missing, however wide the window
+            learned = learned[0], max(learned[1], window + rollback + selector.unit)
         self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned)
         if fixed:
             self._fix(capacity)
@@ -370,6 +372,8 @@ class KVCache:
         budget = parse_budget(budget)
         context = self._capacity if self.fixed and budget is None else max(self._stored.zones.count)
         rows = budget_rows(budget, context, self.selector.span, self.selector)
+        if budget is not None:
+            rows = self.selector.allowed(rows)
         self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
         return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
@@ -473,7 +477,7 @@ class KVCache:
         self._broken = True
         self.selector.keep(ids)
         stored.compact(ids)
-        self._broken, self.latest = False, None  # whose places are others' now
+        self._broken, self.latest, self.latest_tail = False, None, None  # whose places are others' now
         self._show()
         return before - places
 

@@ -257,7 +257,7 @@ def evaluate_budgets(
         shares = shares_of(method, index, trace.shapes[index].heads)
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:
-            mine = share.fresh(index, layer.rope)
+            mine = share.fresh(index, layer.rope, trace.depth)
             mine.width = trace.dtype.itemsize
             cache = KVCache(
                 mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
@@ -407,7 +407,7 @@ def check_replay(
             budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
     if layers is not None:
         for index, share in each:
-            shape, own = trace.shapes[index], share.fresh(index, trace.ropes[index])
+            shape, own = trace.shapes[index], share.fresh(index, trace.ropes[index], trace.depth)
             own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
             lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
             unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)

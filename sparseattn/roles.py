@@ -145,10 +145,10 @@ class Share:
             return None
         return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
 
-    def fresh(self, layer: int, rope: Rope | None) -> Selector:
-        """A selector for its heads in a model layer."""
+    def fresh(self, layer: int, rope: Rope | None, depth: int | None = None) -> Selector:
+        """A selector for its heads in a layer of a model, which has `depth` layers where that is known."""
         made = self.selector.for_layer(layer, rope)
-        made.heads = self.heads
+        made.heads, made.depth = self.heads, depth
         return made
 
     def of(self, x: Tensor, dim: int = 1) -> Tensor:

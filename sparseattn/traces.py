@@ -18,7 +18,8 @@ The file, format version 1 (any safetensors reader opens it):
     layers    JSON list of {"index", "scale", "window", "rope"}: logits are `scale * q.k`; `window` is the width of a
               sliding window (row t sees rows t-window+1 .. t) or null; `rope` is a k or null
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
-    meta      JSON object: model id, config hash, source of the text, versions, what could not be recorded and why
+    meta      JSON object: model id, config hash, `model_layers` (how many the model has), source of the text, versions,
+              what could not be recorded and why
     hashes    JSON object: name of each tensor -> its SHA-256, as `traceformat.TensorHash` makes it; files of earlier
               releases have none
 
@@ -157,6 +158,12 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace({self.name!r}, tokens={self.tokens}, layers={self.layers})"
+
+    @property
+    def depth(self) -> int | None:
+        """Layers of the model, those that the trace does not hold among them; None where it does not say."""
+        depth = self.meta.get("model_layers")
+        return depth if type(depth) is int else None
 
     @property
     def tokens(self) -> int:

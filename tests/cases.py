@@ -428,7 +428,7 @@ CASES = [
     Case("tova", TOVA, TOVA),
     Case("snapkv", SnapKV, SnapKV),
     Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
-    Case("pyramidkv", lambda: PyramidKV(4), lambda: PyramidKV(4)),
+    Case("pyramidkv", lambda: PyramidKV(4), PyramidKV),
     Case("random", Random, Random),
     Case("recent", Recent, Recent),
     Case("recent-few", lambda: Recent(4), lambda: Recent(4)),

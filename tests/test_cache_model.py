@@ -129,11 +129,14 @@ def check_prompt(model: list[Sequence], cache: KVCache, first: bool) -> None:
     assert at is not None
     assert keys is not None
     assert places is not None
-    assert queries.shape[3] == at.shape[1] == cache.selector.last_queries
+    wanted = cache.selector.last_queries
+    if cache.selector.queries_share == 1:  # those of every row behind the sealed ones
+        wanted = max(wanted, cache.window + cache.rollback + cache.selector.unit)
+    assert queries.shape[3] == at.shape[1] == wanted
     left = []
     for b, one in enumerate(model):
         prompt = one.tokens[:-1]
-        asked = prompt[-cache.selector.last_queries :]
+        asked = prompt[-wanted:]
         padding = at.shape[1] - len(asked)
         assert at[b].tolist() == [-1] * padding + [token[0] for token in asked]
         assert bool((queries[b, :, :, :padding] == 0).all())

@@ -30,7 +30,7 @@ def causal(queries: Tensor, keys: Tensor) -> Tensor:
     return logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
 
 
-def steps(cache: KVCache, queries, keys, values, budget: int = BUDGET) -> Iterator[tuple[int, Tensor, Tensor]]:
+def steps(cache: KVCache, queries, keys, values, budget: int | None = BUDGET) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(position, which rows `[H,n]` are read, output `[H,G,D]`) of every step after the prompt."""
     cache.append(keys[:, :, :PROMPT], values[:, :, :PROMPT], queries[:, :, :, :PROMPT])
     for t in range(PROMPT, keys.shape[2]):
@@ -76,6 +76,32 @@ def test_h2o_holds_heavy_hitters_and_the_newest_rows(scores: str) -> None:
         weights, expected = attended(q[:, :, t], k[:, : t + 1], v[:, : t + 1], rows)
         total[:, : t + 1] += weights.sum(1)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_h2o_that_begins_with_decoding_knows_nothing_of_steps_before_the_first_seal() -> None:
+    """Its first choice is by the step's own weights, though steps were taken before there was anything to choose."""
+    queries, keys, values = heads(1, H, G, 60, D)
+    cache = KVCache(H2O("decode", 0.0), sink=0, window=20, seal=1, check=True)
+    for stop in (10, 60):
+        new = slice(10 if stop == 60 else 0, stop)
+        cache.append(keys[:, :, new], values[:, :, new], queries[:, :, :, new])
+        decode(queries[:, :, :, stop - 1], cache, 12)
+    assert cache.latest is not None
+    weights = softmax(queries[0, :, :, -1], keys[0, :, :40]).sum(1)  # [H,40]
+    expected = torch.zeros(H, 40, dtype=torch.bool).scatter_(1, weights.topk(12).indices, True)
+    assert torch.equal(cache.latest.mask(40)[0], expected)
+
+
+@pytest.mark.parametrize(("sink", "window", "rollback"), [(0, 1, 0), (3, 70, 0), (0, 75, 10)])
+def test_h2o_counts_every_query_of_the_prompt(sink: int, window: int, rollback: int) -> None:
+    """However many of the rows are in the cache's window."""
+    queries, keys, values = heads(2, H, G, PROMPT, D)
+    cache = KVCache(H2O(), sink=sink, window=window, rollback=rollback)
+    cache.append(keys, values, queries)
+    cache.seal()
+    for b in range(2):
+        total = causal(queries[b], keys[b]).sum((1, 2))[:, sink : PROMPT - window - rollback]
+        torch.testing.assert_close(cache.selector.worth.data[b].double(), total, rtol=1e-5, atol=1e-5)
 
 
 def test_tova_drops_the_row_with_the_least_attention_of_the_newest_query() -> None:
@@ -145,12 +171,12 @@ def test_pyramidkv_reads_less_in_higher_layers() -> None:
     """The mean over the layers is the paper's budget where layer 0 has `2 - 1 / beta` of it."""
     layers, beta, mean = 30, 20.0, 400
     whole = PyramidKV(layers, beta, 8)
-    shares = [whole.for_layer(layer).share(round(mean * (2 - 1 / beta))) for layer in range(layers)]
+    shares = [whole.for_layer(layer).allowed(round(mean * (2 - 1 / beta))) for layer in range(layers)]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == mean * 2 - mean / beta
     assert shares[-1] == mean / beta
     assert sum(shares) / layers == pytest.approx(mean, abs=0.5)
-    assert [PyramidKV(layers, 1.0).for_layer(layer).share(77) for layer in (0, 15, 29)] == [77] * 3
+    assert [PyramidKV(layers, 1.0).for_layer(layer).allowed(77) for layer in (0, 15, 29)] == [77] * 3
     queries, keys, values = attention(1, H, G, PROMPT + 1, D)
     read = []
     for layer in (0, 29):
@@ -159,6 +185,30 @@ def test_pyramidkv_reads_less_in_higher_layers() -> None:
     assert read == [[39 + 1], [1 + 1]]
     with pytest.raises(ValueError, match="for layers 0 to 29, and this is layer 30"):
         whole.for_layer(30)
+
+
+def test_pyramidkv_shares_the_budget_as_given() -> None:
+    """Not what the context leaves of it: where a layer's share exceeds the context, the layer drops nothing."""
+    queries, keys, values = attention(1, H, G, PROMPT + 1, D)
+    given = 10 * PROMPT
+    for layer, read in ((0, PROMPT), (15, PROMPT), (29, round(given / 39))):
+        cache = KVCache(PyramidKV(30, window=8).for_layer(layer), sink=0, window=1, seal=1, check=True)
+        assert [int(rows.sum()) for _, rows, _ in steps(cache, queries, keys, values, given)] == [H * (read + 1)]
+        cache = KVCache(PyramidKV(30, window=8).for_layer(layer), sink=0, window=1, seal=1, check=True)
+        assert all(bool(rows.all()) for _, rows, _ in steps(cache, queries, keys, values, None)), "all is all"
+
+
+def test_pyramidkv_knows_how_many_layers_the_model_has() -> None:
+    """It is told, or refuses: a wrong number would be a wrong budget in every layer."""
+    upper, told = PyramidKV().for_layer(3), PyramidKV(30).for_layer(3)
+    with pytest.raises(ValueError, match="is not known here: give layers, as in pyramidkv:layers=32"):
+        upper.check_shape(H, G, D)
+    upper.depth = told.depth = 30
+    assert upper.allowed(100) == told.allowed(100) < 100
+    upper.check_shape(H, G, D)
+    told.depth = 28
+    with pytest.raises(ValueError, match="is for a model of 30 layers, and this one has 28"):
+        told.check_shape(H, G, D)
 
 
 def test_a_prompts_attention_is_summed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,6 +429,13 @@ def test_a_failed_pass_does_not_leak_into_the_next(llama: Any) -> None:
     )
 
 
+def test_a_selector_knows_how_many_layers_the_model_has(llama: Any) -> None:
+    """PyramidKV's last layer then has the least of the budget."""
+    with SparseCache(llama, "pyramidkv", 390) as cache:
+        read = [layer.parts[0].rows.selector.allowed(390) for layer in cache.sparse_layers.values()]
+        assert read == [390, 200, 10]
+
+
 def test_what_is_refused(llama: Any) -> None:
     for arguments, words in (
         ({"selector": 3}, "got 3"),
@@ -441,6 +448,7 @@ def test_what_is_refused(llama: Any) -> None:
             {"selector": "infinigen"},
             "layer 0: .* goes by the input of the layer before, which layers of a model are not",
         ),
+        ({"selector": "pyramidkv:layers=32"}, "layer 0: .* is for a model of 32 layers, and this one has 3"),
         ({"dense_layers": 4}, "0 to 3"),
         ({"dense_layers": [3]}, "0 to 3"),
         ({"sparse_from": -1}, "got -1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from cases import Buckets, Same, SampledBuckets, drawn, heads
@@ -383,6 +385,29 @@ def test_bad_nested_specs_get_a_sentence(spec: str, sentence: str) -> None:
 def test_what_is_no_selector_is_refused_as_a_part() -> None:
     with pytest.raises(ValueError, match="selector is a name"):
         TwoStage(16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", ["h2o", "tova", "snapkv", "pyramidkv"])
+def test_a_first_stage_that_evicts_is_refused(first: str) -> None:
+    with pytest.raises(ValueError, match="drops what it does not: take one that does not evict"):
+        make_selector(f"twostage:pages={first}")
+
+
+def test_a_first_stage_that_biases_is_refused() -> None:
+    """Also one that does not declare it: a sample without its correction is never attended to."""
+
+    class Undeclared(Exact):
+        def select(self, query: torch.Tensor, positions: torch.Tensor, budget: int) -> Selection:
+            made = super().select(query, positions, budget)
+            return dataclasses.replace(made, bias=torch.ones_like(made.start, dtype=torch.float32))
+
+    with pytest.raises(ValueError, match="corrects a sample of rows by a bias"):
+        make_selector("twostage:pages=magicpig")
+    with pytest.raises(ValueError, match="corrects a sample of rows by a bias"):
+        TwoStage(Same(make_selector("magicpig")))
+    cache, query = filled(TwoStage(Undeclared(), 2))
+    with pytest.raises(ValueError, match="corrects a sample of rows by a bias"):
+        cache.select(query, 16)
 
 
 def test_sources_name_those_of_parts() -> None:

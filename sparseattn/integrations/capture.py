@@ -397,6 +397,7 @@ def _meta(
         "model_layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
         "text": dict(text or {}),
+        "model_layers": getattr(model.config.get_text_config(), "num_hidden_layers", None),
         "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "attention": original,
         "dtype": str(stored).removeprefix("torch."),

@@ -108,10 +108,19 @@ def check_budget(index: int, budget: Budget, share: Share) -> None:
 
 
 def try_out(
-    share: Share, index: int, what: AttentionLayer, budget: Budget, apart: torch.device | str | None, impl: str | None
+    share: Share,
+    index: int,
+    depth: int,
+    what: AttentionLayer,
+    budget: Budget,
+    apart: torch.device | str | None,
+    impl: str | None,
 ) -> None:
-    """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now."""
-    selector = share.fresh(index, what.rope)
+    """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now.
+
+    depth: layers of the model.
+    """
+    selector = share.fresh(index, what.rope, depth)
     if selector.foresees:
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
@@ -119,7 +128,9 @@ def try_out(
         )
     count = max(selector.unit, 16)
     draw = torch.Generator().manual_seed(0)
-    shape = (1, what.heads if share.heads is None else len(share.heads.which), count, what.size)
+    heads = what.heads if share.heads is None else len(share.heads.which)
+    selector.check_shape(heads, what.group, what.size)
+    shape = (1, heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
     trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)
     with warnings.catch_warnings():

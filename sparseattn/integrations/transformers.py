@@ -126,22 +126,22 @@ class SparseCache(Cache):
             for name, given in (("selector", selector), ("budget", budget)):
                 plan.check_mapping(name, given, sparse)
             for index in sparse:
-                layers[index] = self._layer(index, impl)
+                layers[index] = self._layer(index, len(layers), impl)
         except BaseException:
             if not self._prepared_before:
                 restore(model)
             raise
         super().__init__(layers=layers)
 
-    def _layer(self, index: int, impl: str | None) -> SparseLayer:
+    def _layer(self, index: int, depth: int, impl: str | None) -> SparseLayer:
         what, budget = self.prepared.layers[index], plan.of_layer(self.budget, index)
         shares, parts = self._shares(index), []
         try:
             for share in shares:
-                selector = share.fresh(index, what.rope)
+                selector = share.fresh(index, what.rope, depth)
                 seal = selector.unit if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
-                plan.try_out(share, index, what, budget, self._settings["sealed_device"], impl)
+                plan.try_out(share, index, depth, what, budget, self._settings["sealed_device"], impl)
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
             raise kind(f"layer {index}: {error}") from error

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead")  # what parts are told when a selector is
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth")  # what parts are told when a selector is
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -45,8 +45,9 @@ class Rows:
             them; None where the share is 0. Zero for padding.
         query_positions: `[B,m]` int64, the token positions of `queries`; negative marks padding.
         last_queries: `[B,H,G,n,D]`, the prompt's n newest queries, the newest last, at the first seal of a selector
-            whose `last_queries` is n; else None. The prompt is what is stored then, sink and window included, without
-            the row of the step that is being decoded. Zero where a prompt is shorter than n, in front.
+            whose `last_queries` is n (more where its `queries_share` is 1); else None. The prompt is what is stored
+            then, sink and window included, without the row of the step that is being decoded. Zero where a prompt is
+            shorter than n, in front.
         last_positions: `[B,n]` int64, the token positions of `last_queries`; negative marks padding.
         unsealed: `[B,H,u,D]`, with `last_queries`: the keys of those of the prompt's rows that are not sealed (sink,
             window and what waits), so that a causal softmax of `last_queries` over all of the prompt is exact.
@@ -99,7 +100,10 @@ class Selector(ABC):
             rows until they are sealed, and each is G times a key; rows are sampled evenly, by position. At least that
             of every part; one that wants a smaller share sees the same queries.
         last_queries: how many of the prompt's newest queries the first `append` wants (`Rows.last_queries`), 0 none. At
-            least that of every part; one that wants fewer sees the same, of which its own are the last.
+            least that of every part; one that wants fewer sees the same, of which its own are the last. With a
+            `queries_share` of 1 at least those of all rows behind the sealed ones: then no query is missing but those
+            of the sink's rows.
+        biases: whether its selections have a bias (`Selection.bias`), or a part's have.
         evicts: whether it drops rows, or a part does, and never names them again: see `held`.
         observes: whether it learns from the weights that its selections got (`observe`), or a part does.
         tails: whether it has rows of its own to attend to (`tail`), or a part has.
@@ -115,6 +119,7 @@ class Selector(ABC):
         layer: the model layer this instance serves, set by `for_layer`.
         heads: which of the layer's KV heads this instance is shown, where others have another method (`roles`); H is
             their number then. For methods with parameters of their own for a head. None: all of them.
+        depth: layers of the model where the caller knows it, for methods that differ by layer.
         rope: that layer's rotary embedding where the caller knows it, for methods that need keys before RoPE.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
@@ -127,6 +132,7 @@ class Selector(ABC):
     span: int = 1
     queries_share: float = 0.0
     last_queries: int = 0
+    biases: bool = False
     evicts: bool = False
     observes: bool = False
     tails: bool = False
@@ -138,6 +144,7 @@ class Selector(ABC):
     usual: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     layer: int = 0
+    depth: int | None = None
     heads: Heads | None = None
     rope: Rope | None = None
     stored: Tensor | None = None
@@ -152,6 +159,7 @@ class Selector(ABC):
         if isinstance(value, Selector):
             self.queries_share = max(self.queries_share, value.queries_share)
             self.last_queries = max(self.last_queries, value.last_queries)
+            self.biases = self.biases or value.biases
             self.evicts = self.evicts or value.evicts
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
@@ -186,6 +194,14 @@ class Selector(ABC):
         """
         for _, part in self.parts():
             part.check_shape(heads, group, size)
+
+    def allowed(self, budget: int) -> int:
+        """Rows that this instance may read where a budget of `budget` rows is given, at most as many; by default all.
+
+        Asked before a budget is cut to the rows there are, so that it does not follow the length of the context, and
+        not where the budget is None. `select` is given the answer, cut.
+        """
+        return budget
 
     @abstractmethod
     def append(self, rows: Rows) -> Tensor | None:

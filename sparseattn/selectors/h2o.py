@@ -9,11 +9,10 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, vote
-from sparseattn.selectors.evicting import Observing, every_row, last_of, left
+from sparseattn.selectors.evicting import Observing, every_row, left
 from sparseattn.selectors.received import received
 
 SCORES = ("prompt", "decode")
-LAST = 64  # of the prompt's last queries, for those whose rows are in the cache's window
 
 
 class H2O(Observing):
@@ -29,8 +28,14 @@ class H2O(Observing):
     "decode" nothing is known of the prompt at the first step, which in Quest's runs reads every row: here the budget
     holds, and the first step's choice is by its own weights, for which it reads every key.
 
-    What a row gets from a query while it lies in the cache's window is not counted, but for the prompt's last 64
-    queries; with `H2O.paper()` everything is. The cache's window comes on top of `recent`.
+    What a row gets from a step's query while it lies in the cache's window is not counted: behind a window of more than
+    the step's token, a decoded row comes to be chosen among with nothing, and goes when it leaves the newest share. So
+    compare with `H2O.paper()` (`--sink 0 --window 1 --seal 1`), where everything is counted, at equal total rows. The
+    cache's window comes on top of `recent`. Queries of rows that are appended together after the first seal, such as a
+    second turn's, are not counted either.
+
+    Where a fused kernel attends, the weights of a step are computed after it, from the keys of the rows selected, which
+    are read twice. `scan_bytes` does not count that.
     """
 
     def __init__(self, scores: str = "prompt", recent: float = 0.5) -> None:
@@ -40,9 +45,11 @@ class H2O(Observing):
         if not 0 <= recent <= 1:
             raise ValueError(f"recent is the share of the budget for the newest rows, 0 to 1, got {recent}")
         self.scores, self.recent = scores, recent
-        self.watched = False  # whether a step was observed
+        # Whether a step was observed that had sealed rows. Sequences of a batch step together, so they agree, and the
+        # host knows without waiting: all keys are read at one step alone.
+        self.watched = False
         if scores == "prompt":
-            self.queries_share, self.last_queries = 1.0, LAST
+            self.queries_share, self.last_queries = 1.0, 1  # so every query: those of rows not sealed come with it
 
     @classmethod
     def paper(cls, scores: str = "prompt") -> dict[str, Any]:
@@ -67,7 +74,9 @@ class H2O(Observing):
         assert rows.queries is not None
         assert rows.query_positions is not None
         assert rows.unsealed_positions is not None
-        last, last_at = last_of(rows, LAST)
+        assert rows.last_queries is not None
+        assert rows.last_positions is not None
+        last, last_at = rows.last_queries, rows.last_positions
         # Queries of the sink's rows are missing, which see nothing but the sink.
         newest = rows.query_positions.max(1, keepdim=True).values
         last_at = last_at.masked_fill(last_at <= newest, -1)  # these are among the others
@@ -94,9 +103,9 @@ class H2O(Observing):
         return vote(logits.masked_fill((self.worth.visible == -torch.inf)[:, :, None], -torch.inf), "softmax")
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.watched = True
         if not self.worth.rows:
             return
+        self.watched = True
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting.data[:, :, -1] += left(got).sum(2)
         self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))

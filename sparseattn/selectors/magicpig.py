@@ -55,6 +55,8 @@ class MagicPIG(Hashed):
         ValueError: an argument out of its range.
     """
 
+    biases = True
+
     def __init__(self, bits: int = 10, tables: int = 150, floor: float = 1e-4, seed: int = 0) -> None:
         check_least(bits=(bits, 0), tables=(tables, 2))
         if bits > 15:

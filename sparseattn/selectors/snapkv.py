@@ -26,6 +26,9 @@ class SnapKV(Evicting):
     One choice per KV head, by the group's sum of weights before pooling; the paper's code expands the keys, so that
     each query head has rows of its own.
 
+    Votes and pooling are over the rows that the cache seals: with a sink, its rows, which the authors' code pools too,
+    give none to their neighbours. `SnapKV.paper()` has no sink.
+
     Rows of the answer come before all rows of the prompt, the newest first. SnapKV holds every one of them in addition
     to its budget; `SnapKV.paper()` does so too, as it seals none of them. Where the cache seals them they count, and
     each takes the place of the prompt's row with the fewest votes.

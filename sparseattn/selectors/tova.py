@@ -18,10 +18,15 @@ class TOVA(Observing):
 
     The prompt's last query chooses among the prompt's rows; each step's query, among those that are left. All heads
     hold the same rows. A row whose weight is not known yet is held until it is: it has left the cache's window since
-    the last step. With `TOVA.paper()` there is none.
+    the last step. With `TOVA.paper()` there is none: compare with that (`--sink 0 --window 1 --seal 1`), at equal total
+    rows. Of rows that are appended together after the first seal, such as a second turn's, the newest query is the next
+    step's.
 
     Nothing but the newest weights is kept. As in the paper, no row is safe, the first and the newest ones neither; a
     cache with sink and window keeps these on top of the budget.
+
+    Where a fused kernel attends, the weights of a step are computed after it, from the keys of the rows selected, which
+    are read twice. `scan_bytes` does not count that.
     """
 
     last_queries = 1

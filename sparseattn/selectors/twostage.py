@@ -22,8 +22,9 @@ class TwoStage(Selector):
 
     Args:
         pages: the first stage, a selector or its name: what it would read at `times` the budget, rounded up to its
-            span, is proposed. Any selector: `Quest` (default) or `LowBit(1, page=16)` propose pages, `SAAP` runs of
-            rows, another `TwoStage` single rows.
+            span, is proposed. `Quest` (default) or `LowBit(1, page=16)` propose pages, `SAAP` runs of rows, another
+            `TwoStage` single rows. Any selector but those that evict, as they would drop rows for good by what they
+            propose, and those whose selections have a bias, which is right for all of a sample alone.
         times: rows proposed for every row of the budget, 1 or more.
         bits: of a channel of a row in the second stage, see `LowBit`.
         rows: a group that shares levels. Rows are sealed by the least common multiple of this and of the first stage's
@@ -36,8 +37,8 @@ class TwoStage(Selector):
 
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
-    kept in files (`indexes`), not even the first stage's. A bias of the first stage is of its own choice and is left
-    out; what it observes, and what its tail stands for, is the choice of both.
+    kept in files (`indexes`), not even the first stage's. What the first stage observes, and what its tail stands for,
+    is the choice of both.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and the levels of every group in
@@ -45,7 +46,7 @@ class TwoStage(Selector):
     stores codes of 16 rows together and reads them together, so single rows and pages of 8 cost it more than this.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or a first stage that evicts or biases.
     """
 
     knob = "times"
@@ -64,6 +65,13 @@ class TwoStage(Selector):
 
         check_least(times=(times, 1))
         self.pages, self.times = as_selector(pages), times
+        if self.pages.evicts:
+            raise ValueError(
+                f"a first stage proposes rows at every step, and {self.pages!r} drops what it does not: take one that "
+                f"does not evict"
+            )
+        if self.pages.biases:
+            raise ValueError(_no_bias(self.pages))
         self.inside = LowBit(bits, rows, group=group, scales=scales)
 
     @property
@@ -113,6 +121,8 @@ class TwoStage(Selector):
         real, span = self.inside.real.visible, self.pages.span
         asked = math.ceil(min(budget * self.times, real.shape[1]) / span) * span
         proposed = self.pages.select(query, positions, asked)
+        if proposed.bias is not None:
+            raise ValueError(_no_bias(self.pages))
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
@@ -163,6 +173,13 @@ class TwoStage(Selector):
             parts = count * (4 * lowbit.words(self.inside.low.visible.shape[-1], self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
+
+
+def _no_bias(pages: Selector) -> str:
+    return (
+        f"{pages!r} corrects a sample of rows by a bias, which is wrong for some of the sample: take a first stage "
+        f"without"
+    )
 
 
 def _moved(keys: Tensor, real: Tensor, order: Tensor) -> Rows:
