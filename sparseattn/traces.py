@@ -170,12 +170,6 @@ class Trace:
         """T."""
         return len(self.positions)
 
-    @property
-    def depth(self) -> int | None:
-        """Layers of the model; None where the trace does not tell, as earlier releases' do not."""
-        known = self.meta.get("model_layers")
-        return known if isinstance(known, int) else None
-
     def layer(self, index: int) -> TraceLayer:
         """Load one layer, and no other.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 
 from sparseattn.budget import Budget
 from sparseattn.cli.common import raised_here
@@ -45,18 +44,15 @@ class Asked:
     lacking: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = (), depth: int | None = None) -> Asked:
-        """Raises ValueError as `make_selector` does, for what is not of `all`.
-
-        `depth`: layers of the model, where they are known: methods of `all` that go by it are told.
-        """
+    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = ()) -> Asked:
+        """Raises ValueError as `make_selector` does, for what is not of `all`."""
         found: dict[str, Method] = {}
         named: set[str] = set()
         lacking: dict[str, str] = {}
         for spec in specs:
             for name in SELECTORS if spec == ALL else (spec,):
                 try:
-                    method = make_selector(_told(name, depth) if spec == ALL else name)
+                    method = make_selector(name)
                 except (ValueError, ImportError) as error:
                     if spec != ALL or not raised_here(error):
                         raise
@@ -109,9 +105,3 @@ class Asked:
         A broken contract is a fault, and so is what a library raises.
         """
         return repr(method) in self.optional and not isinstance(error, ContractError) and raised_here(error)
-
-
-def _told(name: str, depth: int | None) -> str:
-    """The spec of a method as it is by default, told how many layers the model has if it goes by that."""
-    goes_by_it = depth is not None and "layers" in signature(SELECTORS[name]).parameters
-    return f"{name}:layers={depth}" if goes_by_it else name
