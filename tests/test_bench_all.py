@@ -96,7 +96,7 @@ def test_only_what_is_trained_for_a_model_is_left_out_where_a_trace_holds_all(wh
     text = " ".join(done.output.split())
     found = records(tmp_path / "bench.jsonl")
     labels = {make_selector(name).label() for name in SELECTORS}
-    assert {one["label"] for one in found} == labels - BUCKETS, "PyramidKV too, told how many layers the model has"
+    assert {one["label"] for one in found} == labels - BUCKETS, "PyramidKV too, as the trace tells the depth"
     assert text.count("is not measured") == len(BUCKETS)
     budgets = {one["label"]: [] for one in found}
     for one in found:

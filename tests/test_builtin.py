@@ -34,14 +34,14 @@ def test_names_follow_what_a_trace_is_made_from(tmp_path: Path, monkeypatch: pyt
     assert {*LEADING, *BYTES, "long"} == set(BUILTIN)
     one = BUILTIN["prose"]
     others = [replace(one, text="workshop"), replace(one, tokens=4096), replace(one, layers=(2,))]
-    others.append(replace(one, model="gemma3-270m"))
+    others += [replace(one, model="gemma3-270m"), replace(one, ahead=False)]
     with monkeypatch.context() as patch:
         patch.setattr(builtin, "RECIPE", builtin.RECIPE + 1)
         names = {one.path}
     with monkeypatch.context() as patch:
         patch.setitem(packages.PACKAGED, "smollm2", replace(SMOLLM2, sha256="0" * 64))
         names.add(one.path)
-    assert len(names | {other.path for other in (one, *others)}) == 7
+    assert len(names | {other.path for other in (one, *others)}) == 8
     assert not any(tmp_path.iterdir()), "nothing was fetched"
 
 
@@ -77,6 +77,8 @@ def test_a_trace_of_a_real_model_is_made_once_in_bfloat16(smollm2: Path, monkeyp
     assert (made.name, made.tokens, made.layers, made.dtype) == ("prose", 96, (2, 6), torch.bfloat16)
     assert steps == [("built-in trace prose", 96, 96)]
     assert not made.meta["attention_differs"]
+    assert all(shape.ahead for shape in made.shapes.values()), "queries foreseen, which InfiniGen goes by"
+    assert made.depth == 30
     assert not made.meta["rope_absent"]
     before = BUILTIN["prose"].path.stat()
     assert builtin_trace("prose").meta["model"] == "smollm2"

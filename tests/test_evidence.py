@@ -266,7 +266,7 @@ def traced() -> dict[str, dict[str, Any]]:
         ("bench-table", "| `quest`, 256 |"),
         ("bench-short", "| `window` |"),
         ("bench-layers", "of the cache's bytes, share recovered"),
-        ("bench-heads", "at 256 rows**: of the methods that do not score every key `quest` recovers"),
+        ("bench-heads", "at 324 rows**: of the methods that do not score every key `quest` recovers"),
         ("demo-printed", "Quest       1024"),
         ("inspect-short", "| `synthetic"),
         ("inspect-layers", "| all |"),

@@ -123,7 +123,7 @@ def _trace(line: Line) -> Line:
 def compared(line: Line) -> Line:
     """A comparison of methods at equal rows or bytes: what it says by layer and of heads, without its settings."""
     kept = ("trace", "equal", "at", "layers", "heads", "methods", "left_out", "missed_by_both", "spearman")
-    return rounded({name: line[name] for name in kept})
+    return rounded({**{name: line[name] for name in kept}, "attended": line["attended"]})
 
 
 def _recall(line: Line) -> Line:

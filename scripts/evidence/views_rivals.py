@@ -308,7 +308,11 @@ def everything(record: Record) -> str:
     took = f" took {record['seconds'] / 60:.1f} minutes on {machine['cores']} cores" if record.get("seconds") else ""
     blocks = [text(f"`sparseattn bench --selector all`{took}: {setting(rows(record)[0])}.")] if took else []
     for one in record["by_layer"]:
-        at = f"{one['at']:,} rows" if one["equal"] == "rows" else f"{percent(one['at'])} of the cache's bytes"
+        at = (
+            f"{round(one.get('attended', one['at'])):,} rows"
+            if one["equal"] == "rows"
+            else f"{percent(one['at'])} of the cache's bytes"
+        )
         blocks.append(text(f"`{one['trace']}` at {at}, the least error first:"))
         lines = [
             [

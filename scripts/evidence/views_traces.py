@@ -161,7 +161,11 @@ def layers(record: Record) -> str:
 
 
 def _condition(one: Mapping[str, Any]) -> str:
-    at = f"{one['at']:,} rows" if one["equal"] == "rows" else f"{percent(one['at'])} of the cache's bytes"
+    at = (
+        f"{round(one.get('attended', one['at'])):,} rows"
+        if one["equal"] == "rows"
+        else f"{percent(one['at'])} of the cache's bytes"
+    )
     return f"`{one['trace']}` at {at}, share recovered of the attention on indexed rows, by layer:"
 
 
@@ -185,7 +189,11 @@ def heads(*records: Record) -> str:
 
 
 def _heads(one: Mapping[str, Any]) -> str:
-    at = f"{one['at']:,} rows" if one["equal"] == "rows" else f"{percent(one['at'])} of the bytes"
+    at = (
+        f"{round(one.get('attended', one['at'])):,} rows"
+        if one["equal"] == "rows"
+        else f"{percent(one['at'])} of the bytes"
+    )
     rivals = [method for method in one["methods"] if not method["scans_all"]]
     best = max(rivals, key=lambda method: method["mean"]["recovered"])
     i = one["methods"].index(best)

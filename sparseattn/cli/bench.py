@@ -141,8 +141,7 @@ def bench(
 ) -> None:
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    together = open_roles(roles)
-    asked = Asked.of(selector or [], together)
+    asked = Asked.of(selector or [], open_roles(roles))
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
@@ -159,7 +158,7 @@ def bench(
     asked = asked if asked.methods else Asked.of(_defaults(names))
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in names]
-    plan: list[tuple[Trace, Asked, Fitting]] = []
+    plan: list[tuple[Trace, Fitting]] = []
 
     def check(trace: Trace, there: list[int], method: Method, served: Sequence[Budget]) -> None:
         replay_device(method, device)
@@ -168,8 +167,8 @@ def bench(
     for trace in opened:
         say_differences(trace)
         checked = functools.partial(check, trace, usable_layers(trace, indices))
-        plan.append((trace, asked, asked.fitting(checked, budgets)))
-    lacking = [fit.lacking for _, _, fit in plan]  # per trace, label -> why it is not measured
+        plan.append((trace, asked.fitting(checked, budgets)))
+    lacking = [fit.lacking for _, fit in plan]  # per trace, label -> why it is not measured
     if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
         for trace in opened:
             evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
@@ -183,7 +182,7 @@ def bench(
         usable_folder(indexes)
     settings: dict[str, Any] = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
     settings |= {"indexes": indexes, "device": device, "steps": steps}
-    for i, every in _measure(plan, settings):
+    for i, every in _measure(plan, settings, asked):
         new = [one.far(far) for one in every] if far else every
         found[i] += new
         fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]
@@ -204,7 +203,7 @@ def bench(
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
-    for trace, _, fit in plan:
+    for trace, fit in plan:
         left_out = {label: f"is not measured: {reason}" for label, reason in fit.lacking.items()}
         for label, said in (fit.other | left_out).items():
             (errors if json else screen).print(plain(f"{trace.name}: {label} {said}"), soft_wrap=True)
@@ -269,15 +268,14 @@ def _compare(
 
 
 def _measure(
-    plan: Sequence[tuple[Trace, Asked, Fitting]],
-    settings: dict[str, Any],
+    plan: Sequence[tuple[Trace, Fitting]], settings: dict[str, Any], asked: Asked
 ) -> Iterator[tuple[int, list[Evaluation]]]:
     """(number of the trace, results by rising budget) for every trace and method, with a progress bar.
 
     A method of `all` that refuses the rows themselves goes to what the plan lacks, with its reason.
     """
     with progress_bar() as bar:
-        for i, (trace, asked, fit) in enumerate(plan):
+        for i, (trace, fit) in enumerate(plan):
             for method, budgets in fit.methods:
                 rising = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
                 mine = rising if method.uses_budget else rising[:1]
