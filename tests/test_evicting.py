@@ -13,7 +13,6 @@ from torch import Tensor
 from sparseattn import Exact, KVCache, Selection, Selector, Window, decode
 from sparseattn.contract import ContractError
 from sparseattn.metrics import compare
-from sparseattn.sweep import curve
 
 B, H, G, D = 2, 2, 3, 32
 
@@ -60,9 +59,6 @@ def test_a_row_that_was_dropped_is_never_named_again() -> None:
             decode(query, cache, None)
         with pytest.raises(ContractError, match=sentence):
             decode(query, cache, None)
-    keys, queries = torch.randn(H, 100, D), torch.randn(H, G, 8, D)
-    with pytest.raises(ContractError, match=sentence):
-        curve(Forgetful(20), keys, queries, k=50, training=torch.randn(H, G, 100, D))
 
 
 def test_storage_is_given_back_whatever_was_asked_for_at_first() -> None:
