@@ -431,6 +431,7 @@ def test_a_step_is_what_decode_gives() -> None:
     assert calls["dense:own"]() is query
 
 
+@pytest.mark.slow
 def test_gpu_sh(tmp_path: Path) -> None:
     """Without a GPU it says so; its parts end in time; every command of a rehearsal is one that runs."""
     script = ROOT / "benchmarks" / "gpu.sh"

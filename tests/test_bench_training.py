@@ -31,6 +31,7 @@ def records(capsys: pytest.CaptureFixture[str], out: Path, *more: str) -> dict[s
     return {one["question"]: one for one in printed}
 
 
+@pytest.mark.slow
 def test_seconds_per_head_and_what_they_come_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     one = records(capsys, tmp_path, "time")["time"]
     stages = one["seconds_per_head"]

@@ -740,6 +740,7 @@ def test_bench_without_arguments_or_network_runs_on_the_byte_models_traces(
         assert quest["bytes_share"] == pytest.approx(1 / 16 + 80 / 8182 + waiting, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_recall_and_eval_without_arguments_or_network_take_the_byte_model(offline: None, tmp_path: Path) -> None:
     few = ["--layers", "1", "--queries", "2", "--k", "20", "--selector", "flat", "--no-figures"]
     done = run("recall", *few, "--json", "--out", tmp_path / "recall")

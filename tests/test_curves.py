@@ -114,6 +114,7 @@ def test_one_index_serves_all_tasks_of_a_selector_without_queries(
     assert recalls(made["control"])[0] > recalls(made["queries"])[0]
 
 
+@pytest.mark.slow
 def test_a_selector_that_learns_is_built_for_each_task(tasks: dict[str, list[Problem]]) -> None:
     pytest.importorskip("numba")
     made = curves("retrieval", tasks, k=50)

@@ -327,6 +327,7 @@ def test_the_selector_seals_while_it_decodes() -> None:
     assert first.attended.tolist() == [[50, 50]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("KERNEL_LOWBIT" in os.environ, reason="this is the inner run")
 @pytest.mark.parametrize(
     ("name", "features", "expected"),
