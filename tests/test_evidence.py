@@ -267,6 +267,8 @@ def traced() -> dict[str, dict[str, Any]]:
         ("bench-short", "| `window` |"),
         ("bench-layers", "of the cache's bytes, share recovered"),
         ("bench-heads", "at 324 rows**: of the methods that do not score every key `quest` recovers"),
+        ("rivals-all", "the least error first"),
+        ("rivals-order", "Error at 256 rows, the least first: `exact`"),
         ("demo-printed", "Quest       1024"),
         ("inspect-short", "| `synthetic"),
         ("inspect-layers", "| all |"),
@@ -275,7 +277,7 @@ def traced() -> dict[str, dict[str, Any]]:
     ],
 )
 def test_views_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], view: str, words: str) -> None:
-    name = "bench" if view.startswith(("bench", "demo")) else view.partition("-")[0]
+    name = "bench" if view.startswith(("bench", "demo", "rivals")) else view.partition("-")[0]
     assert words in VIEWS[view](traced[name])
 
 
