@@ -394,6 +394,7 @@ def _meta(
     ids = input_ids.cpu().to(torch.int64).flatten().tolist()
     return {
         "model": model_id or name_of(model),
+        "model_layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
         "text": dict(text or {}),
         "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
