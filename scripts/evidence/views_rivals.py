@@ -325,8 +325,10 @@ def everything(record: Record) -> str:
             for method in sorted(one["methods"], key=lambda method: method["mean"]["relative_error"])
         ]
         blocks.append(table(["selector", "rows", "bytes", "recovered", "error"], lines))
-        if one["left_out"]:
-            blocks.append(bullets(*(f"{ticked(_shown(label))}: {why}." for label, why in one["left_out"].items())))
+        fresh = {label: why for label, why in one["left_out"].items() if said.get(label) != why}
+        if fresh:
+            blocks.append(bullets(*(f"{ticked(_shown(label))}: {why}." for label, why in fresh.items())))
+        said |= fresh
     return parts(*blocks)
 
 
