@@ -307,6 +307,7 @@ def everything(record: Record) -> str:
     machine = record["machine"]
     took = f" took {record['seconds'] / 60:.1f} minutes on {machine['cores']} cores" if record.get("seconds") else ""
     blocks = [text(f"`sparseattn bench --selector all`{took}: {setting(rows(record)[0])}.")] if took else []
+    said: dict[str, str] = {}  # why a method cannot run at all stands once
     for one in record["by_layer"]:
         at = (
             f"{round(one.get('attended', one['at'])):,} rows"
