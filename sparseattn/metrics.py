@@ -257,8 +257,8 @@ def evaluate_budgets(
         shares = shares_of(method, index, trace.shapes[index].heads)
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:
-            mine = share.fresh(index, layer.rope, trace.depth)
-            mine.width, mine.scale = trace.dtype.itemsize, layer.scale
+            mine = share.fresh(index, layer.rope, trace.depth, layer.scale)
+            mine.width = trace.dtype.itemsize
             cache = KVCache(
                 mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
             )
@@ -407,7 +407,8 @@ def check_replay(
             budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
     if layers is not None:
         for index, share in each:
-            shape, own = trace.shapes[index], share.fresh(index, trace.ropes[index], trace.depth)
+            shape = trace.shapes[index]
+            own = share.fresh(index, trace.ropes[index], trace.depth, shape.scale)
             own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
             lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
             unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)
@@ -416,12 +417,13 @@ def check_replay(
                     f"{own!r} learns from the queries of the prefill, and this trace holds only those of the last "
                     f"{shape.queries} tokens of {trace.tokens}"
                 )
-    blind = [index for index, share in each if share.selector.foresees and not trace.shapes[index].ahead]
-    if layers is not None and blind:
-        raise ValueError(
-            f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
-            f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be left out"
-        )
+        blind = [index for index, share in each if share.selector.foresees and not trace.shapes[index].ahead]
+        if blind:
+            raise ValueError(
+                f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
+                f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be "
+                f"left out"
+            )
 
 
 def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:

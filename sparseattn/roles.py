@@ -145,10 +145,10 @@ class Share:
             return None
         return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
 
-    def fresh(self, layer: int, rope: Rope | None, depth: int | None = None) -> Selector:
-        """A selector for its heads in a layer of a model, which has `depth` layers where that is known."""
+    def fresh(self, layer: int, rope: Rope | None, depth: int | None, scale: float | None) -> Selector:
+        """A selector for its heads in a layer of a model, told what is known of both: see `Selector`."""
         made = self.selector.for_layer(layer, rope)
-        made.heads, made.depth = self.heads, depth
+        made.heads, made.depth, made.scale = self.heads, depth, scale
         return made
 
     def of(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -265,11 +265,6 @@ class Roles:
                 budget_rows(asked, context, role.selector.span, repr(role.selector))
 
     # -- what comparisons ask of a method --------------------------------------------------------------------------
-
-    @property
-    def queries_share(self) -> float:
-        """The largest of its selectors'."""
-        return max(role.selector.queries_share for role in self.distinct())
 
     @property
     def learns(self) -> bool:

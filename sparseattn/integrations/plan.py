@@ -120,8 +120,7 @@ def try_out(
 
     depth: layers of the model.
     """
-    selector = share.fresh(index, what.rope, depth)
-    selector.scale = what.scale
+    selector = share.fresh(index, what.rope, depth, what.scale)
     if selector.foresees:
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "

@@ -138,8 +138,7 @@ class SparseCache(Cache):
         shares, parts = self._shares(index), []
         try:
             for share in shares:
-                selector = share.fresh(index, what.rope, depth)
-                selector.scale = what.scale
+                selector = share.fresh(index, what.rope, depth, what.scale)
                 seal = selector.unit if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
                 plan.try_out(share, index, depth, what, budget, self._settings["sealed_device"], impl)
