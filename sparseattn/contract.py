@@ -49,6 +49,11 @@ def check(
             f"{selector!r} returned a selection [B,Hs,S] = {list(selection.start.shape)} for a query "
             f"{list(query.shape)}: B is {batch} and Hs is {heads} (per KV head) or {heads * group} (per query head)"
         )
+    if selection.bias is not None and not selector.biases:
+        raise ContractError(
+            f"{selector!r} returned a selection with a bias and has biases = False: a class whose selections have one "
+            f"says biases = True, so that who takes its rows knows"
+        )
     costs = {"scanned": (selection.scanned, shape), "scan_bytes": (selection.scan_bytes, (batch, heads))}
     for name, (cost, wanted) in costs.items():
         if cost is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,12 +171,14 @@ class Estimate(Selector):
     """A test double that biases, observes and has a tail: what it reads stands for more than itself.
 
     Rows rank by their product with the group's queries and by what they got so far. Where not all are read, every
-    second one read has a bias of log 2, and what is left is one row: a zero key, the mean value of all, its number.
+    second one read has a bias of log 2 where it is `biased`, and what is left is one row: a zero key, the mean value of
+    all, its number.
     """
 
     observes = tails = True
 
-    def __init__(self) -> None:
+    def __init__(self, biased: bool = True) -> None:
+        self.biased = self.biases = biased
         self.real = RowBuffer(1, spare=False)  # [B,N]
         self.values = RowBuffer(2, spare=0.0)  # [B,H,N,D], padding 0
         self.got = RowBuffer(2, spare=0.0)  # [B,H,N] weights, summed over steps and query heads
@@ -202,7 +203,8 @@ class Estimate(Selector):
         bias = torch.where(real.sum(-1, keepdim=True) > budget, second * math.log(2), 0.0).expand(ids.shape)
         scanned = real.sum(-1).expand(ids.shape[:2])
         read = scanned * query.shape[3] * self.bytes_of(query)
-        return Selection.tokens(ids, scanned, read, bias.float().masked_fill(ids < 0, torch.nan))
+        bias = bias.float().masked_fill(ids < 0, torch.nan) if self.biased else None
+        return Selection.tokens(ids, scanned, read, bias)
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
         if not self.real.rows:
@@ -324,6 +326,10 @@ SECOND = {
 }  # fmt: skip
 
 
+# One of each kind: keys alone, pages, buckets, a graph, queries, a bias with a tail, eviction, a host's index.
+FEW = {"buckets", "estimate", "exact", "heaviest", "ivf", "lowbit", "quest", "retrieval", "saap"}
+
+
 CASES = [
     Case("exact", Exact, Exact),
     Case("exact-group", lambda: Exact("softmax"), lambda: Exact("softmax")),
@@ -394,8 +400,8 @@ CASES = [
     Case("same-sampled", lambda: Same(Same(SampledBuckets(0.3))), lambda: Same(Same(SampledBuckets(0.3)))),
     Case(
         "twostage-estimate",
-        lambda: TwoStage(Estimate(), 2, rows=16, group="each"),
-        lambda: TwoStage(Estimate(), 1, rows=16, group="each"),
+        lambda: TwoStage(Estimate(False), 2, rows=16, group="each"),
+        lambda: TwoStage(Estimate(False), 1, rows=16, group="each"),
     ),
     Case("estimate", Estimate, Estimate),
     Case("fier", lambda: Fier(16), lambda: Fier(16)),
@@ -462,39 +468,39 @@ def on_device(case: Case) -> bool:
     return True
 
 
-def by_name(cases: list[Case]) -> pytest.MarkDecorator:
-    """Parametrizes `case`; what cannot run here skips with the reason."""
-    marks = {case.name: [pytest.mark.skip(reason=why)] if (why := missing(case)) else [] for case in cases}
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks[case.name]) for case in cases])
+def by_name(cases: list[Case], few: bool = False) -> pytest.MarkDecorator:
+    """Parametrizes `case`; what cannot run here skips with the reason. With `few`, those not in `FEW` are `slow`: for
+    tests that repeat what the laws say, in another way."""
+    parameters = []
+    for case in cases:
+        why = missing(case)
+        marks = [] if why is None else [pytest.mark.skip(reason=why)]
+        slow = [pytest.mark.slow] * (few and case.name not in FEW)
+        parameters.append(pytest.param(case, id=case.name, marks=[*marks, *slow]))
+    return pytest.mark.parametrize("case", parameters)
 
 
-def pairs(**factors: Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes over the full product of the factors (each: values by their ids), all but few of it `slow`.
+def by_case(
+    cases: Sequence[Case] | Sequence[str], *, called: str = "case", **factors: Mapping[str, Any]
+) -> pytest.MarkDecorator:
+    """Parametrizes `case`, or what it is `called`, and the factors (each: values by their ids).
 
-    Every two values of two factors meet in one of the few: what goes wrong hardly ever needs three to go wrong.
+    The fast run has each case once, at values that go round, the slow run each case with each value. The product has
+    more, and finds hardly more.
     """
-    every = list(itertools.product(*(values.items() for values in factors.values())))
-    meeting = [[(i, a[0], b[0]) for i, (a, b) in enumerate(itertools.combinations(one, 2))] for one in every]
-    times = dict.fromkeys(itertools.chain(*meeting), 0)
-    few: set[int] = set()
-
-    def gain(at: int) -> tuple[int, int]:  # pairs that have not met yet; then, how seldom the others have
-        met = [times[pair] for pair in meeting[at]]
-        return met.count(0), -sum(met)
-
-    while not all(times.values()):
-        few.add(best := max(range(len(every)), key=gain))
-        for pair in meeting[best]:
-            times[pair] += 1
-    parameters = [
-        pytest.param(
-            *(value for _, value in one),
-            id="-".join(name for name, _ in one),
-            marks=[] if at in few else [pytest.mark.slow],
-        )
-        for at, one in enumerate(every)
-    ]
-    return pytest.mark.parametrize(tuple(factors), parameters)
+    parameters = []
+    for at, case in enumerate(cases):
+        first = []
+        for values in factors.values():  # the digits of a number whose base is mixed, so that values meet all others
+            at, digit = divmod(at, len(values))
+            first.append(digit)
+        for more in range(max(map(len, factors.values()))):
+            items = [list(values.items()) for values in factors.values()]
+            chosen = [one[(start + more) % len(one)] for one, start in zip(items, first, strict=True)]
+            name = "-".join([getattr(case, "name", case), *(name for name, _ in chosen)])
+            marks = [pytest.mark.slow] * bool(more)
+            parameters.append(pytest.param(case, *(value for _, value in chosen), id=name, marks=marks))
+    return pytest.mark.parametrize((called, *factors), parameters)
 
 
 ON_DEVICE = [case for case in CASES if on_device(case)]

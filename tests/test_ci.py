@@ -16,7 +16,7 @@ RUN = Path(__file__).parent.parent / ".ci" / "run"
 def clone(tmp_path: Path) -> Path:
     """A repository with one kernel, one document and `.ci/run`; its `make` prints what it was asked for."""
     files = dict.fromkeys(("sparseattn/attend.py", "sparseattn/kernels/triton_gpu.py", "README.md"), "1")
-    files["tests/test_laws.py"] = "pairs("
+    files["tests/test_laws.py"] = "by_case("
     for name, text in files.items():
         path = tmp_path / "clone" / name
         path.parent.mkdir(parents=True, exist_ok=True)

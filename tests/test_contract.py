@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from sparseattn import Exact, KVCache, Rows, Selection, Selector, Tail, decode, evaluate
+from sparseattn import Exact, KVCache, MagicPIG, Rows, Selection, Selector, Tail, decode, evaluate
 from sparseattn.cli import app
 from sparseattn.contract import ContractError, check, check_tail
 from sparseattn.sweep import curve
@@ -141,10 +141,16 @@ def test_a_bias_is_finite_where_a_slot_is_used(bias: float) -> None:
     query, ids = torch.randn(B, H, G, D), torch.tensor([3, -1]).expand(B, H, -1)
     given = torch.zeros(B, H, 2)
     given[..., 1] = bias
-    check(Selection.tokens(ids, bias=given), query, AT, 1, 10, None, Exact())
+    check(Selection.tokens(ids, bias=given), query, AT, 1, 10, None, MagicPIG())
     given[1, 0, 0] = bias
     with pytest.raises(ContractError, match=r"sequence 1, KV head 0\): the bias of row 3 is NaN or infinite"):
-        check(Selection.tokens(ids, bias=given), query, AT, 1, 10, None, Exact())
+        check(Selection.tokens(ids, bias=given), query, AT, 1, 10, None, MagicPIG())
+
+
+def test_a_bias_is_declared() -> None:
+    query, ids = torch.randn(B, H, G, D), torch.zeros(B, H, 1, dtype=torch.int64)
+    with pytest.raises(ContractError, match="with a bias and has biases = False"):
+        check(Selection.tokens(ids, bias=torch.zeros(B, H, 1)), query, AT, 1, 10, None, Exact())
 
 
 def tail_of(rows: int = 3, ids: tuple[int, ...] = (0,), heads: int = H, bias: float = 0.0, **kind) -> Tail:

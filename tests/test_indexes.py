@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES, Case, attention, drawn
+from cases import CASES, Case, attention, by_name, drawn
 
 from sparseattn import (
     SAAP,
@@ -52,7 +52,7 @@ def written(selector: Selector, rows: Rows, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@by_name(CASES, few=True)
 def test_a_cache_that_found_its_index_decodes_as_the_one_that_built_it(case: Case, tmp_path: Path) -> None:
     queries, keys, values = attention(B, H, G, N, D)
     built, found, plain = prefilled(case.make(), tmp_path), prefilled(case.make(), tmp_path), prefilled(case.make())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Buckets, Case, Heaviest, drawn
+from cases import CASES, Buckets, Case, Heaviest, by_name, drawn
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -81,7 +81,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"], scope="module")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "phi3")]
+
+
+@pytest.fixture(params=["llama", "gemma3", *SLOW], scope="module")
 def model(request: pytest.FixtureRequest) -> Any:
     return small(request.param)
 
@@ -183,9 +186,7 @@ def _turns(model: Any, selector: Selector, inputs: dict[str, Tensor], apart: str
     assert stats.layers[1].sparse_calls == 3 * 8
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.exhaustive and not case.make().foresees], ids=lambda case: case.name
-)
+@by_name([case for case in CASES if case.exhaustive and not case.make().foresees], few=True)
 def test_every_selector_generates_as_the_dense_model(case: Case, llama: Any) -> None:
     inputs = padded((60, 41))
     expected = generate(llama, plain(llama), inputs)

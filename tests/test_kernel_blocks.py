@@ -58,8 +58,8 @@ def case(dtype: torch.dtype, size: int, block: int, page: int, unit: int) -> dic
 @pytest.mark.parametrize(
     ("dtype", "packing", "tolerance"),
     [
-        (torch.float32, "columns", 1e-5),
-        (torch.float16, "columns", 2e-3),
+        pytest.param(torch.float32, "columns", 1e-5, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "columns", 2e-3, marks=pytest.mark.slow),
         (torch.bfloat16, "columns", 1.6e-2),
         (torch.bfloat16, "pairs", 1.6e-2),
     ],

@@ -4,7 +4,7 @@ An interpreting process cannot compile, so one without TRITON_INTERPRET does: th
 compiles stays in Triton's own cache (`$TRITON_CACHE_DIR`, else `~/.triton/cache`), whose keys hold the source of a
 kernel and of all it calls, its constants and options, the target and Triton itself: half a minute for each architecture
 the first time, then seconds.
-`make test` compiles for the H100 alone, `make test-all` for all three.
+`make test` compiles what a step launches on an H100, `make test-all` every variant for all three.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 
 # Shared memory that one program may have: CUDA C++ Programming Guide, technical specifications per compute capability.
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
-ARCHES = [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+ARCHES = [pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 90, 100)]
 # dtype, D, span, G, one choice per query head, rows of a block of a paged store, and whether rows have a bias: each
 # value at least once, and every line of the kernel's tile table.
 VARIANTS = [

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from cases import pairs
 from torch import Tensor
 
 from sparseattn.selection import Selection
@@ -133,10 +132,17 @@ def test_best_pages_become_spans(count: int) -> None:
     assert torch.equal(found.attended, 16 * (~expected.isneginf()).sum(-1))
 
 
-@pairs(
-    lists={"-".join(map(str, one)): one for one in [(5, 3, 300), (5, 3, 37), (12, 1, 1), (20, 4, 120)]},
-    each={"1": 1, "3": 3},
-    span={"1": 1, "4": 4, "16": 16},
+@pytest.mark.parametrize(
+    ("lists", "each", "span"),
+    [
+        ((5, 3, 300), 1, 4),
+        ((5, 3, 300), 3, 16),
+        ((5, 3, 37), 3, 1),
+        ((12, 1, 1), 3, 4),
+        ((12, 1, 1), 1, 16),
+        ((20, 4, 120), 1, 1),
+        ((20, 4, 120), 3, 4),
+    ],
 )
 def test_probing_is_what_selection_runs_gives(lists: tuple[int, int, int], each: int, span: int) -> None:
     visited, segments, budget = lists

@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case, attention, full, missing, pairs, together
+from cases import CASES, Case, attention, by_case, full, missing, together
 
 from sparseattn import KVCache, Selection, attend, decode, merge
 from sparseattn.kernels import reference
 
-NAMED = {case.name: case for case in CASES}
 EVICTING = [case for case in CASES if missing(case) is None and case.make().evicts]
 APART = {"joint": None, "apart": "cpu"}  # every law holds with sealed rows in a storage of their own too
-# In the fast run each law meets every selector and both places; a selector meets both places in the laws with `pairs`.
-BY_NAME = pytest.mark.parametrize(
-    ("case", "apart"),
-    [
-        pytest.param(case, device, id=f"{case.name}-{place}", marks=[pytest.mark.slow] * ((at + of) % 2))
-        for at, case in enumerate(CASES)
-        for of, (place, device) in enumerate(APART.items())
-    ],
-)
+BY_NAME = by_case(CASES, apart=APART)
 ZONES = {"-".join(map(str, one)): one for one in [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)]}
 LENGTHS = {"even": (100, 100), "ragged": (100, 3)}
 B, H, G, D = 2, 2, 3, 32
@@ -109,7 +100,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
         torch.testing.assert_close(out.double(), weights @ held, rtol=1e-5, atol=1e-5)
 
 
-@pairs(case=NAMED, zones=ZONES, apart=APART)
+@by_case(CASES, zones=ZONES, apart=APART)
 def test_output_is_attention_over_exactly_the_rows_named(
     case: Case, zones: tuple[int, int, int], apart: str | None
 ) -> None:
@@ -148,7 +139,7 @@ def test_one_shot_and_chunked_prefill_build_the_same_index(case: Case, apart: st
     assert torch.equal(outs[0], outs[2])
 
 
-@pairs(case=NAMED, budget={"40": 40, "all": None}, side={"left": "left", "right": "right"}, apart=APART)
+@by_case(CASES, budget={"40": 40, "all": None}, side={"left": "left", "right": "right"}, apart=APART)
 def test_a_padded_batch_equals_the_unpadded_sequences(
     case: Case, budget: int | None, side: str, apart: str | None
 ) -> None:
@@ -253,7 +244,7 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart:
         cache.crop(100)
 
 
-@pairs(case=NAMED, lengths=LENGTHS, apart=APART)
+@by_case(CASES, lengths=LENGTHS, apart=APART)
 def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 140, D)
     at = torch.stack([torch.arange(100) - (100 - n) for n in lengths]).clamp(min=-1)
@@ -277,9 +268,7 @@ def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...],
             cache.select(queries[:, :, :, t], budget)
 
 
-@pytest.mark.parametrize("apart", APART.values(), ids=APART)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("case", EVICTING, ids=lambda case: case.name)
+@by_case(EVICTING, lengths=LENGTHS, apart=APART)
 def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     """Beside a cache that frees nothing, through seals, beams and dropped tokens; a cache in which nothing is dropped
     stays as it is."""

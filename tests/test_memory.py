@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Foreseen, Heaviest, drawn, heads
+from cases import Foreseen, Heaviest, by_case, drawn, heads
 
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
@@ -75,7 +75,7 @@ MAKE = {
     "hnsw-l2": lambda: HNSW(degree=8, build_beam=20, beam=20, metric="l2"),
 }
 NAMES = sorted({*SELECTORS, *MAKE})
-BY_NAME = pytest.mark.parametrize("name", NAMES)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def rows_of(title: str) -> list[list[str]]:
@@ -171,9 +171,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     return letters
 
 
-@BY_NAME
+@by_case(NAMES, called="name", dtype=DTYPES, apart={"joint": None, "apart": "cpu"})
 @pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
-@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "cpu")])
 def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart: str | None) -> None:
     cache, query = filled(name, dtype, apart=apart)
     letters, bytes_held = letters_of(cache, query), cache.nbytes
@@ -270,10 +269,8 @@ def tables_of(selector: IVF | HNSW, formula: str, letters: dict[str, int]) -> in
     return total
 
 
-@BY_NAME
+@by_case(NAMES, called="name", dtype=DTYPES, budget={"32": 32, "512": 512})
 @pytest.mark.filterwarnings("ignore:.*no queries of the prefill:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("budget", [32, 512])
 def test_temporaries_are_at_most_what_the_page_says(name: str, dtype: torch.dtype, budget: int) -> None:
     cache, query = filled(name, dtype)
     bounds = {row[0]: row[1].strip("`") for row in rows_of("Temporaries of a step")}
@@ -302,8 +299,7 @@ WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "
 WITHOUT += ["pqcache", "sparq-mean", "doublesparsity", "loki-each"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", WITHOUT)
+@by_case(WITHOUT, called="name", dtype=DTYPES)
 def test_temporaries_without_numba_are_at_most_what_the_page_says(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_comparison_observes_and_counts_the_tail() -> None:
 
 
 def test_parts_ask_through_the_whole() -> None:
-    for whole in (Same(Estimate()), TwoStage(Estimate(), 2, rows=16)):
+    for whole in (Same(Estimate()), TwoStage(Estimate(False), 2, rows=16)):
         assert whole.observes
         assert whole.tails
         cache, query = filled(whole, None)
@@ -138,7 +138,7 @@ def test_who_asks_must_take_it() -> None:
 
 def test_who_learns_from_attention_is_refused_where_there_is_none() -> None:
     layer = synthetic(96, heads=H, group=G, size=8, layers=1).layer(0)
-    with pytest.raises(ValueError, match=r"Estimate\(\) learns from what its selections got, and a sweep"):
+    with pytest.raises(ValueError, match=r"Estimate\(biased=True\) learns from what its selections got, and a sweep"):
         curve(Estimate(), layer.keys, layer.query[:, :, -4:], k=16)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Buckets, Case, SampledBuckets, full, heads, together
+from cases import CASES, Buckets, Case, SampledBuckets, by_name, full, heads, together
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Quest, Rows, Selection, Selector, Window, attend, decode
 from sparseattn.kernels import merge
 from sparseattn.metrics import compare
 
-BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 B, H, G, D = 3, 2, 2, 16
 
 
@@ -28,7 +27,7 @@ def same(query: Tensor, caches: tuple[KVCache, KVCache], budget) -> None:
     torch.testing.assert_close(apart, joint, rtol=1e-5, atol=1e-5)
 
 
-@BY_NAME
+@by_name(CASES, few=True)
 def test_a_replay_of_sequences_of_different_lengths_equals_the_joint_cache(case: Case) -> None:
     """Through a padded prefill, several seals, a crop, beams and a clone."""
     queries, keys, values = heads(B, H, G, 260, D)

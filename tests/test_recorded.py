@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from cases import ON_DEVICE, Case, attention
+from cases import FEW, ON_DEVICE, Case, attention, by_name
 from recorded import HostWaits, Recording
 
 from sparseattn import SELECTORS, KVCache, decode, kernels
@@ -20,7 +20,6 @@ from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, scoring
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
-BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
 
 
 def test_every_device_selector_is_covered() -> None:
@@ -53,7 +52,7 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
     return (queries, keys, values), cache, recording, query, out
 
 
-@BY_NAME
+@by_name(ON_DEVICE)
 def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
     """Recorded once, replayed as tokens are appended until the next seal: what eager steps of the same cache give."""
     (queries, keys, values), cache, recording, query, out = step(case)
@@ -74,9 +73,8 @@ def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "budget"),
     [
-        # QueryBridge at its defaults is fixed at 2,048 lists of 256 keys, all of which a replay writes again.
-        *(pytest.param(case, 40, marks=[pytest.mark.slow] * (case.name == "bridge")) for case in ON_DEVICE),
-        *((case, None) for case in ON_DEVICE if case.name in ALL),
+        *(pytest.param(case, 40, marks=[pytest.mark.slow] * (case.name not in FEW)) for case in ON_DEVICE),
+        *(pytest.param(case, None, marks=pytest.mark.slow) for case in ON_DEVICE if case.name in ALL),
     ],
     ids=lambda given: getattr(given, "name", str(given)),
 )

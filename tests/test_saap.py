@@ -121,9 +121,9 @@ def probabilities(replay: Replay, t: int, logits: Callable[[int, int, Tensor], T
     return torch.stack([torch.stack([torch.stack(g) for g in h]) for h in each]).softmax(-1)
 
 
-@pytest.mark.parametrize("apart", [None, "cpu"])
-@pytest.mark.parametrize("classifiers", [H, H * G])
-@pytest.mark.parametrize("group", ["softmax", "each"])
+@pytest.mark.parametrize(
+    ("group", "classifiers", "apart"), [("softmax", H, None), ("softmax", H * G, "cpu"), ("each", H * G, None)]
+)
 def test_saap_reads_exactly_the_rows_of_the_buckets_that_its_classifier_names(
     tmp_path: Path, group: str, classifiers: int, apart: str | None
 ) -> None:

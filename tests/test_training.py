@@ -473,6 +473,7 @@ def command(folder: Path, out: Path, *options: str) -> list[str]:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive"}
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     """kill -9 in the middle of the classifier, twice; the weights are those of a run that was not disturbed."""
     options = ("--steps", "400", "--validate", "100", "--save-every", "10", "--patience", "100")
@@ -504,6 +505,7 @@ def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     same_weights(Artefact.load(out), whole)
 
 
+@pytest.mark.slow
 def test_two_ranks(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "ranks.safetensors"
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]

@@ -174,6 +174,19 @@ def dropping_agreement(model: str, length: int, minutes: float) -> Step:
     )
 
 
+def dropping_bare() -> Step:
+    """H2O and TOVA as their papers have them, every row counted, at as many rows in all as beside the others."""
+    return Step(
+        "rivals-agreement-bare",
+        "agreement of SmolLM2 by H2O and TOVA without a sink and a window beside theirs, at as many rows in all",
+        "sparseattn eval --model smollm2 --dtype float32 --task agreement --text workshop --text paradise-lost "
+        "--lengths 4096 --last 64 --samples 2 --selector h2o --selector tova --sink 0 --window 1 --seal 1 "
+        "--budget 131,323,1091 --out OUT",
+        5,
+        "eval.jsonl",
+    )
+
+
 def dropping_asked(model: str, length: int, samples: int, minutes: float) -> Step:
     """Passkeys, asked for after the prefill and within it."""
     return Step(
@@ -433,8 +446,9 @@ STEPS = (
     ),
     dropping_agreement("smollm2", 4096, 5),
     dropping_agreement("gemma3-270m", 4096, 3),
-    dropping_asked("smollm2", 2000, 1, 5),
-    dropping_asked("gemma3-270m", 2000, 1, 3),
+    dropping_bare(),
+    dropping_asked("smollm2", 2000, 3, 15),
+    dropping_asked("gemma3-270m", 2000, 3, 10),
     Step(
         "rivals-asked",
         "prompts with known answers to SmolLM2, by the methods of RetrievalAttention's table that build fast",

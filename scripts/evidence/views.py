@@ -59,6 +59,7 @@ VIEWS: dict[str, View] = {
     "rivals-hashed-findings": views_rivals.hashed_findings,
     "rivals-steps": views_rivals.steps,
     "rivals-steps-findings": views_rivals.steps_findings,
+    "rivals-bare": views_rivals.bare,
     "rivals-agreement-findings": views_rivals.agreement_findings,
     "rivals-protocols": views_rivals.protocols,
     "rivals-protocols-findings": views_rivals.protocols_findings,

@@ -19,6 +19,7 @@ MEASURE = "recall@10"  # of Quest's Figure 4
 ALIKE = 0.1  # errors whose ratio is less far from 1 than this are called alike
 LEAST = 1e-6  # errors below are rounding
 FULL = "full"
+ENOUGH = 0.5  # share of prompts that full attention answers, below which what others answer says little
 AFTER, WITHIN = "question", "prefill"  # protocols: the question comes after the prefill, or is in it
 
 
@@ -214,6 +215,28 @@ def agreement_findings(record: Record) -> str:
     return bullets(*items)
 
 
+def bare(alone: Record, beside: Record) -> str:
+    """Divergence of methods without sink and window against theirs with both, at as many rows in all."""
+    mine, theirs = Agreed(alone), Agreed(beside)
+    budgets, others = ({method: _budgets(found, method) for method, _, _ in found.asked} for found in (mine, theirs))
+    lines = []
+    for method in budgets:
+        for own, other in zip(budgets[method], others[method], strict=True):
+            at, kept = mine.of((method, own, None)), theirs.of((method, other, None))
+            kls = [f"{mean_of(found, 'kl'):.3f}" for found in (at, kept)]
+            lines.append([ticked(spec(method)), f"{int(own) + _zones(at):,}", f"{int(other) + _zones(kept):,}", *kls])
+    head = ["method", "rows alone", "rows beside", "KL alone", "KL with sink and window"]
+    return table(head, lines)
+
+
+def _budgets(found: Agreed, method: str) -> list[str]:
+    return [budget for one, budget, _ in found.asked if one == method and budget is not None]
+
+
+def _zones(found: Sequence[Mapping[str, Any]]) -> int:
+    return int(found[0]["sink"]) + int(found[0]["window"])
+
+
 def protocols(*records: Record) -> str:
     """Passkeys: a row a method and budget, a column a protocol."""
     return parts(*(part for record in records for part in _protocols(record)))
@@ -280,6 +303,8 @@ def _lost(found: Sequence[Mapping[str, Any]], model: str) -> str:
         f"prefill and {percent(dropping[1])} in it, `quest` {percent(quest[0])} and {percent(quest[1])}, full "
         f"attention {percent(full)} of those after it."
     )
+    if full < ENOUGH:
+        return f"{words} Full attention itself answers too few for a finding."
     if full <= dropping[0]:
         return f"{words} Here nothing is lost by dropping rows."
     if dropping[0] < min(quest[0], dropping[1]):

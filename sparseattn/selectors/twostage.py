@@ -38,7 +38,7 @@ class TwoStage(Selector):
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
     kept in files (`indexes`), not even the first stage's. What the first stage observes, and what its tail stands for,
-    is the choice of both. A bias that it does not declare (`biases`) is left out.
+    is the choice of both.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
     stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and the levels of every group in
