@@ -276,6 +276,7 @@ def test_the_figure_draws_what_was_measured(trace: Path, tmp_path: Path, monkeyp
         assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == expected
 
 
+@pytest.mark.slow
 def test_two_traces_of_one_name_stay_apart(trace: Path, tmp_path: Path) -> None:
     twin = tmp_path / "other" / trace.name
     twin.parent.mkdir()

@@ -233,6 +233,7 @@ def test_per_head_lists_every_head_and_json_is_the_records(trace: Trace, tmp_pat
     assert "a query lies" in printed.stderr
 
 
+@pytest.mark.slow
 def test_pictures_of_many_layers_and_heads_and_of_one(tmp_path: Path, found: Inspection) -> None:
     plots = pytest.importorskip("sparseattn.cli.plots")
     wide = {name: values.repeat(4) for name, values in found.heads[0].items()}  # 24 heads, more than are numbered

@@ -70,6 +70,8 @@ CASES = [
     Case(64, 2, 64, fp32, False, 403, 4, 3, bias=True),  # spans of a whole tile
 ]
 
+LONG = {3, 5, 13}  # seconds each, interpreted; what they alone hold is in the slow run
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -206,7 +208,9 @@ def check_kernel(x: Inputs, splits: tuple[int | None, ...] = (1,)) -> None:
         truth.check(out, lse)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (at in LONG)) for at, case in enumerate(CASES)], ids=str
+)
 def test_kernel_gather_and_reference_are_the_specification(case: Case) -> None:
     x = make(case)
     truth = Truth.of(x)

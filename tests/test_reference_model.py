@@ -80,6 +80,7 @@ def retrieved(model: Any, rows: int) -> float:
     return up_to_1024(figures)
 
 
+@pytest.mark.slow
 def test_recurring_spans_are_predicted() -> None:
     # 92.9 % on 72 rows. 4 rows to each of 4 buckets are 250 spans and 3,000 bytes; over seeds the share had a standard
     # deviation of 0.3 points with 2 rows to a bucket, so of 0.2 points with 4: 90 % is more than 15 of them away.

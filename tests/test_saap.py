@@ -349,6 +349,7 @@ def test_cost_is_that_of_the_model_and_of_the_table_read(tmp_path: Path, group: 
             assert selection.scan_bytes.shape == (B, H)
 
 
+@pytest.mark.slow
 def test_segments_join_so_that_they_stay_few_and_rows_seldom_move(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seal, rows = 16, 700
     replay, apart = Replay(SAAP(file, probes=4), 40, rows), Replay(SAAP(file, probes=4), 40, rows)
