@@ -447,8 +447,8 @@ STEPS = (
     dropping_agreement("smollm2", 4096, 5),
     dropping_agreement("gemma3-270m", 4096, 3),
     dropping_bare(),
-    dropping_asked("smollm2", 2000, 3, 15),
-    dropping_asked("gemma3-270m", 2000, 3, 10),
+    dropping_asked("smollm2", 2000, 2, 10),
+    dropping_asked("gemma3-270m", 2000, 2, 6),
     Step(
         "rivals-asked",
         "prompts with known answers to SmolLM2, by the methods of RetrievalAttention's table that build fast",

@@ -170,8 +170,8 @@ def _grid(record: Record) -> list[str]:
     mine = {row: [each for each in found if (each["method"], each["budget"]) == row] for row in asked}
     fewest = min(sum((each["task"], each["length"]) == column for each in mine[FULL, None]) for column in columns)
     words = text(
-        f"`{one['model']}`, {fewest} prompts of each, protocol {one['protocol']}, sink {one['sink']}, window "
-        f"{one['window']}, {one['dense_layers']} dense layers; share answered:"
+        f"`{one['model']}`, {fewest} {'prompt' if fewest == 1 else 'prompts'} of each, protocol {one['protocol']}, "
+        f"sink {one['sink']}, window {one['window']}, {one['dense_layers']} dense layers; share answered:"
     )
 
     def answered(row: tuple[str, str | None], column: tuple[str, int]) -> float | None:
