@@ -298,5 +298,4 @@ def scores_at(
 
 def _implementation(impl: str | None, query: Tensor) -> str:
     """What scores: numba's code knows no gradients, so that by default it leaves a query that needs one to torch."""
-    impl = "torch" if impl is None and query.requires_grad else impl
-    return scoring.chosen(impl, query.device, query.dtype, ("torch",))
+    return scoring.chosen("torch" if impl is None and query.requires_grad else impl, query.device, query.dtype)
