@@ -1,4 +1,4 @@
-"""Pages by mean and directions, compiled by numba for the CPU: entries are read once for a query group, as they are kept.
+"""Pages by mean and directions, compiled by numba for the CPU: entries are read as they are kept, once for a group.
 
 A page's products with up to four query heads are made while each of its numbers is widened once. Codes are multiplied
 as the integers they are and steps come to the products. What kind of score is made of these is asked once a page.
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -30,10 +31,8 @@ from sparseattn.kernels.numba_cpu import (
     LOG2E,
     ONE_AT_A_TIME,
     STEP,
-    _add,
     _dot,
     _dot4,
-    _exp2,
     _flat,
     _read,
     _scope,
@@ -42,9 +41,24 @@ from sparseattn.kernels.numba_cpu import (
     use_threads,
     vote_softmax,
 )
+from sparseattn.kernels.vectors import (
+    FLOAT,
+    FLOATS,
+    LANES,
+    WORD,
+    call,
+    every,
+    larger,
+    logarithms,
+    place_in,
+    powers,
+    splat,
+    times_plus,
+)
 
 PAGES = 256  # scored by one part
 AHEAD = 4  # pages whose directions are asked for before their turn: their entries lie in order, their heads do not
+LOWEST = float(np.float32(-3e38))  # of a row that is not there: -inf less itself is no number
 CLSE, ELLIPSOID = KINDS.index("clse"), KINDS.index("ellipsoid")
 
 
@@ -101,7 +115,7 @@ def _dot4_halves(asked, q, vectors, at, size):
     return a, b, c, e
 
 
-@njit(fastmath=set(FAST))
+@njit(inline="always")
 def _products(asked, q, share, size, vectors, at, halves, step, products, first):
     """products[first:first + share]: of each query head, from `asked[q:]` on, and the vector `vectors[at:]`."""
     fours = share & ~3
@@ -119,84 +133,125 @@ def _products(asked, q, share, size, vectors, at, halves, step, products, first)
             products[first + g] = _dot(asked, q + g * size, vectors, at, size) * step
 
 
-@njit
-def _places(coordinates, at, bits, numbers, number_at, rank, page, held):
-    """held[:rank * page]: how far the rows of a page lie along its directions."""
-    if bits == 4:
-        half = rank * page // 2
-        for j in range(half):
-            held[j], held[half + j] = _half(coordinates, at + j, 0), _half(coordinates, at + j, 1)
-    else:
-        for j in range(rank * page):
-            held[j] = _read(coordinates, at + j)
-    if bits < 16:
-        for k in range(rank):
-            for t in range(page):
-                held[k * page + t] *= _read(numbers, number_at + t)
-
-
-@njit(fastmath=set(FAST))
-def _log_sum(products, g, share, rank, page, held, logits):
-    """The logarithm of the sum of the rows' exponentiated logits, but the mean's."""
-    for t in range(page):
-        logits[t] = 0
+@njit(inline="always")
+def _places(coordinates, at, bits, numbers, number_at, rank, page, wide, held):
+    """held[:rank * wide]: how far the rows of a page lie along its directions, `page` of each `wide` places."""
+    half = rank * page // 2
     for k in range(rank):
-        x = products[(1 + k) * share + g] * LOG2E
         for t in range(page):
-            _add(logits, t, x * _read(held, k * page + t))
-    highest, total = logits[0], np.float32(0)
-    for t in range(1, page):
-        highest = logits[t] if logits[t] > highest else highest
-    for t in range(page):
-        total += _exp2(logits[t] - highest)
-    return (highest + np.log2(total)) * LN2
-
-
-@njit(fastmath=set(FAST))
-def _scored(
-    asked, q, lengths, share, size, kind, page, rank, bits, rest, deviations, vectors, vector_at, numbers, number_at,
-    coordinates, coordinate_at, products, held, logits, found,
-):  # fmt: skip
-    """found[:share]: the estimates of one page, see `sparseattn.kernels.directions.estimates`."""
-    at = vector_at
-    for k in range(1 + rank):
-        step = _read(numbers, number_at + k) if bits < 16 else np.float32(1)
-        _products(asked, q, share, size, vectors, at, k > 0 and bits == 4, step, products, k * share)
-        at += (size + 1) // 2 if k > 0 and bits == 4 else size
-    steps = 0 if bits == 16 else 1 + rank + (page if kind == CLSE else 0)
-    other = _read(numbers, number_at + steps) if rest else np.float32(0)
-    if kind == CLSE:
-        _places(coordinates, coordinate_at, bits, numbers, number_at + 1 + rank, rank, page, held)
-    for g in range(share):
-        squares = np.float32(0)
-        for k in range(1, 1 + rank):
-            squares += products[k * share + g] * products[k * share + g]
-        if kind == CLSE:
-            left = lengths[g] - squares
-            found[g] = products[g] + _log_sum(products, g, share, rank, page, held, logits)
-            found[g] += other * other * (left if left > 0 else np.float32(0)) / np.float32(2)
-        else:
-            squares += other * other * lengths[g]
-            if kind == ELLIPSOID:
-                found[g] = products[g] + deviations * np.sqrt(squares)
+            j = k * page + t
+            if bits == 4:
+                x = _half(coordinates, at + j, 0) if j < half else _half(coordinates, at + j - half, 1)
             else:
-                found[g] = products[g] + squares / np.float32(2)
+                x = _read(coordinates, at + j)
+            held[k * wide + t] = x
+    if bits < 16:
+        for t in range(page):
+            step = _read(numbers, number_at + t)
+            for k in range(rank):
+                held[k * wide + t] *= step
 
 
-@njit
-def _voted(found, share, how, p, scores):
-    """Puts a page's estimates into scores `[G or 1,P]`: 0 each, 1 their sum, 2 the largest; NaN stays."""
-    if how == 0:
+@intrinsic
+def _log_sum(typing, products, first, share, rank, held, wide, edge, logits):
+    """The logarithm of the sum of a page's exponentiated logits, but the mean's, for one query head.
+
+    Its product with direction k is `products[first + k * share]`, the rows' places along it `held[k * wide:]`; `edge`
+    `[wide]` is 0 for a row, far below any logit for a place behind the last; logits: `[wide]`, to work in.
+    """
+
+    def code(context, builder, signature, arguments):
+        products_, first_, share_, rank_, held_, wide_, edge_, logits_ = arguments
+        none, lanes = ir.Constant(wide_.type, 0), ir.Constant(wide_.type, LANES)
+        top = cgutils.alloca_once_value(builder, every(FLOATS, LOWEST))
+        total = cgutils.alloca_once_value(builder, every(FLOATS, 0.0))
+        held_sum = cgutils.alloca_once(builder, FLOATS)
+
+        def load(array, value, place):
+            return builder.load(place_in(context, builder, array, value, place, FLOATS), align=4)
+
+        with cgutils.for_range_slice(builder, none, wide_, lanes, intp=wide_.type) as (t, _):
+            builder.store(load(edge, edge_, t), held_sum)
+            with cgutils.for_range(builder, rank_) as loop:
+                place = builder.add(first_, builder.mul(loop.index, share_))
+                x = builder.load(place_in(context, builder, products, products_, place))
+                x = builder.fmul(x, ir.Constant(FLOAT, float(LOG2E)))
+                row = load(held, held_, builder.add(builder.mul(loop.index, wide_), t))
+                builder.store(times_plus(builder, splat(builder, x, FLOATS), row, builder.load(held_sum)), held_sum)
+            found = builder.load(held_sum)
+            builder.store(found, place_in(context, builder, logits, logits_, t, FLOATS), align=4)
+            builder.store(larger(builder, found, builder.load(top)), top)
+        highest = call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top))
+        most = splat(builder, highest, FLOATS)
+        with cgutils.for_range_slice(builder, none, wide_, lanes, intp=wide_.type) as (t, _):
+            found = builder.fsub(load(logits, logits_, t), most)
+            builder.store(builder.fadd(builder.load(total), powers(builder, found)), total)
+        start = ir.Constant(FLOAT, 0.0)
+        whole = call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
+        log = builder.extract_element(logarithms(builder, splat(builder, whole, FLOATS)), ir.Constant(WORD, 0))
+        return builder.fmul(builder.fadd(highest, log), ir.Constant(FLOAT, float(LN2)))
+
+    place = types.intp
+    return types.float32(products, place, place, place, held, place, edge, logits), code
+
+
+@njit  # without fastmath, under which what `powers` rounds by adding and subtracting would be left out
+def _part(
+    asked, q, share, size, kind, page, rank, bits, rest, deviations, vectors, vector_at, vector_steps, numbers,
+    number_at, number_step, coordinates, coordinate_at, coordinate_step, table, row, first, last, how, scores, to,
+    pages,
+):  # fmt: skip
+    """Scores of the pages from `first` to `last` of one KV head, `scores[to:]` those of its `[G or 1,P]`; how: 0 each
+    query head's, 1 their sum, 2 the largest. See `sparseattn.kernels.directions.estimates`."""
+    lengths, products = np.zeros(share, np.float32), np.empty((1 + rank) * share, np.float32)
+    wide = (page + LANES - 1) // LANES * LANES
+    held, logits, edge = np.zeros(rank * wide, np.float32), np.empty(wide, np.float32), np.zeros(wide, np.float32)
+    edge[page:] = LOWEST
+    steps = 0 if bits == 16 else 1 + rank + (page if kind == CLSE else 0)
+    for g in range(share):
+        lengths[g] = _dot(asked, q + g * size, asked, q + g * size, size)
+    for p in range(first, last):
+        place = np.int64(table[row + p])
+        if place < 0:
+            for g in range(share if how == 0 else 1):
+                scores[to + g * pages + p] = -np.inf
+            continue
+        ahead = np.int64(table[row + p + AHEAD]) if p + AHEAD < last else np.int64(-1)
+        if ahead >= 0:
+            fetch(vectors, vector_at + ahead * vector_steps[0], vector_steps[1])
+        at, number = vector_at + place * vector_steps[0], number_at + place * number_step
+        for k in range(1 + rank):
+            step, halves = _read(numbers, number + k) if bits < 16 else np.float32(1), bits == 4 and k > 0
+            _products(asked, q, share, size, vectors, at, halves, step, products, k * share)
+            at += (size + 1) // 2 if halves else size
+        other = _read(numbers, number + steps) if rest else np.float32(0)
+        other *= other
+        if kind == CLSE:
+            _places(
+                coordinates, coordinate_at + place * coordinate_step, bits, numbers, number + 1 + rank, rank, page,
+                wide, held,
+            )  # fmt: skip
+        total = np.float32(0)
         for g in range(share):
-            scores[g, p] = found[g]
-        return
-    total = found[0]
-    for g in range(1, share):
-        if how == 1:
-            total += found[g]
-        else:
-            total = total if total > found[g] or total != total else found[g]
-    scores[0, p] = total
+            found, squares = products[g], np.float32(0)
+            for k in range(1, 1 + rank):
+                squares += products[k * share + g] * products[k * share + g]
+            if kind == CLSE:
+                left = lengths[g] - squares
+                found += _log_sum(products, share + g, share, rank, held, wide, edge, logits)
+                found += other * (left if left > 0 else np.float32(0)) / np.float32(2)
+            elif kind == ELLIPSOID:
+                found += deviations * np.sqrt(squares + other * lengths[g])
+            else:
+                found += (squares + other * lengths[g]) / np.float32(2)
+            if how == 0:
+                scores[to + g * pages + p] = found
+            elif how == 1 or g == 0:
+                total += found
+            else:
+                total = total if total > found or total != total else found  # NaN stays
+        if how > 0:
+            scores[to + p] = total
 
 
 @njit(parallel=True, cache=True, nogil=True)
@@ -204,39 +259,23 @@ def _scores(
     asked, kind, page, rank, bits, rest, deviations, vectors, vector_steps, numbers, number_steps, coordinates,
     coordinate_steps, table, how, scores,
 ):  # fmt: skip
-    """asked: `[B*H,G,D]` float32, over the temperature; the rest flat, with steps of b, h, p; table: `[B,P]` int32,
-    where pages lie, below 0 for none; how: see `_voted`; scores: `[B,H,G or 1,P]`."""
-    batch, heads, _, pages = scores.shape
+    """asked: `[B*H,G,D]` float32, over the temperature; the rest flat, with steps of b, h, p (and how many numbers the
+    vectors of an entry are); table: `[B,P]` int32, where pages lie, below 0 for none; how: see `_part`; scores:
+    `[B,H,G or 1,P]`."""
+    batch, heads, each, pages = scores.shape
     share, size = asked.shape[1:]
-    line = asked.reshape(-1)
     chunks = (pages + PAGES - 1) // PAGES
     for unit in prange(batch * heads * chunks):
         which, chunk = unit // chunks, unit % chunks
         b, h = which // heads, which % heads
-        lengths, found = np.zeros(share, np.float32), np.empty(share, np.float32)
-        products, held = np.empty((1 + rank) * share, np.float32), np.empty(rank * page, np.float32)
-        logits = np.empty(page, np.float32)
-        q = which * share * size
-        for g in range(share):
-            lengths[g] = _dot(line, q + g * size, line, q + g * size, size)
-        vector_at = b * vector_steps[0] + h * vector_steps[1]
-        number_at = b * number_steps[0] + h * number_steps[1]
-        coordinate_at = b * coordinate_steps[0] + h * coordinate_steps[1]
-        last = min(pages, (chunk + 1) * PAGES)
-        for p in range(chunk * PAGES, last):
-            place = np.int64(table[b, p])
-            if place < 0:
-                scores[b, h, :, p] = -np.inf
-                continue
-            ahead = np.int64(table[b, p + AHEAD]) if p + AHEAD < last else np.int64(-1)
-            if ahead >= 0:
-                fetch(vectors, vector_at + ahead * vector_steps[2], vector_steps[3])
-            _scored(
-                line, q, lengths, share, size, kind, page, rank, bits, rest, deviations,
-                vectors, vector_at + place * vector_steps[2], numbers, number_at + place * number_steps[2],
-                coordinates, coordinate_at + place * coordinate_steps[2], products, held, logits, found,
-            )  # fmt: skip
-            _voted(found, share, how, p, scores[b, h])
+        _part(
+            asked.reshape(-1), which * share * size, share, size, kind, page, rank, bits, rest, deviations,
+            vectors, b * vector_steps[0] + h * vector_steps[1], vector_steps[2:],
+            numbers, b * number_steps[0] + h * number_steps[1], number_steps[2],
+            coordinates, b * coordinate_steps[0] + h * coordinate_steps[1], coordinate_steps[2],
+            table.reshape(-1), b * pages, chunk * PAGES, min(pages, (chunk + 1) * PAGES),
+            how, scores.reshape(-1), which * each * pages, pages,
+        )  # fmt: skip
 
 
 def scores(query: Tensor, entries: Parts, real: Tensor, form: Form, group: str, temperature: float) -> Tensor:
