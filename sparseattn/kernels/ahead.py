@@ -126,7 +126,7 @@ def compile_directions_ahead(
         arguments += ([0, length, 1 << 16] if table else [1 << 20, 1 << 16, length]) if length else [0, 0, 0]
     each = 2 if form.bits == 16 else 1
     row_bytes = each * (wide + rows) + 2 * many + (4 if table else 1)
-    tile_bytes = constants["BLOCK"] * constants["BLOCK_D"] * each
+    tile_bytes = constants["BLOCK"] * constants["CHUNK"] * each
     return _compile(directions_gpu.score_directions, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 

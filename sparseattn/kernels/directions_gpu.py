@@ -31,6 +31,56 @@ def _nibbles(held, high: tl.constexpr):
     return ((wide & 15) ^ 8) - 8
 
 
+@triton.jit
+def _product(
+    vector,  # [BLOCK,1] addresses of the first number of each page's vector
+    known,  # [BLOCK] bool
+    query,  # of [G,D]
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """[BLOCK,BLOCK_G] float32: vectors of whole numbers times the queries."""
+    g = tl.arange(0, BLOCK_G)
+    total = tl.zeros([BLOCK, BLOCK_G], tl.float32)
+    for first in range(0, D, CHUNK):
+        d = first + tl.arange(0, CHUNK)
+        asked = (g < G)[None, :] & (d < D)[:, None]
+        q = tl.load(query + g[None, :] * D + d[:, None], mask=asked, other=0.0)  # [CHUNK,BLOCK_G]
+        held = tl.load(vector + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0)  # [BLOCK,CHUNK]
+        total = tl.dot(held.to(q.dtype), q, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _product_of_halves(
+    vector,
+    known,
+    query,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """As `_product`, of vectors of 4 bits, whose bytes hold a channel of the first half and one of the second."""
+    g = tl.arange(0, BLOCK_G)
+    half: tl.constexpr = (D + 1) // 2
+    total = tl.zeros([BLOCK, BLOCK_G], tl.float32)
+    for first in range(0, half, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        pairs = tl.load(vector + j[None, :], mask=known[:, None] & (j < half)[None, :], other=0)
+        inside = (g < G)[None, :] & (j < half)[:, None]
+        low = tl.load(query + g[None, :] * D + j[:, None], mask=inside, other=0.0)
+        inside = inside & (half + j < D)[:, None]
+        high = tl.load(query + g[None, :] * D + (half + j)[:, None], mask=inside, other=0.0)
+        total = tl.dot(_nibbles(pairs, False).to(low.dtype), low, total, input_precision="ieee")
+        total = tl.dot(_nibbles(pairs, True).to(high.dtype), high, total, input_precision="ieee")
+    return total
+
+
 # Specialised are strides alone: a page more must not compile a new kernel.
 @triton.jit(do_not_specialize=["pages", "known_step_b"])
 def score_directions(
@@ -63,17 +113,13 @@ def score_directions(
     VOTE: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,  # bytes of a direction of 4 bits
     BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    CHUNK: tl.constexpr,  # channels of a product of small matrices, or bytes of a direction of 4 bits
     BLOCK: tl.constexpr,
 ):
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*H
-    kind = query.dtype.element_ty
     g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
     page = tile * BLOCK + tl.arange(0, BLOCK)
     here = page < pages
     at = b.to(tl.int64) * known_step_b + page
@@ -90,45 +136,42 @@ def score_directions(
     if numbers is not None:
         number = numbers + b.to(tl.int64) * number_step_b + h.to(tl.int64) * number_step_h + place * number_step_p
     served = (g < G)[None, :]
-    q = tl.load(query + g[None, :] * D + d[:, None], mask=served & (d < D)[:, None], other=0.0)  # [BLOCK_D,BLOCK_G]
-    held = tl.load(entry + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0)  # [BLOCK,BLOCK_D]
-    found = tl.dot(held.to(kind), q, input_precision="ieee") * scale  # [BLOCK,BLOCK_G]
+    found = _product(entry, known, query, G, D, BLOCK, BLOCK_G, CHUNK) * scale
     if BITS < 16:
         found *= tl.load(number, mask=known, other=0.0).to(tl.float32)[:, None]
     squares = tl.zeros([BLOCK, BLOCK_G], tl.float32)
     if KIND == "clse":
         t = tl.arange(0, PAGE)
         logits = tl.zeros([BLOCK, PAGE, BLOCK_G], tl.float32)
-        offset = coordinates + b.to(tl.int64) * coordinate_step_b + h.to(tl.int64) * coordinate_step_h
-        offset += (place * coordinate_step_p)[:, None]  # [BLOCK,1]
-    for k in tl.static_range(RANK):
+        row_at = coordinates + b.to(tl.int64) * coordinate_step_b + h.to(tl.int64) * coordinate_step_h
+        row_at += (place * coordinate_step_p)[:, None]  # [BLOCK,1]
+    for k in range(RANK):
         if BITS == 4:
-            j = tl.arange(0, BLOCK_HALF)
-            inside = served & (j < HALF)[:, None]
-            low = tl.load(query + g[None, :] * D + j[:, None], mask=inside, other=0.0)
-            second = served & (HALF + j < D)[:, None]
-            high = tl.load(query + g[None, :] * D + (HALF + j)[:, None], mask=second, other=0.0)
-            pairs = tl.load(entry + D + k * HALF + j[None, :], mask=known[:, None] & (j < HALF)[None, :], other=0)
-            x = tl.dot(_nibbles(pairs, False).to(kind), low, input_precision="ieee")
-            x = tl.dot(_nibbles(pairs, True).to(kind), high, x, input_precision="ieee") * scale
+            x = _product_of_halves(entry + (D + k * ((D + 1) // 2)), known, query, G, D, BLOCK, BLOCK_G, CHUNK) * scale
         else:
-            held = tl.load(entry + (1 + k) * D + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0)
-            x = tl.dot(held.to(kind), q, input_precision="ieee") * scale
+            x = _product(entry + (1 + k) * D, known, query, G, D, BLOCK, BLOCK_G, CHUNK) * scale
         if BITS < 16:
             x *= tl.load(number + 1 + k, mask=known, other=0.0).to(tl.float32)[:, None]
         squares += x * x
         if KIND == "clse":
             if BITS == 4:  # of a page and direction, all in low halves or all in high ones, or the middle between
                 flat = k * PAGE + t
-                pairs = tl.load(offset + (flat % (RANK * PAGE // 2))[None, :], mask=known[:, None] & (t >= 0)[None, :], other=0)
+                pairs = tl.load(
+                    row_at + (flat % (RANK * PAGE // 2))[None, :], mask=known[:, None] & (t >= 0)[None, :], other=0
+                )
                 place_of = tl.where((flat < RANK * PAGE // 2)[None, :], _nibbles(pairs, False), _nibbles(pairs, True))
             else:
-                place_of = tl.load(offset + (k * PAGE + t)[None, :], mask=known[:, None] & (t >= 0)[None, :], other=0)
+                place_of = tl.load(row_at + (k * PAGE + t)[None, :], mask=known[:, None] & (t >= 0)[None, :], other=0)
             logits += x[:, None, :] * place_of.to(tl.float32)[:, :, None]
     if REST:
         last: tl.constexpr = 0 if BITS == 16 else 1 + RANK + (PAGE if KIND == "clse" else 0)
         other = tl.load(number + last, mask=known, other=0.0).to(tl.float32)
-        lengths = tl.sum(q.to(tl.float32) * q.to(tl.float32), 0) * (scale * scale)  # [BLOCK_G]
+        lengths = tl.zeros([BLOCK_G], tl.float32)
+        for first in range(0, D, CHUNK):
+            d = first + tl.arange(0, CHUNK)
+            asked = (g < G)[None, :] & (d < D)[:, None]
+            q = tl.load(query + g[None, :] * D + d[:, None], mask=asked, other=0.0).to(tl.float32) * scale
+            lengths += tl.sum(q * q, 0)
         other = (other * other)[:, None]  # [BLOCK,1]
     if KIND == "clse":
         if BITS < 16:
@@ -171,6 +214,7 @@ def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple
     block, warps = TILES[itemsize, block_d]
     if form.kind == "clse":
         block = max(16, min(block, LOGITS // (form.page * block_g)))
+        warps = 4 if block * form.page * block_g <= 2 * LOGITS else 8
     constants = {
         "KIND": form.kind,
         "BITS": form.bits,
@@ -180,15 +224,14 @@ def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple
         "VOTE": vote,
         "G": group,
         "D": size,
-        "HALF": -(-size // 2),
         "BLOCK_G": block_g,
-        "BLOCK_D": block_d,
-        "BLOCK_HALF": max(16, block_d // 2),
+        "CHUNK": min(block_d, CHUNK[itemsize]),
         "BLOCK": block,
     }
     return constants, {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
+CHUNK = {2: 128, 4: 32}  # channels of a product by bytes of a query's number
 LOGITS = 4096  # of rows that a program holds: 32 registers of a thread, of those that 128 have
 
 
