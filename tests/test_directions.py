@@ -42,7 +42,7 @@ def held_bytes(selector: PageSelector, size: int) -> int:
     return sum(part.nbytes for part in one.values())
 
 
-# What amass-kv 0.1.1 keeps of a page, D = 128, 16 rows, by its own count: variances and a content tag are not kept here.
+# Of what amass-kv 0.1.1 keeps of a page (D = 128, 16 rows), variances and a content tag are not kept here.
 TAG, VARIANCES = 16, 2 * 2
 
 
