@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks import records
 from benchmarks.records import RESULTS
@@ -64,8 +63,8 @@ def looseness(selector: PageSelector, layer: TraceLayer, sink: int, window: int,
     rows = (layer.keys.shape[1] - last - window - sink) // selector.unit * selector.unit
     if rows < 2 * selector.page:
         raise ValueError(
-            f"{layer.keys.shape[1]:,} tokens leave {max(rows, 0)} rows between sink {sink}, window {window} and the last "
-            f"{last}, less than two pages of {selector.page}"
+            f"{layer.keys.shape[1]:,} tokens leave {max(rows, 0)} rows between sink {sink}, window {window} and the "
+            f"last {last}, less than two pages of {selector.page}"
         )
     keys, asked = layer.keys[None, :, sink : sink + rows].contiguous(), layer.query[:, :, -last:].float()
     heads, group, _, size = asked.shape

@@ -11,7 +11,7 @@ from scripts.evidence.views_traces import Measured, setting, spec
 Record: TypeAlias = "Mapping[str, Any]"
 
 ORACLE = "PageMass"
-QUEST = "Quest"
+MEASURES = ("offset", "deviation", "rank")
 
 
 def _budgets(found: Measured) -> list[int]:
@@ -70,7 +70,7 @@ def loose(record: Record) -> str:
     rows = []
     for name in dict.fromkeys(one["selector"] for one in lines):
         mine = {one["layer"]: one for one in lines if one["selector"] == name}
-        every = [_mean(sum((mine[at][measure] for at in layers), [])) for measure in ("offset", "deviation", "rank")]
+        every = [_mean([value for at in layers for value in mine[at][measure]]) for measure in MEASURES]
         ranks = [f"{_mean(mine[at]['rank']):.2f}" for at in layers]
         rows.append([ticked(name), *(f"{value:.2f}" for value in every), *ranks])
     one = lines[0]
