@@ -31,11 +31,13 @@ from sparseattn import (
     LowBit,
     MagicPIG,
     Moments,
+    PageMass,
     Quest,
     RetrievalAttention,
     Selector,
     SparQ,
     TwoStage,
+    Unique,
     decode,
     make_selector,
 )
@@ -43,6 +45,7 @@ from sparseattn.kernels import lowbit, scoring
 from sparseattn.queries import sampled
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.coded import Coded
+from sparseattn.selectors.directions import Directions
 from sparseattn.selectors.hashed import Hashed
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -139,8 +142,10 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     letters["O"] = cache.sink + cache.window  # where the unit is 1
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
     pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
-    if isinstance(pages, (Quest, InfLLM)):
+    if isinstance(pages, (Quest, InfLLM, Unique, Directions, PageMass)):
         letters["P"] = zone // pages.page
+    if isinstance(selector, Directions):
+        letters["a"] = selector.form.rank
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
@@ -219,7 +224,7 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
     assert cache.nbytes["weight"] * 475 == before["weight"] * value(after, letters)
 
 
-FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
+FIXED = ["quest", "quest-int8", "clse", "exact", "random", "saap", "kmeans", "moments", "bridge"]
 FIXED += ["infllm", "lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
 FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
 FIXED += ["kdeformer", "reformer", "magicpig"]
@@ -363,6 +368,9 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
         "pqcache": {"b": 2, "k": 64},
         "doublesparsity": {"b": 16, "d": 32},
         "loki": {"d": 32},
+        "quad": {"a": 2},
+        "clse": {"a": 2},
+        "ellipsoid": {"a": 4},
         "twostage": {"b": 32, "L": 64},
     }
     kinds = ("KV", "books", "metadata", "index")

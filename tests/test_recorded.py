@@ -16,7 +16,7 @@ from sparseattn.attention import attend_chosen
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_gpu.py captures a graph", allow_module_level=True)
-from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, scoring, triton_gpu
+from sparseattn.kernels import directions, directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, scoring, triton_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -47,6 +47,8 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
         # Interpreted, lowbit's kernels take a minute here; tests/test_kernel_lowbit_gpu.py has them.
         for name, same in (("scores", lowbit.scores), ("listed", lowbit.listed_logits)):
             patch.setattr(lowbit_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
+        same = functools.partial(directions.scores, impl="torch")  # tests/test_kernel_directions.py has the kernel
+        patch.setattr(directions_gpu, "scores", recording.opaque(same))
         with recording:
             out = attend_chosen(query, cache, cache.search(query, rows), impl="triton")
     return (queries, keys, values), cache, recording, query, out

@@ -37,6 +37,15 @@ WITHOUT_GRAPH = "--selector snapkv --selector infllm:page=16 --selector quest --
 GRAPHS = "--selector retrieval:share=0.25 --selector robustvamana"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
+# Scores of pages, those of few bits among them.
+PAGE_SCORES = (
+    "--selector quest --selector unique --selector mean --selector mean:bits=8 --selector quad --selector quad:bits=8 "
+    "--selector quad:bits=4 --selector quad:rest=True --selector clse --selector clse:bits=8 "
+    "--selector clse:bits=4,rest=True --selector clse:rank=4,bits=8 --selector clse:rank=8,bits=4 --selector ellipsoid "
+    "--selector ellipsoid:bits=4 --selector ellipsoid:rank=2,deviations=1.0,rest=True "
+    "--selector ellipsoid:rank=15,deviations=1.0 --selector lowbit:page=16 --selector pagemass"
+)
+
 
 def bench(trace: str, more: str, minutes: float) -> Step:
     """Every method on one trace, by layer and head."""
@@ -97,6 +106,32 @@ def few_bits_equal(model: str, length: int, minutes: float) -> Step:
         f"{EQUAL_ASKED} --out OUT",
         minutes,
         "eval.jsonl",
+    )
+
+
+def pages(model: str, text: str, tokens: int, layers: str, minutes: float) -> tuple[Step, Step]:
+    """Scores of pages at equal rows, and how far they are from the pages' true mass."""
+    captured = (
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 64 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors"
+    )
+    short = model.partition("-")[0]
+    return (
+        Step(
+            f"pages-{short}",
+            f"scores of pages at equal rows, on {model}'s keys of the text {text}",
+            f"{captured} && sparseattn bench OUT/{text}.safetensors {PAGE_SCORES} --selector quest:group=softmax "
+            "--selector exact:group=softmax --budget 64,256,1024 --no-figures --out OUT",
+            minutes,
+            "bench.jsonl",
+        ),
+        Step(
+            f"pages-loose-{short}",
+            f"how far scores of pages are from the pages' true mass, on {model}'s keys of the text {text}",
+            f"{captured} && python -m benchmarks.looseness OUT/{text}.safetensors {PAGE_SCORES} --results OUT",
+            1.5,
+            "looseness.json",
+        ),
     )
 
 
@@ -434,6 +469,8 @@ STEPS = (
     # No artefact was trained on this text, nor any level chosen on it.
     hashed("smollm2", "workshop", "2,10,18,26", "--selector kmeans --selector saap", 3),
     hashed("gemma3-270m", "as-you-like-it", "5,11,17", "--selector ivf", 2),
+    *pages("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 7),
+    *pages("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 6),
     Step(
         "rivals-steps",
         "recall of the best ten rows at every decoded token, by methods that drop rows and by Quest",

@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+from sparseattn.kernels import directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+from sparseattn.kernels.directions import Form
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 Arguments = list[str | int | None]
@@ -102,6 +103,31 @@ def compile_pages_ahead(
     arguments = ["*fp32", "*i64", "*i32", "*i32", "i32", "i32"]
     named = _compile(pages.name_pages, arguments, {"BLOCK": pages.NAME_BLOCK}, pages.NAME_OPTIONS, arch, row_bytes=12)
     return [*found, named]
+
+
+def compile_directions_ahead(
+    dtype: torch.dtype, size: int, group: int, form: Form, vote: str = "softmax", arch: int = 90, *, table: bool = False
+) -> Compiled:
+    """As `compile_ahead`, for pages by mean and directions; the vote's second launch is that of `compile_pages_ahead`.
+
+    Numbers of 16 bits are of the dtype, and bfloat16 for float32, as the selectors keep them.
+    """
+    constants, options = directions_gpu.launch(dtype.itemsize, size, group, vote, form)
+    element = ELEMENT[dtype]
+    kept = "*bf16" if dtype == torch.float32 else element
+    coded = kept if form.bits == 16 else "*i8"
+    wide = size + form.rank * (-(-size // 2) if form.bits == 4 else size)
+    many = form.steps + form.rest
+    rows = form.rank * form.page // (2 if form.bits == 4 else 1) if form.kind == "clse" else 0
+    arguments: Arguments = [element, coded, kept if many else None, coded if rows else None]
+    arguments += [None, "*i32"] if table else ["*i1", None]
+    arguments += ["*fp32", "*fp32" if vote == "softmax" else None, "i32", "i32", "fp32", "fp32"]
+    for length in (wide, many, rows):  # steps of b, h and an entry
+        arguments += ([0, length, 1 << 16] if table else [1 << 20, 1 << 16, length]) if length else [0, 0, 0]
+    each = 2 if form.bits == 16 else 1
+    row_bytes = each * (wide + rows) + 2 * many + (4 if table else 1)
+    tile_bytes = constants["BLOCK"] * constants["CHUNK"] * each
+    return _compile(directions_gpu.score_directions, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
 def compile_lowbit_ahead(

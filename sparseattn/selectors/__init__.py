@@ -11,7 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
+from sparseattn.selectors.clse import Clse
 from sparseattn.selectors.doublesparsity import DoubleSparsity
+from sparseattn.selectors.ellipsoid import Ellipsoid
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
 from sparseattn.selectors.h2o import H2O
@@ -22,11 +24,14 @@ from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.loki import Loki
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.magicpig import MagicPIG
+from sparseattn.selectors.mean import Mean
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
+from sparseattn.selectors.pagemass import PageMass
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.pyramidkv import PyramidKV
+from sparseattn.selectors.quad import Quad
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.recent import Recent
@@ -39,6 +44,7 @@ from sparseattn.selectors.snapkv import SnapKV
 from sparseattn.selectors.sparq import SparQ
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
+from sparseattn.selectors.unique import Unique
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
@@ -50,7 +56,9 @@ __all__ = [
     "SAAP",
     "SELECTORS",
     "TOVA",
+    "Clse",
     "DoubleSparsity",
+    "Ellipsoid",
     "Exact",
     "Fier",
     "Flat",
@@ -61,11 +69,14 @@ __all__ = [
     "Loki",
     "LowBit",
     "MagicPIG",
+    "Mean",
     "Moments",
     "PQCache",
+    "PageMass",
     "PageSelector",
     "PerfectBuckets",
     "PyramidKV",
+    "Quad",
     "QueryBridge",
     "Quest",
     "Random",
@@ -79,6 +90,7 @@ __all__ = [
     "SnapKV",
     "SparQ",
     "TwoStage",
+    "Unique",
     "Window",
     "as_selector",
     "make_selector",
@@ -86,7 +98,9 @@ __all__ = [
 
 SELECTORS: dict[str, type[Selector]] = {
     "bridge": QueryBridge,
+    "clse": Clse,
     "doublesparsity": DoubleSparsity,
+    "ellipsoid": Ellipsoid,
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
@@ -100,10 +114,13 @@ SELECTORS: dict[str, type[Selector]] = {
     "loki": Loki,
     "lowbit": LowBit,
     "magicpig": MagicPIG,
+    "mean": Mean,
     "moments": Moments,
+    "pagemass": PageMass,
     "pq": PQ,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
+    "quad": Quad,
     "quest": Quest,
     "random": Random,
     "recent": Recent,
@@ -116,6 +133,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "sparq": SparQ,
     "tova": TOVA,
     "twostage": TwoStage,
+    "unique": Unique,
     "window": Window,
 }
 

@@ -59,6 +59,7 @@ class LowBit(PageSelector):
             raise ValueError(f"scales is 8 or 16 bits of a level, got {scales}")
         super().__init__(page, group)
         self.bits, self.rows, self.scales = bits, rows, scales
+        self.mass = page > 1
         self.grid = RowBuffer(2, grids.NUMBERS)  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.grid`
 
     @property

@@ -37,9 +37,12 @@ class PageSelector(Selector):
     Attributes:
         entry_names: names of an entry's tensors. Each is an attribute, a `RowBuffer` of `[B,H,E,..]`, E entries.
         real: `[B,E]` bool, entries that are no padding.
+        mass: whether a score estimates the logarithm of the sum of the page's exponentiated logits; else it is on the
+            scale of one row's logit.
     """
 
     entry_names: tuple[str, ...] = ()
+    mass: bool = False
 
     def __init__(self, page: int, group: str) -> None:
         if page < 1 or page & (page - 1):
