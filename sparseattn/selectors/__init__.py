@@ -37,6 +37,7 @@ from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
 from sparseattn.selectors.sparq import SparQ
+from sparseattn.selectors.tailed import Tailed
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.vector import HNSW, IVF, Flat
@@ -78,6 +79,7 @@ __all__ = [
     "SelfIndex",
     "SnapKV",
     "SparQ",
+    "Tailed",
     "TwoStage",
     "Window",
     "as_selector",
@@ -114,6 +116,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
     "sparq": SparQ,
+    "tailed": Tailed,
     "tova": TOVA,
     "twostage": TwoStage,
     "window": Window,
