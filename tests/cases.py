@@ -42,6 +42,7 @@ from sparseattn import (
     Recent,
     Reformer,
     RetrievalAttention,
+    RetroInfer,
     RobustVamana,
     Rows,
     Selection,
@@ -354,6 +355,7 @@ CASES = [
         lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
         lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
     ),
+    Case("retroinfer", lambda: RetroInfer(8), lambda: RetroInfer(8, 1.0)),
     Case("robustvamana", RobustVamana, lambda: RobustVamana(beam=1 << 20)),
     Case(
         "robustvamana-stitched",

@@ -32,6 +32,7 @@ from sparseattn.selectors.random import Random
 from sparseattn.selectors.recent import Recent
 from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.retroinfer import RetroInfer
 from sparseattn.selectors.robustvamana import RobustVamana
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
@@ -73,6 +74,7 @@ __all__ = [
     "Recent",
     "Reformer",
     "RetrievalAttention",
+    "RetroInfer",
     "RobustVamana",
     "Rows",
     "Selector",
@@ -111,6 +113,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "recent": Recent,
     "reformer": Reformer,
     "retrieval": RetrievalAttention,
+    "retroinfer": RetroInfer,
     "robustvamana": RobustVamana,
     "saap": SAAP,
     "selfindex": SelfIndex,

@@ -27,20 +27,29 @@ def summed(rows: Tensor, group: Tensor, groups: int) -> Tensor:
     return total[:, :, :groups]
 
 
+def check_zone(zone: float) -> float:
+    """`zone` if it is a share of the groups that can take part, else ValueError."""
+    if not 0 < zone <= 1:
+        raise ValueError(f"zone is the share of the groups that stand in, above 0 and up to 1, got {zone}")
+    return zone
+
+
 def taking_part(groups: Tensor, zone: float) -> Tensor:
     """`[B]` int64: of so many `groups` `[B]` those that take part, rounded up."""
     return (groups.double() * zone).ceil().long()
 
 
-def outside(count: Tensor, zone: float) -> Tensor:
+def outside(count: Tensor, left: Tensor, zone: float) -> Tensor:
     """`[B,H]` int64: groups whose mean keys are read to rank them and that take no part, so that no tail counts them.
 
     Args:
         count: `[B,H,P]` rows of each group, 0 where there is none.
+        left: `[B,Hs,P]` how many of them are not read.
         zone: share of the groups that take part.
     """
-    groups = (count > 0).sum(-1)
-    return groups - taking_part(groups, zone)
+    groups = (count > 0).sum(-1)  # [B,H]
+    part = (left > 0).sum(-1).unflatten(1, (count.shape[1], -1)).amin(2)
+    return groups - part.minimum(taking_part(groups, zone))
 
 
 def estimated(

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, half
 from sparseattn.selectors.buckets import Partitioned
-from sparseattn.selectors.estimation import estimated, outside, summed
+from sparseattn.selectors.estimation import check_zone, estimated, outside, summed
 from sparseattn.storage import RowBuffer
 
 ROWS = 16  # of a group, where the method chooses single rows
@@ -73,9 +73,7 @@ class Tailed(Selector):
             raise ValueError(
                 f"rows of a group are a power of two and at least the span of {inner!r}, {inner.span}, or 0, got {rows}"
             )
-        if not 0 < zone <= 1:
-            raise ValueError(f"zone is the share of the groups that stand in, above 0 and up to 1, got {zone}")
-        self.inner, self.rows, self.zone = inner, rows, zone
+        self.inner, self.rows, self.zone = inner, rows, check_zone(zone)
         self.span, self.uses_budget = inner.span, inner.uses_budget
         self.keys, self.values = RowBuffer(2), RowBuffer(2)  # [B,H,P,D] means, of 16 bits
         self.count = RowBuffer(2, spare=0)  # [B,H,P] int32, rows of a group
@@ -181,7 +179,7 @@ class Tailed(Selector):
         if read is not None and self.member.rows:
             read = read + 4 * chosen.attended.unflatten(1, (heads, -1)).sum(-1)
         if read is not None and self.zone < 1:
-            read = read + outside(count, self.zone) * (size * self.bytes_of(self.keys.full) + 4)
+            read = read + outside(count, self._left(chosen), self.zone) * (size * self.bytes_of(self.keys.full) + 4)
         if scanned is not None and self.zone < 1:
             scanned = scanned + (count > 0).sum(-1).repeat_interleave(scanned.shape[1] // heads, 1)
         return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
@@ -193,12 +191,11 @@ class Tailed(Selector):
         if not self.count.rows:
             return None
         count, keys, values = self.count.visible, self.keys.visible, self.values.visible
-        each = selection.start.shape[1] // count.shape[1]
-        left = count.repeat_interleave(each, 1) - self._read(selection, count.shape[2])
-        return estimated(query, keys, values, count, left, self.zone, self.temperature(query.shape[3]))
+        left, temperature = self._left(selection), self.temperature(query.shape[3])
+        return estimated(query, keys, values, count, left, self.zone, temperature)
 
-    def _read(self, selection: Selection, groups: int) -> Tensor:
-        """`[B,Hs,P]` int32: how many rows of each group a selection names."""
+    def _left(self, selection: Selection) -> Tensor:
+        """`[B,Hs,P]` int32: how many rows of each group a selection does not name."""
         if isinstance(self.inner, Partitioned):  # a slot lies in one bucket
             used, rows = selection.length, selection.start
             group = self.inner.bucket_at(rows.clamp(min=0))
@@ -206,8 +203,10 @@ class Tailed(Selector):
             rows = selection.rows
             used, rows = (rows >= 0).int(), rows.clamp(min=0)
             group = self._group_of(rows)
-        read = torch.zeros(*group.shape[:2], groups + 1, dtype=torch.int32, device=group.device)
-        return read.scatter_add_(2, group, used)[..., :groups]
+        count = self.count.visible
+        left = count.repeat_interleave(group.shape[1] // count.shape[1], 1)
+        left = torch.nn.functional.pad(left, (0, 1))  # where a slot that is not used lies in no bucket
+        return left.scatter_add(2, group, -used)[..., :-1]
 
     def _group_of(self, rows: Tensor) -> Tensor:
         """The groups of stored rows `[B,Hs,R]`, int64."""
