@@ -33,8 +33,10 @@ from sparseattn import (
     Moments,
     Quest,
     RetrievalAttention,
+    RetroInfer,
     Selector,
     SparQ,
+    Tailed,
     TwoStage,
     decode,
     make_selector,
@@ -141,6 +143,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
     if isinstance(pages, (Quest, InfLLM)):
         letters["P"] = zone // pages.page
+    if isinstance(selector, (Tailed, RetroInfer)):
+        letters["P"] = zone // selector.unit
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
@@ -222,7 +226,7 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
 
 FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
 FIXED += ["infllm", "lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
-FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
+FIXED += ["tailed", "retroinfer", "pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
 FIXED += ["kdeformer", "reformer", "magicpig"]
 
 

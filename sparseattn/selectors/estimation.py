@@ -5,6 +5,8 @@ RetroInfer, https://arxiv.org/abs/2505.02922; Double-P, https://arxiv.org/abs/26
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -73,8 +75,7 @@ def estimated(
         logits = logits + weight.unflatten(1, (heads, -1))  # of one selection head, or of each query head's own
         none = (left <= 0).unflatten(1, (heads, -1))
         ranks = vote(logits.masked_fill(none, -torch.inf), "softmax" if chosen == heads else "each")
-        most = int(taking_part(torch.tensor([groups]), zone))
-        ids = best(ranks, most)  # [B,Hs,K]
+        ids = best(ranks, math.ceil(groups * zone))  # [B,Hs,K]
         many = taking_part((count > 0).sum(-1), zone).repeat_interleave(chosen // heads, 1)  # [B,Hs]
         ids = ids.masked_fill(torch.arange(ids.shape[2], device=ids.device) >= many[..., None], -1)
         weight = weight.gather(2, ids.clamp(min=0))

@@ -18,7 +18,7 @@ from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.estimation import check_zone, estimated, outside, summed
 from sparseattn.storage import RowBuffer
 
-ROWS = 16  # of a group, where the method chooses single rows
+ROWS = 64  # of a group, where the method chooses single rows
 
 
 class Tailed(Selector):
@@ -30,7 +30,7 @@ class Tailed(Selector):
     Args:
         inner: the selector, or its name. Any but those whose selections have a bias, which stand for what is not read
             already, and those with a tail.
-        rows: of a group, a power of two, the inner's span or more; 0 (default): its pages, or 16 where it chooses
+        rows: of a group, a power of two, the inner's span or more; 0 (default): its pages, or 64 where it chooses
             single rows. A method with buckets (`SAAP`, `KMeans`, `Moments`) has these as its groups, and takes 0.
         zone: share of the groups that stand in, those that weigh most by the estimate; 1.0 (default): all. RetroInfer:
             23.2 % of its clusters, behind the 1.8 % that are read.
