@@ -46,6 +46,7 @@ from sparseattn import (
     Recent,
     Reformer,
     RetrievalAttention,
+    RetroInfer,
     RobustVamana,
     Rows,
     Selection,
@@ -54,6 +55,7 @@ from sparseattn import (
     SnapKV,
     SparQ,
     Tail,
+    Tailed,
     TwoStage,
     Unique,
     Window,
@@ -328,7 +330,7 @@ SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
     "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
     "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
-    "twostage-estimate",
+    "tailed-saap", "twostage-estimate",
 }  # fmt: skip
 
 
@@ -371,6 +373,7 @@ CASES = [
         lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
         lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
     ),
+    Case("retroinfer", lambda: RetroInfer(8), lambda: RetroInfer(8, 1.0)),
     Case("robustvamana", RobustVamana, lambda: RobustVamana(beam=1 << 20)),
     Case(
         "robustvamana-stitched",
@@ -451,6 +454,8 @@ CASES = [
     Case("random", Random, Random),
     Case("recent", Recent, Recent),
     Case("recent-few", lambda: Recent(4), lambda: Recent(4)),
+    Case("tailed", lambda: Tailed(LowBit(rows=16), 8, 0.5), lambda: Tailed(LowBit(rows=16), 8, 0.5)),
+    Case("tailed-saap", lambda: Tailed(drawn(SAAP, probes=3)), lambda: Tailed(drawn(SAAP, probes=1 << 20))),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),
     Case("same-heaviest", lambda: Same(Heaviest(25)), lambda: Same(Heaviest(1 << 20))),

@@ -34,8 +34,10 @@ from sparseattn import (
     PageMass,
     Quest,
     RetrievalAttention,
+    RetroInfer,
     Selector,
     SparQ,
+    Tailed,
     TwoStage,
     Unique,
     decode,
@@ -146,6 +148,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters["P"] = zone // pages.page
     if isinstance(selector, Directions):
         letters["a"] = selector.form.rank
+    if isinstance(selector, (Tailed, RetroInfer)):
+        letters["P"] = zone // selector.unit
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
@@ -226,7 +230,7 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
 
 FIXED = ["quest", "quest-int8", "clse", "exact", "random", "saap", "kmeans", "moments", "bridge"]
 FIXED += ["infllm", "lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
-FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
+FIXED += ["tailed", "retroinfer", "pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
 FIXED += ["kdeformer", "reformer", "magicpig"]
 
 

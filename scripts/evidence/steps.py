@@ -35,6 +35,20 @@ HASHED = (
 DROPPING = "--selector h2o --selector tova --selector snapkv"
 WITHOUT_GRAPH = "--selector snapkv --selector infllm:page=16 --selector quest --selector magicpig --selector flat"
 GRAPHS = "--selector retrieval:share=0.25 --selector robustvamana"
+# With a row for what is not read, and without, at equal rows: 256 wait at once with every method.
+EXACT = "exact:group=softmax"
+TAILED = " ".join(
+    f"--selector {inner} --selector '{tailed}'"
+    for inner, tailed in (
+        (
+            "quest",
+            "tailed' --selector 'tailed:rows=64' --selector 'tailed:rows=64,zone=0.25' --selector 'tailed:rows=256",
+        ),
+        ("lowbit", "tailed:inner=lowbit,rows=64' --selector 'tailed:inner=lowbit,rows=256"),
+        (EXACT, f"tailed:inner=[{EXACT}],rows=64"),
+    )
+)
+ESTIMATED = f"{TAILED} --selector 'tailed:inner=window,rows=64' --selector retroinfer --selector retroinfer:zone=1.0"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
 
 # Scores of pages, those of few bits among them.
@@ -191,6 +205,19 @@ def hashed(model: str, text: str, layers: str, more: str, minutes: float) -> Ste
         f"sparseattn capture --model {model} --text {text} --tokens 8192 --layers {layers} --queries 32 "
         f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {HASHED} {more} "
         "--selector exact --budget 16,64,256,512,1024,2048 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def tails(model: str, text: str, tokens: int, layers: str, more: str, minutes: float) -> Step:
+    """Methods with a row for what they do not read, and without."""
+    return Step(
+        f"tails-{model.partition('-')[0]}",
+        f"what a row for those not read wins at equal bytes, on {model}'s keys of the text {text}",
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {ESTIMATED} {more}"
+        "--budget 64,256,1024,2048 --window 220 --seal 256 --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -512,6 +539,8 @@ STEPS = (
         3,
         "bench.jsonl",
     ),
+    tails("smollm2", "paradise-lost", 8192, "2,10,18,26", "--selector moments --selector tailed:inner=moments ", 5),
+    tails("gemma3-270m", "as-you-like-it", 16384, "5,11,17", "", 5),
     Step(
         "bench-all",
         "every method as it is by default, at equal rows and at equal bytes, in one run",

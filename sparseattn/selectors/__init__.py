@@ -37,11 +37,13 @@ from sparseattn.selectors.random import Random
 from sparseattn.selectors.recent import Recent
 from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.retroinfer import RetroInfer
 from sparseattn.selectors.robustvamana import RobustVamana
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
 from sparseattn.selectors.sparq import SparQ
+from sparseattn.selectors.tailed import Tailed
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.unique import Unique
@@ -83,12 +85,14 @@ __all__ = [
     "Recent",
     "Reformer",
     "RetrievalAttention",
+    "RetroInfer",
     "RobustVamana",
     "Rows",
     "Selector",
     "SelfIndex",
     "SnapKV",
     "SparQ",
+    "Tailed",
     "TwoStage",
     "Unique",
     "Window",
@@ -126,11 +130,13 @@ SELECTORS: dict[str, type[Selector]] = {
     "recent": Recent,
     "reformer": Reformer,
     "retrieval": RetrievalAttention,
+    "retroinfer": RetroInfer,
     "robustvamana": RobustVamana,
     "saap": SAAP,
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
     "sparq": SparQ,
+    "tailed": Tailed,
     "tova": TOVA,
     "twostage": TwoStage,
     "unique": Unique,
