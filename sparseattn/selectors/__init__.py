@@ -24,6 +24,7 @@ from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.magicpig import MagicPIG
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
+from sparseattn.selectors.pariskv import ParisKV
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.pyramidkv import PyramidKV
@@ -33,6 +34,7 @@ from sparseattn.selectors.recent import Recent
 from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.robustvamana import RobustVamana
+from sparseattn.selectors.rocketkv import RocketKV
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
@@ -64,6 +66,7 @@ __all__ = [
     "Moments",
     "PQCache",
     "PageSelector",
+    "ParisKV",
     "PerfectBuckets",
     "PyramidKV",
     "QueryBridge",
@@ -73,6 +76,7 @@ __all__ = [
     "Reformer",
     "RetrievalAttention",
     "RobustVamana",
+    "RocketKV",
     "Rows",
     "Selector",
     "SelfIndex",
@@ -101,6 +105,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "lowbit": LowBit,
     "magicpig": MagicPIG,
     "moments": Moments,
+    "pariskv": ParisKV,
     "pq": PQ,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
@@ -110,6 +115,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "reformer": Reformer,
     "retrieval": RetrievalAttention,
     "robustvamana": RobustVamana,
+    "rocketkv": RocketKV,
     "saap": SAAP,
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
