@@ -129,7 +129,9 @@ class ParisKV(Selector):
         count = self.real.visible.sum(-1)  # [B]
         most = count * (self._shares(count)[0] if self.collide is None else self.collide)  # [B] float64
         least = (most[:, None] * torch.tensor(TIERS, dtype=torch.float64, device=count.device)).ceil()
-        tier = sum(before < one.view(-1, 1, 1, 1, 1) for one in least.unbind(1))
+        tier = torch.zeros_like(before)
+        for one in least.unbind(1):
+            tier += before < one.view(-1, 1, 1, 1, 1)
         tables = torch.empty(order.shape, device=order.device).scatter_(4, order, tier.float())
         return codebooks.logits(tables, self.names.visible, self.real.visible)
 
@@ -165,7 +167,8 @@ class ParisKV(Selector):
         """The shares of `SHARES` for sequences of `count` `[B]` rows, float64."""
         ends = torch.tensor([one[0] for one in SHARES[:-1]], dtype=torch.int64, device=count.device)
         of = torch.tensor([one[1:] for one in SHARES], dtype=torch.float64, device=count.device)
-        return of[torch.bucketize(count, ends, right=True)].unbind(-1)
+        found = of[torch.bucketize(count, ends, right=True)]
+        return found[..., 0], found[..., 1]
 
     def _lengths(self, rows: int) -> list[tuple[float, float]]:
         """(share of candidates, most rows that it is of) for every length of up to `rows`."""
