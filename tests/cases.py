@@ -36,6 +36,7 @@ from sparseattn import (
     Mean,
     Moments,
     PageMass,
+    ParisKV,
     PerfectBuckets,
     PQCache,
     PyramidKV,
@@ -48,6 +49,7 @@ from sparseattn import (
     RetrievalAttention,
     RetroInfer,
     RobustVamana,
+    RocketKV,
     Rows,
     Selection,
     Selector,
@@ -328,9 +330,9 @@ class Case:
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
-    "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
-    "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
-    "tailed-saap", "twostage-estimate",
+    "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max", "recent-few",
+    "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max",
+    "snapkv-avg", "sparq-each", "tailed-saap", "twostage-estimate",
 }  # fmt: skip
 
 
@@ -429,6 +431,18 @@ CASES = [
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),
+    Case("rocketkv", lambda: RocketKV(8.0), lambda: RocketKV(8.0)),
+    Case(
+        "rocketkv-prompt",
+        lambda: RocketKV(4.0, prompt=64, kernel=7, group="each"),
+        lambda: RocketKV(4.0, prompt=1 << 20),
+    ),
+    Case("pariskv", ParisKV, ParisKV),
+    Case(
+        "pariskv-each",
+        lambda: ParisKV(0.3, 0.2, group="each"),
+        lambda: ParisKV(0.3, 1.0, group="each"),
+    ),
     Case("loki", Loki, lambda: Loki(1 << 20)),
     Case("loki-before", lambda: with_rope(Loki(6, before=True)), lambda: with_rope(Loki(1 << 20, before=True))),
     Case("loki-each", lambda: Loki(5, group="each"), lambda: Loki(1 << 20, group="each")),

@@ -268,6 +268,7 @@ def traced() -> dict[str, dict[str, Any]]:
         ("bench-layers", "of the cache's bytes, share recovered"),
         ("bench-heads", "at 324 rows**: of the methods that do not score every key `quest` recovers"),
         ("rivals-all", "the least error first"),
+        ("frontier-equal", "the least error first"),
         ("rivals-order", "Error at 256 rows, the least first: `exact`"),
         ("demo-printed", "Quest       1024"),
         ("inspect-short", "| `synthetic"),
@@ -277,7 +278,7 @@ def traced() -> dict[str, dict[str, Any]]:
     ],
 )
 def test_views_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], view: str, words: str) -> None:
-    name = "bench" if view.startswith(("bench", "demo", "rivals")) else view.partition("-")[0]
+    name = "bench" if view.startswith(("bench", "demo", "rivals", "frontier")) else view.partition("-")[0]
     assert words in VIEWS[view](traced[name])
 
 
@@ -375,3 +376,19 @@ def test_findings_of_hashing_follow_the_errors() -> None:
     assert "`kdeformer:rows=0` has 1.50 times the error of `random`. That agrees." in words
     assert "`magicpig` has 0.50 times the error of `random`. That agrees." in words
     assert "`kmeans` was not measured where `magicpig` was: that is unknown." in words
+
+
+def test_findings_of_the_frontier_compare_at_what_the_papers_hold_equal() -> None:
+    """RocketKV with half of Quest's error at equal bytes and more than SparQ's; no line of ParisKV without it."""
+
+    def line(label: str, budget: int, error: float) -> dict[str, Any]:
+        mean = {"attended": budget, "bytes_share": budget / 1000, "relative_error": error / budget}
+        return {"trace": "t", "label": label, "budget": budget, "mean": mean}
+
+    errors = {"RocketKV(ratio=8.0)": 0.5, "Quest": 1.0, "SparQ": 0.4, "LowBit": 0.25}
+    lines = [line(label, at, error) for label, error in errors.items() for at in (100, 200)]
+    words = " ".join(VIEWS["frontier-findings"](record_of("frontier", "bench.jsonl", lines)).split())
+    assert "`rocketkv:ratio=8.0` has 0.50 times the error of `quest` and" in words
+    assert "`rocketkv:ratio=8.0` has 1.25 times the error of `sparq`. That agrees in part." in words
+    assert words.count("Beside `lowbit`, at equal") == 2
+    assert "pariskv" not in words

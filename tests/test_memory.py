@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ from sparseattn import (
     MagicPIG,
     Moments,
     PageMass,
+    ParisKV,
     Quest,
     RetrievalAttention,
     RetroInfer,
+    RocketKV,
     Selector,
     SparQ,
     Tailed,
@@ -150,6 +153,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters["a"] = selector.form.rank
     if isinstance(selector, (Tailed, RetroInfer)):
         letters["P"] = zone // selector.unit
+    if isinstance(selector, RocketKV):
+        letters |= {"P": zone // selector.span, "d": selector._channels(size)}
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
@@ -230,7 +235,7 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
 
 FIXED = ["quest", "quest-int8", "clse", "exact", "random", "saap", "kmeans", "moments", "bridge"]
 FIXED += ["infllm", "lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
-FIXED += ["tailed", "retroinfer", "pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
+FIXED += ["tailed", "retroinfer", "pqcache", "sparq", "sparq-mean", "doublesparsity", "loki", "rocketkv", "pariskv"]
 FIXED += ["kdeformer", "reformer", "magicpig"]
 
 
@@ -297,7 +302,9 @@ def test_temporaries_are_at_most_what_the_page_says(name: str, dtype: torch.dtyp
 
 
 def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) -> dict[str, int]:
-    """The rows that a first stage proposes to a list, where there is one."""
+    """The rows that a first stage proposes to a list, where there is one, or its candidates."""
+    if isinstance(cache.selector, ParisKV):
+        return {"J": max(math.ceil(0.5 * letters["Z"]), budget)}
     if not isinstance(cache.selector, TwoStage):
         return {}
     lists = letters["G"] if name.endswith("union") else 1
@@ -383,7 +390,7 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
     for name, cells in named.items():
         here = letters | own.get(name, {})
         method = SELECTORS[name]()
-        unit, page = method.unit, getattr(method, "page", 16)
+        unit, page = method.unit, getattr(method, "page", 16) or method.span
         here["Z"] = (131_072 - 68) // unit * unit
         here |= {"P": here["Z"] // page, "Y": 1 << int(4 * here["Z"] ** 0.5).bit_length() - 1}
         here["X"] = 8 * here["Z"] / 31 * 32

@@ -60,6 +60,13 @@ PAGE_SCORES = (
     "--selector ellipsoid:rank=15,deviations=1.0 --selector lowbit:page=16 --selector pagemass"
 )
 
+# Methods of 2025 and 2026 beside those that their papers compare with, and keys of few bits.
+FRONTIER = (
+    "--selector exact:group=softmax --selector quest --selector quest:group=softmax --selector sparq "
+    "--selector pqcache --selector magicpig --selector lowbit --selector rocketkv --selector rocketkv:ratio=8 "
+    "--selector rocketkv:ratio=4,prompt=2048 --selector pariskv --selector pariskv:group=softmax --selector random"
+)
+
 
 def bench(trace: str, more: str, minutes: float) -> Step:
     """Every method on one trace, by layer and head."""
@@ -259,6 +266,19 @@ def dropping_asked(model: str, length: int, samples: int, minutes: float) -> Ste
         "--budget 64,256 --out OUT",
         minutes,
         "eval.jsonl",
+    )
+
+
+def frontier(model: str, text: str, tokens: int, layers: str, minutes: float) -> Step:
+    """Methods of 2025 and 2026 on keys of a text."""
+    return Step(
+        f"frontier-{model.partition('-')[0]}",
+        f"RocketKV and ParisKV on {model}'s keys of the text {text}, beside what their papers compare with",
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 64 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {FRONTIER} "
+        "--budget 64,256,1024 --rows 256 --bytes 10% --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
     )
 
 
@@ -541,6 +561,8 @@ STEPS = (
     ),
     tails("smollm2", "paradise-lost", 8192, "2,10,18,26", "--selector moments --selector tailed:inner=moments ", 5),
     tails("gemma3-270m", "as-you-like-it", 16384, "5,11,17", "", 5),
+    frontier("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 6),
+    frontier("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 6),
     Step(
         "bench-all",
         "every method as it is by default, at equal rows and at equal bytes, in one run",

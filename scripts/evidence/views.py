@@ -5,6 +5,7 @@ from __future__ import annotations
 from scripts.evidence import (
     views_agreement,
     views_asked,
+    views_frontier,
     views_inspect,
     views_kernels,
     views_lowbit,
@@ -38,6 +39,8 @@ VIEWS: dict[str, View] = {
     "bench-heads": views_traces.heads,
     "bench-changing": views_traces.changing,
     "demo-printed": views_traces.printed,
+    "frontier-findings": views_frontier.findings,
+    "frontier-equal": views_rivals.at_equal,
     "inspect-findings": views_inspect.findings,
     "inspect-layers": views_inspect.by_layer,
     "inspect-short": views_inspect.short,

@@ -28,6 +28,7 @@ from sparseattn.selectors.mean import Mean
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.selectors.pagemass import PageMass
+from sparseattn.selectors.pariskv import ParisKV
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.pyramidkv import PyramidKV
@@ -39,6 +40,7 @@ from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
 from sparseattn.selectors.retroinfer import RetroInfer
 from sparseattn.selectors.robustvamana import RobustVamana
+from sparseattn.selectors.rocketkv import RocketKV
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
@@ -76,6 +78,7 @@ __all__ = [
     "PQCache",
     "PageMass",
     "PageSelector",
+    "ParisKV",
     "PerfectBuckets",
     "PyramidKV",
     "Quad",
@@ -87,6 +90,7 @@ __all__ = [
     "RetrievalAttention",
     "RetroInfer",
     "RobustVamana",
+    "RocketKV",
     "Rows",
     "Selector",
     "SelfIndex",
@@ -121,6 +125,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "mean": Mean,
     "moments": Moments,
     "pagemass": PageMass,
+    "pariskv": ParisKV,
     "pq": PQ,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
@@ -132,6 +137,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "retrieval": RetrievalAttention,
     "retroinfer": RetroInfer,
     "robustvamana": RobustVamana,
+    "rocketkv": RocketKV,
     "saap": SAAP,
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
