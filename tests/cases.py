@@ -24,6 +24,7 @@ from sparseattn import (
     Exact,
     Fier,
     Flat,
+    FreeKV,
     InfiniGen,
     InfLLM,
     KDEformer,
@@ -317,10 +318,10 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
-    "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
-    "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
-    "twostage-estimate",
+    "bridge-few", "doublesparsity-wide", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group", "infllm-each",
+    "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few",
+    "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max",
+    "snapkv-avg", "sparq-each", "twostage-estimate",
 }  # fmt: skip
 
 
@@ -333,6 +334,8 @@ CASES = [
     Case("quest-int8", lambda: Quest(8, int8=True), lambda: Quest(8, int8=True)),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("flat", Flat, Flat),
+    Case("freekv", lambda: FreeKV(Quest(8, "each"), 0.0), FreeKV),
+    Case("freekv-next", lambda: FreeKV(Same(drawn(SAAP, probes=3)), 0.3, True), lambda: FreeKV(Exact(), 0.5, True)),
     Case("infinigen", lambda: Foreseen(share=1.0), lambda: Foreseen(1.0, math.inf, share=1.0)),
     Case(
         "infinigen-group",

@@ -23,6 +23,7 @@ from sparseattn import (
     SELECTORS,
     DoubleSparsity,
     Fier,
+    FreeKV,
     InfiniGen,
     InfLLM,
     KMeans,
@@ -138,7 +139,9 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
     letters["O"] = cache.sink + cache.window  # where the unit is 1
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
-    pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
+    pages, coded = (getattr(selector, name, selector) for name in ("pages", "inside"))
+    if isinstance(selector, FreeKV):
+        pages, letters["T"] = selector.inner, int(selector.last.parts["length"].sum(-1).max())
     if isinstance(pages, (Quest, InfLLM)):
         letters["P"] = zone // pages.page
     if isinstance(selector, InfiniGen):

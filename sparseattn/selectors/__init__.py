@@ -14,6 +14,7 @@ from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.freekv import FreeKV
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.infinigen import InfiniGen
 from sparseattn.selectors.infllm import InfLLM
@@ -54,6 +55,7 @@ __all__ = [
     "Exact",
     "Fier",
     "Flat",
+    "FreeKV",
     "InfLLM",
     "InfiniGen",
     "KDEformer",
@@ -90,6 +92,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
+    "freekv": FreeKV,
     "h2o": H2O,
     "hnsw": HNSW,
     "infinigen": InfiniGen,
