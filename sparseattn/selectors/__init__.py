@@ -18,6 +18,7 @@ from sparseattn.selectors.freekv import FreeKV
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.infinigen import InfiniGen
 from sparseattn.selectors.infllm import InfLLM
+from sparseattn.selectors.kascade import Kascade
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.loki import Loki
@@ -60,6 +61,7 @@ __all__ = [
     "InfiniGen",
     "KDEformer",
     "KMeans",
+    "Kascade",
     "Loki",
     "LowBit",
     "MagicPIG",
@@ -98,6 +100,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "infinigen": InfiniGen,
     "infllm": InfLLM,
     "ivf": IVF,
+    "kascade": Kascade,
     "kdeformer": KDEformer,
     "kmeans": KMeans,
     "loki": Loki,
