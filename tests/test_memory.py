@@ -26,6 +26,7 @@ from sparseattn import (
     FreeKV,
     InfiniGen,
     InfLLM,
+    Kascade,
     KMeans,
     KVCache,
     Loki,
@@ -51,6 +52,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
 HEADER = 512  # bytes that faiss writes before an index
 STATES = {"its part of the artefact": ("model",), "table": ("table",)}
 MAKE = {
+    "kascade": lambda: Kascade(anchors=[0]),
     "saap": lambda: drawn(SAAP, probes=3),
     "saap-context": lambda: drawn(SAAP, probes=3, context=0.5),
     "kmeans": lambda: drawn(KMeans, probes=3),
@@ -167,8 +169,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters["W"] = selector.degree
     if isinstance(selector, Hashed):
         letters |= {"t": getattr(selector, "tables", 0), "y": selector.count}
-    if hasattr(selector, "kept"):
-        letters["T"] = selector.kept.data.shape[-1]
+    if isinstance(chooses := selector.inner if isinstance(selector, Kascade) else selector, Exact):
+        letters["T"] = chooses.kept.data.shape[-1]
     if hasattr(selector, "probes"):
         letters["V"] = selector.probes
     return letters
