@@ -319,8 +319,8 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "bridge-few", "doublesparsity-wide", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group", "infllm-each",
-    "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few",
+    "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
+    "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few",
     "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max",
     "snapkv-avg", "sparq-each", "twostage-estimate",
 }  # fmt: skip
@@ -329,6 +329,7 @@ SECOND = {
 CASES = [
     Case("exact", Exact, Exact),
     Case("exact-group", lambda: Exact("softmax"), lambda: Exact("softmax")),
+    Case("exact-layer", lambda: Exact("layer"), lambda: Exact("layer")),
     Case("exact-static", lambda: Exact(refresh=4), lambda: Exact(refresh=1)),
     Case("quest", Quest, Quest),
     Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),

@@ -162,6 +162,24 @@ def test_choices_of_query_heads_and_biases_are_read_too(trace: Trace, file: Path
     torch.testing.assert_close(pages.heads["recovered"][0].view(H, G)[turned(1)].flatten(), pages.heads["recovered"][1])
 
 
+def test_one_list_for_all_heads_of_a_layer(trace: Trace) -> None:
+    """OmniKV's: the rows with the largest probability that any query head gives."""
+    queries, keys, values = heads(2, 2, 3, 100, 16)
+    at = torch.arange(100).repeat(2, 1)
+    at[1, 60:] = -1
+    cache = KVCache(Exact("layer"), sink=0, window=0, seal=1, check=True)
+    cache.append(keys, values, positions=at)
+    query = queries[:, :, :, 0]
+    chosen = cache.select(query, 9).rows
+    for b, real in enumerate((100, 60)):
+        weights = torch.softmax(query[b].double() @ keys[b, :, :real].double().mT / 4, -1)
+        expected = set(weights.amax((0, 1)).topk(9).indices.tolist())
+        assert [set(one.tolist()) for one in chosen[b]] == [expected] * 2
+    found = evaluate(trace, "kascade:inner=[exact:group=layer],anchors=[1]", 32, last=2)
+    assert found.heads["scanned"][1].tolist() == [0] * (H * G)
+    torch.testing.assert_close(found.heads["recovered"][0].sort().values, found.heads["recovered"][1].sort().values)
+
+
 def test_roles_may_follow_by_head(trace: Trace, file: Path) -> None:
     method = f"kascade:artefact={file},anchors=[1]"
     roles = Roles({1: method, 4: ["dense", method, "window"], 5: "dense", 6: Role(method, 48)})

@@ -22,6 +22,7 @@ from sparseattn import (
     SAAP,
     SELECTORS,
     DoubleSparsity,
+    Exact,
     Fier,
     FreeKV,
     InfiniGen,
