@@ -102,6 +102,8 @@ def test_the_command_writes_the_file_and_says_the_anchors(file: Path, tmp_path: 
     assert report["anchors"]["3"]["layers"] == [1, 5, 6]
     assert torch.equal(Similarity.load(out).heads, Similarity.load(file).heads)
     assert "3: 1, 5, 6 (1.00)" in CliRunner().invoke(app, [*line, "--queries", "16"]).output
+    shown = json.loads(CliRunner().invoke(app, ["info", str(out), "--json"]).output)
+    assert (shown["kind"], shown["layers"], shown["anchors"]["3"]) == ("similarity of layers", [1, 4, 5, 6], [1, 5, 6])
     for wrong, sentence in (
         (["--before-rope"], "kascade takes keys and queries after RoPE"),
         (["--queries", "0"], "queries are 1 or more"),
