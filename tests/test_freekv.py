@@ -160,6 +160,8 @@ def test_what_it_refuses() -> None:
         FreeKV(tau=2)
     with pytest.raises(ValueError, match=r"Heaviest.* has dropped since"):
         FreeKV(Heaviest())
+    with pytest.raises(ValueError, match="wrap what its anchors choose by"):
+        make_selector("freekv:inner=[kascade:anchors=[0]]")
     with pytest.raises(ValueError, match="the host waits for the device at every step"):
         KVCache(FreeKV(), capacity=500, fixed=True)
     assert make_selector("freekv:inner=[quest:page=8],tau=0.5").label() == "FreeKV(inner=Quest(page=8), tau=0.5)"

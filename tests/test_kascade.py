@@ -164,6 +164,12 @@ def test_choices_of_query_heads_and_biases_are_read_too(trace: Trace, file: Path
     torch.testing.assert_close(pages.heads["recovered"][0].view(H, G)[turned(1)].flatten(), pages.heads["recovered"][1])
 
 
+def test_choices_kept_over_steps_and_over_layers(trace: Trace, file: Path) -> None:
+    both = evaluate(trace, f"kascade:artefact={file},anchors=[1],inner=[freekv:tau=-1]", 32, last=4, steps=("scanned",))
+    scanned = both.steps["scanned"]
+    assert scanned.gt(0).tolist() == [[[layer == 0 and t == 0 for t in range(4)]] * (H * G) for layer in range(4)]
+
+
 def test_one_list_for_all_heads_of_a_layer(trace: Trace) -> None:
     """OmniKV's: the rows with the largest probability that any query head gives."""
     queries, keys, values = heads(2, 2, 3, 100, 16)

@@ -187,8 +187,8 @@ class Selector(ABC):
 
     @property
     def follows(self) -> int | None:
-        """The layer of the model whose choice it reads at each step, which chooses before it; None: it chooses."""
-        return None
+        """The layer of the model whose choice it, or a part of it, reads at each step; None: it chooses itself."""
+        return next((layer for _, part in self.parts() if (layer := part.follows) is not None), None)
 
     @property
     def learns(self) -> bool:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.kascade import Kascade
 from sparseattn.selectors.loaded import Loaded, of_parts
 from sparseattn.selectors.quest import Quest
 from sparseattn.storage import State
@@ -115,7 +116,7 @@ class FreeKV(Selector):
     head is asked alone. `reused` is the share of steps and KV heads that kept it.
 
     Raises:
-        ValueError: `tau` that is no cosine, or an inner method that drops rows.
+        ValueError: `tau` that is no cosine, or an inner method that drops rows or chooses for other layers.
     """
 
     usual = ("inner=Quest",)
@@ -130,6 +131,11 @@ class FreeKV(Selector):
             raise ValueError(
                 f"a choice that is kept may name rows that {self.inner!r} has dropped since: take a method that does "
                 f"not evict"
+            )
+        if isinstance(self.inner, Kascade):
+            raise ValueError(
+                f"layers that read the choice of another need one at every step, and {self.inner!r} would not be asked "
+                f"at some: wrap what its anchors choose by, as in kascade:anchors=[0,2],inner=[freekv:tau=0.9]"
             )
         self.span, self.uses_budget = self.inner.span, self.inner.uses_budget
         self.last = Kept()
