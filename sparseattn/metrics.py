@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparseattn import checks
 from sparseattn.attention import attend_chosen
+from sparseattn.board import Board
 from sparseattn.budget import Budget, budget_rows, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.devices import usable_device
@@ -250,7 +251,7 @@ def evaluate_budgets(
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
     check_replay(trace, budgets, method, sink, window, last, seal, indices)
-    positions = trace.positions.to(place)
+    positions, board = trace.positions.to(place), Board()
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = _on(place, trace.layer(index))
@@ -258,7 +259,7 @@ def evaluate_budgets(
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:
             mine = share.fresh(index, layer.rope, trace.depth, layer.scale)
-            mine.width = trace.dtype.itemsize
+            mine.width, mine.board = trace.dtype.itemsize, board
             cache = KVCache(
                 mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
             )
@@ -308,14 +309,15 @@ def _replays(
 ) -> list[dict[str, Tensor]]:
     """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
     found: list[dict[str, Tensor]] = []
+    board = cache.selector.board
     for i, budget in enumerate(budgets):
-        if i and repr(budget) == repr(budgets[0]):
+        if i and repr(budget) == repr(budgets[0]) and not (board is not None and cache.selector.layer in board):
             found.append(found[0])
             for _ in range(last):
                 if progress is not None:
                     progress(1)
         else:
-            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps))
+            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps, i))
     return found
 
 
@@ -409,6 +411,11 @@ def check_replay(
         for index, share in each:
             shape = trace.shapes[index]
             own = share.fresh(index, trace.ropes[index], trace.depth, shape.scale)
+            if (anchor := own.follows) is not None and anchor not in layers[: layers.index(index)]:
+                raise ValueError(
+                    f"{own!r} reads in layer {index} what layer {anchor} chose, so that layer is measured too, before "
+                    f"it; got layers {list(layers)}"
+                )
             own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
             lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
             unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)
@@ -449,8 +456,12 @@ def _replay(
     last: int,
     progress: Callable[[int], None] | None,
     steps: Sequence[str] = (),
+    turn: int = 0,
 ) -> dict[str, Tensor]:
-    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each."""
+    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each.
+
+    turn: which of the budgets it is, by which layers find each other's choices.
+    """
     total: dict[str, Tensor] = {}
     series: dict[str, list[Tensor]] = {name: [] for name in steps}
     tokens = len(positions)
@@ -461,6 +472,8 @@ def _replay(
         if cache.selector.foresees:
             assert layer.ahead is not None  # check_replay
             cache.foresee(layer.ahead[None, :, :, t - tokens].float())
+        if cache.selector.board is not None:
+            cache.selector.board.step = turn, t
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         for name, values in series.items():

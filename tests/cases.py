@@ -25,8 +25,10 @@ from sparseattn import (
     Exact,
     Fier,
     Flat,
+    FreeKV,
     InfiniGen,
     InfLLM,
+    Kascade,
     KDEformer,
     KMeans,
     KVCache,
@@ -329,10 +331,10 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
-    "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max", "recent-few",
-    "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max",
-    "snapkv-avg", "sparq-each", "tailed-saap", "twostage-estimate",
+    "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
+    "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
+    "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest",
+    "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "twostage-estimate",
 }  # fmt: skip
 
 
@@ -343,6 +345,7 @@ FEW = {"buckets", "estimate", "exact", "heaviest", "ivf", "lowbit", "quest", "re
 CASES = [
     Case("exact", Exact, Exact),
     Case("exact-group", lambda: Exact("softmax"), lambda: Exact("softmax")),
+    Case("exact-layer", lambda: Exact("layer"), lambda: Exact("layer")),
     Case("exact-static", lambda: Exact(refresh=4), lambda: Exact(refresh=1)),
     Case("quest", Quest, Quest),
     Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),
@@ -355,6 +358,8 @@ CASES = [
     Case("quest-int8", lambda: Quest(8, int8=True), lambda: Quest(8, int8=True)),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("flat", Flat, Flat),
+    Case("freekv", lambda: FreeKV(Quest(8, "each"), 0.0), FreeKV),
+    Case("freekv-next", lambda: FreeKV(Same(drawn(SAAP, probes=3)), 0.3, True), lambda: FreeKV(Exact(), 0.5, True)),
     Case("infinigen", lambda: Foreseen(share=1.0), lambda: Foreseen(1.0, math.inf, share=1.0)),
     Case(
         "infinigen-group",
@@ -454,6 +459,7 @@ CASES = [
         lambda: DoubleSparsity(1 << 20, 16, share=1.0, group="max"),
     ),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
+    Case("kascade", lambda: Kascade(anchors=[3], inner=Quest(8)), lambda: Kascade(anchors=[3])),
     Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),
     Case("kdeformer-one", lambda: KDEformer(3, 0, 7), lambda: KDEformer(3, 0, 7)),
     Case("magicpig", lambda: MagicPIG(4, 20), lambda: MagicPIG(0, 2, floor=0.0)),

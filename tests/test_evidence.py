@@ -392,3 +392,30 @@ def test_findings_of_the_frontier_compare_at_what_the_papers_hold_equal() -> Non
     assert "`rocketkv:ratio=8.0` has 1.25 times the error of `sparq`. That agrees in part." in words
     assert words.count("Beside `lowbit`, at equal") == 2
     assert "pariskv" not in words
+
+
+def test_views_of_choices_read_again() -> None:
+    def line(label: str, scanned: float, read: float, recovered: float) -> dict[str, Any]:
+        mean = {"scanned": scanned, "bytes_share": read, "mass": 0.9, "recovered": recovered, "relative_error": 0.1}
+        shared = {"trace": "t", "budget": 256, "tokens": 900, "last": 4, "sink": 4, "window": 64, "layers": [0, 1]}
+        return {**shared, "label": label, "mean": mean}
+
+    kascade = "Kascade(artefact='/a/b.safetensors', anchors={})"
+    lines = [
+        line("Quest", 50.0, 0.3, 0.8),
+        line("Exact(group='softmax')", 800.0, 0.6, 0.9),
+        line("FreeKV", 40.0, 0.28, 0.79),
+        line("FreeKV(tau=0.5)", 5.0, 0.2, 0.4),
+        line("FreeKV(tau=0.8, refresh=True)", 50.0, 0.3, 0.78),
+        line(kascade.format(1), 400.0, 0.35, 0.5),
+    ]
+    record = record_of("reuse", "bench.jsonl", lines)
+    record["settings"]["trace.model"] = "m"
+    steps = VIEWS["reuse-steps"](record)
+    assert "| `quest`, 256 | 100 % | 30.0 % | 0.900 | 0.800 | 10.0 % |" in steps
+    assert "| `freekv:tau=0.5`, 256 | 10 % | 20.0 % | 0.900 | 0.400 | 10.0 % |" in steps
+    depth = VIEWS["reuse-depth"](record)
+    assert "| `kascade:anchors=1`, 256 | 50 % | 35.0 % | 0.900 | 0.500 | 10.0 % |" in depth
+    words = " ".join(VIEWS["reuse-findings"](record).split())
+    assert "`quest` at 256 rows: `freekv` makes 80 % of the choices, reads 28.0 % of the cache's bytes" in words
+    assert "`exact:group=softmax` at 256 rows: none of 1 settings of `kascade` recovers 95 %" in words

@@ -28,6 +28,7 @@ OPTIONAL = (
 # Module -> what it may import of the package. A prefix stands for everything below it.
 ARROWS = {
     "selection": (),
+    "board": ("selection",),
     "storage": (),
     "contract": ("selection", "selectors.base"),
     "zones": (),
@@ -44,8 +45,12 @@ ARROWS = {
     "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
-    "selectors.base": ("kernels.scoring", "selection", "storage", "rope"),
-    "selectors": ("kernels", "selection", "storage", "rope", "artefact", "calibration", "hashes", "selectors"),
+    "similarity": ("tensorfiles",),
+    "selectors.base": ("board", "kernels.scoring", "selection", "storage", "rope"),
+    "selectors": (
+        *("kernels", "selection", "storage", "rope", "artefact", "board", "calibration", "hashes", "selectors"),
+        "similarity",
+    ),
     "checks": ("selectors.base", "tensors"),
     "keeping": ("hashes", "selectors.base", "storage"),
     "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),
@@ -64,7 +69,7 @@ ARROWS = {
     "wheels": (),
     "texts": ("files", "locks", "places", "wheels"),
     "integrations": (
-        *("attention", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
+        *("attention", "board", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
         *("devices", "integrations", "files", "locks", "places", "roles", "wheels", "__version__"),
     ),
     "integrations.vllm": ("integrations", "kernels", "selection", "selectors", "wheels"),
@@ -74,6 +79,7 @@ ARROWS = {
     "roles": ("budget", "files", "rope", "selectors"),
     "metrics": (
         "attention",
+        "board",
         "budget",
         "cache",
         "checks",
@@ -90,7 +96,7 @@ ARROWS = {
     "tasks": ("budget", "files", "hashes", "integrations", "roles", "selectors"),
     "training": (
         *("artefact", "calibration", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles"),
-        "traces",
+        *("similarity", "traces"),
     ),
 }
 # Optional package -> the files that may import it.

@@ -23,9 +23,12 @@ from sparseattn import (
     SAAP,
     SELECTORS,
     DoubleSparsity,
+    Exact,
     Fier,
+    FreeKV,
     InfiniGen,
     InfLLM,
+    Kascade,
     KMeans,
     KVCache,
     Loki,
@@ -58,6 +61,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
 HEADER = 512  # bytes that faiss writes before an index
 STATES = {"its part of the artefact": ("model",), "table": ("table",)}
 MAKE = {
+    "kascade": lambda: Kascade(anchors=[0]),
     "saap": lambda: drawn(SAAP, probes=3),
     "saap-context": lambda: drawn(SAAP, probes=3, context=0.5),
     "kmeans": lambda: drawn(KMeans, probes=3),
@@ -146,7 +150,9 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
     letters["O"] = cache.sink + cache.window  # where the unit is 1
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
-    pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
+    pages, coded = (getattr(selector, name, selector) for name in ("pages", "inside"))
+    if isinstance(selector, FreeKV):
+        pages, letters["T"] = selector.inner, int(selector.last.parts["length"].sum(-1).max())
     if isinstance(pages, (Quest, InfLLM, Unique, Directions, PageMass)):
         letters["P"] = zone // pages.page
     if isinstance(selector, Directions):
@@ -178,8 +184,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters["W"] = selector.degree
     if isinstance(selector, Hashed):
         letters |= {"t": getattr(selector, "tables", 0), "y": selector.count}
-    if hasattr(selector, "kept"):
-        letters["T"] = selector.kept.data.shape[-1]
+    if isinstance(chooses := selector.inner if isinstance(selector, Kascade) else selector, Exact):
+        letters["T"] = chooses.kept.data.shape[-1]
     if hasattr(selector, "probes"):
         letters["V"] = selector.probes
     return letters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scripts.evidence.step import Step
 
 # What bench, agreement and questions compare; the bucket methods where an artefact ships, of SmolLM2.
@@ -225,6 +227,26 @@ def tails(model: str, text: str, tokens: int, layers: str, more: str, minutes: f
         f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
         f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {ESTIMATED} {more}"
         "--budget 64,256,1024,2048 --window 220 --seal 256 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def reuse(model: str, tokens: int, layers: str, anchors: Sequence[int], minutes: float) -> Step:
+    """Choices read again, over steps and over layers, where the map of layers was made from other texts."""
+    kept = [f"freekv:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.5)]
+    kept += ["freekv:tau=0.8,refresh=True", "freekv:inner=lowbit,tau=0.8"]
+    file = "kascade:artefact=OUT/kascade.safetensors"
+    kept += [*(f"{file},anchors={count}" for count in anchors), f"{file},anchors={anchors[-1]},inner=lowbit"]
+    methods = " ".join(f"--selector {one}" for one in ("exact:group=softmax", "quest", "lowbit", *kept))
+    taken = f"sparseattn capture --model {model} --layers {layers} --dtype bfloat16"
+    return Step(
+        f"reuse-{model.partition('-')[0]}",
+        f"choices read again over steps and over layers, on {model}'s keys of the text paradise-lost",
+        f"{taken} --text alice --text workshop --tokens 4096 --queries 128 --out OUT/prompts && "
+        "sparseattn calibrate OUT/prompts --method kascade --out OUT/kascade.safetensors && "
+        f"{taken} --text paradise-lost --tokens {tokens} --queries 64 --out OUT/paradise-lost.safetensors && "
+        f"sparseattn bench OUT/paradise-lost.safetensors {methods} --budget 256,1024 --last 64 --no-figures --out OUT",
         minutes,
         "bench.jsonl",
     )
@@ -528,6 +550,8 @@ STEPS = (
         3,
         "bench.jsonl",
     ),
+    reuse("smollm2", 4096, ",".join(map(str, range(30))), (2, 3, 4, 5, 8), 15),
+    reuse("gemma3-270m", 8192, "5,11,17", (1, 2), 5),
     dropping_agreement("smollm2", 4096, 5),
     dropping_agreement("gemma3-270m", 4096, 3),
     dropping_bare(),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparseattn.attention import decode
+from sparseattn.board import Board
 from sparseattn.budget import Budget, budget_rows
 from sparseattn.cache import KVCache
 from sparseattn.integrations.errors import ModelError
@@ -115,12 +116,15 @@ def try_out(
     budget: Budget,
     apart: torch.device | str | None,
     impl: str | None,
+    board: Board,
 ) -> None:
     """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now.
 
     depth: layers of the model.
+    board: of its layers, which are tried one after another.
     """
     selector = share.fresh(index, what.rope, depth, what.scale)
+    selector.board = board
     if selector.foresees:
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "

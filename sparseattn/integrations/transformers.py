@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from sparseattn.board import Board
 from sparseattn.budget import Budget
 from sparseattn.cache import KVCache
 from sparseattn.integrations import plan
@@ -115,6 +116,7 @@ class SparseCache(Cache):
         self._seal = seal
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
+        self.board = Board()  # on which layers leave choices for those behind
         self.prepared = prepare(model)
         try:
             layers = DynamicCache(config=model.config).layers
@@ -139,9 +141,10 @@ class SparseCache(Cache):
         try:
             for share in shares:
                 selector = share.fresh(index, what.rope, depth, what.scale)
+                selector.board = self.board
                 seal = selector.unit if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
-                plan.try_out(share, index, depth, what, budget, self._settings["sealed_device"], impl)
+                plan.try_out(share, index, depth, what, budget, self._settings["sealed_device"], impl, self.board)
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
             raise kind(f"layer {index}: {error}") from error
@@ -212,7 +215,10 @@ class SparseCache(Cache):
         twin = copy.copy(self)
         # Layers of transformers make new tensors when they grow, so a shallow copy of these is independent.
         twin.layers = [x.clone() if isinstance(x, SparseLayer) else copy.copy(x) for x in self.layers]
-        twin._dense_calls = Counter()
+        twin._dense_calls, twin.board = Counter(), Board()
+        for layer in twin.sparse_layers.values():
+            for part in layer.parts:
+                part.rows.selector.board = twin.board
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
             twin.budget = budget
@@ -305,6 +311,7 @@ class SparseCache(Cache):
             positions = at.masked_fill(~real, -1)
         elif not torch.equal(at, counted.expand_as(at)):
             positions = at
+        self.board.clear()
         for layer in self.sparse_layers.values():
             layer.keep_unsealed(min(logits, new) - 1)  # drafts, which may be rejected
         return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)

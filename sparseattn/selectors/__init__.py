@@ -16,9 +16,11 @@ from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.ellipsoid import Ellipsoid
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.freekv import FreeKV
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.infinigen import InfiniGen
 from sparseattn.selectors.infllm import InfLLM
+from sparseattn.selectors.kascade import Kascade
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.loki import Loki
@@ -66,10 +68,12 @@ __all__ = [
     "Exact",
     "Fier",
     "Flat",
+    "FreeKV",
     "InfLLM",
     "InfiniGen",
     "KDEformer",
     "KMeans",
+    "Kascade",
     "Loki",
     "LowBit",
     "MagicPIG",
@@ -112,11 +116,13 @@ SELECTORS: dict[str, type[Selector]] = {
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
+    "freekv": FreeKV,
     "h2o": H2O,
     "hnsw": HNSW,
     "infinigen": InfiniGen,
     "infllm": InfLLM,
     "ivf": IVF,
+    "kascade": Kascade,
     "kdeformer": KDEformer,
     "kmeans": KMeans,
     "loki": Loki,

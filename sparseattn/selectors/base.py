@@ -21,11 +21,12 @@ from sparseattn.selection import Selection, Tail
 from sparseattn.storage import State
 
 if TYPE_CHECKING:
+    from sparseattn.board import Board
     from sparseattn.rope import Rope
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth", "scale")  # what parts are told as well
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth", "scale", "board")  # what parts are told as well
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -130,6 +131,8 @@ class Selector(ABC):
         ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
             for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`; `clone`,
             `reorder` and `crop` drop it. None: nobody has.
+        board: where a layer that chooses for others leaves its choice, one for all layers of a model that run one after
+            another. None: it is shown no other layer.
     """
 
     span: int = 1
@@ -153,6 +156,7 @@ class Selector(ABC):
     scale: float | None = None
     stored: Tensor | None = None
     ahead: Tensor | None = None
+    board: Board | None = None
 
     @property
     def unit(self) -> int:
@@ -180,6 +184,11 @@ class Selector(ABC):
         """What products of queries and keys of `size` channels are divided by for logits: `1/scale`, or `sqrt(size)`
         where the scale is not known."""
         return size**0.5 if self.scale is None else 1 / self.scale
+
+    @property
+    def follows(self) -> int | None:
+        """The layer of the model whose choice it, or a part of it, reads at each step; None: it chooses itself."""
+        return next((layer for _, part in self.parts() if (layer := part.follows) is not None), None)
 
     @property
     def learns(self) -> bool:

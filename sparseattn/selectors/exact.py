@@ -9,13 +9,16 @@ from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
 from sparseattn.storage import RowBuffer
 
+LAYER = "layer"
+
 
 class Exact(Selector):
     """Scores every sealed key and reads the best: with `group="each"`, recall@k is 1 for every k up to the budget.
 
     Args:
         group: "each" (default): every query head takes its own top rows; "softmax", "sum", "max": one choice per KV
-            head from the group's summed probabilities, summed scores or best score.
+            head from the group's summed probabilities, summed scores or best score; "layer": one list for all heads,
+            of the largest probability that any query head gives (OmniKV's filter layers).
         refresh: choose anew at every `refresh`-th query and keep the choice in between; 1 is the oracle. The fixed set
             of RetrievalAttention's Figure 2 (https://arxiv.org/abs/2409.10516) is `refresh` = the tokens replayed.
     """
@@ -23,7 +26,7 @@ class Exact(Selector):
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
         if refresh < 1:
             raise ValueError(f"refresh is 1 or more queries, got {refresh}")
-        self.group, self.refresh = check_group(group), refresh
+        self.group, self.refresh = group if group == LAYER else check_group(group), refresh
         self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.kept = RowBuffer(2)  # [B,Hs,S] the choice in force, best first
         self.asked = 0
@@ -48,13 +51,20 @@ class Exact(Selector):
         if fresh:
             self.kept = RowBuffer(2)
             if self.real.rows:
-                self.kept.append(best(vote(self._scores(query), self.group), budget))
+                self.kept.append(self._best(self._scores(query), budget))
         if not self.kept.rows:
             return Selection.none(batch, heads, query.device)
         scanned = self.real.visible.sum(-1)[:, None] * int(fresh)  # [B,1]
         read = scanned * size * self.bytes_of(query)
         ids = self.kept.data[..., :budget]
         return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
+
+    def _best(self, scores: Tensor, budget: int) -> Tensor:
+        """`[B,Hs,S]`: the best rows, where their scores are `[B,H,G,N]`."""
+        if self.group != LAYER:
+            return best(vote(scores, self.group), budget)
+        one = vote(scores.flatten(1, 2)[:, :, None], "softmax").amax(1, keepdim=True)  # [B,1,N] log probabilities
+        return best(one, budget).expand(-1, scores.shape[1], -1)
 
     def _scores(self, query: Tensor) -> Tensor:
         """`[B,H,G,N]`: the logits of the sealed rows, -inf for padding."""
