@@ -1,10 +1,11 @@
 """Query-aware sparse attention for long-context decoding: select the rows that a query needs, attend to them alone."""
 
 from sparseattn.attention import decode
+from sparseattn.budget import Mass
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
 from sparseattn.metrics import Evaluation, evaluate
-from sparseattn.selection import Bounds, Selection, Tail
+from sparseattn.selection import Bounds, Selection, Tail, Weighed
 from sparseattn.selectors import (
     H2O,
     HNSW,
@@ -70,6 +71,7 @@ __all__ = [
     "Loki",
     "LowBit",
     "MagicPIG",
+    "Mass",
     "Moments",
     "PQCache",
     "PageSelector",
@@ -90,6 +92,7 @@ __all__ = [
     "SparQ",
     "Tail",
     "TwoStage",
+    "Weighed",
     "Window",
     "attend",
     "decode",

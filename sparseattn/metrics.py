@@ -21,21 +21,23 @@ from torch import Tensor
 
 from sparseattn import checks
 from sparseattn.attention import attend_chosen
-from sparseattn.budget import Budget, budget_rows, parse_budget
+from sparseattn.budget import Budget, budget_of, budget_record, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
+from sparseattn.mass import Promise
 from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
 RECALLS = (1, 10, 100)
+ROUNDING = 1e-5  # of sums of weights in float32
 LOOKUP = 0.2  # share of a query head's attention on one indexed row that makes it a lookup
 
 # Name -> (what it is, whether a larger value is better). Shares are of the context at each step. With fewer than k
 # indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON,
-# and so is what a head has none of (lookup_hits without lookups).
+# and so is what a head has none of (lookup_hits without lookups), or a budget (promised without a mass).
 MEASURES: dict[str, tuple[str, bool]] = {
     "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
     "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
@@ -52,6 +54,10 @@ MEASURES: dict[str, tuple[str, bool]] = {
     "mse": ("mean squared error of the output's components", False),
     "attended": ("rows in the softmax of a query head", False),
     "attended_share": ("the same over the context", False),
+    "kept": ("of these, rows that were chosen: beyond sink, window and rows that wait to be sealed", False),
+    "oracle_kept": ("of a budget by mass, the fewest rows to choose with which a query head holds it", False),
+    "promised": ("of a budget by mass, the share that the rows attended hold by the method's estimate", True),
+    "fulfilled": ("of a budget by mass, the share of tokens at which the rows attended hold it", True),
     "distinct_rows": ("distinct rows read by the query heads of a KV head", False),
     "scanned": ("rows or representatives scored to choose", False),
     "scanned_share": ("the same over the context", False),
@@ -131,7 +137,7 @@ class Evaluation:
             "trace": self.trace,
             "selector": self.selector,
             "label": self.label,
-            "budget": self.budget,
+            "budget": budget_record(self.budget),
             **self.settings,
             "layers": list(self.layers),
             "mean": {name: json_number(self.mean(name)) for name in self.heads},
@@ -404,7 +410,7 @@ def check_replay(
         )
     for share in methods.values():
         for budget in budgets:
-            budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
+            budget_of(share.selector, share.budget(budget), trace.tokens - last)
     if layers is not None:
         for index, share in each:
             shape = trace.shapes[index]
@@ -529,6 +535,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
+        "kept": reads[..., indexed].sum(-1),
+        **_promised(cache.latest_promise, weights, reads, indexed),
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
@@ -539,3 +547,23 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     for k in RECALLS:
         measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
     return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
+    """The measures `[1,H,G]` of a budget by mass; NaN for another.
+
+    Args:
+        weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.
+        indexed: the rows to choose from.
+    """
+    if promise is None:
+        none = weights.new_full(weights.shape[:3], math.nan)
+        return {"oracle_kept": none, "promised": none, "fulfilled": none}
+    far = weights[..., indexed].sort(-1, descending=True).values
+    before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
+    held = (weights * reads).sum(-1)
+    return {
+        "oracle_kept": (before < promise.wanted).sum(-1),
+        "promised": promise.held.view(held.shape),
+        "fulfilled": (held >= promise.wanted * (1 - ROUNDING)).double(),
+    }

@@ -51,6 +51,7 @@ from sparseattn import (
     SparQ,
     Tail,
     TwoStage,
+    Weighed,
     Window,
 )
 from sparseattn.artefact import Artefact, Classifier, Partition
@@ -235,7 +236,7 @@ class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
     def __init__(self, inner: Selector) -> None:
-        self.inner, self.span = inner, inner.span
+        self.inner, self.span, self.estimates = inner, inner.span, inner.estimates
 
     def fix(self, rows: int, seal: int) -> None:
         self.inner.fix(rows, seal)
@@ -248,6 +249,9 @@ class Same(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        return self.inner.weigh(query, positions, budget)
 
     def keep(self, ids: Tensor) -> None:
         self.inner.keep(ids)

@@ -11,9 +11,8 @@ from itertools import combinations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.budget import Budget, parse_budget
+from sparseattn.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.cli.common import plain
-from sparseattn.cli.report import budget_label
 from sparseattn.heads import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
 from sparseattn.metrics import Evaluation
 
@@ -27,13 +26,13 @@ def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
     Raises:
         ValueError: one asked for that is not measured.
     """
+    rows = [budget for budget in budgets if not isinstance(budget, Mass)]  # a mass takes other rows at every head
     if asked is None:
-        return ROWS if ROWS in budgets else budgets[len(budgets) // 2]
+        return ROWS if ROWS in rows else (rows or budgets)[len(rows or budgets) // 2]
     budget = parse_budget(asked)
-    if budget not in budgets:
-        raise ValueError(
-            f"--rows is one of the budgets of --budget, {', '.join(map(budget_label, budgets))}, got {asked}"
-        )
+    if budget not in rows:
+        listed = ", ".join(map(budget_label, rows)) or "none of which is rows"
+        raise ValueError(f"--rows is one of the budgets of --budget, {listed}, got {asked}")
     return budget
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.storage import State
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class Selector(ABC):
         tails: whether it has rows of its own to attend to (`tail`), or a part has.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
+        estimates: whether it says what its rows weigh (`weigh`), so that a budget may be a mass.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
         usual: parts that are as by default, as `label` says them.
@@ -142,6 +143,7 @@ class Selector(ABC):
     host: bool = False
     foresees: bool = False
     uses_budget: bool = True
+    estimates: bool = False
     width: int | None = None
     knob: str | None = None
     usual: tuple[str, ...] = ()
@@ -234,6 +236,22 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        """`select`, and what the rows chosen weigh by the method's own estimate; asked in its place if `estimates`.
+
+        For budgets by mass: of the rows named, the heaviest are read until a share of the softmax is held. So logits
+        are to be those of the step (`temperature`), and the estimate is to be of a sum, not the bound of a logit.
+
+        Args:
+            query, positions, budget: as `select` is given; of rows with the same score others may be chosen.
+
+        Raises:
+            ValueError: a method that does not estimate.
+        """
+        raise ValueError(
+            f"{self!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass"
+        )
 
     def held(self) -> Tensor | None:
         """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.
