@@ -44,8 +44,8 @@ def decode(
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
     mass = cache.mass(budget)
-    if mass is not None:
-        _same_scale(query, cache, scale, "reads until its rows hold a mass")
+    if mass is not None or cache.selector.needs_near:
+        _same_scale(query, cache, scale, "weighs rows")
     if cache.sealed_device is None:
         return attend_chosen(query, cache, cache.select(query, budget), scale=scale, impl=impl)
     rows = cache.prepare(query, budget)

@@ -116,7 +116,7 @@ def parse_budget(given: Budget) -> Rows:
         budget = float(text[:-1]) / 100 if text.endswith("%") else int(text)
     except ValueError:
         raise ValueError(
-            f'a budget is rows ("64"), a share ("1%"), a mass ("mass:0.95") or "all", got {given!r}'
+            f'a budget is rows ("64"), a mass ("mass:0.95"), a share ("1%") or "all", got {given!r}'
         ) from None
     budget_rows(budget, 1)
     return budget

@@ -363,7 +363,7 @@ class KVCache:
         rows, mass = self.prepare(query, budget), self.mass(budget)
         asked = query if self.sealed_device is None else query.to(self.sealed_device)
         chosen = self.search(asked, rows, mass, lambda: self.near(query).to(asked.device))
-        if mass is not None:
+        if mass is not None or self.selector.needs_near:
             self.latest = chosen = self._also_read(chosen)
         return chosen
 
@@ -437,8 +437,9 @@ class KVCache:
 
         Args:
             mass: the share of the attention that the rows attended are to hold, see `mass`; needs `near`.
-            near: gives what `KVCache.near` does, on the device of the sealed rows. Asked once the selector has weighed
-                its rows, so that what another device computes for it may take as long as the search.
+            near: gives what `KVCache.near` does, on the device of the sealed rows, for a mass and for a selector that
+                `needs_near`. For a mass it is asked once the selector has weighed its rows, so that what another device
+                computes for it may take as long as the search.
 
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
@@ -446,7 +447,11 @@ class KVCache:
         if self.check:
             self._note_dropped()  # what it drops while it chooses, it may still read at this step
         at = self._asked_at()
+        if near is None and (mass is not None or self.selector.needs_near):
+            raise ValueError(f"this search by {self.selector!r} needs what sink and unsealed rows weigh: give it near")
         self.latest_tail = self.latest_promise = None
+        if near is not None and self.selector.needs_near:
+            self.selector.near = near()
         weighed = None
         if mass is None:
             self.latest = self.selector.select(query, at, rows)
@@ -458,9 +463,9 @@ class KVCache:
         if self.check:
             stored = self._stored
             contract.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)
-        if mass is not None and weighed is not None:
-            if near is None:
-                raise ValueError("a search by mass needs what sink and unsealed rows weigh: give it near, too")
+        if self.selector.needs_near:
+            self.selector.near = None
+        if mass is not None and weighed is not None and near is not None:
             if self.check:
                 contract.check_weighed(weighed, query, self.selector)
             self.latest, self.latest_promise = cut(weighed, near(), mass)

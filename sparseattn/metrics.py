@@ -27,7 +27,7 @@ from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
 from sparseattn.mass import Promise
 from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
@@ -51,6 +51,10 @@ MEASURES: dict[str, tuple[str, bool]] = {
     "lookups": (f"indexed rows with {LOOKUP:.0%} or more of full attention's weight, per token: of the head", True),
     "lookup_hits": ("share of these rows that are selected", True),
     "relative_error": ("norm of the output's error over the norm of full attention's output", False),
+    "denominator_error": (
+        "relative error of the softmax's denominator: of a sample what it estimates, of other choices what they miss",
+        False,
+    ),
     "mse": ("mean squared error of the output's components", False),
     "attended": ("rows in the softmax of a query head", False),
     "attended_share": ("the same over the context", False),
@@ -503,6 +507,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
     reads = reference.named(selection, bounds, heads, rows).expand(-1, -1, group, -1)  # [1,H,G,N]
     logits = query @ keys.mT * scale  # [1,H,G,N]
+    total = logits.logsumexp(-1)  # [1,H,G]
     weights = logits.softmax(-1)
     full = weights @ values  # [1,H,G,D]
     out = attend_chosen(query, cache, selection, scale=scale)
@@ -532,6 +537,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "lookups": sought.sum(-1),
         "lookup_hits": hits / sought.sum(-1),  # NaN without any
         "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
+        "denominator_error": (_log_sum(query, logits, reads, selection, indexed, tail, scale) - total).expm1().abs(),
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
@@ -547,6 +553,30 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     for k in RECALLS:
         measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
     return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def _log_sum(
+    query: Tensor,
+    logits: Tensor,
+    reads: Tensor,
+    selection: Selection,
+    indexed: slice,
+    tail: Tail | None,
+    scale: float,
+) -> Tensor:
+    """`[1,H,G]`: log-sum-exp of the logits `[1,H,G,N]` of the rows that a step attends to, with biases and tail."""
+    heads = query.shape[1]
+    logits = logits.masked_fill(~reads, -torch.inf)
+    if selection.bias is not None:
+        bias = selection.row_bias(indexed.stop - indexed.start).unflatten(1, (heads, -1))
+        logits = torch.cat([logits[..., : indexed.start], logits[..., indexed] + bias, logits[..., indexed.stop :]], -1)
+    if tail is None:
+        return logits.logsumexp(-1)
+    own, bias = (
+        part(tail.keys.shape[2]).unflatten(1, (heads, -1)) for part in (tail.selection.mask, tail.selection.row_bias)
+    )
+    more = (query @ tail.keys.mT * scale + bias).masked_fill(~own, -torch.inf)
+    return torch.cat([logits, more], -1).logsumexp(-1)
 
 
 def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:

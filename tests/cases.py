@@ -50,7 +50,9 @@ from sparseattn import (
     SnapKV,
     SparQ,
     Tail,
+    TopP,
     TwoStage,
+    VAttention,
     Weighed,
     Window,
 )
@@ -324,7 +326,7 @@ SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
     "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
     "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
-    "twostage-estimate",
+    "topp-group", "twostage-estimate", "vattention-pages",
 }  # fmt: skip
 
 
@@ -392,6 +394,19 @@ CASES = [
         "twostage-saap",
         lambda: TwoStage(drawn(SAAP, probes=4), 4, rows=16),
         lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, rows=16),
+    ),
+    Case("topp", lambda: TopP(p=0.9, propose=48, rows=16), lambda: TopP(p=1.0, propose=1.0, rows=16)),
+    Case(
+        "topp-group",
+        lambda: TopP(Quest(8, "each"), 0.6, 40, 16, "softmax"),
+        lambda: TopP(Quest(8, "each"), 1, 1.0, 16, "softmax"),
+    ),
+    # A base sample of as many draws as there are rows reads every row.
+    Case("vattention", lambda: VAttention(top=5), lambda: VAttention(rate=1.0)),
+    Case(
+        "vattention-pages",
+        lambda: VAttention(Quest(8), 0.5, 0.2, 0.1, 24),
+        lambda: VAttention(Quest(8), 1e-6, 0.2, 1.0, 0.1),
     ),
     Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
     Case("same-estimate", lambda: Same(Estimate()), lambda: Same(Estimate())),

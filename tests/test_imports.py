@@ -45,7 +45,7 @@ ARROWS = {
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "selectors.base": ("kernels.scoring", "selection", "storage", "rope"),
-    "selectors": ("kernels", "selection", "storage", "rope", "artefact", "calibration", "hashes", "selectors"),
+    "selectors": ("kernels", "mass", "selection", "storage", "rope", "artefact", "calibration", "hashes", "selectors"),
     "checks": ("selectors.base", "tensors"),
     "keeping": ("hashes", "selectors.base", "storage"),
     "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),

@@ -196,7 +196,7 @@ def test_pages_of_a_bound_promise_too_much_and_rows_of_four_bits_about_what_they
     assert exact.mean("kept") == exact.mean("oracle_kept") > 0
     assert fine.mean("promised") == pytest.approx(fine.mean("mass"), abs=0.02)
     assert fine.mean("oracle_kept") == pytest.approx(exact.mean("oracle_kept"), abs=0.2), "rows that wait are dense"
-    assert 0.8 <= fine.mean("promised") < 0.83
+    assert fine.mean("promised") >= 0.8
     assert math.isnan(evaluate(trace, "exact", 64, **settings).mean("promised"))
     record = json.loads(json.dumps(found["quest"].record()))
     assert record["budget"] == "mass:0.8"

@@ -37,8 +37,10 @@ from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
 from sparseattn.selectors.sparq import SparQ
+from sparseattn.selectors.topp import TopP
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
+from sparseattn.selectors.vattention import VAttention
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
@@ -78,7 +80,9 @@ __all__ = [
     "SelfIndex",
     "SnapKV",
     "SparQ",
+    "TopP",
     "TwoStage",
+    "VAttention",
     "Window",
     "as_selector",
     "make_selector",
@@ -114,8 +118,10 @@ SELECTORS: dict[str, type[Selector]] = {
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
     "sparq": SparQ,
+    "topp": TopP,
     "tova": TOVA,
     "twostage": TwoStage,
+    "vattention": VAttention,
     "window": Window,
 }
 

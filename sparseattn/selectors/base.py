@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth", "scale")  # what parts are told as well
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "near", "depth", "scale")  # what parts are told as well
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -131,6 +131,10 @@ class Selector(ABC):
         ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
             for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`; `clone`,
             `reorder` and `crop` drop it. None: nobody has.
+        needs_near: whether `select` goes by `near`, or a part's does.
+        near: `[B,H,G]` float32, the natural logarithm of the sum of exponentiated logits of the rows that every query
+            reads, sink and unsealed; told for one `select`. -inf for none, None outside a cache. Where sealed rows lie
+            apart the host waits for it.
     """
 
     span: int = 1
@@ -142,6 +146,7 @@ class Selector(ABC):
     tails: bool = False
     host: bool = False
     foresees: bool = False
+    needs_near: bool = False
     uses_budget: bool = True
     estimates: bool = False
     width: int | None = None
@@ -155,6 +160,7 @@ class Selector(ABC):
     scale: float | None = None
     stored: Tensor | None = None
     ahead: Tensor | None = None
+    near: Tensor | None = None
 
     @property
     def unit(self) -> int:
@@ -170,6 +176,7 @@ class Selector(ABC):
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
             self.foresees = self.foresees or value.foresees
+            self.needs_near = self.needs_near or value.needs_near
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -364,12 +371,12 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = twin.ahead = None  # behind the parts, which are told
+        twin.stored = twin.ahead = twin.near = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
-        self.ahead = None  # of sequences as they were
+        self.ahead = self.near = None  # of sequences as they were
         for _, state in self._states():
             state.take(index)
         for _, part in self.parts():
@@ -377,7 +384,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = self.ahead = None
+        self.stored = self.ahead = self.near = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():
