@@ -25,7 +25,10 @@ BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
 
 def test_every_device_selector_is_covered() -> None:
     covered = {type(case.make()) for case in ON_DEVICE}
-    others = {"flat", "hnsw", "ivf", "retrieval", "robustvamana"} | {"infinigen"}  # on the host; on traces alone
+    others = {"flat", "hnsw", "ivf", "retrieval", "robustvamana"} | {
+        "infinigen",
+        "vattention",
+    }  # on the host; on traces alone; in no fixed storage
     assert {name for name, kind in SELECTORS.items() if kind not in covered} == others
 
 

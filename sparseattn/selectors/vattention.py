@@ -131,15 +131,14 @@ class VAttention(Selector):
         named = _of_each(chosen.mask(stored), heads, group)  # [B,H,G,N]
         total = real.sum(-1)[:, None, None]  # [B,1,1]
         left = budget - _of_each(chosen.attended[..., None], heads, group)[..., 0]  # [B,H,G]
-        base = (self.rate * total).ceil().long().clamp(min=2).minimum(left).minimum(total)
-
         slots = min(budget, stored)
+        base = (self.rate * total).ceil().long().clamp(min=2, max=slots).minimum(total).expand_as(left)
         place = torch.arange(slots, device=query.device)
         stream = streams(self.seed, self.layer, self.numbers(heads), query.device)
         rank = (draws(stream, positions, place.expand(batch, -1)) & SIGNLESS) % total.clamp(min=1)
         drawn = _rows(real, rank)  # [B,H,M]
         asked = query.float() / self.temperature(size)
-        first = drawn[..., : max(2, math.ceil(self.rate * stored))]  # [B,H,b]
+        first = drawn[..., : min(max(2, math.ceil(self.rate * stored)), slots)]  # [B,H,b]
         logits = (asked @ _keys(keys, first).float().mT).masked_fill(named.gather(3, _every(first, group)), -torch.inf)
         known = _log_sum(asked, keys, chosen)
         if self.near is not None:
