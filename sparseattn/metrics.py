@@ -275,7 +275,7 @@ def evaluate_budgets(
             ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
             query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
             part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
-            _append(cache, part, positions, 0, trace.tokens - last)
+            append_rows(cache, part, positions, 0, trace.tokens - last)
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
             parts.append(
@@ -436,7 +436,8 @@ def check_replay(
             )
 
 
-def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+    """Stores the rows `start` to `stop` of a trace's layer, with the queries that the selector learns from."""
     learns = cache.selector.learns
     lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
@@ -465,7 +466,7 @@ def _replay(
     series: dict[str, list[Tensor]] = {name: [] for name in steps}
     tokens = len(positions)
     for t in range(tokens - last, tokens):
-        _append(cache, layer, positions, t, t + 1)
+        append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
         if cache.selector.foresees:

@@ -1,9 +1,10 @@
-"""`sparseattn calibrate`: what Loki and Double Sparsity take from traces, as a file that their selectors read."""
+"""`sparseattn calibrate`: what Loki, Double Sparsity and budgets by mass take from traces, as files of theirs."""
 
 from __future__ import annotations
 
 import json as json_module
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,25 +13,41 @@ import typer
 from sparseattn.calibration import METHODS, Calibration
 from sparseattn.cli.common import Screen, in_a_sentence, integers, progress_bar
 from sparseattn.devices import usable_device
+from sparseattn.fitting import fit as fit_estimates
+from sparseattn.selectors import make_selector
+from sparseattn.traces import Trace
 from sparseattn.training.calibrate import calibrate as fit
 
+MASS = "mass"  # of --method
 QUARTER = 4  # the methods' default: a quarter of the dimensions
 
 
 @in_a_sentence
 def calibrate(
     traces: Annotated[list[Path], typer.Argument(help="Traces of one model, or folders of them.")],
-    method: Annotated[str, typer.Option(help=f"{' or '.join(METHODS)}.")],
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)} or {MASS}.")],
     out: Annotated[Path, typer.Option(help="Calibration to write, a .safetensors file.")],
     layers: Annotated[str | None, typer.Option(help="Layers to calibrate, such as 1,2,5; default all.")] = None,
     before_rope: Annotated[
         bool, typer.Option("--before-rope", help="loki: directions of keys before RoPE, for loki:before=True.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
+    selector: Annotated[
+        str | None, typer.Option(help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.")
+    ] = None,
+    sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = 4,
+    window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = 64,
+    last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = 32,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
-    """Calibrate Loki or Double Sparsity on traces; `loki:artefact=FILE` uses the result."""
+    """Calibrate Loki or Double Sparsity on traces; `loki:artefact=FILE` uses the result. With --method mass, fit a
+    selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
     place, indices = usable_device(device), integers(layers, "--layers")
+    if (method == MASS) != (selector is not None):
+        raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {method}")
+    if selector is not None:
+        _fit(traces, selector, out, indices, (sink, window, last), json)
+        return
     started = time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task(f"calibrate {method}", total=None)
@@ -57,6 +74,38 @@ def calibrate(
     console.print(
         f"{out}: {len(made.layers)} layers, {len(made.meta['prompts'])} prompts, {seconds:.0f} s", soft_wrap=True
     )
+
+
+def _fit(
+    paths: Sequence[Path], spec: str, out: Path, layers: list[int] | None, zones: tuple[int, int, int], json: bool
+) -> None:
+    """`--method mass`: writes `out` and says what was found."""
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise ValueError(f"fitted estimates are a .safetensors file in a folder that is there, got {out}")
+    selector, opened = make_selector(spec), [Trace.open(path) for path in paths]
+    sink, window, last = zones
+    with progress_bar() as bar:
+        task = bar.add_task(f"fit {spec}", total=None)
+        made = fit_estimates(
+            opened,
+            selector,
+            sink=sink,
+            window=window,
+            last=last,
+            layers=layers,
+            progress=lambda n: bar.advance(task, n),
+        )
+    made.save(out)
+    means = {index: (float(scale.mean()), float(offset.mean())) for index, (scale, offset) in made.layers.items()}
+    if json:
+        report = {"estimates": str(out), "selector": made.selector, "bytes": out.stat().st_size}
+        by_layer = {str(i): {"scale": round(a, 4), "offset": round(c, 4)} for i, (a, c) in means.items()}
+        typer.echo(json_module.dumps({**report, "layers": by_layer, **made.meta}))
+        return
+    console = Screen()
+    console.print("scale and offset, mean over heads:")
+    console.print("  ".join(f"layer {index} {a:.2f} {c:+.2f}" for index, (a, c) in means.items()))
+    console.print(f"{out}: {made.selector}, {len(means)} layers", soft_wrap=True)
 
 
 def figure(made: Calibration, layer: int) -> float:

@@ -14,6 +14,7 @@ from sparseattn.selectors.bridge import QueryBridge
 from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.fitted import Fitted
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.infinigen import InfiniGen
 from sparseattn.selectors.infllm import InfLLM
@@ -55,6 +56,7 @@ __all__ = [
     "DoubleSparsity",
     "Exact",
     "Fier",
+    "Fitted",
     "Flat",
     "InfLLM",
     "InfiniGen",

@@ -135,6 +135,8 @@ class Selector(ABC):
         near: `[B,H,G]` float32, the natural logarithm of the sum of exponentiated logits of the rows that every query
             reads, sink and unsealed; told for one `select`. -inf for none, None outside a cache. Where sealed rows lie
             apart the host waits for it.
+        fit: scale and offset `[H,G]` that make estimates of logits hold what they promise, of all of a layer's heads
+            (`Fitted`); None: as they are. See `fitted`.
     """
 
     span: int = 1
@@ -161,6 +163,7 @@ class Selector(ABC):
     stored: Tensor | None = None
     ahead: Tensor | None = None
     near: Tensor | None = None
+    fit: tuple[Tensor, Tensor] | None = None
 
     @property
     def unit(self) -> int:
@@ -259,6 +262,14 @@ class Selector(ABC):
         raise ValueError(
             f"{self!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass"
         )
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        """Estimates of logits `[B,H,G,P]` for `weigh`, scaled and shifted where a `fit` says how."""
+        if self.fit is None:
+            return logits
+        which = list(self.numbers(logits.shape[1]))
+        scale, offset = (part.to(logits.device)[which][None, :, :, None] for part in self.fit)
+        return logits * scale + offset
 
     def held(self) -> Tensor | None:
         """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.

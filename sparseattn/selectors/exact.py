@@ -61,7 +61,7 @@ class Exact(Selector):
         if not self.real.rows:
             return Weighed.nothing(*query.shape[:3], query.device)
         scores = self._scores(query)
-        return Weighed.of(self._named(query, best(vote(scores, self.group), budget), 1), scores)
+        return Weighed.of(self._named(query, best(vote(scores, self.group), budget), 1), self.fitted(scores))
 
     def _named(self, query: Tensor, ids: Tensor, scans: int) -> Selection:
         """The rows `ids` `[B,Hs,S]`, chosen by so many scans of all keys."""

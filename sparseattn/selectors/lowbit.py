@@ -167,7 +167,7 @@ class LowBit(PageSelector):
         entries = {name: getattr(self, name).visible for name in self.entry_names}
         logits = self.page_logits(self.asked(query), entries, self.real.visible)
         selection = self._named(query, best_rows(vote(logits, self.group), budget // self.page))
-        return Weighed.of(selection, logits, self.page)
+        return Weighed.of(selection, self.fitted(logits), self.page)
 
     def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         found = lowbit.logits(query, *self._index(entries), real, self.bits, grid=self.levels_grid)

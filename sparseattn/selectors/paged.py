@@ -157,7 +157,8 @@ class PageSelector(Selector):
         if self.real.rows == 0:
             return Weighed.nothing(*query.shape[:3], query.device)
         entries = {name: getattr(self, name).visible for name in self.entry_names}
-        return Weighed.of(selection, self.page_logits(self.asked(query), entries, self.real.visible), self.page)
+        logits = self.page_logits(self.asked(query), entries, self.real.visible)
+        return Weighed.of(selection, self.fitted(logits), self.page)
 
     def asked(self, query: Tensor) -> Tensor:
         """`query` for scores that divide products by `sqrt(D)`, in a layer of another scale."""

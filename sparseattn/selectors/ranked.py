@@ -80,7 +80,7 @@ class Ranked(Selector):
         if not self.real.rows:
             return Weighed.nothing(*query.shape[:3], query.device)
         logits = self.logits(query)
-        return Weighed.of(self.named(query, logits, budget), logits)
+        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
 
     def named(self, query: Tensor, logits: Tensor, budget: int) -> Selection:
         """The `budget` best rows by `logits`, and what finding them cost."""

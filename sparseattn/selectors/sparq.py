@@ -78,7 +78,7 @@ class SparQ(Ranked):
         logits = self.logits(query)
         if self._adds(query):
             self._asked = logits
-        return Weighed.of(self.named(query, logits, budget), logits)
+        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
 
     def logits(self, query: Tensor) -> Tensor:
         query, keys = query.float(), self.keys.visible
