@@ -18,9 +18,11 @@ from sparseattn.metrics import append_rows, check_replay, usable_layers
 from sparseattn.selectors import Selector, as_selector
 from sparseattn.traces import Trace
 
+BEGIN = (2.0, 1.0, 0.5, 0.25, 0.1, 0.03)  # scales: far from the best, bounds of logits leave no slope to go by
 STEPS = 50  # of Newton, at most
 ENOUGH = 1e-5  # of a gradient, in nats
 LEAST, LARGEST = 1e-3, 1e3  # scales
+TINY = 1e-9  # of a share, so that it has a logarithm
 
 
 def fit(
@@ -114,7 +116,7 @@ def _padded(part: Tensor, classes: int, value: float) -> Tensor:
 
 def _newton(traces: Sequence[Sequence[Tensor]]) -> tuple[float, float]:
     """Scale and offset of one head, from estimates, sizes and weights `[T,S+1]` of each trace."""
-    parameters = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    parameters = min((_began(traces, scale) for scale in BEGIN), key=lambda one: _loss(traces, one))
     value = _loss(traces, parameters)
     for _ in range(STEPS):
         gradient, curve = _slope(traces, parameters)
@@ -132,6 +134,16 @@ def _newton(traces: Sequence[Sequence[Tensor]]) -> tuple[float, float]:
             break
         parameters, value = tried, new
     return float(parameters[0]), float(parameters[1])
+
+
+def _began(traces: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
+    """This scale, with the offset by which the slots weigh what they truly do, in the mean of logarithms."""
+    lacking = []
+    for estimates, sizes, weights in traces:
+        near = weights[:, -1].clamp(TINY, 1 - TINY)
+        spoken = _logits(estimates, sizes, torch.tensor([scale, 0.0], dtype=torch.float64))
+        lacking.append((1 - near).log() - near.log() + spoken[:, -1] - spoken[:, :-1].logsumexp(-1))
+    return torch.tensor([scale, float(torch.cat(lacking).mean())], dtype=torch.float64)
 
 
 def _logits(estimates: Tensor, sizes: Tensor, parameters: Tensor) -> Tensor:
