@@ -1,7 +1,7 @@
 """What makes a selector's estimates of logits hold what they promise: a file of two numbers a head.
 
-An estimate x of a logit becomes `scale * x + offset`, for each query head of each layer (`fitting` finds them on traces,
-the selector `Fitted` applies them).
+An estimate x of a logit becomes `scale * x + offset`, for each query head of each layer. `fitting` finds them on
+traces, the selector `Fitted` applies them.
 
 The file, format version 1 (any safetensors reader opens it):
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -63,6 +64,10 @@ class Fitted(Selector):
                 f"{self.artefact} is of {given[0]} KV heads with {given[1]} query heads each, layer {self.layer} has "
                 f"{every} with {group}"
             )
+
+    def label(self, *, knob: bool = True) -> str:
+        """With the artefact's file name alone."""
+        return f"{type(self).__name__}(inner={self.inner.label()}, artefact={Path(self.artefact).name!r})"
 
     def source(self) -> str:
         return f"{super().source()} {file_hash(self.artefact)[:16]}"
