@@ -1,7 +1,7 @@
 """How often vAttention misses its bound: the share of steps whose denominator is off by more than epsilon.
 
-``python -m benchmarks.guarantee TRACE`` from the repository root writes ``benchmarks/results/guarantee.json``. A step is
-a decoded token of a query head. The bound is of the softmax's denominator; the output's error stands beside it.
+``python -m benchmarks.guarantee TRACE`` from the repository root writes ``benchmarks/results/guarantee.json``. A step
+is a decoded token of a query head. The bound is of the softmax's denominator; the output's error stands beside it.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ class KVCache:
     def near(self, query: Tensor) -> Tensor:
         """`[B,H,G]`: the natural logarithm of the sum of exponentiated logits of the rows that every query reads, sink
         and unsealed; -inf where there are none. `query` is on the cache's device."""
-        nothing = Selection.none(*query.shape[:2], query.device)
+        nothing = Selection.none(query.shape[0], query.shape[1], query.device)
         scale = 1 / self.selector.temperature(query.shape[3])
         return attend(query, self.keys, self.values, nothing, self.bounds, scale=scale)[1]
 

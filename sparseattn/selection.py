@@ -222,10 +222,12 @@ class Weighed:
         return cls(selection, weights, rest)
 
     @classmethod
-    def nothing(cls, batch: int, heads: int, group: int, device: torch.device | str = "cpu") -> Weighed:
-        """Nothing is sealed: zero slots."""
-        weights = torch.zeros(batch, heads * group, 0, device=device)
-        return cls(Selection.none(batch, heads, device), weights, weights.new_full(weights.shape[:2], -torch.inf))
+    def nothing(cls, query: Tensor) -> Weighed:
+        """Zero slots for a query `[B,H,G,D]`, where nothing is sealed."""
+        batch, heads, group, _ = query.shape
+        weights = torch.zeros(batch, heads * group, 0, device=query.device)
+        rest = torch.full((batch, heads * group), -torch.inf, device=query.device)
+        return cls(Selection.none(batch, heads, query.device), weights, rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

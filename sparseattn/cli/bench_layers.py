@@ -68,7 +68,7 @@ def compared(
 def condition(one: Comparison) -> str:
     """Such as "324 rows attended, those of budget 256" or "10% of the cache's bytes"."""
     if one.equal == "bytes":
-        return f"{budget_label(float(one.at or 0))} of the cache's bytes"
+        return f"{budget_label(one.at)} of the cache's bytes"
     rows = "" if one.attended is None else f"{one.attended:.0f} rows attended, those of "
     return f"{rows}budget {budget_label(one.at)}"
 

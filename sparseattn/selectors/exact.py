@@ -52,14 +52,14 @@ class Exact(Selector):
             if self.real.rows:
                 self.kept.append(best(vote(self._scores(query), self.group), budget))
         if not self.kept.rows:
-            return Selection.none(*query.shape[:2], query.device)
+            return Selection.none(query.shape[0], query.shape[1], query.device)
         return self._named(query, self.kept.data[..., :budget], int(fresh))
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.estimates:
             return super().weigh(query, positions, budget)
         if not self.real.rows:
-            return Weighed.nothing(*query.shape[:3], query.device)
+            return Weighed.nothing(query)
         scores = self._scores(query)
         return Weighed.of(self._named(query, best(vote(scores, self.group), budget), 1), self.fitted(scores))
 

@@ -154,7 +154,7 @@ class LowBit(PageSelector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         if not self.real.rows:
-            return Selection.none(*query.shape[:2], query.device)
+            return Selection.none(query.shape[0], query.shape[1], query.device)
         real = self.real.visible
         index = self.codes.visible, self.low.visible, self.step.visible
         best = budget // self.page
@@ -163,7 +163,7 @@ class LowBit(PageSelector):
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.real.rows:
-            return Weighed.nothing(*query.shape[:3], query.device)
+            return Weighed.nothing(query)
         entries = {name: getattr(self, name).visible for name in self.entry_names}
         logits = self.page_logits(self.asked(query), entries, self.real.visible)
         selection = self._named(query, best_rows(vote(logits, self.group), budget // self.page))

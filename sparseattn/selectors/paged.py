@@ -155,7 +155,7 @@ class PageSelector(Selector):
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         selection = self.select(query, positions, budget)
         if self.real.rows == 0:
-            return Weighed.nothing(*query.shape[:3], query.device)
+            return Weighed.nothing(query)
         entries = {name: getattr(self, name).visible for name in self.entry_names}
         logits = self.page_logits(self.asked(query), entries, self.real.visible)
         return Weighed.of(selection, self.fitted(logits), self.page)

@@ -78,7 +78,7 @@ class Ranked(Selector):
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.real.rows:
-            return Weighed.nothing(*query.shape[:3], query.device)
+            return Weighed.nothing(query)
         logits = self.logits(query)
         return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
 

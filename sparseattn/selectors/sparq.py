@@ -74,7 +74,7 @@ class SparQ(Ranked):
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.real.rows:
-            return Weighed.nothing(*query.shape[:3], query.device)
+            return Weighed.nothing(query)
         logits = self.logits(query)
         if self._adds(query):
             self._asked = logits
