@@ -44,7 +44,7 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
     )
     columns = [c for c in COLUMNS if c[1] not in COUNTED or any(one.mean(COUNTED[c[1]]) > 0 for one in results)]
     by_mass = any(isinstance(parse_budget(one.budget), Mass) for one in results)
-    shown = SHOWN + BY_MASS if by_mass else SHOWN
+    shown = (*SHOWN, "mass", *BY_MASS) if by_mass else SHOWN
     if not wide:
         columns = [next(column for column in COLUMNS if column[0] == name) for name in shown]
     elif not by_mass:
@@ -90,7 +90,7 @@ SHOWN = (
     "error %",
     "recovered",
 )  # without --wide: what is read, and what that gives, in 80 characters
-BY_MASS = ("mass", "promised", "fulfilled", "kept", "oracle")  # where a budget is a mass
+BY_MASS = ("kept", "oracle", "promised", "fulfilled")  # what there is where a budget is a mass
 
 
 def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[int, int] | None) -> str:
