@@ -19,6 +19,7 @@ from benchmarks.methods import Method
 from benchmarks.rounds import Copy, figures, first_look, in_rounds, rounds
 from benchmarks.step import Calls, appending, cost, filled, itemised, memory
 from sparseattn.attention import decode
+from sparseattn.budget import budget_record
 from sparseattn.cache import KVCache
 
 
@@ -47,7 +48,7 @@ class Bench:
             "label": repr(cache.selector),
             "sink": method.sink,
             "window": method.window,
-            "budget": method.budget,
+            "budget": budget_record(method.budget),
             "span": cache.selector.span,
             "fixed": cache.fixed,
             "sealed_device": None if cache.sealed_device is None else str(cache.sealed_device),

@@ -41,7 +41,7 @@ from benchmarks.decoding import (
 from benchmarks.measure import Clock, peak_memory
 from benchmarks.models import SHAPES, prompt, random_model, with_attention
 from benchmarks.records import RESULTS
-from sparseattn.budget import parse_budget
+from sparseattn.budget import budget_record, parse_budget
 from sparseattn.cli.common import MODEL_HELP, integers, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": options.device,
         "threads": options.threads,
-        "budget": options.budget,
+        "budget": budget_record(options.budget),
         **cache_settings(options),
         "steps": options.steps,
         "block": options.block,

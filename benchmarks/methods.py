@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import Inputs
-from sparseattn.budget import budget_rows, parse_budget
+from sparseattn.budget import budget_of, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.selectors import make_selector
 from sparseattn.selectors.base import Selector
@@ -78,7 +78,7 @@ def check_fit(methods: Sequence[Method], rows: int, seal: int) -> None:
     for method in methods:
         selector = make_selector(method.spec)
         KVCache(selector, sink=method.sink, window=method.window, seal=seal)  # its own checks
-        budget_rows(method.budget, rows, selector.span, method.spec)
+        budget_of(selector, method.budget, rows)
         if rows - method.sink - method.window < selector.unit:
             raise ValueError(
                 f"a sink of {method.sink} and a window of {method.window} leave less than a unit of {selector.unit} of "

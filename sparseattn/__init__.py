@@ -1,10 +1,11 @@
 """Query-aware sparse attention for long-context decoding: select the rows that a query needs, attend to them alone."""
 
 from sparseattn.attention import decode
+from sparseattn.budget import Mass
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
 from sparseattn.metrics import Evaluation, evaluate
-from sparseattn.selection import Bounds, Selection, Tail
+from sparseattn.selection import Bounds, Selection, Tail, Weighed
 from sparseattn.selectors import (
     H2O,
     HNSW,
@@ -18,6 +19,7 @@ from sparseattn.selectors import (
     Ellipsoid,
     Exact,
     Fier,
+    Fitted,
     Flat,
     FreeKV,
     InfiniGen,
@@ -52,8 +54,10 @@ from sparseattn.selectors import (
     SnapKV,
     SparQ,
     Tailed,
+    TopP,
     TwoStage,
     Unique,
+    VAttention,
     Window,
     make_selector,
 )
@@ -75,6 +79,7 @@ __all__ = [
     "Evaluation",
     "Exact",
     "Fier",
+    "Fitted",
     "Flat",
     "FreeKV",
     "InfLLM",
@@ -86,6 +91,7 @@ __all__ = [
     "Loki",
     "LowBit",
     "MagicPIG",
+    "Mass",
     "Mean",
     "Moments",
     "PQCache",
@@ -112,8 +118,11 @@ __all__ = [
     "SparQ",
     "Tail",
     "Tailed",
+    "TopP",
     "TwoStage",
     "Unique",
+    "VAttention",
+    "Weighed",
     "Window",
     "attend",
     "decode",

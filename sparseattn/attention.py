@@ -29,7 +29,9 @@ def decode(
     Args:
         query: `[B,H,G,D]`, after RoPE, in the cache's dtype and device.
         cache: one layer's cache.
-        budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), or None for all.
+        budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), None for all, or
+            a `Mass`, for as many rows as hold a share of the attention by the selector's estimate. With
+            `sealed_device` the host then waits for what the cache's device makes of sink and unsealed rows.
         scale: factor of the logits, default `1/sqrt(D)`.
         impl: see `attend`; it names the implementation on the cache's device, `sealed_device` takes its default.
 
@@ -38,9 +40,12 @@ def decode(
 
     Raises:
         ValueError: a query that does not fit the cache, or a budget below 1 row or below the selector's span, or a
-            scale that a selector with a tail was not told (`Selector.scale`).
+            scale that a selector with a tail, or one that weighs its rows for a mass, was not told (`Selector.scale`).
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
+    mass = cache.mass(budget)
+    if mass is not None or cache.selector.needs_near:
+        _same_scale(query, cache, scale, "weighs rows")
     if cache.sealed_device is None:
         return attend_chosen(query, cache, cache.select(query, budget), scale=scale, impl=impl)
     rows = cache.prepare(query, budget)
@@ -49,7 +54,7 @@ def decode(
     near = attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl)
     if copied is not None:
         copied.synchronize()  # waits for the query, not for the attention queued behind it
-    selection = cache.search(asked, rows)
+    selection = cache.search(asked, rows, mass, lambda: near[1].to(asked.device))
     stored = cache.sealed_keys, cache.sealed_values, cache.sealed_bounds
     parts, weights = _attend_parts(asked, cache, selection, *stored, scale, None)
     there = [(_to_device(out, query.device), _to_device(lse, query.device)) for out, lse in parts]
@@ -97,13 +102,18 @@ def _attend_parts(
     tail = cache.tail(query, selection)
     if tail is None:
         return [(out, lse)], weights
+    _same_scale(query, cache, scale, "weighs its tail")
+    return [(out, lse), attend(query, tail.keys, tail.values, tail.selection, scale=scale, impl=impl)], weights
+
+
+def _same_scale(query: Tensor, cache: KVCache, scale: float | None, what: str) -> None:
+    """ValueError where a step's scale is not the one that the selector, which does `what` by logits, was told."""
     told, used = (query.shape[3] ** -0.5 if given is None else given for given in (cache.selector.scale, scale))
     if not math.isclose(told, used, rel_tol=1e-6):
         raise ValueError(
-            f"{cache.selector!r} weighs its tail by logits of scale {told:g}, and this step has {used:g}: set the "
-            f"selector's `scale` to that before rows are sealed"
+            f"{cache.selector!r} {what} by logits of scale {told:g}, and this step has {used:g}: set the selector's "
+            f"`scale` to that before rows are sealed"
         )
-    return [(out, lse), attend(query, tail.keys, tail.values, tail.selection, scale=scale, impl=impl)], weights
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

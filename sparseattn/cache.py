@@ -7,6 +7,7 @@ nothing it names is counted twice; sink and recent rows are read by every query.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable
 
@@ -15,9 +16,11 @@ from torch import Tensor
 
 import sparseattn.checks as checks
 import sparseattn.contract as contract
-from sparseattn.budget import Budget, budget_rows, parse_budget
+from sparseattn.budget import Budget, Mass, budget_of, parse_budget
 from sparseattn.indexes import append_kept, usable_folder
 from sparseattn.keeping import append_first
+from sparseattn.kernels import attend
+from sparseattn.mass import Promise, cut
 from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import Selector, as_selector
 from sparseattn.stored import StoredRows
@@ -122,6 +125,7 @@ class KVCache:
         self._broken = False
         self.latest: Selection | None = None  # the last answer of `search`
         self.latest_tail: Tail | None = None  # what was attended to beside it
+        self.latest_promise: Promise | None = None  # what it holds by the selector's estimate, of a budget by mass
         self._shown: Tensor | None = None  # the storage of which the selector has a view
 
     # -- what is stored ------------------------------------------------------------------------------------------
@@ -356,8 +360,35 @@ class KVCache:
         The selection lies with the sealed rows, on `sealed_device` if there is one: it names rows of `sealed_keys`
         then, not of `keys`, and `decode` is what attends to both parts and merges them.
         """
-        rows = self.prepare(query, budget)
-        return self.search(query if self.sealed_device is None else query.to(self.sealed_device), rows)
+        rows, mass = self.prepare(query, budget), self.mass(budget)
+        asked = query if self.sealed_device is None else query.to(self.sealed_device)
+        chosen = self.search(asked, rows, mass, lambda: self.near(query).to(asked.device))
+        if mass is not None or self.selector.needs_near:
+            self.latest = chosen = self._also_read(chosen)
+        return chosen
+
+    def near(self, query: Tensor) -> Tensor:
+        """`[B,H,G]`: the natural logarithm of the sum of exponentiated logits of the rows that every query reads, sink
+        and unsealed; -inf where there are none. `query` is on the cache's device."""
+        nothing = Selection.none(query.shape[0], query.shape[1], query.device)
+        scale = 1 / self.selector.temperature(query.shape[3])
+        return attend(query, self.keys, self.values, nothing, self.bounds, scale=scale)[1]
+
+    def _also_read(self, chosen: Selection) -> Selection:
+        """With the cost of `near`: the key of every row that it weighs, read before the step reads it."""
+        bounds, keys = self.bounds, self.keys
+        rows = (bounds.sink + bounds.rows - bounds.sealed).to(chosen.start.device, torch.int64)[:, None]  # [B,1]
+        scanned = None if chosen.scanned is None else chosen.scanned + rows
+        read = None
+        if chosen.scan_bytes is not None:
+            read = chosen.scan_bytes + rows * (keys.shape[3] * self.selector.bytes_of(keys))
+        return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
+
+    def mass(self, budget: Budget) -> float | None:
+        """The share of the attention that a budget asks for; None where it is no mass, or the selector has no use for
+        it."""
+        budget = parse_budget(budget)
+        return budget.share if isinstance(budget, Mass) and self.selector.uses_budget else None
 
     def prepare(self, query: Tensor, budget: Budget) -> int:
         """The first half of `select`: checks both, seals what is due, and returns the budget in rows."""
@@ -370,9 +401,10 @@ class KVCache:
         if (learned := self._stored.learned) is not None:
             checks.group(query, learned)
         budget = parse_budget(budget)
-        context = self._capacity if self.fixed and budget is None else max(self._stored.zones.count)
-        rows = budget_rows(budget, context, self.selector.span, self.selector)
-        if budget is not None:
+        unlimited = budget is None or (isinstance(budget, Mass) and budget.most is None)
+        context = self._capacity if self.fixed and unlimited else max(self._stored.zones.count)
+        rows = budget_of(self.selector, budget, context)
+        if not unlimited:
             rows = self.selector.allowed(rows)
         self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
@@ -394,8 +426,20 @@ class KVCache:
             checks.finite(ahead=ahead)
         self.selector.ahead = ahead if self.sealed_device is None else ahead.to(self.sealed_device)
 
-    def search(self, query: Tensor, rows: int) -> Selection:
+    def search(
+        self,
+        query: Tensor,
+        rows: int,
+        mass: float | None = None,
+        near: Callable[[], Tensor] | None = None,
+    ) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows.
+
+        Args:
+            mass: the share of the attention that the rows attended are to hold, see `mass`; needs `near`.
+            near: gives what `KVCache.near` does, on the device of the sealed rows, for a mass and for a selector that
+                `needs_near`. For a mass it is asked once the selector has weighed its rows, so that what another device
+                computes for it may take as long as the search.
 
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
@@ -403,12 +447,28 @@ class KVCache:
         if self.check:
             self._note_dropped()  # what it drops while it chooses, it may still read at this step
         at = self._asked_at()
-        self.latest, self.latest_tail = self.selector.select(query, at, rows), None
+        if near is None and (mass is not None or self.selector.needs_near):
+            raise ValueError(f"this search by {self.selector!r} needs what sink and unsealed rows weigh: give it near")
+        self.latest_tail = self.latest_promise = None
+        if near is not None and self.selector.needs_near:
+            self.selector.near = near()
+        weighed = None
+        if mass is None:
+            self.latest = self.selector.select(query, at, rows)
+        else:
+            weighed = self.selector.weigh(query, at, rows)
+            self.latest = weighed.selection
         if self.selector.foresees:
             self.selector.ahead = None  # it was of this step
         if self.check:
             stored = self._stored
             contract.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)
+        if self.selector.needs_near:
+            self.selector.near = None
+        if mass is not None and weighed is not None and near is not None:
+            if self.check:
+                contract.check_weighed(weighed, query, self.selector)
+            self.latest, self.latest_promise = cut(weighed, near(), mass)
         return self.latest
 
     def _note_dropped(self) -> None:
@@ -477,7 +537,12 @@ class KVCache:
         self._broken = True
         self.selector.keep(ids)
         stored.compact(ids)
-        self._broken, self.latest, self.latest_tail = False, None, None  # whose places are others' now
+        self._broken, self.latest, self.latest_tail, self.latest_promise = (
+            False,
+            None,
+            None,
+            None,
+        )  # whose places are others' now
         self._show()
         return before - places
 

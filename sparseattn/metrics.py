@@ -22,21 +22,23 @@ from torch import Tensor
 from sparseattn import checks
 from sparseattn.attention import attend_chosen
 from sparseattn.board import Board
-from sparseattn.budget import Budget, budget_rows, parse_budget
+from sparseattn.budget import Budget, budget_of, budget_record, parse_budget
 from sparseattn.cache import KVCache
 from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
+from sparseattn.mass import Promise
 from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
 RECALLS = (1, 10, 100)
+ROUNDING = 1e-5  # of sums of weights in float32
 LOOKUP = 0.2  # share of a query head's attention on one indexed row that makes it a lookup
 
 # Name -> (what it is, whether a larger value is better). Shares are of the context at each step. With fewer than k
 # indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON,
-# and so is what a head has none of (lookup_hits without lookups).
+# and so is what a head has none of (lookup_hits without lookups), or a budget (promised without a mass).
 MEASURES: dict[str, tuple[str, bool]] = {
     "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
     "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
@@ -50,9 +52,17 @@ MEASURES: dict[str, tuple[str, bool]] = {
     "lookups": (f"indexed rows with {LOOKUP:.0%} or more of full attention's weight, per token: of the head", True),
     "lookup_hits": ("share of these rows that are selected", True),
     "relative_error": ("norm of the output's error over the norm of full attention's output", False),
+    "denominator_error": (
+        "relative error of the softmax's denominator: of a sample what it estimates, of other choices what they miss",
+        False,
+    ),
     "mse": ("mean squared error of the output's components", False),
     "attended": ("rows in the softmax of a query head", False),
     "attended_share": ("the same over the context", False),
+    "kept": ("of these, rows that were chosen: beyond sink, window and rows that wait to be sealed", False),
+    "oracle_kept": ("of a budget by mass, the fewest rows to choose with which a query head holds it", False),
+    "promised": ("of a budget by mass, the share that the rows attended hold by the method's estimate", True),
+    "fulfilled": ("of a budget by mass, the share of tokens at which the rows attended hold it", True),
     "distinct_rows": ("distinct rows read by the query heads of a KV head", False),
     "scanned": ("rows or representatives scored to choose", False),
     "scanned_share": ("the same over the context", False),
@@ -132,7 +142,7 @@ class Evaluation:
             "trace": self.trace,
             "selector": self.selector,
             "label": self.label,
-            "budget": self.budget,
+            "budget": budget_record(self.budget),
             **self.settings,
             "layers": list(self.layers),
             "mean": {name: json_number(self.mean(name)) for name in self.heads},
@@ -266,7 +276,7 @@ def evaluate_budgets(
             ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
             query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
             part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
-            _append(cache, part, positions, 0, trace.tokens - last)
+            append_rows(cache, part, positions, 0, trace.tokens - last)
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
             parts.append(
@@ -406,7 +416,7 @@ def check_replay(
         )
     for share in methods.values():
         for budget in budgets:
-            budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
+            budget_of(share.selector, share.budget(budget), trace.tokens - last)
     if layers is not None:
         for index, share in each:
             shape = trace.shapes[index]
@@ -433,7 +443,8 @@ def check_replay(
             )
 
 
-def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+    """Stores the rows `start` to `stop` of a trace's layer, with the queries that the selector learns from."""
     learns = cache.selector.learns
     lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
@@ -466,7 +477,7 @@ def _replay(
     series: dict[str, list[Tensor]] = {name: [] for name in steps}
     tokens = len(positions)
     for t in range(tokens - last, tokens):
-        _append(cache, layer, positions, t, t + 1)
+        append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
         if cache.selector.foresees:
@@ -510,6 +521,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
     reads = reference.named(selection, bounds, heads, rows).expand(-1, -1, group, -1)  # [1,H,G,N]
     logits = query @ keys.mT * scale  # [1,H,G,N]
+    total = logits.logsumexp(-1)  # [1,H,G]
     weights = logits.softmax(-1)
     full = weights @ values  # [1,H,G,D]
     out = attend_chosen(query, cache, selection, scale=scale)
@@ -539,9 +551,12 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "lookups": sought.sum(-1),
         "lookup_hits": hits / sought.sum(-1),  # NaN without any
         "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
+        "denominator_error": (_log_sum(query, logits, reads, selection, indexed, tail, scale) - total).expm1().abs(),
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
+        "kept": reads[..., indexed].sum(-1),
+        **_promised(cache.latest_promise, weights, reads, indexed),
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
@@ -552,3 +567,47 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     for k in RECALLS:
         measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
     return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def _log_sum(
+    query: Tensor,
+    logits: Tensor,
+    reads: Tensor,
+    selection: Selection,
+    indexed: slice,
+    tail: Tail | None,
+    scale: float,
+) -> Tensor:
+    """`[1,H,G]`: log-sum-exp of the logits `[1,H,G,N]` of the rows that a step attends to, with biases and tail."""
+    heads = query.shape[1]
+    logits = logits.masked_fill(~reads, -torch.inf)
+    if selection.bias is not None:
+        bias = selection.row_bias(indexed.stop - indexed.start).unflatten(1, (heads, -1))
+        logits = torch.cat([logits[..., : indexed.start], logits[..., indexed] + bias, logits[..., indexed.stop :]], -1)
+    if tail is None:
+        return logits.logsumexp(-1)
+    own, bias = (
+        part(tail.keys.shape[2]).unflatten(1, (heads, -1)) for part in (tail.selection.mask, tail.selection.row_bias)
+    )
+    more = (query @ tail.keys.mT * scale + bias).masked_fill(~own, -torch.inf)
+    return torch.cat([logits, more], -1).logsumexp(-1)
+
+
+def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
+    """The measures `[1,H,G]` of a budget by mass; NaN for another.
+
+    Args:
+        weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.
+        indexed: the rows to choose from.
+    """
+    if promise is None:
+        none = weights.new_full(weights.shape[:3], math.nan)
+        return {"oracle_kept": none, "promised": none, "fulfilled": none}
+    far = weights[..., indexed].sort(-1, descending=True).values
+    before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
+    held = (weights * reads).sum(-1)
+    return {
+        "oracle_kept": (before < promise.wanted).sum(-1),
+        "promised": promise.held.view(held.shape),
+        "fulfilled": (held >= promise.wanted * (1 - ROUNDING)).double(),
+    }

@@ -60,8 +60,11 @@ from sparseattn import (
     SparQ,
     Tail,
     Tailed,
+    TopP,
     TwoStage,
     Unique,
+    VAttention,
+    Weighed,
     Window,
 )
 from sparseattn.artefact import Artefact, Classifier, Partition
@@ -249,7 +252,7 @@ class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
     def __init__(self, inner: Selector) -> None:
-        self.inner, self.span = inner, inner.span
+        self.inner, self.span, self.estimates = inner, inner.span, inner.estimates
 
     def fix(self, rows: int, seal: int) -> None:
         self.inner.fix(rows, seal)
@@ -262,6 +265,9 @@ class Same(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        return self.inner.weigh(query, positions, budget)
 
     def keep(self, ids: Tensor) -> None:
         self.inner.keep(ids)
@@ -334,7 +340,7 @@ SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
     "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
     "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest",
-    "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "twostage-estimate",
+    "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate", "vattention-pages",
 }  # fmt: skip
 
 
@@ -416,6 +422,19 @@ CASES = [
         "twostage-saap",
         lambda: TwoStage(drawn(SAAP, probes=4), 4, rows=16),
         lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, rows=16),
+    ),
+    Case("topp", lambda: TopP(p=0.9, propose=48, rows=16), lambda: TopP(p=1.0, propose=1.0, rows=16)),
+    Case(
+        "topp-group",
+        lambda: TopP(Quest(8, "each"), 0.6, 40, 16, "softmax"),
+        lambda: TopP(Quest(8, "each"), 1, 1.0, 16, "softmax"),
+    ),
+    # A base sample of as many draws as there are rows reads every row.
+    Case("vattention", lambda: VAttention(top=5), lambda: VAttention(rate=1.0)),
+    Case(
+        "vattention-pages",
+        lambda: VAttention(Quest(8), 0.5, 0.2, 0.1, 24),
+        lambda: VAttention(Quest(8), 1e-6, 0.2, 1.0, 0.1),
     ),
     Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
     Case("same-estimate", lambda: Same(Estimate()), lambda: Same(Estimate())),

@@ -419,3 +419,43 @@ def test_views_of_choices_read_again() -> None:
     words = " ".join(VIEWS["reuse-findings"](record).split())
     assert "`quest` at 256 rows: `freekv` makes 80 % of the choices, reads 28.0 % of the cache's bytes" in words
     assert "`exact:group=softmax` at 256 rows: none of 1 settings of `kascade` recovers 95 %" in words
+
+
+def test_views_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = synthetic(600, heads=1, group=2, size=16, gap=0.3)
+    lines = [
+        evaluate_budgets(trace, name, ["mass:0.7", "mass:0.9"], last=2)[at].record()
+        for name in ("exact", "lowbit:rows=16,group=each", "quest")
+        for at in (0, 1)
+    ]
+    record = record_of("mass", "bench.jsonl", [{**one, "trace.model": "a model"} for one in lines])
+    shown = VIEWS["mass-table"](record)
+    assert "| `exact`, 0.7 | 0." in shown
+    assert "(worst head)" in shown
+    said = " ".join(VIEWS["mass-findings"](record).split())
+    assert "Asked for 70 %: in the mean `exact`" in said
+    assert "The widest gap: `" in said
+    record["settings"]["mean.promised"] = 0.5  # of all of them
+    record["columns"] = [name if name != "mean.promised" else "other" for name in record["columns"]]
+    record["columns"] = [name if name != "mean.mass" else "another" for name in record["columns"]]
+    record["settings"]["mean.mass"] = 0.505
+    assert "In 6 of 6 cases" in " ".join(VIEWS["mass-calibrated"](record).split())
+    pruned = evaluate_budgets(trace, "topp:rows=16", [None], last=2)[0].record()
+    record = record_of("topp", "bench.jsonl", [{**pruned, "trace.model": "a model"}])
+    assert "| `topp:rows=16` |" in VIEWS["mass-topp"](record)
+
+    from benchmarks import guarantee
+
+    trace.save(tmp_path / "a.safetensors")
+    words = ["--selector", "vattention:epsilon=0.5", "--selector", "vattention:epsilon=0.01@64"]
+    guarantee.main([str(tmp_path / "a.safetensors"), *words, "--last", "4", "--results", str(tmp_path)])
+    capsys.readouterr()
+    record = json.loads((tmp_path / "guarantee.json").read_text())
+    assert "| `vattention:epsilon=0.01`, 64 rows |" in VIEWS["guarantee-table"](record)
+    assert record["steps"] == len(record["layers"]) * 2 * 4
+    record["results"] = [{**one, "missed": 0.2} for one in record["results"]]
+    said = VIEWS["guarantee-findings"](record)
+    assert "in 0 of 1 settings" in said
+    assert "at 20.0 % of the steps" in said
+    with pytest.raises(SystemExit):
+        guarantee.main([str(tmp_path / "a.safetensors"), "--selector", "quest", "--results", str(tmp_path)])

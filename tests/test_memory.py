@@ -44,8 +44,10 @@ from sparseattn import (
     Selector,
     SparQ,
     Tailed,
+    TopP,
     TwoStage,
     Unique,
+    VAttention,
     decode,
     make_selector,
 )
@@ -79,6 +81,7 @@ MAKE = {
     "pq-each": lambda: PQ(8, 4, 300, 1, "each"),
     "sparq-mean": lambda: SparQ(8, True),
     "loki-each": lambda: Loki(5, group="each"),
+    "topp": lambda: TopP(rows=16),
     "twostage": lambda: TwoStage(rows=16),
     "twostage-union": lambda: TwoStage(Quest(8, "each"), 3, rows=16),
     "bridge": lambda: make_selector("bridge:probes=2,neighbours=16,guides=50"),
@@ -186,6 +189,8 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters |= {"t": getattr(selector, "tables", 0), "y": selector.count}
     if isinstance(chooses := selector.inner if isinstance(selector, Kascade) else selector, Exact):
         letters["T"] = chooses.kept.data.shape[-1]
+    if isinstance(selector, VAttention):
+        letters["T"] = selector.inner.kept.data.shape[-1]
     if hasattr(selector, "probes"):
         letters["V"] = selector.probes
     return letters
@@ -313,11 +318,23 @@ def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) ->
         return {"J": max(math.ceil(0.5 * letters["Z"]), budget)}
     if not isinstance(cache.selector, TwoStage):
         return {}
+    if isinstance(cache.selector, TopP):
+        return {"J": math.ceil(cache.selector.propose * letters["Z"] / 16) * 16}
     lists = letters["G"] if name.endswith("union") else 1
     return {"J": min(cache.selector.times * budget, letters["Z"]) * lists}
 
 
-WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
+WITHOUT = [
+    "lowbit",
+    "lowbit-scales",
+    "lowbit-page",
+    "fier-each",
+    "selfindex",
+    "pq",
+    "twostage",
+    "twostage-union",
+    "topp",
+]
 WITHOUT += ["pqcache", "sparq-mean", "doublesparsity", "loki-each"]
 
 
@@ -389,6 +406,8 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
         "clse": {"a": 2},
         "ellipsoid": {"a": 4},
         "twostage": {"b": 32, "L": 64},
+        "topp": {"b": 64, "L": 64},
+        "vattention": {"T": 1024},  # at most half of the budget
     }
     kinds = ("KV", "books", "metadata", "index")
     named = {row[0]: [float(cell.removesuffix(" %")) for cell in row[1:]] for row in rows_of("For 1,000 tokens")}

@@ -34,6 +34,13 @@ HASHED = (
     "--selector random --selector kdeformer:rows=0 --selector reformer:rows=0 --selector magicpig "
     "--selector magicpig:bits=9,tables=120"
 )
+# What says how much its rows weigh, of each kind, every query head for itself.
+ESTIMATES = (
+    *("lowbit:bits=4,group=each", "lowbit:group=each", "lowbit:bits=1,group=each", "fier:group=each"),
+    *("loki:group=each", "sparq:mean=False,group=each", "quest:group=each"),
+)
+MASSES = "mass:0.9,mass:0.95,mass:0.98"
+TOPP = "--selector topp --selector topp:p=0.95 --selector topp:propose=1.0 --selector topp:inner=[lowbit:group=each]"
 DROPPING = "--selector h2o --selector tova --selector snapkv"
 WITHOUT_GRAPH = "--selector snapkv --selector infllm:page=16 --selector quest --selector magicpig --selector flat"
 GRAPHS = "--selector retrieval:share=0.25 --selector robustvamana"
@@ -302,6 +309,59 @@ def frontier(model: str, text: str, tokens: int, layers: str, minutes: float) ->
         minutes,
         "bench.jsonl",
     )
+
+
+def by_mass(model: str, text: str, other: str, layers: str, minutes: tuple[float, float, float, float]) -> list[Step]:
+    """Budgets by mass on one text of a model: estimates as they are, and fitted on another text; top-p; vAttention."""
+    short = model.partition("-")[0]
+
+    def captured(name: str) -> str:
+        return (
+            f"sparseattn capture --model {model} --text {name} --tokens 8192 --layers {layers} --queries 32 "
+            f"--dtype bfloat16 --out OUT/{name}.safetensors && "
+        )
+
+    measured = f"sparseattn bench OUT/{text}.safetensors {EQUAL} --no-figures --out OUT"
+    fits = "".join(
+        f"sparseattn calibrate OUT/{other}.safetensors --method mass --selector {spec} --window 92 --out "
+        f"OUT/{at}.safetensors && "
+        for at, spec in enumerate(ESTIMATES)
+    )
+    fitted = " ".join(
+        f"--selector 'sparseattn:Fitted:inner=[{spec}],artefact=OUT/{at}.safetensors'"
+        for at, spec in enumerate(ESTIMATES)
+    )
+    every = " ".join(f"--selector {spec}" for spec in ("exact", "exact:group=softmax", *ESTIMATES))
+    return [
+        Step(
+            f"mass-{short}",
+            f"mass promised and held on {model}'s keys of the text {text}, and rows beside the fewest",
+            f"{captured(text)}{measured} {every} --budget {MASSES}",
+            minutes[0],
+            "bench.jsonl",
+        ),
+        Step(
+            f"mass-calibrated-{short}",
+            f"the same with estimates fitted on the text {other}",
+            f"{captured(other)}{fits}{captured(text)}{measured} {fitted} --budget {MASSES}",
+            minutes[1],
+            "bench.jsonl",
+        ),
+        Step(
+            f"topp-{short}",
+            f"Twilight's top-p on {model}'s keys of the text {text}",
+            f"{captured(text)}{measured} {TOPP} --budget all",
+            minutes[2],
+            "bench.jsonl",
+        ),
+        Step(
+            f"vattention-{short}",
+            f"how often vAttention's denominator is off by more than epsilon, on {model}'s keys of the text {text}",
+            f"{captured(text)}python -m benchmarks.guarantee OUT/{text}.safetensors --results OUT",
+            minutes[3],
+            "guarantee.json",
+        ),
+    ]
 
 
 STEPS = (
@@ -587,6 +647,8 @@ STEPS = (
     tails("gemma3-270m", "as-you-like-it", 16384, "5,11,17", "", 5),
     frontier("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 6),
     frontier("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 6),
+    *by_mass("smollm2", "workshop", "paradise-lost", "2,10,18,26", (9, 12, 4, 8)),
+    *by_mass("gemma3-270m", "as-you-like-it", "workshop", "5,11,17", (6, 8, 3, 5)),
     Step(
         "bench-all",
         "every method as it is by default, at equal rows and at equal bytes, in one run",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.budget import Budget, budget_rows, parse_budget
+from sparseattn.budget import Budget, budget_order, parse_budget
 from sparseattn.builtin import BUILTIN, LEADING
 from sparseattn.cli import bench_layers, report
 from sparseattn.cli.bench_methods import ALL, Asked, Fitting
@@ -76,7 +76,11 @@ def bench(
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
-        str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
+        str,
+        typer.Option(
+            help="Rows beyond sink and window: numbers, shares of the context, a mass of the attention (mass:0.95, or "
+            "with 2048 rows at most mass:0.95:2048), or all."
+        ),
     ] = "64,256,1024",
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
@@ -277,7 +281,7 @@ def _measure(
     with progress_bar() as bar:
         for i, (trace, fit) in enumerate(plan):
             for method, budgets in fit.methods:
-                rising = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
+                rising = sorted(budgets, key=lambda one: budget_order(one, trace.tokens))
                 mine = rising if method.uses_budget else rising[:1]
                 steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
                 named = repr(method) if isinstance(method, Selector) else method.label()

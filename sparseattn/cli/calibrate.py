@@ -1,9 +1,10 @@
-"""`sparseattn calibrate`: what Loki, Double Sparsity and Kascade take from traces, as a file for their selectors."""
+"""`sparseattn calibrate`: what Loki, Double Sparsity, Kascade and budgets by mass take from traces, as files."""
 
 from __future__ import annotations
 
 import json as json_module
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +14,14 @@ import typer
 from sparseattn.calibration import METHODS, Calibration
 from sparseattn.cli.common import Screen, in_a_sentence, integers, progress_bar
 from sparseattn.devices import usable_device
+from sparseattn.fitting import fit as fit_estimates
+from sparseattn.selectors import make_selector
+from sparseattn.traces import Trace
 from sparseattn.training.calibrate import calibrate as fit
 from sparseattn.training.recipe import TrainingError
 from sparseattn.training.similarity import similarity
 
+MASS = "mass"  # of --method
 QUARTER = 4  # the methods' default: a quarter of the dimensions
 KASCADE = "kascade"
 SHOWN = 8  # numbers of anchors that a report names
@@ -25,7 +30,7 @@ SHOWN = 8  # numbers of anchors that a report names
 @in_a_sentence
 def calibrate(
     traces: Annotated[list[Path], typer.Argument(help="Traces of one model, or folders of them.")],
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)} or {KASCADE}.")],
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}, {KASCADE} or {MASS}.")],
     out: Annotated[Path, typer.Option(help="Calibration to write, a .safetensors file.")],
     layers: Annotated[str | None, typer.Option(help="Layers to calibrate, such as 1,2,5; default all.")] = None,
     before_rope: Annotated[
@@ -35,16 +40,28 @@ def calibrate(
         int | None, typer.Option(help="kascade: queries of each prompt that layers are compared on; default 64.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
+    selector: Annotated[
+        str | None, typer.Option(help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.")
+    ] = None,
+    sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = 4,
+    window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = 64,
+    last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = 32,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
-    """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result."""
+    """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass, fit
+    a selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
     place, indices = usable_device(device), integers(layers, "--layers")
+    if (method == MASS) != (selector is not None):
+        raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {method}")
     if method == KASCADE:
         if before_rope:
             raise TrainingError(f"{KASCADE} takes keys and queries after RoPE, not before it")
         return _compare(traces, out, indices, 64 if queries is None else queries, place, json)
     if queries is not None:
         raise TrainingError(f"--queries is for {KASCADE}, and {method} takes every token")
+    if selector is not None:
+        _fit(traces, selector, out, indices, (sink, window, last), json)
+        return
     started = time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task(f"calibrate {method}", total=None)
@@ -71,6 +88,38 @@ def calibrate(
     console.print(
         f"{out}: {len(made.layers)} layers, {len(made.meta['prompts'])} prompts, {seconds:.0f} s", soft_wrap=True
     )
+
+
+def _fit(
+    paths: Sequence[Path], spec: str, out: Path, layers: list[int] | None, zones: tuple[int, int, int], json: bool
+) -> None:
+    """`--method mass`: writes `out` and says what was found."""
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise ValueError(f"fitted estimates are a .safetensors file in a folder that is there, got {out}")
+    selector, opened = make_selector(spec), [Trace.open(path) for path in paths]
+    sink, window, last = zones
+    with progress_bar() as bar:
+        task = bar.add_task(f"fit {spec}", total=None)
+        made = fit_estimates(
+            opened,
+            selector,
+            sink=sink,
+            window=window,
+            last=last,
+            layers=layers,
+            progress=lambda n: bar.advance(task, n),
+        )
+    made.save(out)
+    means = {index: (float(scale.mean()), float(offset.mean())) for index, (scale, offset) in made.layers.items()}
+    if json:
+        report = {"estimates": str(out), "selector": made.selector, "bytes": out.stat().st_size}
+        by_layer = {str(i): {"scale": round(a, 4), "offset": round(c, 4)} for i, (a, c) in means.items()}
+        typer.echo(json_module.dumps({**report, "layers": by_layer, **made.meta}))
+        return
+    console = Screen()
+    console.print("scale and offset, mean over heads:")
+    console.print("  ".join(f"layer {index} {a:.2f} {c:+.2f}" for index, (a, c) in means.items()))
+    console.print(f"{out}: {made.selector}, {len(means)} layers", soft_wrap=True)
 
 
 def figure(made: Calibration, layer: int) -> float:

@@ -89,7 +89,8 @@ def evaluate(
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
-        str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
+        str,
+        typer.Option(help="Rows beyond sink and window: numbers, shares of the context, a mass (mass:0.95), or all."),
     ] = "64,256,1024",
     protocol: Annotated[
         str,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparseattn.budget import budget_rows, parse_budget
+from sparseattn.budget import budget_label, budget_of, budget_order, parse_budget
 from sparseattn.cli.common import decimals, integers
-from sparseattn.cli.report import budget_label
 from sparseattn.roles import Method as Sparse
 from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
@@ -159,7 +158,7 @@ def methods(
         ValueError: no such selector or budget, a budget below a selector's span, or two selectors of one label.
     """
     asked = list(dict.fromkeys(parse_budget(part) for part in text.split(",")))
-    asked.sort(key=lambda budget: budget_rows(budget, counts[-1]))
+    asked.sort(key=lambda budget: budget_order(budget, counts[-1]))
     sets = list(dict.fromkeys(map(layer_set, layers)))
     found = [Method()]
     labels: dict[str, str] = {}
@@ -173,6 +172,6 @@ def methods(
                 if isinstance(one, Roles):
                     one.check_budget(budget, counts[0])
                 else:
-                    budget_rows(budget, counts[0], one.span, repr(one))
+                    budget_of(one, budget, counts[0])
                 found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None, where))
     return list({(method.label, method.written, method.layers): method for method in found}.values())

@@ -10,7 +10,7 @@ import torch
 
 from sparseattn.attention import decode
 from sparseattn.board import Board
-from sparseattn.budget import Budget, budget_rows
+from sparseattn.budget import Budget, budget_of
 from sparseattn.cache import KVCache
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import AttentionLayer
@@ -103,7 +103,7 @@ def of_layer(given: Any, index: int) -> Any:
 def check_budget(index: int, budget: Budget, share: Share) -> None:
     """A budget fits the selector of a layer's heads; else ValueError."""
     try:
-        budget_rows(share.budget(budget), 1, share.selector.span, repr(share.selector))
+        budget_of(share.selector, share.budget(budget), 1)
     except ValueError as error:
         raise ValueError(f"layer {index}: {error}") from error
 

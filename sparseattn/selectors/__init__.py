@@ -16,6 +16,7 @@ from sparseattn.selectors.doublesparsity import DoubleSparsity
 from sparseattn.selectors.ellipsoid import Ellipsoid
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.fitted import Fitted
 from sparseattn.selectors.freekv import FreeKV
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.infinigen import InfiniGen
@@ -48,9 +49,11 @@ from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
 from sparseattn.selectors.sparq import SparQ
 from sparseattn.selectors.tailed import Tailed
+from sparseattn.selectors.topp import TopP
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
 from sparseattn.selectors.unique import Unique
+from sparseattn.selectors.vattention import VAttention
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
@@ -67,6 +70,7 @@ __all__ = [
     "Ellipsoid",
     "Exact",
     "Fier",
+    "Fitted",
     "Flat",
     "FreeKV",
     "InfLLM",
@@ -101,8 +105,10 @@ __all__ = [
     "SnapKV",
     "SparQ",
     "Tailed",
+    "TopP",
     "TwoStage",
     "Unique",
+    "VAttention",
     "Window",
     "as_selector",
     "make_selector",
@@ -149,9 +155,11 @@ SELECTORS: dict[str, type[Selector]] = {
     "snapkv": SnapKV,
     "sparq": SparQ,
     "tailed": Tailed,
+    "topp": TopP,
     "tova": TOVA,
     "twostage": TwoStage,
     "unique": Unique,
+    "vattention": VAttention,
     "window": Window,
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.storage import State
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth", "scale", "board")  # what parts are told as well
+# What parts are told as well.
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "near", "depth", "scale", "board")
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -110,6 +111,7 @@ class Selector(ABC):
         tails: whether it has rows of its own to attend to (`tail`), or a part has.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
+        estimates: whether it says what its rows weigh (`weigh`), so that a budget may be a mass.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
         usual: parts that are as by default, as `label` says them.
@@ -133,6 +135,12 @@ class Selector(ABC):
             `reorder` and `crop` drop it. None: nobody has.
         board: where a layer that chooses for others leaves its choice, one for all layers of a model that run one after
             another. None: it is shown no other layer.
+        needs_near: whether `select` goes by `near`, or a part's does.
+        near: `[B,H,G]` float32, the natural logarithm of the sum of exponentiated logits of the rows that every query
+            reads, sink and unsealed; told for one `select`. -inf for none, None outside a cache. Where sealed rows lie
+            apart the host waits for it.
+        fit: scale and offset `[H,G]` that make estimates of logits hold what they promise, of all of a layer's heads
+            (`Fitted`); None: as they are. See `fitted`.
     """
 
     span: int = 1
@@ -144,7 +152,9 @@ class Selector(ABC):
     tails: bool = False
     host: bool = False
     foresees: bool = False
+    needs_near: bool = False
     uses_budget: bool = True
+    estimates: bool = False
     width: int | None = None
     knob: str | None = None
     usual: tuple[str, ...] = ()
@@ -157,6 +167,8 @@ class Selector(ABC):
     stored: Tensor | None = None
     ahead: Tensor | None = None
     board: Board | None = None
+    near: Tensor | None = None
+    fit: tuple[Tensor, Tensor] | None = None
 
     @property
     def unit(self) -> int:
@@ -172,6 +184,7 @@ class Selector(ABC):
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
             self.foresees = self.foresees or value.foresees
+            self.needs_near = self.needs_near or value.needs_near
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -243,6 +256,30 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        """`select`, and what the rows chosen weigh by the method's own estimate; asked in its place if `estimates`.
+
+        For budgets by mass: of the rows named, the heaviest are read until a share of the softmax is held. So logits
+        are to be those of the step (`temperature`), and the estimate is to be of a sum, not the bound of a logit.
+
+        Args:
+            query, positions, budget: as `select` is given; of rows with the same score others may be chosen.
+
+        Raises:
+            ValueError: a method that does not estimate.
+        """
+        raise ValueError(
+            f"{self!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass"
+        )
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        """Estimates of logits `[B,H,G,P]` for `weigh`, scaled and shifted where a `fit` says how."""
+        if self.fit is None:
+            return logits
+        which = list(self.numbers(logits.shape[1]))
+        scale, offset = (part.to(logits.device)[which][None, :, :, None] for part in self.fit)
+        return logits * scale + offset
 
     def held(self) -> Tensor | None:
         """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.
@@ -355,12 +392,12 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = twin.ahead = None  # behind the parts, which are told
+        twin.stored = twin.ahead = twin.near = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
-        self.ahead = None  # of sequences as they were
+        self.ahead = self.near = None  # of sequences as they were
         for _, state in self._states():
             state.take(index)
         for _, part in self.parts():
@@ -368,7 +405,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = self.ahead = None
+        self.stored = self.ahead = self.near = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
 from sparseattn.storage import RowBuffer
 
@@ -21,6 +21,9 @@ class Exact(Selector):
             of the largest probability that any query head gives (OmniKV's filter layers).
         refresh: choose anew at every `refresh`-th query and keep the choice in between; 1 is the oracle. The fixed set
             of RetrievalAttention's Figure 2 (https://arxiv.org/abs/2409.10516) is `refresh` = the tokens replayed.
+
+    With a `Mass` as budget it is the reference of every budget that follows the data: by true weights, the fewest rows
+    with which a head holds the share.
     """
 
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
@@ -30,6 +33,7 @@ class Exact(Selector):
         self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.kept = RowBuffer(2)  # [B,Hs,S] the choice in force, best first
         self.asked = 0
+        self.estimates = refresh == 1  # a choice that is kept was weighed for another query
 
     def fix(self, rows: int, seal: int) -> None:
         if self.refresh > 1:
@@ -44,8 +48,6 @@ class Exact(Selector):
         self.asked = 0
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
-        chosen = heads * group if self.group == "each" else heads
         fresh = self.asked % self.refresh == 0
         self.asked += 1
         if fresh:
@@ -53,11 +55,23 @@ class Exact(Selector):
             if self.real.rows:
                 self.kept.append(self._best(self._scores(query), budget))
         if not self.kept.rows:
-            return Selection.none(batch, heads, query.device)
-        scanned = self.real.visible.sum(-1)[:, None] * int(fresh)  # [B,1]
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        return self._named(query, self.kept.data[..., :budget], int(fresh))
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        if not self.estimates:
+            return super().weigh(query, positions, budget)
+        if not self.real.rows:
+            return Weighed.nothing(query)
+        scores = self._scores(query)
+        return Weighed.of(self._named(query, best(vote(scores, self.group), budget), 1), self.fitted(scores))
+
+    def _named(self, query: Tensor, ids: Tensor, scans: int) -> Selection:
+        """The rows `ids` `[B,Hs,S]`, chosen by so many scans of all keys."""
+        heads, size = query.shape[1], query.shape[3]
+        scanned = self.real.visible.sum(-1)[:, None] * scans  # [B,1]
         read = scanned * size * self.bytes_of(query)
-        ids = self.kept.data[..., :budget]
-        return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
+        return Selection.tokens(ids, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))
 
     def _best(self, scores: Tensor, budget: int) -> Tensor:
         """`[B,Hs,S]`: the best rows, where their scores are `[B,H,G,N]`."""

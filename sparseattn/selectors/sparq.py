@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.selectors.base import Rows, check_least
 from sparseattn.selectors.ranked import Ranked
 from sparseattn.storage import RowBuffer
@@ -71,6 +71,14 @@ class SparQ(Ranked):
         if self._adds(query):
             self._asked = logits
         return self.named(query, logits, budget)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        if not self.real.rows:
+            return Weighed.nothing(query)
+        logits = self.logits(query)
+        if self._adds(query):
+            self._asked = logits
+        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
 
     def logits(self, query: Tensor) -> Tensor:
         largest, asked = largest_channels(query, self.channels, self.temperature(query.shape[3]))
