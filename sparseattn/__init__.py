@@ -3,6 +3,7 @@
 from sparseattn.attention import decode
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
+from sparseattn.kernels.coded import CodedRows, attend_coded
 from sparseattn.metrics import Evaluation, evaluate
 from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import (
@@ -57,6 +58,7 @@ __all__ = [
     "SELECTORS",
     "TOVA",
     "Bounds",
+    "CodedRows",
     "DoubleSparsity",
     "Evaluation",
     "Exact",
@@ -92,6 +94,7 @@ __all__ = [
     "TwoStage",
     "Window",
     "attend",
+    "attend_coded",
     "decode",
     "evaluate",
     "make_selector",

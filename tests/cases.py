@@ -125,7 +125,7 @@ class Heaviest(Selector):
     """
 
     last_queries = 3
-    evicts = True
+    evicts = reads_stored = True
 
     def __init__(self, rows: int = 40) -> None:
         self.rows = rows
@@ -175,7 +175,7 @@ class Estimate(Selector):
     second one read has a bias of log 2, and what is left is one row: a zero key, the mean value of all, its number.
     """
 
-    observes = tails = True
+    observes = tails = reads_stored = True
 
     def __init__(self) -> None:
         self.real = RowBuffer(1, spare=False)  # [B,N]

@@ -20,6 +20,8 @@ class Exact(Selector):
             of RetrievalAttention's Figure 2 (https://arxiv.org/abs/2409.10516) is `refresh` = the tokens replayed.
     """
 
+    reads_stored = True
+
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
         if refresh < 1:
             raise ValueError(f"refresh is 1 or more queries, got {refresh}")
