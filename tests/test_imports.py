@@ -95,7 +95,7 @@ ARROWS = {
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "ahead")),
+    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "ahead")),
     "transformers": (
         "integrations/models.py",
         "integrations/gguf.py",
