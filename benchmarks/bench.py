@@ -20,6 +20,7 @@ from benchmarks.rounds import Copy, figures, first_look, in_rounds, rounds
 from benchmarks.step import Calls, appending, cost, filled, itemised, memory
 from sparseattn.attention import decode
 from sparseattn.cache import KVCache
+from sparseattn.roles import rounded_label
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Bench:
         cache = made.cache
         calls, timed, result = self.steps(cache, method.budget)
         out: dict[str, Any] = {
-            "selector": method.spec,
+            "selector": rounded_label(method.spec, method.bits),
             "label": repr(cache.selector),
             "sink": method.sink,
             "window": method.window,

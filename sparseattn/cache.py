@@ -27,6 +27,13 @@ from sparseattn.stored import StoredRows
 from sparseattn.tensors import only_tensors
 from sparseattn.zones import Zones
 
+GROUP = 32  # rows of keys of a few bits that share levels, KIVI's
+
+
+def unit_of(selector: Selector, bits: int | None = None, group: int = GROUP) -> int:
+    """Rows are sealed in multiples of this: the selector's unit, and with `bits` whole groups of `group` rows."""
+    return selector.unit if bits is None else math.lcm(selector.unit, group)
+
 
 class KVCache:
     """Keys and values of B sequences and H heads, with the selector that indexes them.
@@ -91,7 +98,7 @@ class KVCache:
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
         bits: int | None = None,
-        group: int = 32,
+        group: int = GROUP,
         exact: bool = False,
         check: bool = False,
     ) -> None:
@@ -147,8 +154,8 @@ class KVCache:
 
     @property
     def unit(self) -> int:
-        """Rows are sealed in multiples of this: the selector's unit, and whole groups of rows of a few bits."""
-        return self.selector.unit if self.bits is None else math.lcm(self.selector.unit, self.group)
+        """Rows are sealed in multiples of this, see `unit_of`."""
+        return unit_of(self.selector, self.bits, self.group)
 
     # -- what is stored ------------------------------------------------------------------------------------------
 

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from cases import CASES, Case, attention, full, heads, missing
+from cases import CASES, Case, attention, heads, missing
 from torch import Tensor
 
-from sparseattn import CodedRows, KVCache, LowBit, Quest, Selection, SnapKV, Window, attend, attend_coded, decode
+from sparseattn import CodedRows, KVCache, Selection, attend, attend_coded, decode
 from sparseattn.kernels import coded
-from sparseattn.selectors.buckets import Partitioned
 
 B, H, G, D = 2, 2, 3, 32
 
@@ -80,9 +79,17 @@ def expected(query: Tensor, rows: CodedRows, selection: Selection) -> tuple[Tens
 
 
 @pytest.mark.parametrize("impl", ["torch", "numba"])
-@pytest.mark.parametrize(("bits", "size", "name"), [
-    (8, 32, "pages"), (8, 80, "rows"), (4, 80, "pages"), (4, 33, "rows"), (4, 32, "runs"), (8, 32, "none"),
-])
+@pytest.mark.parametrize(
+    ("bits", "size", "name"),
+    [
+        (8, 32, "pages"),
+        (8, 80, "rows"),
+        (4, 80, "pages"),
+        (4, 33, "rows"),
+        (4, 32, "runs"),
+        (8, 32, "none"),
+    ],
+)
 def test_attention_is_that_over_the_rows_read_back(bits: int, size: int, name: str, impl: str) -> None:
     queries, _, _ = heads(B, H, G, 1, size, seed=5)
     query, rows = queries[:, :, :, 0], rows_of(bits, size=size)

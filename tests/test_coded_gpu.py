@@ -20,14 +20,17 @@ def there(rows: CodedRows) -> CodedRows:
     return CodedRows(*parts, rows.bits, rows.group)
 
 
-@pytest.mark.parametrize(("bits", "size", "name", "dtype"), [
-    (8, 32, "pages", torch.float32),
-    (4, 80, "rows", torch.float32),
-    (4, 64, "runs", torch.float16),
-    pytest.param(8, 80, "rows", torch.float16, marks=pytest.mark.slow),
-    pytest.param(4, 33, "rows", torch.float32, marks=pytest.mark.slow),
-    pytest.param(8, 128, "none", torch.float32, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("bits", "size", "name", "dtype"),
+    [
+        (8, 32, "pages", torch.float32),
+        (4, 80, "rows", torch.float32),
+        (4, 64, "runs", torch.float16),
+        pytest.param(8, 80, "rows", torch.float16, marks=pytest.mark.slow),
+        pytest.param(4, 33, "rows", torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, 128, "none", torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_the_kernel_attends_to_the_rows_read_back(bits: int, size: int, name: str, dtype: torch.dtype) -> None:
     queries, _, _ = heads(B, H, G, 1, size, seed=5)
     query, rows = queries[:, :, :, 0].to(dtype), rows_of(bits, size=size, dtype=dtype)

@@ -46,12 +46,25 @@ ARROWS = {
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "selectors.base": ("kernels.scoring", "selection", "storage", "rope"),
     "selectors": ("kernels", "selection", "storage", "rope", "artefact", "calibration", "hashes", "selectors"),
-    "checks": ("selectors.base", "tensors"),
+    "checks": ("kernels.coded", "selectors.base", "tensors"),
     "keeping": ("hashes", "selectors.base", "storage"),
     "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),
-    "stored": ("checks", "queries", "selection", "selectors.base", "storage", "zones"),
+    "codes": ("kernels.coded", "storage"),
+    "stored": ("checks", "codes", "queries", "selection", "selectors.base", "storage", "zones"),
     "cache": (
-        *("budget", "checks", "contract", "indexes", "keeping", "selection", "selectors", "stored", "tensors"),
+        *(
+            "budget",
+            "checks",
+            "codes",
+            "contract",
+            "indexes",
+            "keeping",
+            "kernels.coded",
+            "selection",
+            "selectors",
+            "stored",
+            "tensors",
+        ),
         "zones",
     ),
     "attention": ("budget", "cache", "kernels", "selection"),
@@ -95,7 +108,9 @@ ARROWS = {
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "ahead")),
+    "triton": tuple(
+        f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "ahead")
+    ),
     "transformers": (
         "integrations/models.py",
         "integrations/gguf.py",

@@ -102,7 +102,13 @@ CODED = [
     ("float32", 256, 64, 16, 4, 32, False, False),
 ]
 SIXTEEN = ("f32.f16.f16", "f32.bf16.bf16", "kind::f16")  # what instructions of 16-bit products are called
-MULTIPLY = ("attend_split", "attend_codes", "score_pages", "score_rows", "score_listed_rows")  # by tensor cores in 16 bits
+MULTIPLY = (
+    "attend_split",
+    "attend_codes",
+    "score_pages",
+    "score_rows",
+    "score_listed_rows",
+)  # by tensor cores in 16 bits
 Rows = list[dict[str, Any]]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sparseattn.attention import decode
 from sparseattn.budget import Budget, budget_rows
-from sparseattn.cache import KVCache
+from sparseattn.cache import GROUP, KVCache, unit_of
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import AttentionLayer
 from sparseattn.integrations.routing import name_of
@@ -115,10 +115,12 @@ def try_out(
     budget: Budget,
     apart: torch.device | str | None,
     impl: str | None,
+    bits: int | None = None,
+    group: int = GROUP,
 ) -> None:
     """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now.
 
-    depth: layers of the model.
+    depth: layers of the model. bits, group: as in `KVCache`.
     """
     selector = share.fresh(index, what.rope, depth, what.scale)
     if selector.foresees:
@@ -128,11 +130,11 @@ def try_out(
         )
     heads = what.heads if share.heads is None else len(share.heads.which)
     selector.check_shape(heads, what.group, what.size)
-    count = max(selector.unit, 16)
+    count = max(unit_of(selector, bits, group), 16)
     draw = torch.Generator().manual_seed(0)
     shape = (1, heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
-    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)
+    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, bits=bits, group=group, check=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what so few rows lack
         trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))

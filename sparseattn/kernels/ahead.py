@@ -81,9 +81,7 @@ def compile_coded_ahead(
 
     `row_bytes` is of a row that is read with all others of its group.
     """
-    constants, options = coded_gpu.launch(
-        dtype.itemsize, size, bits, rows, span, group, 1 if per_query_head else group
-    )
+    constants, options = coded_gpu.launch(dtype.itemsize, size, bits, rows, span, group, 1 if per_query_head else group)
     kept = "*bf16" if dtype == torch.float32 else ELEMENT[dtype]
     wide, parts = constants["WIDE"], constants["PARTS"]
     arguments: Arguments = [ELEMENT[dtype], "*u8", kept, "*u8", kept, "*i32", "*i32", "*fp32" if bias else None]

@@ -55,9 +55,7 @@ class CodedRows:
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
-        only_tensors(
-            keys=self.keys, values=self.values, key_levels=self.key_levels, value_levels=self.value_levels
-        )
+        only_tensors(keys=self.keys, values=self.values, key_levels=self.key_levels, value_levels=self.value_levels)
         size, (batch, heads, rows) = self.key_levels.shape[-1], self.keys.shape[:3]
         wanted = {
             "keys": (batch, heads, rows, width(size, self.bits)),

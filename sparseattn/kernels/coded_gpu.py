@@ -167,14 +167,14 @@ def attend_codes(
 TILES = {
     (2, 16): Tile(64, 4, 3),
     (2, 32): Tile(64, 4, 3),
-    (2, 64): Tile(64, 4, 3),
+    (2, 64): Tile(32, 4, 3),
     (2, 128): Tile(32, 4, 3),
     (2, 256): Tile(16, 4, 3),
     (4, 16): Tile(32, 4, 3),
     (4, 32): Tile(32, 4, 3),
     (4, 64): Tile(32, 4, 3),
     (4, 128): Tile(16, 4, 1),
-    (4, 256): Tile(16, 4, 1),
+    (4, 256): Tile(16, 8, 1),
 }
 
 
@@ -259,7 +259,5 @@ def attend(
         )
         if splits > 1:
             constants, options = launch_merge(size)
-            merge_splits[batch * heads * group,](
-                of_splits, lse_of_splits, out, lse, splits, **constants, **options
-            )
+            merge_splits[batch * heads * group,](of_splits, lse_of_splits, out, lse, splits, **constants, **options)
     return out, lse
