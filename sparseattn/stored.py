@@ -278,7 +278,7 @@ class StoredRows:
     # -- sealing -----------------------------------------------------------------------------------------------------
 
     def seal(self, each: list[int], decoded: int) -> Rows:
-        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views, which
+        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views that
         hold until `settle`.
 
         Args:

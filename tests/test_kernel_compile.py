@@ -85,8 +85,8 @@ LOWBIT = [
     ("float32", 128, 4, 2, 64, 1, "softmax", 16),
     ("float32", 256, 17, 4, 64, 16, "each", 16),
 ]
-# dtype, D, span, G, bits, rows of a group of keys, one choice per query head, and whether rows have a bias: the first in
-# every run, the others in the slow one.
+# dtype, D, span, G, bits, rows of a group of keys, one choice per query head, and whether rows have a bias: the first
+# in every run, the others in the slow one.
 CODED = [
     ("bfloat16", 128, 16, 4, 8, 32, False, False),
     ("bfloat16", 128, 16, 4, 4, 32, False, False),
@@ -315,10 +315,15 @@ def test_codes_of_a_few_bits_are_loaded_sixteen_bytes_at_once(compiled: Rows) ->
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_attention_over_rows_of_few_bits_fits_every_architecture(arch: int) -> None:
     """And reads codes sixteen bytes at once, where a row's are a multiple of that and a tile's are as many."""
+    from sparseattn.kernels import coded_gpu
+
     built = elsewhere(f"coded-{arch}")
     assert len(built) == len(CODED)
     test_nothing_spills(built)
     test_shared_memory_lets_two_programs_run_on_a_multiprocessor(built)
+    for row in built:
+        tile = coded_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"])
+        assert tile.resident * row["registers"] * 32 * tile.warps <= 65536, row
     test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(built)
     for row in built:
         if row["dtype"] != "float32" and row["D"] * row["bits"] % 128 == 0:

@@ -58,8 +58,8 @@ class SparseCache(Cache):
         roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
             They name every layer that attends to the whole context. A layer all of whose heads are dense stays as it
             is; one of several roles has a `KVCache` for each, whose dense heads read every row.
-        sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative decoding
-            `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
+        sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative
+            decoding `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
             a comparison.
         dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding

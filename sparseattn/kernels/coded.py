@@ -96,7 +96,7 @@ class CodedRows:
         return list(zip(codes.split(once, 2), levels.split(max(once // group, 1), 2), strict=True))
 
     def taken(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B,Hs,R,D]` float32 of the rows `row` `[B,Hs,R]`, Hs a multiple of H; others are not read."""
+        """Keys and values `[B,Hs,R,D]` float32 of rows `row` `[B,Hs,R]`, Hs a multiple of H; others are not read."""
         keys = _codes(gather.take(self.keys, row), self.bits, self.size)
         values = _codes(gather.take(self.values, row), self.bits, self.size)
         of_keys = gather.take(self.key_levels.flatten(3), row // self.group).unflatten(3, (2, -1))
@@ -218,8 +218,8 @@ def attend_coded(
             bits Triton's kernel rounds what it has read back to the query's dtype, as a model's own rows are.
 
     Returns:
-        out `[B,H,G,D]` in the query's dtype; lse `[B,H,G]` float32 (float64 for float64). A head that reads no row gives
-        0 and -inf.
+        out `[B,H,G,D]` in the query's dtype; lse `[B,H,G]` float32 (float64 for float64). A head that reads no row
+        gives 0 and -inf.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a scale that is no finite number, or an unknown `impl`.
