@@ -21,6 +21,7 @@ from benchmarks.step import Calls, appending, cost, filled, itemised, memory
 from sparseattn.attention import decode
 from sparseattn.budget import budget_record
 from sparseattn.cache import KVCache
+from sparseattn.roles import rounded_label
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Bench:
         cache = made.cache
         calls, timed, result = self.steps(cache, method.budget)
         out: dict[str, Any] = {
-            "selector": method.spec,
+            "selector": rounded_label(method.spec, method.bits),
             "label": repr(cache.selector),
             "sink": method.sink,
             "window": method.window,

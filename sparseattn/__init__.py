@@ -4,6 +4,7 @@ from sparseattn.attention import decode
 from sparseattn.budget import Mass
 from sparseattn.cache import KVCache
 from sparseattn.kernels import attend, merge
+from sparseattn.kernels.coded import CodedRows, attend_coded
 from sparseattn.metrics import Evaluation, evaluate
 from sparseattn.selection import Bounds, Selection, Tail, Weighed
 from sparseattn.selectors import (
@@ -74,6 +75,7 @@ __all__ = [
     "TOVA",
     "Bounds",
     "Clse",
+    "CodedRows",
     "DoubleSparsity",
     "Ellipsoid",
     "Evaluation",
@@ -125,6 +127,7 @@ __all__ = [
     "Weighed",
     "Window",
     "attend",
+    "attend_coded",
     "decode",
     "evaluate",
     "make_selector",

@@ -23,11 +23,11 @@ from sparseattn import checks
 from sparseattn.attention import attend_chosen
 from sparseattn.board import Board
 from sparseattn.budget import Budget, budget_of, budget_record, parse_budget
-from sparseattn.cache import KVCache
+from sparseattn.cache import KVCache, unit_of
 from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
 from sparseattn.mass import Promise
-from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
+from sparseattn.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
@@ -178,6 +178,7 @@ def evaluate(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
@@ -194,11 +195,14 @@ def evaluate(
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
-        seal: as in `KVCache`; default the selector's span, of roles each one's, so that less than a span of further
-            dense rows flatters it.
+        seal: as in `KVCache`; default the selector's unit, of roles each one's (with `bits` the least common multiple
+            with a group), so that less than that of further dense rows flatters it.
         indexes: folder of index files, as in `KVCache`; default none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory. `settings` say which it was.
+        bits: as in `KVCache`: sealed rows are read in 8 or 4 bits, and compared with full attention over the rows as
+            they are. The label then says so, and bytes are those of the codes and levels read, over those of the whole
+            cache as the trace has it.
         steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
 
@@ -218,6 +222,7 @@ def evaluate(
         seal=seal,
         indexes=indexes,
         device=device,
+        bits=bits,
         steps=steps,
         progress=progress,
     )[0]
@@ -249,6 +254,7 @@ def evaluate_budgets(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
@@ -257,10 +263,10 @@ def evaluate_budgets(
     check_steps(steps)
     method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
     if isinstance(method, Selector):
-        seal = method.unit if seal is None else seal
+        seal = unit_of(method, bits) if seal is None else seal
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
-    check_replay(trace, budgets, method, sink, window, last, seal, indices)
+    check_replay(trace, budgets, method, sink, window, last, seal, indices, bits)
     positions, board = trace.positions.to(place), Board()
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
@@ -271,7 +277,14 @@ def evaluate_budgets(
             mine = share.fresh(index, layer.rope, trace.depth, layer.scale)
             mine.width, mine.board = trace.dtype.itemsize, board
             cache = KVCache(
-                mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
+                mine,
+                sink=sink,
+                window=window,
+                seal=unit_of(mine, bits) if seal is None else seal,
+                indexes=indexes,
+                bits=bits,
+                exact=bits is not None,
+                check=True,
             )
             ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
             query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
@@ -293,11 +306,13 @@ def evaluate_budgets(
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic; bytes are counted as a cache of `trace_dtype` has them
     }
+    if bits is not None:
+        settings["bits"] = bits
     return [
         Evaluation(
             trace.name,
             repr(method),
-            method.label(),
+            rounded_label(method.label(), bits),
             budget,
             settings,
             tuple(indices),
@@ -388,6 +403,7 @@ def check_replay(
     last: int,
     seal: int | None = None,
     layers: Sequence[int] | None = None,
+    bits: int | None = None,
 ) -> None:
     """The settings leave rows to select, the budgets fit the method, and it can serve all `layers`; else ValueError.
 
@@ -399,15 +415,16 @@ def check_replay(
     methods = {share.label: share for _, share in each}  # not a layer's each, as checks of a selector take time
     for share in methods.values():
         own = share.selector
-        KVCache(own, sink=sink, window=window, seal=own.unit if seal is None else seal)  # its own checks
+        least = unit_of(own, bits)
+        KVCache(own, sink=sink, window=window, seal=least if seal is None else seal, bits=bits)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window
     for share in methods.values():
-        if left < share.selector.unit:
+        if left < (least := unit_of(share.selector, bits)):
             raise ValueError(
                 f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
-                f"rows before the replay to select from; {share.selector!r} needs at least {share.selector.unit}"
+                f"rows before the replay to select from; {share.selector!r} needs at least {least}"
             )
     held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:
@@ -508,7 +525,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
 
     Args:
         query: `[1,H,G,D]` float32 or float64.
-        cache: one unpadded sequence, after `select`.
+        cache: one unpadded sequence, after `select`; with `bits`, one that keeps the rows as they came too (`exact`).
         selection: what it selected for this query.
         scale: factor of the logits.
     """
@@ -516,8 +533,12 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
     if cache.freed:
         raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
+    if cache.bits is not None and not cache.exact:
+        raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
     _, heads, group, size = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
+    if cache.bits is not None:
+        (keys, values, _), bounds = cache.everything(), cache.all_bounds
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
     reads = reference.named(selection, bounds, heads, rows).expand(-1, -1, group, -1)  # [1,H,G,N]
     logits = query @ keys.mT * scale  # [1,H,G,N]
@@ -532,17 +553,20 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    always = int(bounds.dense(rows).sum())  # rows that every query reads
+    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
+    of_rows = (always * row_bytes + cache.bytes_named(selection))[..., None]
     biases = selection.bias_bytes(heads)[..., None]
     if (tail := cache.latest_tail) is not None:
         attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
-        distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        distinct, of_rows = distinct + own, of_rows + own * row_bytes
         biases = biases + tail.selection.bias_bytes(heads)[..., None]
     unknown = torch.full(
         (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
     )  # a selector that does not say what it cost
     scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
     read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
-    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
 
     measured = {
         "mass": (weights * reads).sum(-1),
@@ -560,7 +584,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": (distinct * row_bytes + biases + read) / (rows * row_bytes),
+        "bytes_share": ((of_rows + biases + read) / (rows * row_bytes)).expand_as(attended),
     }
     top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
     hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first

@@ -487,6 +487,11 @@ def _role(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role:
     return known[key]
 
 
+def rounded_label(label: str, bits: int | None) -> str:
+    """A method's label where sealed rows are of `bits` bits."""
+    return label if bits is None else f"{label}, {bits}-bit rows"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Rising numbers in few words: `[0, 1, 2, 5]` as "0-2,5"."""
     runs: list[list[int]] = []  # first and last

@@ -139,7 +139,7 @@ class Heaviest(Selector):
     """
 
     last_queries = 3
-    evicts = True
+    evicts = reads_stored = True
 
     def __init__(self, rows: int = 40) -> None:
         self.rows = rows
@@ -190,7 +190,7 @@ class Estimate(Selector):
     all, its number.
     """
 
-    observes = tails = True
+    observes = tails = reads_stored = True
 
     def __init__(self, biased: bool = True) -> None:
         self.biased = self.biases = biased

@@ -65,13 +65,30 @@ ARROWS = {
         ),
         "similarity",
     ),
-    "checks": ("selectors.base", "tensors"),
+    "checks": ("kernels.coded", "selectors.base", "tensors"),
     "keeping": ("hashes", "selectors.base", "storage"),
     "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),
-    "stored": ("checks", "queries", "selection", "selectors.base", "storage", "zones"),
+    "codes": ("kernels.coded", "storage"),
+    "stored": ("checks", "codes", "queries", "selection", "selectors.base", "storage", "zones"),
     "cache": (
-        *("budget", "checks", "contract", "indexes", "keeping", "kernels", "mass", "selection", "selectors", "stored"),
-        *("tensors", "zones"),
+        *(
+            "budget",
+            "checks",
+            "codes",
+            "contract",
+            "indexes",
+            "keeping",
+            "kernels.coded",
+            "kernels",
+            "mass",
+            "selection",
+            "selectors",
+            "stored",
+        ),
+        *(
+            "tensors",
+            "zones",
+        ),
     ),
     "mass": ("selection",),
     "attention": ("budget", "cache", "kernels", "selection"),
@@ -117,7 +134,9 @@ ARROWS = {
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "ahead")),
+    "triton": tuple(
+        f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "ahead")
+    ),
     "transformers": (
         "integrations/models.py",
         "integrations/gguf.py",

@@ -98,14 +98,26 @@ DIRECTIONS = [
     ("float32", 256, 17, "quad", 16, 4, 4, True, "each", False),
     ("float32", 256, 17, "clse", 32, 4, 8, True, "sum", False),
 ]
+# dtype, D, span, G, bits, rows of a group of keys, one choice per query head, and whether rows have a bias: the first
+# in every run, the others in the slow one.
+CODED = [
+    ("bfloat16", 128, 16, 4, 8, 32, False, False),
+    ("bfloat16", 128, 16, 4, 4, 32, False, False),
+    ("bfloat16", 64, 1, 4, 4, 64, True, False),
+    ("float16", 32, 16, 4, 8, 16, False, True),
+    ("float16", 80, 16, 5, 4, 32, False, False),
+    ("float16", 256, 16, 4, 8, 32, False, True),
+    ("bfloat16", 256, 64, 16, 4, 16, False, False),
+    ("float32", 64, 16, 4, 8, 32, False, False),
+    ("float32", 128, 1, 4, 8, 32, True, True),
+    ("float32", 128, 16, 4, 4, 32, False, False),
+    ("float32", 256, 16, 16, 8, 32, False, True),
+    ("float32", 256, 64, 16, 4, 32, False, False),
+]
 SIXTEEN = ("f32.f16.f16", "f32.bf16.bf16", "kind::f16")  # what instructions of 16-bit products are called
-MULTIPLY = (
-    "attend_split",
-    "score_pages",
-    "score_rows",
-    "score_listed_rows",
-    "score_directions",
-)  # by tensor cores in 16 bits
+MULTIPLY = (  # by tensor cores in 16 bits
+    *("attend_split", "attend_codes", "score_pages", "score_rows", "score_listed_rows", "score_directions"),
+)
 Rows = list[dict[str, Any]]
 
 
@@ -153,6 +165,20 @@ def compile_directions(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
         found = ahead.compile_directions_ahead(getattr(torch, dtype), size, group, form, vote, arch, table=table)
         what = {"dtype": dtype, "D": size, "G": group, "kind": kind, "rank": rank, "bits": bits, "page": page}
         rows.append({"arch": arch, "kernel": "score_directions", **what, "vote": vote, "table": table, **vars(found)})
+    return [*rows, *compile_coded(arch, CODED[:1])]
+
+
+def compile_coded(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
+    from sparseattn.kernels import ahead
+
+    rows: Rows = []
+    for dtype, size, span, group, bits, each, per_query_head, bias in variants:
+        found = ahead.compile_coded_ahead(
+            getattr(torch, dtype), size, span, group, bits, each, per_query_head, arch, bias
+        )
+        per, more = "query" if per_query_head else "kv", {"bias": True} if bias else {}
+        what = {"dtype": dtype, "D": size, "span": span, "G": group, "bits": bits, "rows": each, "per": per, **more}
+        rows.append({"arch": arch, "kernel": "attend_codes", **what, **vars(found)})
     return rows
 
 
@@ -161,7 +187,18 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import ahead, directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+    from sparseattn.kernels import (
+        ahead,
+        coded,
+        coded_gpu,
+        directions_gpu,
+        lists,
+        lowbit,
+        lowbit_gpu,
+        pages,
+        probes,
+        triton_gpu,
+    )
     from sparseattn.kernels.directions import Form, encode
     from sparseattn.selection import Bounds, Selection
 
@@ -188,6 +225,7 @@ def compile_a_launch() -> Rows:
             (lists, ["score_listed"]),
             (lowbit_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
             (directions_gpu, ["score_directions", "vote_softmax"]),
+            (coded_gpu, ["attend_codes", "merge_splits"]),
         ):
             for name in names:
                 patch.setattr(module, name, Warm(getattr(module, name)))
@@ -220,6 +258,7 @@ def compile_a_launch() -> Rows:
             name: part.transpose(1, 2).flatten(0, 1) for name, part in encode(cache, plain, torch.bfloat16).items()
         }
         directions_gpu.scores_at(query, store, torch.zeros(2, 32, dtype=torch.int32), plain, "sum", 11.0)
+        coded_gpu.attend(query, coded.encode(cache, cache, 8, 32), selection, 0.1, splits=3)
     facts = [
         ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
         ahead.compile_merge_ahead(torch.bfloat16, 128),
@@ -235,6 +274,8 @@ def compile_a_launch() -> Rows:
         *ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4),
         ahead.compile_directions_ahead(torch.bfloat16, 128, 4, coded, "sum"),
         ahead.compile_directions_ahead(torch.bfloat16, 128, 4, plain, "sum", table=True),
+        ahead.compile_coded_ahead(torch.bfloat16, 128, 16, 4),
+        ahead.compile_merge_ahead(torch.bfloat16, 128),
     ]
     return [
         {"launched": vars(ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
@@ -326,6 +367,25 @@ def test_every_form_of_directions_compiles_without_spills(arch: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_attention_over_rows_of_few_bits_fits_every_architecture(arch: int) -> None:
+    """And reads codes sixteen bytes at once, where a row's are a multiple of that and a tile's are as many."""
+    from sparseattn.kernels import coded_gpu
+
+    built = elsewhere(f"coded-{arch}")
+    assert len(built) == len(CODED)
+    test_nothing_spills(built)
+    test_shared_memory_lets_two_programs_run_on_a_multiprocessor(built)
+    for row in built:
+        tile = coded_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"])
+        assert tile.resident * row["registers"] * 32 * tile.warps <= 65536, row
+    test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(built)
+    for row in built:
+        if row["dtype"] != "float32" and row["D"] * row["bits"] % 128 == 0:
+            assert row["loads"]["16"] >= row["vector_loads"], row
+
+
+@pytest.mark.slow
 def test_compiling_ahead_gives_what_a_launch_compiles() -> None:
     for kernel in elsewhere("launch"):
         assert kernel["launched"] == kernel["ahead"]
@@ -336,5 +396,7 @@ if __name__ == "__main__":
         print(json.dumps(compile_a_launch()))
     elif sys.argv[1].startswith("directions-"):
         print(json.dumps(compile_directions(int(sys.argv[1].removeprefix("directions-")), DIRECTIONS)))
+    elif sys.argv[1].startswith("coded-"):
+        print(json.dumps(compile_coded(int(sys.argv[1].removeprefix("coded-")), CODED)))
     else:
         print(json.dumps([row for arch in sys.argv[1:] for row in compile_all(int(arch))]))

@@ -23,6 +23,9 @@ FEW_BITS = (
 # With every method as many rows wait for sealing and are read densely: a prefill leaves none behind groups of 64.
 EQUAL = "--window 92 --seal 64"  # the last 32 of a multiple of 64 tokens are decoded
 EQUAL_ASKED = "--window 123 --seal 64"  # the last 64, the first of which ends the prefill
+# Every method and number of bits seals by the same number of rows, so that as many wait and are read densely.
+ROUNDED = f"--selector quest --selector lowbit --selector 'quest:page=32' --kv-bits 16,8,4 {EQUAL}"
+ROUNDED_ASKED = f"--selector quest --selector lowbit --kv-bits 16,8,4 {EQUAL_ASKED}"
 BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=8,int8=True"
 COMPARED_BITS = (
     f"{BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8"
@@ -162,6 +165,29 @@ def pages(model: str, text: str, tokens: int, layers: str, minutes: float) -> tu
             1.5,
             "looseness.json",
         ),
+    )
+
+
+def rounded(name: str, trace: str, minutes: float) -> Step:
+    """Rows of 8 and 4 bits beside those that came, the choice of rows being the same."""
+    return Step(
+        f"rows8-{name}",
+        f"rows of 8 and 4 bits on the trace {trace}",
+        f"sparseattn bench {trace} {ROUNDED} --budget 64,256,1024 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def rounded_agreement(model: str, length: int, minutes: float) -> Step:
+    """How far predictions by rows of 8 and 4 bits are from full attention's."""
+    return Step(
+        f"agreement-{model.partition('-')[0]}-rows8",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by rows of 8 and 4 bits",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--lengths {length} --last 64 --samples 2 {ROUNDED_ASKED} --budget 256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
     )
 
 
@@ -458,6 +484,10 @@ STEPS = (
     few_bits_agreement("gemma3-270m", 8192, "", 14),
     few_bits_equal("smollm2", 4096, 5),
     few_bits_equal("gemma3-270m", 8192, 5),
+    rounded("smollm2", "code", 4),
+    rounded("gemma3", "long", 4),
+    rounded_agreement("smollm2", 4096, 10),
+    rounded_agreement("gemma3-270m", 8192, 10),
     asked(
         "smollm2",
         "passkey",

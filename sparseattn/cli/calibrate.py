@@ -48,8 +48,8 @@ def calibrate(
     last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = 32,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
-    """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass, fit
-    a selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
+    """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass,
+    fit a selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
     place, indices = usable_device(device), integers(layers, "--layers")
     if (method == MASS) != (selector is not None):
         raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {method}")

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from sparseattn.cli import common
 from sparseattn.cli.common import (
+    KV_BITS_HELP,
     LEAD,
     MODEL_HELP,
     ROLES_HELP,
@@ -115,6 +117,7 @@ def evaluate(
             help="Rows that wait, all of them read, before sealing; default the selector's span, since more flatters."
         ),
     ] = None,
+    kv_bits: Annotated[str, typer.Option(help=KV_BITS_HELP)] = "16",
     text: Annotated[list[str] | None, typer.Option(help=f"For {AGREEMENT}: {TEXT_HELP} Repeat for more.")] = None,
     last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64,
     filler: Annotated[
@@ -185,6 +188,7 @@ def evaluate(
         budgets=budget,
         roles=open_roles(roles),
         layers=sparse_layers or [ALL_LAYERS],
+        rounding=common.kv_bits(kv_bits),
         last=last,
         answer_tokens=answer_tokens,
         max_length=max_length,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparseattn.board import Board
 from sparseattn.budget import Budget
-from sparseattn.cache import KVCache
+from sparseattn.cache import GROUP, KVCache, unit_of
 from sparseattn.integrations import plan
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.prepared import PREPARED, prepare, restore
@@ -59,8 +59,8 @@ class SparseCache(Cache):
         roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
             They name every layer that attends to the whole context. A layer all of whose heads are dense stays as it
             is; one of several roles has a `KVCache` for each, whose dense heads read every row.
-        sink, window, rollback, capacity, sealed_device, indexes, check: as in `KVCache`. In speculative decoding
-            `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
+        sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative
+            decoding `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
             a comparison.
         dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding
@@ -93,6 +93,8 @@ class SparseCache(Cache):
         capacity: int = 0,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
+        bits: int | None = None,
+        group: int = GROUP,
         impl: str | None = None,
         check: bool = False,
     ) -> None:
@@ -111,6 +113,8 @@ class SparseCache(Cache):
             "capacity": capacity,
             "sealed_device": sealed_device,
             "indexes": indexes,
+            "bits": bits,
+            "group": group,
             "check": check,
         }
         self._seal = seal
@@ -142,13 +146,28 @@ class SparseCache(Cache):
             for share in shares:
                 selector = share.fresh(index, what.rope, depth, what.scale)
                 selector.board = self.board
-                seal = selector.unit if self._seal is None else self._seal
+                seal = unit_of(selector, *self._rounding) if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
-                plan.try_out(share, index, depth, what, budget, self._settings["sealed_device"], impl, self.board)
+                plan.try_out(
+                    share,
+                    index,
+                    depth,
+                    what,
+                    budget,
+                    self._settings["sealed_device"],
+                    impl,
+                    self.board,
+                    *self._rounding,
+                )
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
             raise kind(f"layer {index}: {error}") from error
         return SparseLayer(parts, impl)
+
+    @property
+    def _rounding(self) -> tuple[int | None, int]:
+        """bits and group of the caches."""
+        return self._settings["bits"], self._settings["group"]
 
     def _shares(self, index: int) -> list[Share]:
         """Which heads of a sparse layer have which method."""

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseattn.kernels import directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+from sparseattn.kernels import coded_gpu, directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
 from sparseattn.kernels.directions import Form
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -65,6 +65,33 @@ def compile_ahead(
     tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_D"] * dtype.itemsize
     row_bytes = 2 * size * dtype.itemsize + (12 if bias else 8) / span + (4 if page else 0)
     return _compile(triton_gpu.attend_split, arguments, constants, options, arch, tile_bytes, row_bytes)
+
+
+def compile_coded_ahead(
+    dtype: torch.dtype,
+    size: int,
+    span: int,
+    group: int,
+    bits: int = 8,
+    rows: int = 32,
+    per_query_head: bool = False,
+    arch: int = 90,
+    bias: bool = False,
+) -> Compiled:
+    """As `compile_ahead`, for attention over rows of `bits` bits, whose keys share levels in groups of `rows`.
+
+    `row_bytes` is of a row that is read with all others of its group.
+    """
+    constants, options = coded_gpu.launch(dtype.itemsize, size, bits, rows, span, group, 1 if per_query_head else group)
+    kept = "*bf16" if dtype == torch.float32 else ELEMENT[dtype]
+    wide, parts = constants["WIDE"], constants["PARTS"]
+    arguments: Arguments = [ELEMENT[dtype], "*u8", kept, "*u8", kept, "*i32", "*i32", "*fp32" if bias else None]
+    arguments += ["*fp32", "*fp32", "i32", "i32", "fp32"]
+    for step in (wide, 2 * size, wide, 2 * parts):  # of b, h and n: what counts is which are multiples of 16
+        arguments += [1 << 20, 1 << 16, step]
+    tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_W"]
+    row_bytes = 2 * wide + 4 * parts + 4 * size / rows + (12 if bias else 8) / span
+    return _compile(coded_gpu.attend_codes, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
 def compile_merge_ahead(dtype: torch.dtype, size: int, arch: int = 90) -> Compiled:

@@ -128,7 +128,9 @@ class Selector(ABC):
             `1/sqrt(D)`. See `temperature`.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
-            are taken. None outside a cache.
+            are taken. None outside a cache, and in one of rows of few bits; see `reads_stored`.
+        reads_stored: whether it reads `stored`, or a part does: a cache of rows of few bits (`KVCache(bits=)`), which
+            keeps no keys, refuses it.
         foresees: whether `select` goes by `ahead`, or a part's does.
         ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
             for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`; `clone`,
@@ -153,6 +155,7 @@ class Selector(ABC):
     host: bool = False
     foresees: bool = False
     needs_near: bool = False
+    reads_stored: bool = False
     uses_budget: bool = True
     estimates: bool = False
     width: int | None = None
@@ -185,6 +188,7 @@ class Selector(ABC):
             self.host = self.host or value.host
             self.foresees = self.foresees or value.foresees
             self.needs_near = self.needs_near or value.needs_near
+            self.reads_stored = self.reads_stored or value.reads_stored
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -367,7 +371,7 @@ class Selector(ABC):
         """`stored`; RuntimeError outside a cache."""
         if self.stored is None:
             raise RuntimeError(
-                f"{self!r} scores the cache's own keys: use it in a KVCache, or set `stored` to [B,H,N,D]"
+                f"{self!r} scores the cache's own keys: use it in a KVCache without bits, or set `stored` to [B,H,N,D]"
             )
         return self.stored
 

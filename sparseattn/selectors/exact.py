@@ -26,6 +26,8 @@ class Exact(Selector):
     with which a head holds the share.
     """
 
+    reads_stored = True
+
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
         if refresh < 1:
             raise ValueError(f"refresh is 1 or more queries, got {refresh}")
