@@ -49,9 +49,9 @@ def test_a_code_has_the_keys_own_product_with_itself() -> None:
     filled(paris, keys)
     for row in range(0, 64, 9):
         asked = turned(keys[:, :, row : row + 1], 3)
-        found = paris.estimates(asked, torch.full((1, 2, 1), row))
+        found = paris.estimated(asked, torch.full((1, 2, 1), row))
         torch.testing.assert_close(found[..., 0, 0], keys[:, :, row].square().sum(-1), rtol=1e-2, atol=0)
-    assert paris.estimates(asked, torch.full((1, 2, 1), -1)).isneginf().all()
+    assert paris.estimated(asked, torch.full((1, 2, 1), -1)).isneginf().all()
 
 
 def test_points_are_the_tiers_of_patterns_that_rows_fall_in() -> None:
@@ -81,7 +81,7 @@ def test_candidates_have_the_most_points_and_the_best_codes_of_them_are_read(gro
     points = paris.points(asked)
     points = points.flatten(1, 2) if group == "each" else points.sum(2)  # [1,L,400]
     every = torch.arange(400).expand(1, points.shape[1], -1)
-    logits = paris.estimates(asked, every)
+    logits = paris.estimated(asked, every)
     ranks = logits.softmax(-1).sum(2)
     for at in range(points.shape[1]):
         rows = sorted(range(400), key=lambda row: (points[0, at, row], row))[-40:]

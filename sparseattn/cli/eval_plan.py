@@ -174,8 +174,8 @@ def methods(
         if labels.setdefault(one.label(), what) != what:
             raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
         for selector in [role.selector for role in one.distinct()] if isinstance(one, Roles) else [one]:
-            for bits in filter(None, rounding):
-                checks.roundable(selector, bits, GROUP, False)
+            for fewer in filter(None, rounding):
+                checks.roundable(selector, fewer, GROUP, False)
         # Outside the budgets, as an index is built for a set of layers.
         for where, bits in itertools.product(sets, rounding):
             for budget in asked if one.uses_budget else [None]:

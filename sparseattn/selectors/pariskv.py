@@ -113,7 +113,7 @@ class ParisKV(Selector):
         if self.group == "sum":
             asked = asked.mean(2, keepdim=True)
         ids = self._candidates(self.points(asked), budget)  # [B,L,C], L = H or H*G
-        logits = self.estimates(asked, ids)  # [B,L,G,C], G = 1 where a list has one query
+        logits = self.estimated(asked, ids)  # [B,L,G,C], G = 1 where a list has one query
         voted = logits[:, :, 0] if logits.shape[2] == 1 else vote(logits, self.group)
         slot = best_rows(voted, budget).long()
         chosen = torch.where(slot < 0, -1, ids.gather(2, slot.clamp(min=0)))
@@ -149,7 +149,7 @@ class ParisKV(Selector):
         used = (top.values >= 0) & (torch.arange(top.values.shape[2], device=total.device) < wanted)
         return torch.where(used, top.values % rows, -1)
 
-    def estimates(self, asked: Tensor, ids: Tensor) -> Tensor:
+    def estimated(self, asked: Tensor, ids: Tensor) -> Tensor:
         """`[B,L,G',C]` float32: products of the codes of rows `ids` `[B,L,C]` with queries `[B,H,G,D']`, those of a
         list; -inf for -1."""
         (batch, heads, _, size), lists = asked.shape, ids.shape[1]
