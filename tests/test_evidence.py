@@ -459,3 +459,21 @@ def test_views_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "at 20.0 % of the steps" in said
     with pytest.raises(SystemExit):
         guarantee.main([str(tmp_path / "a.safetensors"), "--selector", "quest", "--results", str(tmp_path)])
+
+
+def test_findings_of_tails_are_at_equal_bytes() -> None:
+    """A tail with a third of the error at a tenth more bytes pays; what has no pair is in the table alone."""
+
+    def line(label: str, budget: int, share: float, error: float) -> dict[str, Any]:
+        mean = {"attended": budget, "bytes_share": share, "relative_error": error, "recovered": 0.5}
+        shared = {"tokens": 9, "last": 2, "sink": 4, "window": 5, "layers": [1], "trace_meta": {"model": "m"}}
+        return {"trace": "t", "label": label, "budget": budget, "mean": mean, **shared}
+
+    lines = [line("LowBit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]
+    lines += [line("Tailed(inner=LowBit, rows=64)", at, at / 1000, 0.1 * 100 / at) for at in (100, 200, 400)]
+    lines += [line("RetroInfer(zone=1.0)", 100, 0.1, 0.2)]
+    record = record_of("tails", "bench.jsonl", lines)
+    words = " ".join(VIEWS["tails-findings"](record).split())
+    assert "`tailed:inner=lowbit,rows=64` has 0.33 times the error of `lowbit` at equal bytes: the tail pays." in words
+    assert "Of the same rows it has 0.33 at 100, 0.33 at 200, 0.33 at 400." in words
+    assert "| `retroinfer:zone=1.0` | 100 | 10.0 % | 20.0 % | 50 % |" in VIEWS["tails-errors"](record)
