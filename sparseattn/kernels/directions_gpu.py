@@ -212,6 +212,7 @@ def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple
     block_d = max(16, triton.next_power_of_2(size))  # 16: the least depth of a tensor core's product
     block_g = max(8, triton.next_power_of_2(group))  # 8: columns of the least one
     block, warps = TILES[itemsize, block_d]
+    block = min(block, MOST)
     if form.kind == "clse":
         block = max(16, min(block, LOGITS // (form.page * block_g)))
         warps = 4 if block * form.page * block_g <= 2 * LOGITS else 8
@@ -232,6 +233,7 @@ def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple
 
 
 CHUNK = {2: 128, 4: 32}  # channels of a product by bytes of a query's number
+MOST = 32  # pages of a tile: in a loop of products of 64 (tcgen05) the compiler for sm_100 keeps 16 bytes on the stack
 LOGITS = 4096  # of rows that a program holds: 32 registers of a thread, of those that 128 have
 
 
