@@ -281,9 +281,10 @@ class Selector(ABC):
         """Estimates of logits `[B,H,G,P]` for `weigh`, scaled and shifted where a `fit` says how."""
         if self.fit is None:
             return logits
-        which = list(self.numbers(logits.shape[1]))
-        scale, offset = (part.to(logits.device)[which][None, :, :, None] for part in self.fit)
-        return logits * scale + offset
+        scale, offset = (part.to(logits.device) for part in self.fit)
+        if self.heads is not None:
+            scale, offset = (part[list(self.heads.which)] for part in (scale, offset))
+        return logits * scale[None, :, :, None] + offset[None, :, :, None]
 
     def held(self) -> Tensor | None:
         """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.
