@@ -212,8 +212,8 @@ def _either(first: Tensor, one: Selection, other: Selection) -> Selection:
     mine = first.repeat_interleave(heads // first.shape[1], 1)[..., None]
 
     def part(name: str) -> Tensor:
-        wide = [_padded(getattr(chosen, name), chosen, heads, slots) for chosen in (one, other)]
-        return torch.where(mine, *wide)
+        mine_of, theirs = (_padded(getattr(chosen, name), chosen, heads, slots) for chosen in (one, other))
+        return torch.where(mine, mine_of, theirs)
 
     bias = None
     if one.bias is not None or other.bias is not None:
