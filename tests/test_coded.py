@@ -10,8 +10,12 @@ import torch
 from cases import CASES, Case, attention, heads, missing
 from torch import Tensor
 
-from sparseattn import CodedRows, KVCache, Selection, attend, attend_coded, decode
+from sparseattn import CodedRows, KVCache, Rows, Selection, Selector, Window, attend, attend_coded, decode, evaluate
+from sparseattn.cli.common import kv_bits
+from sparseattn.cli.eval_plan import methods
 from sparseattn.kernels import coded
+from sparseattn.storage import RowBuffer
+from sparseattn.synthetic import synthetic
 
 B, H, G, D = 2, 2, 3, 32
 
@@ -106,7 +110,7 @@ def refused(case: Case) -> bool:
     return selector.reads_stored or selector.observes
 
 
-# In the fast run a method of pages, one of single rows, one that orders rows, one with a tail, and all that are refused.
+# In the fast run methods of pages, of single rows, with an order and with a tail, and all that are refused.
 FAST = ("quest", "lowbit", "saap", "sparq-mean")
 EVERY = [
     pytest.param(case, id=case.name, marks=[] if case.name in FAST or refused(case) else [pytest.mark.slow])
@@ -161,7 +165,7 @@ class Turned(Selector):
 
 
 def test_rows_that_a_later_seal_moves_are_rounded_once_more() -> None:
-    queries, keys, values = attention(B, H, G, 128, D)
+    _, keys, values = attention(B, H, G, 128, D)
     caches = [KVCache(Turned(), sink=0, window=0, seal=32, bits=8, group=32, exact=exact) for exact in (False, True)]
     for cache in caches:
         for part in (slice(0, 64), slice(64, 128)):
@@ -226,14 +230,14 @@ def test_rows_of_few_bits_are_not_freed() -> None:
 
 
 def test_a_replay_counts_bytes_of_codes_and_compares_with_rows_as_they_came() -> None:
-    """Quest's pages are groups: of 128 rows in 8 groups 4-bit codes, levels of values and of keys are read."""
+    """Quest's pages are groups: of 128 rows in 4 groups 4-bit codes, levels of values and of keys are read."""
     trace = synthetic(400, heads=2, group=2, size=32, clusters=8, rope=True)
     found = {
         bits: evaluate(trace, "quest:page=32", 128, sink=4, window=60, last=2, seal=32, bits=bits)
         for bits in (None, 8, 4)
     }
     errors = {bits: one.mean("relative_error") for bits, one in found.items()}
-    assert errors[8] == pytest.approx(errors[None], rel=0.05)
+    assert errors[8] == pytest.approx(errors[None], rel=0.1)
     assert errors[4] > errors[None]
     assert found[4].label == "Quest(page=32), 4-bit rows"
     assert found[4].settings["bits"] == 4
