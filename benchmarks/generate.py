@@ -49,6 +49,7 @@ from sparseattn.environment import machine, versions
 from sparseattn.integrations.models import REFERENCE, load_model
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.transformers import SparseCache, restore
+from sparseattn.kernels.coded import BITS
 from sparseattn.selectors import SELECTORS, make_selector
 from sparseattn.selectors.buckets import Partitioned
 
@@ -230,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seal", type=int, default=1024, help="rows that wait before they are sealed")
     out.add_argument("--dense-layers", type=int, default=0, help="first layers that stay dense")
     out.add_argument("--sealed-device", choices=("cpu",), help="keep sealed rows in host memory")
+    out.add_argument("--kv-bits", dest="bits", type=int, choices=BITS, help="of sealed rows; default as they come")
     out.add_argument("--chunk", type=int, default=2048, help="tokens a forward pass of the prefill")
     out.add_argument("--device", help="default a CUDA device where there is one, else cpu")
     out.add_argument("--threads", type=int, default=torch.get_num_threads())

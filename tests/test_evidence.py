@@ -477,3 +477,26 @@ def test_findings_of_tails_are_at_equal_bytes() -> None:
     assert "`tailed:inner=lowbit,rows=64` has 0.33 times the error of `lowbit` at equal bytes: the tail pays." in words
     assert "Of the same rows it has 0.33 at 100, 0.33 at 200, 0.33 at 400." in words
     assert "| `retroinfer:zone=1.0` | 100 | 10.0 % | 20.0 % | 50 % |" in VIEWS["tails-errors"](record)
+
+
+def test_views_of_rows_of_few_bits() -> None:
+    """A line for each method and number of bits, beside the same method's rows as they came."""
+    line = {"trace": "code", "trace.model": "m", "tokens": 512, "last": 8, "sink": 4, "window": 64, "layers": [0, 1]}
+    measured = [
+        ("Quest", 64, 0.2, 0.10),
+        ("Quest", 256, 0.10, 0.20),
+        ("Quest, 4-bit rows", 64, 0.21, 0.06),
+        ("Quest, 4-bit rows", 256, 0.12, 0.08),
+    ]
+    columns = ["label", "budget", "mean.relative_error", "mean.bytes_share"]
+    record = {"settings": line, "columns": columns, "records": [list(one) for one in measured]}
+    table = VIEWS["rows8-errors"](record)
+    assert "| `quest` | 16 | 20.0 % | 10.0 % | 10.0 % | 20.0 % |" in table
+    assert "| `quest` | 4 | 21.0 % | 6.0 % | 12.0 % | 8.0 % |" in table
+    found = " ".join(VIEWS["rows8-findings"](record).split())
+    assert "`m`, `quest` at 256 rows: 4-bit rows have 1.20 times the error of 16-bit ones and read 0.40 times" in found
+    shared = {"model": "m", "length": 512, "scored_tokens": 16, "sink": 4, "window": 64, "kind": "novel", "text": "a"}
+    columns = ["method", "budget", "kl", "same_top", "nll", "nll_difference", "bytes_share"]
+    lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["Quest, 8-bit rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
+    table = VIEWS["rows8-agreement"]({"settings": shared, "columns": columns, "records": lines})
+    assert "| `quest`, 64 | 8 | 0.2500 | 75 % | +0.1000 | 5.0 % |" in table

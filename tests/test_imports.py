@@ -156,6 +156,7 @@ HOMES = {
         "kernels/best_cpu.py",
         "kernels/blocks_cpu.py",
         "kernels/lowbit_cpu.py",
+        "kernels/coded_cpu.py",
         "kernels/vectors.py",
         "selectors/graph.py",
     ),

@@ -1,4 +1,4 @@
-"""Views of rows of 8 and 4 bits: error and bytes beside the same choice of rows as they came, and what predictions lose."""
+"""Views of rows of 8 and 4 bits: error and bytes beside the same choice of rows as they came; what predictions lose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rounding(label: str) -> tuple[str, int]:
 
 
 def errors(record: Record) -> str:
-    """Error of the output and bytes read, a line for each method and number of bits, a pair of columns for each budget."""
+    """Error of the output and bytes read, a line for each method and number of bits, two columns for each budget."""
     found = Measured(record)
     one = found.rows[0]
     budgets = sorted({row["budget"] for row in found.rows})
@@ -54,8 +54,8 @@ def findings(*records: Record) -> str:
             error = mine["mean.relative_error"] / plain["mean.relative_error"]
             read = mine["mean.bytes_share"] / plain["mean.bytes_share"]
             said.append(
-                f"`{name}`, {ticked(spec(method))} at {budget:,} rows: {bits}-bit rows have {significant(error, 3)} times "
-                f"the error of 16-bit ones and read {significant(read, 2)} times their bytes."
+                f"`{name}`, {ticked(spec(method))} at {budget:,} rows: {bits}-bit rows have {significant(error, 3)} "
+                f"times the error of 16-bit ones and read {significant(read, 2)} times their bytes."
             )
     return bullets(*said)
 
@@ -73,9 +73,9 @@ def agreement(record: Record) -> str:
         lines.append([ticked(spec(method)) + budget, str(bits), *cells, percent(mean(mine, "bytes_share"), 1)])
     plain = mean([row for name in found.texts for row in found.full(name)], "nll")
     words = text(
-        f"`{one['model']}`, {found.length:,} tokens of {', '.join(found.texts)}, {found.windows()} windows of each, the "
-        f"last {one['scored_tokens']} tokens of each; sink {one['sink']}, window {one['window']}. KL divergence from full "
-        f"attention in nats a token, share of equal likeliest tokens, nats a token lost (full attention has {plain:.3f}; "
-        "perplexity is the exponential)."
+        f"`{one['model']}`, {found.length:,} tokens of {', '.join(found.texts)}, {found.windows()} windows of each, "
+        f"the last {one['scored_tokens']} tokens of each; sink {one['sink']}, window {one['window']}. KL divergence "
+        "from full attention in nats a token, share of equal likeliest tokens, nats a token lost (full attention has "
+        f"{plain:.3f}; perplexity is the exponential)."
     )
     return parts(words, table(["method, rows", "bits", "KL", "same token", "nats lost", "bytes"], lines, left=2))
