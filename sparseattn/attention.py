@@ -100,7 +100,7 @@ def _attend_parts(
     weights, parts = None, []
     if cache.bits is not None:
         if not apart:
-            nothing = Selection.none(*query.shape[:2], query.device)
+            nothing = Selection.none(query.shape[0], query.shape[1], query.device)
             parts.append(attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl))
         if (codes := cache.sealed_codes) is not None:
             parts.append(attend_coded(query, codes, selection, scale=scale, impl=CODED.get(impl, impl)))

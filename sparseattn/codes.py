@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.coded import CodedRows, encode
+from sparseattn.kernels.coded import PARTS, CodedRows, encode
 from sparseattn.storage import RowBuffer, State
-
-PARTS = ("keys", "key_levels", "values", "value_levels")
 
 
 class SealedCodes(State):
@@ -27,7 +25,7 @@ class SealedCodes(State):
     @property
     def held(self) -> CodedRows:
         """All of them, a view. RuntimeError before the first."""
-        return CodedRows(*(self._parts[name].data for name in PARTS), self.bits, self.group)
+        return CodedRows(**{name: part.data for name, part in self._parts.items()}, bits=self.bits, group=self.group)
 
     def store(self, keys: Tensor, values: Tensor, first: int) -> None:
         """Rounds rows `[B,H,n,D]` and keeps them from row `first` on, in place of those that are there.

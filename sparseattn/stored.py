@@ -339,7 +339,8 @@ class StoredRows:
             rows = [torch.cat(parts, 2) for parts in zip(read, rows, strict=True)]
         if order is not None:
             rows = [part.gather(2, order[..., None].expand_as(part)) for part in rows]
-        self.codes.store(*rows, self.codes.rows - more)
+        keys, values = rows
+        self.codes.store(keys, values, self.codes.rows - more)
 
     def _make_room(self, each: list[int]) -> None:
         """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
@@ -483,8 +484,8 @@ class StoredRows:
         for state in (self.keys, self.values, self.queries, self.last):
             state.to(device)
         if self.apart is None:
-            for state in filter(None, (self.real, self.codes, self.apart_keys, self.apart_values)):
-                state.to(device)
+            for sealed in filter(None, (self.real, self.codes, self.apart_keys, self.apart_values)):
+                sealed.to(device)
         if self.zones.count:
             self.publish()
 

@@ -466,7 +466,7 @@ def test_findings_of_tails_are_at_equal_bytes() -> None:
 
     def line(label: str, budget: int, share: float, error: float) -> dict[str, Any]:
         mean = {"attended": budget, "bytes_share": share, "relative_error": error, "recovered": 0.5}
-        shared = {"tokens": 9, "last": 2, "sink": 4, "window": 5, "layers": [1], "trace_meta": {"model": "m"}}
+        shared = {"tokens": 9, "last": 2, "sink": 4, "window": 5, "layers": [1], "trace.model": "m"}
         return {"trace": "t", "label": label, "budget": budget, "mean": mean, **shared}
 
     lines = [line("LowBit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]

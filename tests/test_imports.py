@@ -135,7 +135,8 @@ ARROWS = {
 # Optional package -> the files that may import it.
 HOMES = {
     "triton": tuple(
-        f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "ahead")
+        f"kernels/{name}.py"
+        for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "directions_gpu", "ahead")
     ),
     "transformers": (
         "integrations/models.py",
@@ -157,6 +158,7 @@ HOMES = {
         "kernels/blocks_cpu.py",
         "kernels/lowbit_cpu.py",
         "kernels/coded_cpu.py",
+        "kernels/directions_cpu.py",
         "kernels/vectors.py",
         "selectors/graph.py",
     ),

@@ -28,6 +28,7 @@ from sparseattn.tensors import only_tensors
 BITS = (4, 8)
 CHANNELS = 32  # of a value that share levels, as in KIVI
 IMPLS = ("torch", "numba", "triton")
+PARTS = ("keys", "key_levels", "values", "value_levels")  # the tensors of `CodedRows`
 CHUNK = 1 << 22  # numbers rounded or read back at a time
 
 
@@ -151,7 +152,8 @@ def encode(keys: Tensor, values: Tensor, bits: int, group: int) -> CodedRows:
     for mine, theirs in zip(keys.split(once, 2), values.split(once, 2), strict=True):
         codes, low, step = lowbit.quantise(mine, group, bits, "ends", dtype)
         parts.append((_packed(codes, bits), torch.stack([low, step], 3), *_of_values(theirs, bits, dtype)))
-    return CodedRows(*(torch.cat(part, 2) for part in zip(*parts, strict=True)), bits, group)
+    whole = {name: torch.cat(part, 2) for name, part in zip(PARTS, zip(*parts, strict=True), strict=True)}
+    return CodedRows(**whole, bits=bits, group=group)
 
 
 def _at_once(lists: int, size: int, group: int) -> int:
