@@ -152,7 +152,7 @@ def compile_all(arch: int) -> Rows:
         names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
         for name, found in zip(names, built, strict=True):
             keep(name, found, dtype=dtype, D=size, G=group, bits=bits, rows=each, page=page, vote=vote, scales=scales)
-    return rows + compile_directions(arch, DIRECTIONS[:1])
+    return [*rows, *compile_directions(arch, DIRECTIONS[:1]), *compile_coded(arch, CODED[:1])]
 
 
 def compile_directions(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
@@ -165,7 +165,7 @@ def compile_directions(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
         found = ahead.compile_directions_ahead(getattr(torch, dtype), size, group, form, vote, arch, table=table)
         what = {"dtype": dtype, "D": size, "G": group, "kind": kind, "rank": rank, "bits": bits, "page": page}
         rows.append({"arch": arch, "kernel": "score_directions", **what, "vote": vote, "table": table, **vars(found)})
-    return [*rows, *compile_coded(arch, CODED[:1])]
+    return rows
 
 
 def compile_coded(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
@@ -250,9 +250,9 @@ def compile_a_launch() -> Rows:
         index = torch.zeros(2, 2, 8, 64 * 32, dtype=torch.uint8), *levels, torch.ones(2, 512, dtype=torch.bool), 2
         lowbit_gpu.scores(query, *index, "softmax")
         lowbit_gpu.listed(query, *index, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
-        coded = Form("clse", 16, 2, 4, True)
-        entries = encode(cache, coded, torch.bfloat16)
-        directions_gpu.scores(query, entries, torch.ones(2, 32, dtype=torch.bool), coded, "sum", 11.0)
+        form = Form("clse", 16, 2, 4, True)
+        entries = encode(cache, form, torch.bfloat16)
+        directions_gpu.scores(query, entries, torch.ones(2, 32, dtype=torch.bool), form, "sum", 11.0)
         plain = Form("quad", 16, 2)
         store = {
             name: part.transpose(1, 2).flatten(0, 1) for name, part in encode(cache, plain, torch.bfloat16).items()
@@ -272,7 +272,7 @@ def compile_a_launch() -> Rows:
         ahead.compile_probes_ahead(16),
         ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
         *ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4),
-        ahead.compile_directions_ahead(torch.bfloat16, 128, 4, coded, "sum"),
+        ahead.compile_directions_ahead(torch.bfloat16, 128, 4, form, "sum"),
         ahead.compile_directions_ahead(torch.bfloat16, 128, 4, plain, "sum", table=True),
         ahead.compile_coded_ahead(torch.bfloat16, 128, 16, 4),
         ahead.compile_merge_ahead(torch.bfloat16, 128),
@@ -308,7 +308,8 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 def test_every_variant_compiles(compiled: Rows) -> None:
     softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _ in LOWBIT)
-    each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT) + 1
+    each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
+    each += 2  # the first of `DIRECTIONS` and of `CODED`
     assert len(compiled) == each
 
 
