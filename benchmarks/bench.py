@@ -19,7 +19,9 @@ from benchmarks.methods import Method
 from benchmarks.rounds import Copy, figures, first_look, in_rounds, rounds
 from benchmarks.step import Calls, appending, cost, filled, itemised, memory
 from sparseattn.attention import decode
+from sparseattn.budget import budget_record
 from sparseattn.cache import KVCache
+from sparseattn.roles import rounded_label
 
 
 @dataclass
@@ -43,11 +45,11 @@ class Bench:
         cache = made.cache
         calls, timed, result = self.steps(cache, method.budget)
         out: dict[str, Any] = {
-            "selector": method.spec,
+            "selector": rounded_label(method.spec, method.bits),
             "label": repr(cache.selector),
             "sink": method.sink,
             "window": method.window,
-            "budget": method.budget,
+            "budget": budget_record(method.budget),
             "span": cache.selector.span,
             "fixed": cache.fixed,
             "sealed_device": None if cache.sealed_device is None else str(cache.sealed_device),

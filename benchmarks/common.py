@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.measure import last_cache
 from benchmarks.records import RESULTS
+from sparseattn.budget import budget_record
 from sparseattn.devices import usable_device
 from sparseattn.environment import kernels, machine, versions
 from sparseattn.kernels import ATTEND
@@ -68,6 +69,7 @@ def header(options: argparse.Namespace, question: str) -> dict[str, Any]:
     return {
         "question": question,
         **{name: getattr(options, name) for name in names},
+        "budget": budget_record(options.budget),
         "dtype": options.dtype,
         "complete": False,
         "evict_mib": options.evict,

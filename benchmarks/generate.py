@@ -41,7 +41,7 @@ from benchmarks.decoding import (
 from benchmarks.measure import Clock, peak_memory
 from benchmarks.models import SHAPES, prompt, random_model, with_attention
 from benchmarks.records import RESULTS
-from sparseattn.budget import parse_budget
+from sparseattn.budget import budget_record, parse_budget
 from sparseattn.cli.common import MODEL_HELP, integers, progress_bar
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED
@@ -49,6 +49,7 @@ from sparseattn.environment import machine, versions
 from sparseattn.integrations.models import REFERENCE, load_model
 from sparseattn.integrations.prefill import Prefill
 from sparseattn.integrations.transformers import SparseCache, restore
+from sparseattn.kernels.coded import BITS
 from sparseattn.selectors import SELECTORS, make_selector
 from sparseattn.selectors.buckets import Partitioned
 
@@ -230,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seal", type=int, default=1024, help="rows that wait before they are sealed")
     out.add_argument("--dense-layers", type=int, default=0, help="first layers that stay dense")
     out.add_argument("--sealed-device", choices=("cpu",), help="keep sealed rows in host memory")
+    out.add_argument("--kv-bits", dest="bits", type=int, choices=BITS, help="of sealed rows; default as they come")
     out.add_argument("--chunk", type=int, default=2048, help="tokens a forward pass of the prefill")
     out.add_argument("--device", help="default a CUDA device where there is one, else cpu")
     out.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -302,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": options.device,
         "threads": options.threads,
-        "budget": options.budget,
+        "budget": budget_record(options.budget),
         **cache_settings(options),
         "steps": options.steps,
         "block": options.block,

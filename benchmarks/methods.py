@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import Inputs
-from sparseattn.budget import budget_rows, parse_budget
-from sparseattn.cache import KVCache
+from sparseattn.budget import budget_of, parse_budget
+from sparseattn.cache import KVCache, unit_of
 from sparseattn.selectors import make_selector
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.buckets import Partitioned
 
-SIZES = ("sink", "window", "budget")  # what `SPEC@name=rows` sets for one selector
+SIZES = ("sink", "window", "budget")  # what `SPEC@name=rows` sets for one selector, and `bits`
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Method:
     sink: int
     window: int
     budget: Any
+    bits: int | None = None  # of sealed rows, as in `KVCache`
 
     @classmethod
     def of(cls, text: str, options: argparse.Namespace) -> Method:
@@ -34,8 +35,8 @@ class Method:
         given: dict[str, Any] = {name: getattr(options, name) for name in SIZES}
         for pair in sizes.split(",") if at else []:
             name, equals, number = pair.partition("=")
-            if name not in SIZES or not equals:
-                raise ValueError(f"behind @ come {', '.join(SIZES)} as name=rows, got {pair!r}")
+            if name not in (*SIZES, "bits") or not equals:
+                raise ValueError(f"behind @ come {', '.join(SIZES)} and bits as name=number, got {pair!r}")
             given[name] = parse_budget(number) if name == "budget" else _rows(number, text)
         make_selector(spec)
         return cls(spec, **given)
@@ -77,10 +78,10 @@ def check_fit(methods: Sequence[Method], rows: int, seal: int) -> None:
     """ValueError where a selector cannot work with its sizes in the shortest context."""
     for method in methods:
         selector = make_selector(method.spec)
-        KVCache(selector, sink=method.sink, window=method.window, seal=seal)  # its own checks
-        budget_rows(method.budget, rows, selector.span, method.spec)
-        if rows - method.sink - method.window < selector.unit:
+        KVCache(selector, sink=method.sink, window=method.window, seal=seal, bits=method.bits)  # its own checks
+        budget_of(selector, method.budget, rows)
+        if rows - method.sink - method.window < (unit := unit_of(selector, method.bits)):
             raise ValueError(
-                f"a sink of {method.sink} and a window of {method.window} leave less than a unit of {selector.unit} of "
+                f"a sink of {method.sink} and a window of {method.window} leave less than a unit of {unit} of "
                 f"{rows} rows to select ({method.spec})"
             )

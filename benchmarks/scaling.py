@@ -34,7 +34,7 @@ from benchmarks.measure import Timer, peak_memory
 from benchmarks.methods import Method, check_fit
 from benchmarks.rounds import Copy
 from benchmarks.step import filled
-from sparseattn.budget import parse_budget
+from sparseattn.budget import budget_record, parse_budget
 from sparseattn.cli.common import integers
 from sparseattn.cli.lines import name_ends, room, style
 from sparseattn.dtypes import STORED, stored_dtype
@@ -119,7 +119,13 @@ def run(
                     for at, given in budgets:
                         budget = method.budget if given is None else given
                         figures = bench.steps(cache, budget)[2]
-                        point = {"at": at, "selector": method.spec, "budget": budget, **shape.as_dict(), **figures}
+                        point = {
+                            "at": at,
+                            "selector": method.spec,
+                            "budget": budget_record(budget),
+                            **shape.as_dict(),
+                            **figures,
+                        }
                         result["points"].append(point)
                         result["slopes"] = slopes(result["points"])
                         write(results)

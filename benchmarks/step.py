@@ -23,7 +23,7 @@ from benchmarks.measure import Clock, Temporaries, Timer, spread
 from benchmarks.methods import Method
 from benchmarks.rounds import WARM
 from sparseattn.attention import attend_chosen, decode
-from sparseattn.cache import KVCache
+from sparseattn.cache import KVCache, unit_of
 from sparseattn.selection import Selection, Tail
 
 REPLAYS = 20  # of a graph under the profiler
@@ -42,7 +42,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     """Seconds to append the rows, which are made beforehand, chunk by chunk, and to seal them: the index."""
     shape, device = inputs.shape, inputs.shape.device
     selector = method.selector(inputs, artefact)
-    room = shape.rows + (options.cycles + 1) * options.seal + selector.unit
+    room = shape.rows + (options.cycles + 1) * options.seal + unit_of(selector, method.bits)
     on_gpu = torch.device(device).type != "cpu"
     cache = KVCache(
         selector,
@@ -50,8 +50,9 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
         window=method.window,
         seal=options.seal,
         capacity=room,
-        fixed=options.fixed and method.can_be_fixed,
+        fixed=options.fixed and method.can_be_fixed and method.bits is None,
         sealed_device="cpu" if selector.host and on_gpu else None,
+        bits=method.bits,
     )
     store = Clock(0.0, 0.0)
     for start, stop in inputs.chunks():
@@ -72,15 +73,17 @@ def cost(cache: KVCache, selection: Selection, shape: Shape, tail: Tail | None =
     say; `rows`, a KV head's in the mean.
     """
     near = (cache.bounds.rows - cache.bounds.sealed + cache.bounds.sink).sum().item()
-    far, biases = 0, 0
-    for part, stored in [(selection, cache.sealed_keys), *([(tail.selection, tail.keys)] if tail else [])]:
-        far += int(part.distinct(shape.heads, stored.shape[2]).sum())
+    far, own, biases = int(selection.distinct(shape.heads, int(cache.sealed_bounds.rows[0])).sum()), 0, 0
+    for part in (selection, *([tail.selection] if tail else [])):
         biases += int(part.bias_bytes(shape.heads).sum())
-    rows = near * shape.heads + far
+    if tail:
+        own = int(tail.selection.distinct(shape.heads, tail.keys.shape[2]).sum())
+    rows = near * shape.heads + far + own
+    read = int(near * shape.heads + own) * shape.row_bytes + int(cache.bytes_named(selection).sum())
     scan = None if selection.scan_bytes is None else int(selection.scan_bytes.sum())
     return {
         "rows": round(rows / (shape.batch * shape.heads), 1),
-        "rows_bytes": int(rows) * shape.row_bytes + biases,
+        "rows_bytes": read + biases,
         "scan_bytes": scan,
     }
 
@@ -158,7 +161,7 @@ def appending(cache: KVCache, inputs: Inputs, step: float, options: argparse.Nam
     Args:
         step: seconds of a step, in whose share it is told.
     """
-    shape, unit = inputs.shape, cache.selector.unit
+    shape, unit = inputs.shape, cache.unit
     at = int(cache.lengths[0])
     begun, cycles, pauses, tokens = time.perf_counter(), 0, [], []
     while cycles < options.cycles and (not cycles or time.perf_counter() - begun < options.patience):

@@ -7,6 +7,8 @@ nothing it names is counted twice; sink and recent rows are read by every query.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import os
 from collections.abc import Callable
 
@@ -15,14 +17,25 @@ from torch import Tensor
 
 import sparseattn.checks as checks
 import sparseattn.contract as contract
-from sparseattn.budget import Budget, budget_rows, parse_budget
+from sparseattn.budget import Budget, Mass, budget_of, parse_budget
+from sparseattn.codes import SealedCodes
 from sparseattn.indexes import append_kept, usable_folder
 from sparseattn.keeping import append_first
+from sparseattn.kernels import attend
+from sparseattn.kernels.coded import CodedRows
+from sparseattn.mass import Promise, cut
 from sparseattn.selection import Bounds, Selection, Tail
 from sparseattn.selectors import Selector, as_selector
 from sparseattn.stored import StoredRows
 from sparseattn.tensors import only_tensors
 from sparseattn.zones import Zones
+
+GROUP = 32  # rows of keys of a few bits that share levels, KIVI's
+
+
+def unit_of(selector: Selector, bits: int | None = None, group: int = GROUP) -> int:
+    """Rows are sealed in multiples of this: the selector's unit, and with `bits` whole groups of `group` rows."""
+    return selector.unit if bits is None else math.lcm(selector.unit, group)
 
 
 class KVCache:
@@ -54,6 +67,14 @@ class KVCache:
             prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
         indexes: folder of index files (`indexes`): the first seal takes the index of the same rows from there if it
             can, and writes it there if it had to build it. Made if it is not there; it only ever grows.
+        bits: 8 or 4: keep sealed rows in so many bits (`kernels.coded`), keys by channel and values by row, as KIVI
+            does (https://arxiv.org/abs/2402.02750); sink and rows that are not sealed stay as they come. A selector is
+            shown the rows as they came, once: none that scores stored keys (`Selector.reads_stored`) or learns from
+            weights (`observes`) can be had. None (default): nothing is rounded.
+        group: with `bits`, rows of keys that share a channel's levels, a power of two; rows are sealed in multiples of
+            it. KIVI's is 32.
+        exact: with `bits`, whether sealed rows are kept as they came too, for comparing with full attention over them
+            (`metrics.compare`): memory grows, what a step reads does not.
         check: whether every selection is held against the contract (`contract.check`), which makes the host wait:
             comparisons and tests do, decoding for its own sake does not.
 
@@ -61,7 +82,8 @@ class KVCache:
         ValueError: an unknown selector, a negative size, `seal` below the selector's unit, a `queries_share` that is no
             share, `last_queries` that are no number, a `sealed_device` other than host memory, `indexes` that cannot be
             a folder, or `fixed` without a capacity for more than the sink, with a `sealed_device`, or with a selector
-            whose step the host takes part in.
+            whose step the host takes part in; other `bits` than 8 and 4, `bits` with `fixed` or with a selector that
+            cannot go without exact rows, or a `group` that is no power of two.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -78,6 +100,9 @@ class KVCache:
         fixed: bool = False,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
+        bits: int | None = None,
+        group: int = GROUP,
+        exact: bool = False,
         check: bool = False,
     ) -> None:
         selector = as_selector(selector)
@@ -85,22 +110,28 @@ class KVCache:
         for name, size in sizes.items():
             if type(size) is not int or size < 0:
                 raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
-        if seal < selector.unit:
-            raise ValueError(f"seal is at least the unit of {selector!r}, {selector.unit} rows, got {seal}")
-        checks.loose(selector)
+        self.bits, self.group, self.exact = bits, group, exact
+        if bits is not None:
+            checks.roundable(selector, bits, group, fixed)
         self.selector = selector
+        if seal < self.unit:
+            whose = "" if bits is None else f" and of groups of {group} rows"
+            raise ValueError(f"seal is at least the unit of {selector!r}{whose}, {self.unit} rows, got {seal}")
+        checks.loose(selector)
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.sealed_device, self.fixed = checks.sealed_device(sealed_device), fixed
         self.indexes = None if indexes is None else usable_folder(indexes)
         self.check = check
         near = capacity
+        if self.sealed_device is not None or bits is not None:
+            near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
         if self.sealed_device is not None:
-            near = sink + window + rollback + seal + selector.unit  # after a seal, room until the next one
             selector.to(self.sealed_device)
         learned = checks.share(selector), checks.last_queries(selector)
         if learned[0] == 1 and learned[1]:  # no query of the prompt is missing, however wide the window
-            learned = learned[0], max(learned[1], window + rollback + selector.unit)
-        self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned)
+            learned = learned[0], max(learned[1], window + rollback + self.unit)
+        codes = None if bits is None else SealedCodes(bits, group, capacity)
+        self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned, codes, exact)
         if fixed:
             self._fix(capacity)
         self._forget()
@@ -122,7 +153,13 @@ class KVCache:
         self._broken = False
         self.latest: Selection | None = None  # the last answer of `search`
         self.latest_tail: Tail | None = None  # what was attended to beside it
+        self.latest_promise: Promise | None = None  # what it holds by the selector's estimate, of a budget by mass
         self._shown: Tensor | None = None  # the storage of which the selector has a view
+
+    @property
+    def unit(self) -> int:
+        """Rows are sealed in multiples of this, see `unit_of`."""
+        return unit_of(self.selector, self.bits, self.group)
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
@@ -156,7 +193,8 @@ class KVCache:
     def keys(self) -> Tensor:
         """`[B,H,N,D]`, a view: N physical rows, at least the sink's. Rows outside `bounds` may hold anything.
 
-        Every row, or with `sealed_device` those of the sink and the recent ones; of a `fixed` cache the whole capacity.
+        Every row, or with `sealed_device` or `bits` those of the sink and the recent ones; of a `fixed` cache the whole
+        capacity.
         """
         self._require_rows()
         return self._stored.keys.visible
@@ -169,25 +207,53 @@ class KVCache:
 
     @property
     def sealed_keys(self) -> Tensor:
-        """`[B,H,N,D]`, a view: the sealed rows in stored order, where they lie."""
+        """`[B,H,N,D]`: the sealed rows in stored order, where they lie; a view. With `bits` and not `exact` they are
+        read back from their codes at each call."""
         self._require_rows()
-        return self._stored.sealed_keys
+        return self._stored.sealed_rows()[0]
 
     @property
     def sealed_values(self) -> Tensor:
-        """`[B,H,N,D]`, stored as `sealed_keys` are. A view."""
+        """`[B,H,N,D]`, stored as `sealed_keys` are."""
         self._require_rows()
-        return self._stored.sealed_values
+        return self._stored.sealed_rows()[1]
+
+    @property
+    def sealed_codes(self) -> CodedRows | None:
+        """With `bits` the sealed rows as a step reads them, a view; None without, and before the first seal."""
+        self._require_rows()
+        codes = self._stored.codes
+        return codes.held if codes is not None and self._stored.zones.zone else None
 
     @property
     def sealed_bounds(self) -> Bounds:
         """The zones of `sealed_keys`: no sink, all of it sealed, none recent."""
-        return Bounds.of(self.batch, self.sealed_keys.shape[2], device=self.sealed_keys.device)
+        self._require_rows()
+        return Bounds.of(self.batch, self._stored.zones.zone, device=self._stored.there)
+
+    @property
+    def all_bounds(self) -> Bounds:
+        """The zones of the rows of `everything`."""
+        self._require_rows()
+        zones, bounds = self._stored.zones, self._stored.bounds
+        if not zones.apart:
+            return bounds
+        return Bounds(bounds.sink, bounds.base, bounds.sealed + zones.zone, bounds.rows + zones.zone)
+
+    def bytes_named(self, selection: Selection) -> Tensor:
+        """`[B,H]` int64: bytes of the sealed rows that a selection names, each once for all query heads of a KV head;
+        of rows of a few bits those of their codes and levels."""
+        if (codes := self.sealed_codes) is not None:
+            return codes.bytes_read(selection)
+        keys = self._stored.keys.full
+        heads, size = keys.shape[1], keys.shape[3]
+        return selection.distinct(heads, self._stored.zones.zone) * (2 * size * self.selector.bytes_of(keys))
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor]:
         """Every stored row, for attention without a selection: in stored order, padding and spare places among them.
 
-        Rows that the selector has dropped for good are no longer there, freed (`compact`) or not.
+        Rows that the selector has dropped for good are no longer there, freed (`compact`) or not. Those that are kept
+        in a few bits alone are read back.
 
         Returns:
             keys, values `[B,H,N,D]` on the cache's device, views unless sealed rows lie apart; `[B,H,N]` bool, which
@@ -269,7 +335,7 @@ class KVCache:
         at = None if positions is None else checks.positions(positions, batch, new, zones.next)
         if self.fixed:
             counts = [new] * batch if at is None else (at >= 0).sum(1).tolist()
-            zones.require_room(counts, self._capacity, self.selector.unit)
+            zones.require_room(counts, self._capacity, self.unit)
         if first:
             stored.begin(zones, keys)
         stored.store(keys, values, queries, at, self.window + self.rollback)
@@ -303,7 +369,9 @@ class KVCache:
         self.append(heads(keys), heads(values), None if queries is None else heads(queries), positions)
 
     def _show(self) -> None:
-        """Brings the selector's view of the stored keys up to date."""
+        """Brings the selector's view of the stored keys up to date; there is none of keys of a few bits."""
+        if self.bits is not None:
+            return
         storage, places = self._stored.indexed()
         stored = self.selector.stored
         if stored is None or self._shown is not storage or stored.shape[2] != places:
@@ -324,7 +392,7 @@ class KVCache:
         """`seal`, where the newest `decoded` rows of each sequence are no part of the prompt."""
         self._require_rows()
         least = self.seal_rows if self._decoded else 1
-        each = self._stored.zones.due(self.window + self.rollback, least, self.selector.unit)
+        each = self._stored.zones.due(self.window + self.rollback, least, self.unit)
         if max(each):
             checks.repeatable(self._stored.keys.full, "sealing rows")
         self._decoded = True
@@ -343,8 +411,7 @@ class KVCache:
             order = append_first(self.selector, rows)
         else:  # the prompt's, not what decoding adds
             order = append_kept(self.selector, rows, self.indexes)
-        if order is not None:
-            self._stored.arrange(order, most)
+        self._stored.settle(order, most)
         self._stored.publish()
         self._show()
 
@@ -356,8 +423,35 @@ class KVCache:
         The selection lies with the sealed rows, on `sealed_device` if there is one: it names rows of `sealed_keys`
         then, not of `keys`, and `decode` is what attends to both parts and merges them.
         """
-        rows = self.prepare(query, budget)
-        return self.search(query if self.sealed_device is None else query.to(self.sealed_device), rows)
+        rows, mass = self.prepare(query, budget), self.mass(budget)
+        asked = query if self.sealed_device is None else query.to(self.sealed_device)
+        chosen = self.search(asked, rows, mass, lambda: self.near(query).to(asked.device))
+        if mass is not None or self.selector.needs_near:
+            self.latest = chosen = self._also_read(chosen)
+        return chosen
+
+    def near(self, query: Tensor) -> Tensor:
+        """`[B,H,G]`: the natural logarithm of the sum of exponentiated logits of the rows that every query reads, sink
+        and unsealed; -inf where there are none. `query` is on the cache's device."""
+        nothing = Selection.none(query.shape[0], query.shape[1], query.device)
+        scale = 1 / self.selector.temperature(query.shape[3])
+        return attend(query, self.keys, self.values, nothing, self.bounds, scale=scale)[1]
+
+    def _also_read(self, chosen: Selection) -> Selection:
+        """With the cost of `near`: the key of every row that it weighs, read before the step reads it."""
+        bounds, keys = self.bounds, self.keys
+        rows = (bounds.sink + bounds.rows - bounds.sealed).to(chosen.start.device, torch.int64)[:, None]  # [B,1]
+        scanned = None if chosen.scanned is None else chosen.scanned + rows
+        read = None
+        if chosen.scan_bytes is not None:
+            read = chosen.scan_bytes + rows * (keys.shape[3] * self.selector.bytes_of(keys))
+        return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
+
+    def mass(self, budget: Budget) -> float | None:
+        """The share of the attention that a budget asks for; None where it is no mass, or the selector has no use for
+        it."""
+        budget = parse_budget(budget)
+        return budget.share if isinstance(budget, Mass) and self.selector.uses_budget else None
 
     def prepare(self, query: Tensor, budget: Budget) -> int:
         """The first half of `select`: checks both, seals what is due, and returns the budget in rows."""
@@ -370,9 +464,10 @@ class KVCache:
         if (learned := self._stored.learned) is not None:
             checks.group(query, learned)
         budget = parse_budget(budget)
-        context = self._capacity if self.fixed and budget is None else max(self._stored.zones.count)
-        rows = budget_rows(budget, context, self.selector.span, self.selector)
-        if budget is not None:
+        unlimited = budget is None or (isinstance(budget, Mass) and budget.most is None)
+        context = self._capacity if self.fixed and unlimited else max(self._stored.zones.count)
+        rows = budget_of(self.selector, budget, context)
+        if not unlimited:
             rows = self.selector.allowed(rows)
         self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
@@ -394,8 +489,20 @@ class KVCache:
             checks.finite(ahead=ahead)
         self.selector.ahead = ahead if self.sealed_device is None else ahead.to(self.sealed_device)
 
-    def search(self, query: Tensor, rows: int) -> Selection:
+    def search(
+        self,
+        query: Tensor,
+        rows: int,
+        mass: float | None = None,
+        near: Callable[[], Tensor] | None = None,
+    ) -> Selection:
         """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows.
+
+        Args:
+            mass: the share of the attention that the rows attended are to hold, see `mass`; needs `near`.
+            near: gives what `KVCache.near` does, on the device of the sealed rows, for a mass and for a selector that
+                `needs_near`. For a mass it is asked once the selector has weighed its rows, so that what another device
+                computes for it may take as long as the search.
 
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
@@ -403,12 +510,28 @@ class KVCache:
         if self.check:
             self._note_dropped()  # what it drops while it chooses, it may still read at this step
         at = self._asked_at()
-        self.latest, self.latest_tail = self.selector.select(query, at, rows), None
+        if near is None and (mass is not None or self.selector.needs_near):
+            raise ValueError(f"this search by {self.selector!r} needs what sink and unsealed rows weigh: give it near")
+        self.latest_tail = self.latest_promise = None
+        if near is not None and self.selector.needs_near:
+            self.selector.near = near()
+        weighed = None
+        if mass is None:
+            self.latest = self.selector.select(query, at, rows)
+        else:
+            weighed = self.selector.weigh(query, at, rows)
+            self.latest = weighed.selection
         if self.selector.foresees:
             self.selector.ahead = None  # it was of this step
         if self.check:
             stored = self._stored
             contract.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)
+        if self.selector.needs_near:
+            self.selector.near = None
+        if mass is not None and weighed is not None and near is not None:
+            if self.check:
+                contract.check_weighed(weighed, query, self.selector)
+            self.latest, self.latest_promise = cut(weighed, near(), mass)
         return self.latest
 
     def _note_dropped(self) -> None:
@@ -460,10 +583,11 @@ class KVCache:
             Places of each head that were freed; 0 where there were none to free.
 
         Raises:
-            ValueError: a selector that does not evict or cannot follow (`Selector.keep`), or a `fixed` cache.
+            ValueError: a selector that does not evict or cannot follow (`Selector.keep`), a `fixed` cache, or one of
+                rows of a few bits.
         """
         self._require_rows()
-        checks.compactable(self.selector, self.fixed)
+        checks.compactable(self.selector, self.fixed, self.bits)
         stored, unit = self._stored, self.selector.unit
         if not stored.zones.zone:
             return 0
@@ -477,7 +601,12 @@ class KVCache:
         self._broken = True
         self.selector.keep(ids)
         stored.compact(ids)
-        self._broken, self.latest, self.latest_tail = False, None, None  # whose places are others' now
+        self._broken, self.latest, self.latest_tail, self.latest_promise = (
+            False,
+            None,
+            None,
+            None,
+        )  # whose places are others' now
         self._show()
         return before - places
 
@@ -541,6 +670,7 @@ class KVCache:
     def __repr__(self) -> str:
         apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
         apart += f", capacity={self._capacity}, fixed=True" if self.fixed else ""
+        apart += "" if self.bits is None else f", bits={self.bits}, group={self.group}"
         return (
             f"KVCache({self.selector!r}, sink={self.sink}, window={self.window}, seal={self.seal_rows}, "
             f"rollback={self.rollback}{apart}): {self.batch} sequences of {self._stored.zones.count} rows"

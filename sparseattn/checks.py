@@ -9,6 +9,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from sparseattn.kernels.coded import check_bits
 from sparseattn.selectors.base import Selector
 from sparseattn.tensors import only_tensors
 
@@ -157,8 +158,31 @@ def held(given: Tensor, real: Tensor, selector: Selector) -> None:
         )
 
 
-def compactable(selector: Selector, fixed: bool) -> None:
+def roundable(selector: Selector, bits: int, group: int, fixed: bool) -> None:
+    """Sealed rows can be kept in `bits` bits, keys in groups of `group` rows, for this selector; else ValueError."""
+    check_bits(bits)
+    if type(group) is not int or not 8 <= group <= 1024 or group & (group - 1):
+        raise ValueError(f"group is a power of two rows of keys that share levels, 8 to 1024, got {group!r}")
+    if fixed:
+        raise ValueError(
+            f"bits={bits} keeps sealed rows apart from the others, which a fixed cache cannot: leave fixed=True out"
+        )
+    if selector.reads_stored:
+        raise ValueError(
+            f"{selector!r} scores the cache's own keys, which are not kept with bits={bits}: take a method with an "
+            f"index of its own, such as quest or lowbit, or leave bits out"
+        )
+    if selector.observes:
+        raise ValueError(
+            f"{selector!r} learns from what its rows weigh, which attention over rows of {bits} bits does not tell: "
+            f"leave bits out"
+        )
+
+
+def compactable(selector: Selector, fixed: bool, bits: int | None = None) -> None:
     """Rows that the selector drops can be freed; else ValueError."""
+    if bits is not None:
+        raise ValueError(f"rows of bits={bits} share levels in groups, so single ones cannot be freed: leave bits out")
     if not selector.evicts:
         raise ValueError(f"{selector!r} drops no rows (evicts is False), so there are none to free")
     if fixed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.selectors.base import Selector
 
 
@@ -67,6 +67,32 @@ def check(
         if bool((cost < 0).any()):
             raise ContractError(f"{selector!r} reports {name} of {int(cost.min())}: counts are 0 or more")
     _check_rows(selection, query, positions, budget, sealed, real, selector)
+
+
+def check_weighed(weighed: Weighed, query: Tensor, selector: Selector) -> None:
+    """What rows are estimated to weigh is of the query's heads: numbers, or -inf as of unused slots.
+
+    Makes the host wait for the device. Arguments as of `check`, which looks at the selection.
+
+    Raises:
+        ContractError: the first violation found.
+    """
+    if not isinstance(weighed, Weighed):
+        raise ContractError(f"{selector!r} returned {type(weighed).__name__} from weigh, not a Weighed")
+    _, heads, group, _ = query.shape
+    if weighed.rest.shape[1] != heads * group:
+        raise ContractError(
+            f"{selector!r} weighs its selection for {weighed.rest.shape[1]} query heads, and the query has "
+            f"{heads * group}"
+        )
+    for name, part in (("what its rows weigh", weighed.weights), ("what the rest weighs", weighed.rest)):
+        if bool((part.isnan() | part.isposinf()).any()):
+            raise ContractError(
+                f"{selector!r} estimates {name} as NaN or infinite: it is a logarithm, -inf for nothing"
+            )
+    used = (weighed.selection.length > 0).repeat_interleave(heads * group // weighed.selection.length.shape[1], 1)
+    if not bool(weighed.weights[~used].isneginf().all()):
+        raise ContractError(f"{selector!r} says that slots which are not used weigh something: they weigh -inf")
 
 
 def check_tail(tail: Tail | None, query: Tensor, positions: Tensor, selector: Selector) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.budget import Budget, budget_rows
+from sparseattn.budget import Budget, Mass, budget_record, budget_rows
 from sparseattn.metrics import Evaluation, json_number
 from sparseattn.ranks import rank_correlation
 
@@ -135,7 +135,7 @@ class Comparison:
         return {
             "trace": one.trace,
             "equal": self.equal,
-            "at": self.at,
+            "at": budget_record(self.at),
             "attended": self.attended,
             **{key: value for key, value in one.settings.items() if key != "seal"},  # of a selector, where not asked
             "layers": list(self.layers),
@@ -144,7 +144,7 @@ class Comparison:
                 {
                     "label": label,
                     "selector": reading.low.selector,
-                    "budgets": list(reading.budgets),
+                    "budgets": list(map(budget_record, reading.budgets)),
                     "part": reading.part,
                     "mean": {name: json_number(reading.mean(name)) for name in (*JUDGED, "bytes_share", "attended")},
                     **{name: [json_number(value) for value in reading.layers(name).tolist()] for name in JUDGED},
@@ -180,6 +180,8 @@ def at_rows(results: Sequence[Evaluation], budget: Budget) -> Comparison:
     """
     if all(one.budget != budget for one in results):
         raise NothingToCompare(f"nothing was measured at the budget {budget!r}")
+    if isinstance(budget, Mass):
+        raise NothingToCompare(f"rows to be equal at are those of a budget in rows, and {budget} takes what it needs")
     settings = results[0].settings
     context = settings["tokens"] - (settings["last"] - 1) / 2  # in the mean over the tokens decoded
     rows = min(settings["sink"] + settings["window"] + budget_rows(budget, int(context)), context)

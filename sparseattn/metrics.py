@@ -21,21 +21,24 @@ from torch import Tensor
 
 from sparseattn import checks
 from sparseattn.attention import attend_chosen
-from sparseattn.budget import Budget, budget_rows, parse_budget
-from sparseattn.cache import KVCache
+from sparseattn.board import Board
+from sparseattn.budget import Budget, budget_of, budget_record, parse_budget
+from sparseattn.cache import KVCache, unit_of
 from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
-from sparseattn.roles import Method, Roles, Share, as_method, shares_of, together
-from sparseattn.selection import Selection
+from sparseattn.mass import Promise
+from sparseattn.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
+from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Selector
 from sparseattn.traces import Trace, TraceLayer
 
 RECALLS = (1, 10, 100)
+ROUNDING = 1e-5  # of sums of weights in float32
 LOOKUP = 0.2  # share of a query head's attention on one indexed row that makes it a lookup
 
 # Name -> (what it is, whether a larger value is better). Shares are of the context at each step. With fewer than k
 # indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON,
-# and so is what a head has none of (lookup_hits without lookups).
+# and so is what a head has none of (lookup_hits without lookups), or a budget (promised without a mass).
 MEASURES: dict[str, tuple[str, bool]] = {
     "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
     "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
@@ -49,9 +52,17 @@ MEASURES: dict[str, tuple[str, bool]] = {
     "lookups": (f"indexed rows with {LOOKUP:.0%} or more of full attention's weight, per token: of the head", True),
     "lookup_hits": ("share of these rows that are selected", True),
     "relative_error": ("norm of the output's error over the norm of full attention's output", False),
+    "denominator_error": (
+        "relative error of the softmax's denominator: of a sample what it estimates, of other choices what they miss",
+        False,
+    ),
     "mse": ("mean squared error of the output's components", False),
     "attended": ("rows in the softmax of a query head", False),
     "attended_share": ("the same over the context", False),
+    "kept": ("of these, rows that were chosen: beyond sink, window and rows that wait to be sealed", False),
+    "oracle_kept": ("of a budget by mass, the fewest rows to choose with which a query head holds it", False),
+    "promised": ("of a budget by mass, the share that the rows attended hold by the method's estimate", True),
+    "fulfilled": ("of a budget by mass, the share of tokens at which the rows attended hold it", True),
     "distinct_rows": ("distinct rows read by the query heads of a KV head", False),
     "scanned": ("rows or representatives scored to choose", False),
     "scanned_share": ("the same over the context", False),
@@ -131,7 +142,7 @@ class Evaluation:
             "trace": self.trace,
             "selector": self.selector,
             "label": self.label,
-            "budget": self.budget,
+            "budget": budget_record(self.budget),
             **self.settings,
             "layers": list(self.layers),
             "mean": {name: json_number(self.mean(name)) for name in self.heads},
@@ -167,6 +178,7 @@ def evaluate(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
@@ -183,11 +195,14 @@ def evaluate(
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure, default all that attend to the whole context.
-        seal: as in `KVCache`; default the selector's span, of roles each one's, so that less than a span of further
-            dense rows flatters it.
+        seal: as in `KVCache`; default the selector's unit, of roles each one's (with `bits` the least common multiple
+            with a group), so that less than that of further dense rows flatters it.
         indexes: folder of index files, as in `KVCache`; default none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory. `settings` say which it was.
+        bits: as in `KVCache`: sealed rows are read in 8 or 4 bits, and compared with full attention over the rows as
+            they are. The label then says so, and bytes are those of the codes and levels read, over those of the whole
+            cache as the trace has it.
         steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
 
@@ -207,6 +222,7 @@ def evaluate(
         seal=seal,
         indexes=indexes,
         device=device,
+        bits=bits,
         steps=steps,
         progress=progress,
     )[0]
@@ -238,6 +254,7 @@ def evaluate_budgets(
     seal: int | None = None,
     indexes: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[Evaluation]:
@@ -246,11 +263,11 @@ def evaluate_budgets(
     check_steps(steps)
     method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
     if isinstance(method, Selector):
-        seal = method.unit if seal is None else seal
+        seal = unit_of(method, bits) if seal is None else seal
     place = replay_device(method, device)
     indices = usable_layers(trace, layers)
-    check_replay(trace, budgets, method, sink, window, last, seal, indices)
-    positions = trace.positions.to(place)
+    check_replay(trace, budgets, method, sink, window, last, seal, indices, bits)
+    positions, board = trace.positions.to(place), Board()
     per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
     for index in indices:
         layer = _on(place, trace.layer(index))
@@ -258,14 +275,21 @@ def evaluate_budgets(
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:
             mine = share.fresh(index, layer.rope, trace.depth, layer.scale)
-            mine.width = trace.dtype.itemsize
+            mine.width, mine.board = trace.dtype.itemsize, board
             cache = KVCache(
-                mine, sink=sink, window=window, seal=mine.unit if seal is None else seal, indexes=indexes, check=True
+                mine,
+                sink=sink,
+                window=window,
+                seal=unit_of(mine, bits) if seal is None else seal,
+                indexes=indexes,
+                bits=bits,
+                exact=bits is not None,
+                check=True,
             )
             ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
             query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
             part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
-            _append(cache, part, positions, 0, trace.tokens - last)
+            append_rows(cache, part, positions, 0, trace.tokens - last)
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
             parts.append(
@@ -282,11 +306,13 @@ def evaluate_budgets(
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic; bytes are counted as a cache of `trace_dtype` has them
     }
+    if bits is not None:
+        settings["bits"] = bits
     return [
         Evaluation(
             trace.name,
             repr(method),
-            method.label(),
+            rounded_label(method.label(), bits),
             budget,
             settings,
             tuple(indices),
@@ -308,14 +334,15 @@ def _replays(
 ) -> list[dict[str, Tensor]]:
     """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
     found: list[dict[str, Tensor]] = []
+    board = cache.selector.board
     for i, budget in enumerate(budgets):
-        if i and repr(budget) == repr(budgets[0]):
+        if i and repr(budget) == repr(budgets[0]) and not (board is not None and cache.selector.layer in board):
             found.append(found[0])
             for _ in range(last):
                 if progress is not None:
                     progress(1)
         else:
-            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps))
+            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps, i))
     return found
 
 
@@ -376,6 +403,7 @@ def check_replay(
     last: int,
     seal: int | None = None,
     layers: Sequence[int] | None = None,
+    bits: int | None = None,
 ) -> None:
     """The settings leave rows to select, the budgets fit the method, and it can serve all `layers`; else ValueError.
 
@@ -387,15 +415,16 @@ def check_replay(
     methods = {share.label: share for _, share in each}  # not a layer's each, as checks of a selector take time
     for share in methods.values():
         own = share.selector
-        KVCache(own, sink=sink, window=window, seal=own.unit if seal is None else seal)  # its own checks
+        least = unit_of(own, bits)
+        KVCache(own, sink=sink, window=window, seal=least if seal is None else seal, bits=bits)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window
     for share in methods.values():
-        if left < share.selector.unit:
+        if left < (least := unit_of(share.selector, bits)):
             raise ValueError(
                 f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
-                f"rows before the replay to select from; {share.selector!r} needs at least {share.selector.unit}"
+                f"rows before the replay to select from; {share.selector!r} needs at least {least}"
             )
     held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:
@@ -404,11 +433,16 @@ def check_replay(
         )
     for share in methods.values():
         for budget in budgets:
-            budget_rows(share.budget(budget), trace.tokens - last, share.selector.span, repr(share.selector))
+            budget_of(share.selector, share.budget(budget), trace.tokens - last)
     if layers is not None:
         for index, share in each:
             shape = trace.shapes[index]
             own = share.fresh(index, trace.ropes[index], trace.depth, shape.scale)
+            if (anchor := own.follows) is not None and anchor not in layers[: layers.index(index)]:
+                raise ValueError(
+                    f"{own!r} reads in layer {index} what layer {anchor} chose, so that layer is measured too, before "
+                    f"it; got layers {list(layers)}"
+                )
             own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
             lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
             unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)
@@ -426,7 +460,8 @@ def check_replay(
             )
 
 
-def _append(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
+    """Stores the rows `start` to `stop` of a trace's layer, with the queries that the selector learns from."""
     learns = cache.selector.learns
     lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
@@ -449,18 +484,24 @@ def _replay(
     last: int,
     progress: Callable[[int], None] | None,
     steps: Sequence[str] = (),
+    turn: int = 0,
 ) -> dict[str, Tensor]:
-    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each."""
+    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each.
+
+    turn: which of the budgets it is, by which layers find each other's choices.
+    """
     total: dict[str, Tensor] = {}
     series: dict[str, list[Tensor]] = {name: [] for name in steps}
     tokens = len(positions)
     for t in range(tokens - last, tokens):
-        _append(cache, layer, positions, t, t + 1)
+        append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         checks.finite(query=query)
         if cache.selector.foresees:
             assert layer.ahead is not None  # check_replay
             cache.foresee(layer.ahead[None, :, :, t - tokens].float())
+        if cache.selector.board is not None:
+            cache.selector.board.step = turn, t
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         for name, values in series.items():
@@ -484,7 +525,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
 
     Args:
         query: `[1,H,G,D]` float32 or float64.
-        cache: one unpadded sequence, after `select`.
+        cache: one unpadded sequence, after `select`; with `bits`, one that keeps the rows as they came too (`exact`).
         selection: what it selected for this query.
         scale: factor of the logits.
     """
@@ -492,11 +533,16 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
     if cache.freed:
         raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
+    if cache.bits is not None and not cache.exact:
+        raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
     _, heads, group, size = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
+    if cache.bits is not None:
+        (keys, values, _), bounds = cache.everything(), cache.all_bounds
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
     reads = reference.named(selection, bounds, heads, rows).expand(-1, -1, group, -1)  # [1,H,G,N]
     logits = query @ keys.mT * scale  # [1,H,G,N]
+    total = logits.logsumexp(-1)  # [1,H,G]
     weights = logits.softmax(-1)
     full = weights @ values  # [1,H,G,D]
     out = attend_chosen(query, cache, selection, scale=scale)
@@ -507,17 +553,20 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    always = int(bounds.dense(rows).sum())  # rows that every query reads
+    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
+    of_rows = (always * row_bytes + cache.bytes_named(selection))[..., None]
     biases = selection.bias_bytes(heads)[..., None]
     if (tail := cache.latest_tail) is not None:
         attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
-        distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        distinct, of_rows = distinct + own, of_rows + own * row_bytes
         biases = biases + tail.selection.bias_bytes(heads)[..., None]
     unknown = torch.full(
         (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
     )  # a selector that does not say what it cost
     scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
     read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
-    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
 
     measured = {
         "mass": (weights * reads).sum(-1),
@@ -526,16 +575,63 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "lookups": sought.sum(-1),
         "lookup_hits": hits / sought.sum(-1),  # NaN without any
         "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
+        "denominator_error": (_log_sum(query, logits, reads, selection, indexed, tail, scale) - total).expm1().abs(),
         "mse": error.square().mean(-1),
         "attended": attended,
         "attended_share": attended / rows,
+        "kept": reads[..., indexed].sum(-1),
+        **_promised(cache.latest_promise, weights, reads, indexed),
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": (distinct * row_bytes + biases + read) / (rows * row_bytes),
+        "bytes_share": ((of_rows + biases + read) / (rows * row_bytes)).expand_as(attended),
     }
     top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
     hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first
     for k in RECALLS:
         measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
     return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def _log_sum(
+    query: Tensor,
+    logits: Tensor,
+    reads: Tensor,
+    selection: Selection,
+    indexed: slice,
+    tail: Tail | None,
+    scale: float,
+) -> Tensor:
+    """`[1,H,G]`: log-sum-exp of the logits `[1,H,G,N]` of the rows that a step attends to, with biases and tail."""
+    heads = query.shape[1]
+    logits = logits.masked_fill(~reads, -torch.inf)
+    if selection.bias is not None:
+        bias = selection.row_bias(indexed.stop - indexed.start).unflatten(1, (heads, -1))
+        logits = torch.cat([logits[..., : indexed.start], logits[..., indexed] + bias, logits[..., indexed.stop :]], -1)
+    if tail is None:
+        return logits.logsumexp(-1)
+    own, bias = (
+        part(tail.keys.shape[2]).unflatten(1, (heads, -1)) for part in (tail.selection.mask, tail.selection.row_bias)
+    )
+    more = (query @ tail.keys.mT * scale + bias).masked_fill(~own, -torch.inf)
+    return torch.cat([logits, more], -1).logsumexp(-1)
+
+
+def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
+    """The measures `[1,H,G]` of a budget by mass; NaN for another.
+
+    Args:
+        weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.
+        indexed: the rows to choose from.
+    """
+    if promise is None:
+        none = weights.new_full(weights.shape[:3], math.nan)
+        return {"oracle_kept": none, "promised": none, "fulfilled": none}
+    far = weights[..., indexed].sort(-1, descending=True).values
+    before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
+    held = (weights * reads).sum(-1)
+    return {
+        "oracle_kept": (before < promise.wanted).sum(-1),
+        "promised": promise.held.view(held.shape),
+        "fulfilled": (held >= promise.wanted * (1 - ROUNDING)).double(),
+    }

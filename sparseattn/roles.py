@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from sparseattn.budget import Budget, Rows, budget_rows, parse_budget
+from sparseattn.budget import Budget, Rows, budget_of, budget_record, budget_rows, parse_budget
 from sparseattn.files import write_atomic
 from sparseattn.rope import Rope
 from sparseattn.selectors import Selector, as_selector, make_selector
@@ -72,7 +72,7 @@ class Role:
             return
         if self.method == DENSE or not selector.uses_budget:
             raise ValueError(f"{self.method} has no use for a budget, got {reprlib.repr(self.budget)}")
-        budget_rows(self.budget, 1, selector.span, repr(selector))
+        budget_of(selector, self.budget, 1)
 
     @functools.cached_property
     def selector(self) -> Selector:
@@ -95,7 +95,7 @@ class Role:
 
     def record(self) -> str | dict[str, Any]:
         """As in a file."""
-        return self.method if self.budget is None else {"method": self.method, "budget": self.budget}
+        return self.method if self.budget is None else {"method": self.method, "budget": budget_record(self.budget)}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Role) and self._key == other._key
@@ -262,7 +262,7 @@ class Roles:
         for role in self.distinct():
             share = Share(role.selector, None, role)
             if not share.own:
-                budget_rows(asked, context, role.selector.span, repr(role.selector))
+                budget_of(role.selector, asked, context)
 
     # -- what comparisons ask of a method --------------------------------------------------------------------------
 
@@ -485,6 +485,11 @@ def _role(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     return known[key]
+
+
+def rounded_label(label: str, bits: int | None) -> str:
+    """A method's label where sealed rows are of `bits` bits."""
+    return label if bits is None else f"{label}, {bits}-bit rows"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -6,6 +6,7 @@ S slots of a selection, Hs selection heads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -168,6 +169,65 @@ class Selection:
             place = torch.where((ids >= 0) & (ids < rows), ids, rows)
             out = out.scatter(2, place, self.bias.repeat_interleave(self.span, -1))
         return out[..., :rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weighed:
+    """A selection, and what a method estimates that it weighs: what a budget by mass is cut by (`mass.cut`).
+
+    Args:
+        selection: as `select` returns it, of S slots.
+        weights: `[B,H*G,S]` float32, for every query head: natural logarithm of the sum of the exponentiated logits of
+            a slot's rows, -inf for a slot that is not used. A bias is in it.
+        rest: `[B,H*G]` float32, the same of all sealed rows that the selection does not name; -inf for none.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+
+    selection: Selection
+    weights: Tensor
+    rest: Tensor
+
+    def __post_init__(self) -> None:
+        (batch, heads, slots), weights, rest = self.selection.start.shape, self.weights, self.rest
+        fits = weights.ndim == 3 and (weights.shape[0], weights.shape[2]) == (batch, slots)
+        if not fits or weights.shape[1] % max(heads, 1) or weights.shape[:2] != rest.shape:
+            raise ValueError(
+                f"weights of a selection {[batch, heads, slots]} are [B,H*G,S] and the rest's [B,H*G], got "
+                f"{list(weights.shape)} and {list(rest.shape)}"
+            )
+        if weights.dtype != torch.float32 or rest.dtype != torch.float32:
+            raise ValueError(
+                f"weights of a selection and of the rest are float32, got {weights.dtype} and {rest.dtype}"
+            )
+
+    @classmethod
+    def of(cls, selection: Selection, logits: Tensor, page: int = 1) -> Weighed:
+        """By an estimate for every row, or every page.
+
+        Args:
+            selection: every slot in use is one of the pages, or one row where `page` is 1.
+            logits: `[B,H,G,P]` of all sealed rows, -inf for what is not real; of a page, the logarithm of the mean of
+                its rows' exponentiated logits.
+            page: rows of each of them.
+        """
+        _, heads, group, pages = logits.shape
+        each = torch.nn.functional.pad(logits.float().flatten(1, 2), (0, 1), value=-torch.inf)  # [B,H*G,P+1]
+        at = torch.where(selection.length > 0, selection.start // page, pages).long()  # [B,Hs,S]
+        shared = heads * group // at.shape[1]
+        at = at[:, :, None].expand(-1, -1, shared, -1).flatten(1, 2)
+        weights = each.gather(2, at) + math.log(page)
+        rest = each.scatter(2, at, -torch.inf).logsumexp(-1) + math.log(page)
+        return cls(selection, weights, rest)
+
+    @classmethod
+    def nothing(cls, query: Tensor) -> Weighed:
+        """Zero slots for a query `[B,H,G,D]`, where nothing is sealed."""
+        batch, heads, group, _ = query.shape
+        weights = torch.zeros(batch, heads * group, 0, device=query.device)
+        rest = torch.full((batch, heads * group), -torch.inf, device=query.device)
+        return cls(Selection.none(batch, heads, query.device), weights, rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,5 @@
-"""Where the rows of a cache lie: sink | sealed | recent on one device, or the sealed ones apart in host memory.
+"""Where the rows of a cache lie: sink | sealed | recent on one device, or the sealed ones apart, in host memory or in a
+few bits.
 
 Rows are stored, moved into the sealed zone, ordered, dropped and read here; when that happens is `KVCache`'s matter.
 """
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 import sparseattn.checks as checks
+from sparseattn.codes import SealedCodes
 from sparseattn.queries import LastQueries, Queries
 from sparseattn.selection import Bounds
 from sparseattn.selectors.base import Rows
-from sparseattn.storage import RowBuffer
+from sparseattn.storage import RowBuffer, State
 from sparseattn.zones import Zones
 
 
@@ -29,6 +31,8 @@ class StoredRows:
         apart: the device of the sealed rows; None: between sink and recent rows.
         share: of the queries to keep, 0 to 1.
         last: how many of the prompt's newest queries the first seal hands over.
+        codes: what keeps the sealed rows in a few bits, apart from the others; None: they are kept as they come.
+        exact: whether sealed rows are kept as they come too, where there are codes of them.
 
     Attributes:
         zones: which row lies where, as counts.
@@ -36,11 +40,21 @@ class StoredRows:
     """
 
     def __init__(
-        self, sink: int, near: int, capacity: int, apart: torch.device | None, share: float, last: int
+        self,
+        sink: int,
+        near: int,
+        capacity: int,
+        apart: torch.device | None,
+        share: float,
+        last: int,
+        codes: SealedCodes | None = None,
+        exact: bool = False,
     ) -> None:
-        self.sink, self.apart = sink, apart
+        self.sink, self.apart, self.codes, self.exact = sink, apart, codes, exact
         self.keys, self.values = RowBuffer(2, near), RowBuffer(2, near)  # [B,H,N,D]
-        self.apart_keys, self.apart_values = (RowBuffer(2, capacity, pinned=True) for _ in range(2))
+        # With codes, the rows of a seal until they are rounded, and then only where they are kept too.
+        own = capacity if codes is None or exact else 0
+        self.apart_keys, self.apart_values = (RowBuffer(2, own, pinned=apart is not None) for _ in range(2))
         # [B,H,N] bool, where the sealed rows lie: neither padding nor known to be dropped by the selector.
         self.real = RowBuffer(2, capacity)
         self.positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
@@ -50,12 +64,20 @@ class StoredRows:
         self.newest = torch.zeros(0, dtype=torch.int64)
         self._told: tuple[list[int], ...] = ()  # what these hold
         self.fixed = self.dropped = False  # whether `drop` has taken a row
-        self.zones = Zones(0, sink, apart is not None)
+        self.zones = self._no_zones()
 
-    _BUFFERS = ("keys", "values", "apart_keys", "apart_values", "real", "positions", "queries", "last")
+    _BUFFERS = ("keys", "values", "apart_keys", "apart_values", "real", "positions", "queries", "last", "codes")
 
-    def _buffers(self) -> list[RowBuffer]:
-        return [getattr(self, name) for name in self._BUFFERS]
+    def _buffers(self) -> dict[str, State]:
+        return {name: state for name in self._BUFFERS if (state := getattr(self, name)) is not None}
+
+    def _no_zones(self) -> Zones:
+        return Zones(0, self.sink, self.apart is not None or self.codes is not None)
+
+    @property
+    def there(self) -> torch.device:
+        """Where the sealed rows lie."""
+        return self.apart or self.device
 
     @property
     def _near(self) -> tuple[RowBuffer, RowBuffer, RowBuffer]:
@@ -86,19 +108,21 @@ class StoredRows:
         assert self._bounds is not None
         return self._bounds
 
-    @property
-    def sealed_keys(self) -> Tensor:
-        """`[B,H,N,D]`, a view: the sealed rows in stored order, where they lie."""
-        return self._sealed(self.keys, self.apart_keys)
-
-    @property
-    def sealed_values(self) -> Tensor:
-        """`[B,H,N,D]`, as `sealed_keys`."""
-        return self._sealed(self.values, self.apart_values)
-
-    def _sealed(self, near: RowBuffer, apart: RowBuffer) -> Tensor:
+    def sealed_rows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B,H,N,D]` of the sealed rows in stored order, where they lie: views, but read back anew
+        where only their codes are kept."""
         zones = self.zones
-        return apart.data if zones.apart else near.full[:, :, zones.sink : zones.start]
+        if self.codes is not None and zones.zone and not self.exact:
+            return self.codes.last(zones.zone, self.keys.full.dtype)
+        near, apart = (self.keys, self.values), (self.apart_keys, self.apart_values)
+        if self.codes is not None and not zones.zone:
+            none = self.keys.full[:, :, :0].to(self.there)
+            return none, none
+        keys, values = (
+            far.data if zones.apart else own.full[:, :, zones.sink : zones.start]
+            for own, far in zip(near, apart, strict=True)
+        )
+        return keys, values
 
     @property
     def sealed_real(self) -> Tensor | None:
@@ -125,7 +149,7 @@ class StoredRows:
 
     def shown(self) -> Tensor:
         """`[B,H,N,D]`, a view: these rows."""
-        return self.keys.full[:, :, self.sink :] if self.fixed else self.sealed_keys
+        return self.keys.full[:, :, self.sink :] if self.fixed else self.sealed_rows()[0]
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor]:
         """Every stored row: keys, values `[B,H,N,D]`, and `[B,H,N]` bool, which places hold one (`KVCache`)."""
@@ -139,8 +163,8 @@ class StoredRows:
         if not (zones.apart and zones.zone):
             return self.keys.data, self.values.data, real
         keys, values = (
-            torch.cat([x.data[:, :, :base], y.data.to(self.device), x.data[:, :, base:]], 2)
-            for x, y in ((self.keys, self.apart_keys), (self.values, self.apart_values))
+            torch.cat([x.data[:, :, :base], y.to(self.device), x.data[:, :, base:]], 2)
+            for x, y in zip((self.keys, self.values), self.sealed_rows(), strict=True)
         )
         return keys, values, real
 
@@ -162,10 +186,16 @@ class StoredRows:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries)."""
-        kv = sum(buffer.nbytes for buffer in (self.keys, self.values, self.apart_keys, self.apart_values))
+        """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries); with codes
+        `exact`, of the same rows as they came, where these are kept too."""
+        kv = self.keys.nbytes + self.values.nbytes
+        apart, more = self.apart_keys.nbytes + self.apart_values.nbytes, {}
+        if self.codes is None:
+            kv += apart
+        else:
+            kv, more = kv + self.codes.nbytes, {"exact": apart} if self.exact else {}
         books = (self.positions, self.real, self.queries, self.last)
-        return {"kv": kv, "books": sum(buffer.nbytes for buffer in books)}
+        return {"kv": kv, "books": sum(buffer.nbytes for buffer in books)} | more
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -173,9 +203,9 @@ class StoredRows:
         """Takes the zones of a new batch, whose first rows are `keys` `[B,H,n,D]`."""
         self.zones = zones
         self.positions.resize(0, torch.empty(len(keys), 0, dtype=torch.int64))
-        if self.apart is not None:
+        if zones.apart:
             for buffer in (self.apart_keys, self.apart_values):
-                buffer.resize(0, keys[:, :, :0].to(self.apart))
+                buffer.resize(0, keys[:, :, :0].to(self.apart or keys.device))
 
     def store(self, keys: Tensor, values: Tensor, queries: Tensor | None, at: Tensor | None, spare: int) -> None:
         """Stores rows at positions `at` `[B,n]`, negative for padding; None: each sequence counts on.
@@ -248,7 +278,8 @@ class StoredRows:
     # -- sealing -----------------------------------------------------------------------------------------------------
 
     def seal(self, each: list[int], decoded: int) -> Rows:
-        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views.
+        """Moves the oldest `each` unsealed rows of every sequence into the sealed zone and returns them, as views that
+        hold until `settle`.
 
         Args:
             decoded: how many of the newest rows of a sequence are no part of the prompt, 1 at a step of decoding.
@@ -264,8 +295,7 @@ class StoredRows:
         else:
             self._make_room(each)
         zones.seal(each)
-        new = slice(zones.zone - most, zones.zone)
-        keys, values = self.sealed_keys[:, :, new], self.sealed_values[:, :, new]
+        keys, values = (rows[:, :, rows.shape[2] - most :] for rows in self._unrounded())
         if self.keys.full.is_cuda:
             checks.finite(keys=keys, values=values)
         queries, sampled = self._take_queries(positions)
@@ -275,17 +305,42 @@ class StoredRows:
         self.real.append((~padding).to(keys.device)[:, None].expand(-1, keys.shape[1], -1))
         return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
 
-    def arrange(self, order: Tensor, new: int) -> None:
-        """Stores the last sealed rows in a selector's `order` `[B,H,m]`: the `new` ones, and others if m is more.
+    def _unrounded(self) -> tuple[Tensor, Tensor]:
+        """Sealed rows as they came: all, or with codes the last that are there so."""
+        return self.sealed_rows() if self.codes is None else (self.apart_keys.data, self.apart_values.data)
+
+    def settle(self, order: Tensor | None, new: int) -> None:
+        """Stores the last sealed rows in a selector's `order` `[B,H,m]`: the `new` ones, and others if m is more; None:
+        as they are. Then rounds them, if they are kept in a few bits: the new ones from what they came as, others from
+        what their codes stand for, so that those are rounded once more.
 
         Raises:
-            ValueError: no permutation of so many rows.
+            ValueError: no permutation of so many rows, or one that cuts a group of rows of few bits.
         """
-        keys, values = self.sealed_keys, self.sealed_values
-        checks.order(order, keys, new)
-        for rows in (keys, values, self.real.data[..., None]):
-            moved = rows[:, :, rows.shape[2] - order.shape[2] :]
-            moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
+        if order is not None:
+            checks.order(order, self.real.data, new)
+        if self.codes is not None:
+            self._round(order, new)
+        if order is not None:
+            kept = self._unrounded() if self.codes is None or self.exact else ()
+            for rows in (*kept, self.real.data[..., None]):
+                moved = rows[:, :, rows.shape[2] - order.shape[2] :]
+                moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
+        if self.codes is not None and not self.exact:
+            self.apart_keys.reset()
+            self.apart_values.reset()
+
+    def _round(self, order: Tensor | None, new: int) -> None:
+        assert self.codes is not None
+        rows = [part[:, :, part.shape[2] - new :] for part in self._unrounded()]
+        more = 0 if order is None else order.shape[2] - new
+        if more:
+            read = self.codes.last(more, rows[0].dtype)
+            rows = [torch.cat(parts, 2) for parts in zip(read, rows, strict=True)]
+        if order is not None:
+            rows = [part.gather(2, order[..., None].expand_as(part)) for part in rows]
+        keys, values = rows
+        self.codes.store(keys, values, self.codes.rows - more)
 
     def _make_room(self, each: list[int]) -> None:
         """Where sequence b seals fewer rows than others, moves its later rows behind the zone and zeros the gap."""
@@ -306,11 +361,12 @@ class StoredRows:
     def _move_apart(self, each: list[int]) -> None:
         """Copies the rows that seal behind the sealed ones, zeros their padding, and keeps the rest in new storage."""
         zones, most = self.zones, max(each)
-        low, zone = zones.start, zones.zone
+        low = zones.start
         later_rows = [recent - sealed for recent, sealed in zip(zones.recent, each, strict=True)]
         end = low + max(later_rows)
         for near, apart in ((self.keys, self.apart_keys), (self.values, self.apart_values)):
-            apart.resize(zone + most, apart.full)
+            zone = apart.rows
+            apart.resize(zone + most, near.full[:, :, :0].to(self.there))
             for b, rows in enumerate(each):
                 for h in range(near.full.shape[1]):  # a head is contiguous, so that no other copy is made on the device
                     apart.full[b, h, zone : zone + rows].copy_(near.full[b, h, low : low + rows])
@@ -339,7 +395,7 @@ class StoredRows:
 
     def _take_last(self, decoded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The prompt's last queries and what `Rows` says of its rows that are not sealed, where the sealed ones lie."""
-        zones, device = self.zones, self.apart or self.device
+        zones, device = self.zones, self.there
         queries, at = self.last.hand_over(decoded)
         if queries.is_cuda:
             checks.finite(queries=queries)
@@ -398,8 +454,8 @@ class StoredRows:
 
     def take(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was; ValueError where fixed storage has another batch."""
-        for buffer in self._buffers():
-            buffer.take(index)
+        for state in self._buffers().values():
+            state.take(index)
         self.zones.take(index.tolist())
         self.publish()
 
@@ -407,8 +463,8 @@ class StoredRows:
         """An independent copy."""
         twin = copy.copy(self)
         twin.zones = copy.copy(self.zones)  # its counts are replaced, never changed in place
-        for name in self._BUFFERS:
-            setattr(twin, name, getattr(self, name).clone())
+        for name, state in self._buffers().items():
+            setattr(twin, name, state.clone())
         twin._bounds = None
         if self.zones.count:
             twin.publish()
@@ -416,19 +472,20 @@ class StoredRows:
 
     def reset(self) -> None:
         """Forgets every row, and frees the storage unless it is fixed."""
-        for buffer in self._buffers():
-            buffer.reset()
-        self.zones = Zones(0, self.sink, self.apart is not None)
+        for state in self._buffers().values():
+            state.reset()
+        self.zones = self._no_zones()
         if not self.fixed:
             self._bounds = None
         self.dropped = False
 
     def to(self, device: torch.device | str) -> None:
-        """Moves what does not lie apart."""
-        for buffer in (self.keys, self.values, self.queries, self.last):
-            buffer.to(device)
+        """Moves what does not lie on a device of its own."""
+        for state in (self.keys, self.values, self.queries, self.last):
+            state.to(device)
         if self.apart is None:
-            self.real.to(device)
+            for sealed in filter(None, (self.real, self.codes, self.apart_keys, self.apart_values)):
+                sealed.to(device)
         if self.zones.count:
             self.publish()
 

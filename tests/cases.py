@@ -19,29 +19,39 @@ from sparseattn import (
     SAAP,
     TOVA,
     Bounds,
+    Clse,
     DoubleSparsity,
+    Ellipsoid,
     Exact,
     Fier,
     Flat,
+    FreeKV,
     InfiniGen,
     InfLLM,
+    Kascade,
     KDEformer,
     KMeans,
     KVCache,
     Loki,
     LowBit,
     MagicPIG,
+    Mean,
     Moments,
+    PageMass,
+    ParisKV,
     PerfectBuckets,
     PQCache,
     PyramidKV,
+    Quad,
     QueryBridge,
     Quest,
     Random,
     Recent,
     Reformer,
     RetrievalAttention,
+    RetroInfer,
     RobustVamana,
+    RocketKV,
     Rows,
     Selection,
     Selector,
@@ -49,7 +59,12 @@ from sparseattn import (
     SnapKV,
     SparQ,
     Tail,
+    Tailed,
+    TopP,
     TwoStage,
+    Unique,
+    VAttention,
+    Weighed,
     Window,
 )
 from sparseattn.artefact import Artefact, Classifier, Partition
@@ -124,7 +139,7 @@ class Heaviest(Selector):
     """
 
     last_queries = 3
-    evicts = True
+    evicts = reads_stored = True
 
     def __init__(self, rows: int = 40) -> None:
         self.rows = rows
@@ -175,7 +190,7 @@ class Estimate(Selector):
     all, its number.
     """
 
-    observes = tails = True
+    observes = tails = reads_stored = True
 
     def __init__(self, biased: bool = True) -> None:
         self.biased = self.biases = biased
@@ -237,7 +252,7 @@ class Same(Selector):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
     def __init__(self, inner: Selector) -> None:
-        self.inner, self.span = inner, inner.span
+        self.inner, self.span, self.estimates = inner, inner.span, inner.estimates
 
     def fix(self, rows: int, seal: int) -> None:
         self.inner.fix(rows, seal)
@@ -250,6 +265,9 @@ class Same(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        return self.inner.weigh(query, positions, budget)
 
     def keep(self, ids: Tensor) -> None:
         self.inner.keep(ids)
@@ -319,10 +337,10 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "bridge-few", "doublesparsity-wide", "exact-static", "hnsw-l2", "infinigen-group", "infllm-each", "ivf-few",
-    "kdeformer-one", "loki-before", "loki-each", "pq-each", "quest-max", "recent-few", "robustvamana-stitched",
-    "saap-context", "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each",
-    "twostage-estimate",
+    "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
+    "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
+    "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest",
+    "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate", "vattention-pages",
 }  # fmt: skip
 
 
@@ -333,12 +351,21 @@ FEW = {"buckets", "estimate", "exact", "heaviest", "ivf", "lowbit", "quest", "re
 CASES = [
     Case("exact", Exact, Exact),
     Case("exact-group", lambda: Exact("softmax"), lambda: Exact("softmax")),
+    Case("exact-layer", lambda: Exact("layer"), lambda: Exact("layer")),
     Case("exact-static", lambda: Exact(refresh=4), lambda: Exact(refresh=1)),
     Case("quest", Quest, Quest),
     Case("quest-each", lambda: Quest(8, "each"), lambda: Quest(8, "each")),
+    Case("unique", lambda: Unique(8), lambda: Unique(8)),
+    Case("mean", lambda: Mean(8, bits=8), lambda: Mean(8, bits=8)),
+    Case("quad", lambda: Quad(bits=8), lambda: Quad(bits=8)),
+    Case("clse", lambda: Clse(bits=4, rest=True), lambda: Clse(bits=4, rest=True)),
+    Case("ellipsoid", lambda: Ellipsoid(8, 3, group="each"), lambda: Ellipsoid(8, 3, group="each")),
+    Case("pagemass", PageMass, PageMass),
     Case("quest-int8", lambda: Quest(8, int8=True), lambda: Quest(8, int8=True)),
     Case("quest-max", lambda: Quest(32, "max"), lambda: Quest(32, "max")),
     Case("flat", Flat, Flat),
+    Case("freekv", lambda: FreeKV(Quest(8, "each"), 0.0), FreeKV),
+    Case("freekv-next", lambda: FreeKV(Same(drawn(SAAP, probes=3)), 0.3, True), lambda: FreeKV(Exact(), 0.5, True)),
     Case("infinigen", lambda: Foreseen(share=1.0), lambda: Foreseen(1.0, math.inf, share=1.0)),
     Case(
         "infinigen-group",
@@ -359,6 +386,7 @@ CASES = [
         lambda: RetrievalAttention(8, 10, 4, metric="query", guides=5),
         lambda: RetrievalAttention(1 << 20, 10, 2, metric="query", guides=0),
     ),
+    Case("retroinfer", lambda: RetroInfer(8), lambda: RetroInfer(8, 1.0)),
     Case("robustvamana", RobustVamana, lambda: RobustVamana(beam=1 << 20)),
     Case(
         "robustvamana-stitched",
@@ -395,6 +423,19 @@ CASES = [
         lambda: TwoStage(drawn(SAAP, probes=4), 4, rows=16),
         lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, rows=16),
     ),
+    Case("topp", lambda: TopP(p=0.9, propose=48, rows=16), lambda: TopP(p=1.0, propose=1.0, rows=16)),
+    Case(
+        "topp-group",
+        lambda: TopP(Quest(8, "each"), 0.6, 40, 16, "softmax"),
+        lambda: TopP(Quest(8, "each"), 1, 1.0, 16, "softmax"),
+    ),
+    # A base sample of as many draws as there are rows reads every row.
+    Case("vattention", lambda: VAttention(top=5), lambda: VAttention(rate=1.0)),
+    Case(
+        "vattention-pages",
+        lambda: VAttention(Quest(8), 0.5, 0.2, 0.1, 24),
+        lambda: VAttention(Quest(8), 1e-6, 0.2, 1.0, 0.1),
+    ),
     Case("same", lambda: Same(drawn(SAAP, probes=3)), lambda: Same(drawn(SAAP, probes=1 << 20))),
     Case("same-estimate", lambda: Same(Estimate()), lambda: Same(Estimate())),
     Case("same-sampled", lambda: Same(Same(SampledBuckets(0.3))), lambda: Same(Same(SampledBuckets(0.3)))),
@@ -414,6 +455,18 @@ CASES = [
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),
+    Case("rocketkv", lambda: RocketKV(8.0), lambda: RocketKV(8.0)),
+    Case(
+        "rocketkv-prompt",
+        lambda: RocketKV(4.0, prompt=64, kernel=7, group="each"),
+        lambda: RocketKV(4.0, prompt=1 << 20),
+    ),
+    Case("pariskv", ParisKV, ParisKV),
+    Case(
+        "pariskv-each",
+        lambda: ParisKV(0.3, 0.2, group="each"),
+        lambda: ParisKV(0.3, 1.0, group="each"),
+    ),
     Case("loki", Loki, lambda: Loki(1 << 20)),
     Case("loki-before", lambda: with_rope(Loki(6, before=True)), lambda: with_rope(Loki(1 << 20, before=True))),
     Case("loki-each", lambda: Loki(5, group="each"), lambda: Loki(1 << 20, group="each")),
@@ -425,6 +478,7 @@ CASES = [
         lambda: DoubleSparsity(1 << 20, 16, share=1.0, group="max"),
     ),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
+    Case("kascade", lambda: Kascade(anchors=[3], inner=Quest(8)), lambda: Kascade(anchors=[3])),
     Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),
     Case("kdeformer-one", lambda: KDEformer(3, 0, 7), lambda: KDEformer(3, 0, 7)),
     Case("magicpig", lambda: MagicPIG(4, 20), lambda: MagicPIG(0, 2, floor=0.0)),
@@ -439,6 +493,8 @@ CASES = [
     Case("random", Random, Random),
     Case("recent", Recent, Recent),
     Case("recent-few", lambda: Recent(4), lambda: Recent(4)),
+    Case("tailed", lambda: Tailed(LowBit(rows=16), 8, 0.5), lambda: Tailed(LowBit(rows=16), 8, 0.5)),
+    Case("tailed-saap", lambda: Tailed(drawn(SAAP, probes=3)), lambda: Tailed(drawn(SAAP, probes=1 << 20))),
     Case("window", Window, None, "Window never reads beyond sink and window"),
     Case("heaviest", Heaviest, lambda: Heaviest(1 << 20)),
     Case("same-heaviest", lambda: Same(Heaviest(25)), lambda: Same(Heaviest(1 << 20))),

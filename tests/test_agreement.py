@@ -89,7 +89,12 @@ class Fixed:
         return self.reads[-1]
 
     def index(
-        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+        self,
+        prefill: Any,
+        tail: Sequence[int],
+        selector: Selector | None,
+        layers: Sequence[int] | None = None,
+        bits: int | None = None,
     ) -> str:
         return FULL if selector is None else selector.label()
 

@@ -41,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-BUCKETS = {"KMeans", "Moments", "SAAP"}  # trained for a model, which they know by its RoPE
+BUCKETS = {"Kascade", "KMeans", "Moments", "SAAP"}  # of a model, which a file is for
 LEARN = {"DoubleSparsity", "H2O", "InfLLM", "InfiniGen", "PyramidKV", "QueryBridge", "RetrievalAttention"}
 LEARN |= {"RobustVamana", "SnapKV"}
 

@@ -205,7 +205,7 @@ def test_what_is_measured_by_default() -> None:
         ("--tokens 0,100", "--tokens is 1 or more, got 0"),
         ("--steps 0", "--steps is 1 or more, got 0"),
         ("--steps 5", "--steps is a multiple of --block 2, got 5"),
-        ("--budget none", 'a budget is rows ("64"), a share ("1%") or "all", got \'none\''),
+        ("--budget none", 'a budget is rows ("64"), a mass ("mass:0.95"), a share ("1%") or "all", got \'none\''),
         ("--budget 8 --selector quest", "less than one span"),
         ("--selector qwest", "did you mean 'quest'?"),
         ("--selector saap", "layer 0: "),  # the shipped buckets are another model's

@@ -15,7 +15,9 @@ RUN = Path(__file__).parent.parent / ".ci" / "run"
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A repository with one kernel, one document and `.ci/run`; its `make` prints what it was asked for."""
-    files = dict.fromkeys(("sparseattn/attend.py", "sparseattn/kernels/triton_gpu.py", "README.md"), "1")
+    files = dict.fromkeys(
+        ("sparseattn/attend.py", "sparseattn/kernels/triton_gpu.py", "docs/design.md", "README.md"), "1"
+    )
     files["tests/test_laws.py"] = "by_case("
     for name, text in files.items():
         path = tmp_path / "clone" / name
@@ -28,7 +30,7 @@ def clone(tmp_path: Path) -> Path:
     make.write_text('#!/bin/sh\necho "made $*"\n')
     make.chmod(0o755)
     git(tmp_path / "clone", "init", "--quiet", "--initial-branch=main")
-    commit(tmp_path / "clone", "README.md")
+    commit(tmp_path / "clone", "docs/design.md")
     return tmp_path / "clone"
 
 
@@ -56,18 +58,18 @@ def made(clone: Path, **environment: str) -> str:
 
 
 def test_slow_tests_run_where_the_last_landing_is_not_known(clone: Path) -> None:
-    commit(clone, "README.md")
+    commit(clone, "docs/design.md")
     assert made(clone) == "test-all"
     assert made(clone, CI_BASE="no-such-commit") == "test-all", "a shallow clone does not hold it"
 
 
 def test_slow_tests_run_where_what_they_concern_changed(clone: Path) -> None:
     base = git(clone, "rev-parse", "HEAD")
-    commit(clone, "README.md")
+    commit(clone, "docs/design.md")
     assert made(clone, CI_BASE=base) == "test"
-    for name in ("sparseattn/kernels/triton_gpu.py", "tests/test_laws.py", "sparseattn/attend.py"):
+    for name in ("sparseattn/kernels/triton_gpu.py", "tests/test_laws.py", "sparseattn/attend.py", "README.md"):
         commit(clone, name)
-        commit(clone, "README.md")  # a landing is several commits, the last of which may concern nothing slow
+        commit(clone, "docs/design.md")  # a landing is several commits, the last of which may concern nothing slow
         assert made(clone, CI_BASE=base) == "test-all", name
         base = git(clone, "rev-parse", "HEAD")
 
@@ -76,7 +78,7 @@ def test_a_branch_is_compared_with_what_it_left(clone: Path, tmp_path: Path) -> 
     git(tmp_path, "clone", "--quiet", str(clone), "other")
     other = tmp_path / "other"
     git(other, "switch", "--quiet", "--create", "mine")
-    commit(other, "README.md")
+    commit(other, "docs/design.md")
     assert made(other) == "test"
     commit(other, "sparseattn/kernels/triton_gpu.py")
     assert made(other) == "test-all"

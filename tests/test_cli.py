@@ -148,7 +148,11 @@ def test_the_table_is_what_80_characters_hold_and_wide_is_everything(trace: Path
     heads = "layer head " if per_head else ""
     assert titles[False] == f"selector budget {heads}rows bytes % error % recovered"
     for title, *_ in report.COLUMNS:
-        assert (title in titles[True]) or title == "lookups"
+        assert (title in titles[True]) or title == "lookups" or title in report.BY_MASS
+    result = evaluate(Trace.open(trace), "quest:group=each", "mass:0.5", sink=2, window=8, last=2)
+    for wide in (False, True):
+        shown = [column.header for column in report.table([result], per_head, wide).columns]
+        assert {"mass", *report.BY_MASS} <= set(shown)
 
 
 def test_wide_is_an_option(trace: Path, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def _run(path: Path, block: Block, names: dict[str, object]) -> str:
 WITH_MODELS = [path for path in DOCUMENTS if any(block.model for block in blocks(path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_MODELS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_code_blocks_run_with_the_model_that_they_name(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

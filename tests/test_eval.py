@@ -48,7 +48,12 @@ class Scripted:
         return BYTES.text(tokens)
 
     def index(
-        self, prefill: Any, tail: Sequence[int], selector: Selector | None, layers: Sequence[int] | None = None
+        self,
+        prefill: Any,
+        tail: Sequence[int],
+        selector: Selector | None,
+        layers: Sequence[int] | None = None,
+        bits: int | None = None,
     ) -> tuple[str, str]:
         label = FULL if selector is None else selector.label()
         self.indexed.append((label, prefill + BYTES.text(tail)))

@@ -268,6 +268,7 @@ def traced() -> dict[str, dict[str, Any]]:
         ("bench-layers", "of the cache's bytes, share recovered"),
         ("bench-heads", "at 324 rows**: of the methods that do not score every key `quest` recovers"),
         ("rivals-all", "the least error first"),
+        ("frontier-equal", "the least error first"),
         ("rivals-order", "Error at 256 rows, the least first: `exact`"),
         ("demo-printed", "Quest       1024"),
         ("inspect-short", "| `synthetic"),
@@ -277,7 +278,7 @@ def traced() -> dict[str, dict[str, Any]]:
     ],
 )
 def test_views_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], view: str, words: str) -> None:
-    name = "bench" if view.startswith(("bench", "demo", "rivals")) else view.partition("-")[0]
+    name = "bench" if view.startswith(("bench", "demo", "rivals", "frontier")) else view.partition("-")[0]
     assert words in VIEWS[view](traced[name])
 
 
@@ -375,3 +376,127 @@ def test_findings_of_hashing_follow_the_errors() -> None:
     assert "`kdeformer:rows=0` has 1.50 times the error of `random`. That agrees." in words
     assert "`magicpig` has 0.50 times the error of `random`. That agrees." in words
     assert "`kmeans` was not measured where `magicpig` was: that is unknown." in words
+
+
+def test_findings_of_the_frontier_compare_at_what_the_papers_hold_equal() -> None:
+    """RocketKV with half of Quest's error at equal bytes and more than SparQ's; no line of ParisKV without it."""
+
+    def line(label: str, budget: int, error: float) -> dict[str, Any]:
+        mean = {"attended": budget, "bytes_share": budget / 1000, "relative_error": error / budget}
+        return {"trace": "t", "label": label, "budget": budget, "mean": mean}
+
+    errors = {"RocketKV(ratio=8.0)": 0.5, "Quest": 1.0, "SparQ": 0.4, "LowBit": 0.25}
+    lines = [line(label, at, error) for label, error in errors.items() for at in (100, 200)]
+    words = " ".join(VIEWS["frontier-findings"](record_of("frontier", "bench.jsonl", lines)).split())
+    assert "`rocketkv:ratio=8.0` has 0.50 times the error of `quest` and" in words
+    assert "`rocketkv:ratio=8.0` has 1.25 times the error of `sparq`. That agrees in part." in words
+    assert words.count("Beside `lowbit`, at equal") == 2
+    assert "pariskv" not in words
+
+
+def test_views_of_choices_read_again() -> None:
+    def line(label: str, scanned: float, read: float, recovered: float) -> dict[str, Any]:
+        mean = {"scanned": scanned, "bytes_share": read, "mass": 0.9, "recovered": recovered, "relative_error": 0.1}
+        shared = {"trace": "t", "budget": 256, "tokens": 900, "last": 4, "sink": 4, "window": 64, "layers": [0, 1]}
+        return {**shared, "label": label, "mean": mean}
+
+    kascade = "Kascade(artefact='/a/b.safetensors', anchors={})"
+    lines = [
+        line("Quest", 50.0, 0.3, 0.8),
+        line("Exact(group='softmax')", 800.0, 0.6, 0.9),
+        line("FreeKV", 40.0, 0.28, 0.79),
+        line("FreeKV(tau=0.5)", 5.0, 0.2, 0.4),
+        line("FreeKV(tau=0.8, refresh=True)", 50.0, 0.3, 0.78),
+        line(kascade.format(1), 400.0, 0.35, 0.5),
+    ]
+    record = record_of("reuse", "bench.jsonl", lines)
+    record["settings"]["trace.model"] = "m"
+    steps = VIEWS["reuse-steps"](record)
+    assert "| `quest`, 256 | 100 % | 30.0 % | 0.900 | 0.800 | 10.0 % |" in steps
+    assert "| `freekv:tau=0.5`, 256 | 10 % | 20.0 % | 0.900 | 0.400 | 10.0 % |" in steps
+    depth = VIEWS["reuse-depth"](record)
+    assert "| `kascade:anchors=1`, 256 | 50 % | 35.0 % | 0.900 | 0.500 | 10.0 % |" in depth
+    words = " ".join(VIEWS["reuse-findings"](record).split())
+    assert "`quest` at 256 rows: `freekv` makes 80 % of the choices, reads 28.0 % of the cache's bytes" in words
+    assert "`exact:group=softmax` at 256 rows: none of 1 settings of `kascade` recovers 95 %" in words
+
+
+def test_views_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = synthetic(600, heads=1, group=2, size=16, gap=0.3)
+    lines = [
+        evaluate_budgets(trace, name, ["mass:0.7", "mass:0.9"], last=2)[at].record()
+        for name in ("exact", "lowbit:rows=16,group=each", "quest")
+        for at in (0, 1)
+    ]
+    record = record_of("mass", "bench.jsonl", [{**one, "trace.model": "a model"} for one in lines])
+    shown = VIEWS["mass-table"](record)
+    assert "| `exact`, 0.7 | 0." in shown
+    assert "(worst head)" in shown
+    said = " ".join(VIEWS["mass-findings"](record).split())
+    assert "Asked for 70 %: in the mean `exact`" in said
+    assert "The widest gap: `" in said
+    record["settings"]["mean.promised"] = 0.5  # of all of them
+    record["columns"] = [name if name != "mean.promised" else "other" for name in record["columns"]]
+    record["columns"] = [name if name != "mean.mass" else "another" for name in record["columns"]]
+    record["settings"]["mean.mass"] = 0.505
+    assert "In 6 of 6 cases" in " ".join(VIEWS["mass-calibrated"](record).split())
+    pruned = evaluate_budgets(trace, "topp:rows=16", [None], last=2)[0].record()
+    record = record_of("topp", "bench.jsonl", [{**pruned, "trace.model": "a model"}])
+    assert "| `topp:rows=16` |" in VIEWS["mass-topp"](record)
+
+    from benchmarks import guarantee
+
+    trace.save(tmp_path / "a.safetensors")
+    words = ["--selector", "vattention:epsilon=0.5", "--selector", "vattention:epsilon=0.01@64"]
+    guarantee.main([str(tmp_path / "a.safetensors"), *words, "--last", "4", "--results", str(tmp_path)])
+    capsys.readouterr()
+    record = json.loads((tmp_path / "guarantee.json").read_text())
+    assert "| `vattention:epsilon=0.01`, 64 rows |" in VIEWS["guarantee-table"](record)
+    assert record["steps"] == len(record["layers"]) * 2 * 4
+    record["results"] = [{**one, "missed": 0.2} for one in record["results"]]
+    said = VIEWS["guarantee-findings"](record)
+    assert "in 0 of 1 settings" in said
+    assert "at 20.0 % of the steps" in said
+    with pytest.raises(SystemExit):
+        guarantee.main([str(tmp_path / "a.safetensors"), "--selector", "quest", "--results", str(tmp_path)])
+
+
+def test_findings_of_tails_are_at_equal_bytes() -> None:
+    """A tail with a third of the error at a tenth more bytes pays; what has no pair is in the table alone."""
+
+    def line(label: str, budget: int, share: float, error: float) -> dict[str, Any]:
+        mean = {"attended": budget, "bytes_share": share, "relative_error": error, "recovered": 0.5}
+        shared = {"tokens": 9, "last": 2, "sink": 4, "window": 5, "layers": [1], "trace.model": "m"}
+        return {"trace": "t", "label": label, "budget": budget, "mean": mean, **shared}
+
+    lines = [line("LowBit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]
+    lines += [line("Tailed(inner=LowBit, rows=64)", at, at / 1000, 0.1 * 100 / at) for at in (100, 200, 400)]
+    lines += [line("RetroInfer(zone=1.0)", 100, 0.1, 0.2)]
+    record = record_of("tails", "bench.jsonl", lines)
+    words = " ".join(VIEWS["tails-findings"](record).split())
+    assert "`tailed:inner=lowbit,rows=64` has 0.33 times the error of `lowbit` at equal bytes: the tail pays." in words
+    assert "Of the same rows it has 0.33 at 100, 0.33 at 200, 0.33 at 400." in words
+    assert "| `retroinfer:zone=1.0` | 100 | 10.0 % | 20.0 % | 50 % |" in VIEWS["tails-errors"](record)
+
+
+def test_views_of_rows_of_few_bits() -> None:
+    """A line for each method and number of bits, beside the same method's rows as they came."""
+    line = {"trace": "code", "trace.model": "m", "tokens": 512, "last": 8, "sink": 4, "window": 64, "layers": [0, 1]}
+    measured = [
+        ("Quest", 64, 0.2, 0.10),
+        ("Quest", 256, 0.10, 0.20),
+        ("Quest, 4-bit rows", 64, 0.21, 0.06),
+        ("Quest, 4-bit rows", 256, 0.12, 0.08),
+    ]
+    columns = ["label", "budget", "mean.relative_error", "mean.bytes_share"]
+    record = {"settings": line, "columns": columns, "records": [list(one) for one in measured]}
+    table = VIEWS["rows8-errors"](record)
+    assert "| `quest` | 16 | 20.0 % | 10.0 % | 10.0 % | 20.0 % |" in table
+    assert "| `quest` | 4 | 21.0 % | 6.0 % | 12.0 % | 8.0 % |" in table
+    found = " ".join(VIEWS["rows8-findings"](record).split())
+    assert "`m`, `quest` at 256 rows: 4-bit rows have 1.20 times the error of 16-bit ones and read 0.40 times" in found
+    shared = {"model": "m", "length": 512, "scored_tokens": 16, "sink": 4, "window": 64, "kind": "novel", "text": "a"}
+    columns = ["method", "budget", "kl", "same_top", "nll", "nll_difference", "bytes_share"]
+    lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["Quest, 8-bit rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
+    table = VIEWS["rows8-agreement"]({"settings": shared, "columns": columns, "records": lines})
+    assert "| `quest`, 64 | 8 | 0.2500 | 75 % | +0.1000 | 5.0 % |" in table

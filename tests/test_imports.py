@@ -28,6 +28,7 @@ OPTIONAL = (
 # Module -> what it may import of the package. A prefix stands for everything below it.
 ARROWS = {
     "selection": (),
+    "board": ("selection",),
     "storage": (),
     "contract": ("selection", "selectors.base"),
     "zones": (),
@@ -42,18 +43,54 @@ ARROWS = {
     "tensorfiles": ("files", "hashes"),
     "tensors": (),
     "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),
+    "estimates": ("tensorfiles",),
+    "fitting": ("cache", "estimates", "metrics", "selectors", "traces"),
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
-    "selectors.base": ("kernels.scoring", "selection", "storage", "rope"),
-    "selectors": ("kernels", "selection", "storage", "rope", "artefact", "calibration", "hashes", "selectors"),
-    "checks": ("selectors.base", "tensors"),
+    "similarity": ("tensorfiles",),
+    "selectors.base": ("board", "kernels.scoring", "selection", "storage", "rope"),
+    "selectors": (
+        *(
+            "kernels",
+            "mass",
+            "selection",
+            "storage",
+            "rope",
+            "artefact",
+            "board",
+            "calibration",
+            "estimates",
+            "hashes",
+            "selectors",
+        ),
+        "similarity",
+    ),
+    "checks": ("kernels.coded", "selectors.base", "tensors"),
     "keeping": ("hashes", "selectors.base", "storage"),
     "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),
-    "stored": ("checks", "queries", "selection", "selectors.base", "storage", "zones"),
+    "codes": ("kernels.coded", "storage"),
+    "stored": ("checks", "codes", "queries", "selection", "selectors.base", "storage", "zones"),
     "cache": (
-        *("budget", "checks", "contract", "indexes", "keeping", "selection", "selectors", "stored", "tensors"),
-        "zones",
+        *(
+            "budget",
+            "checks",
+            "codes",
+            "contract",
+            "indexes",
+            "keeping",
+            "kernels.coded",
+            "kernels",
+            "mass",
+            "selection",
+            "selectors",
+            "stored",
+        ),
+        *(
+            "tensors",
+            "zones",
+        ),
     ),
+    "mass": ("selection",),
     "attention": ("budget", "cache", "kernels", "selection"),
     "traceformat": (),
     "tracewriter": ("files", "rope", "traceformat"),
@@ -64,7 +101,7 @@ ARROWS = {
     "wheels": (),
     "texts": ("files", "locks", "places", "wheels"),
     "integrations": (
-        *("attention", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
+        *("attention", "board", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
         *("devices", "integrations", "files", "locks", "places", "roles", "wheels", "__version__"),
     ),
     "integrations.vllm": ("integrations", "kernels", "selection", "selectors", "wheels"),
@@ -74,11 +111,13 @@ ARROWS = {
     "roles": ("budget", "files", "rope", "selectors"),
     "metrics": (
         "attention",
+        "board",
         "budget",
         "cache",
         "checks",
         "devices",
         "kernels",
+        "mass",
         "roles",
         "selection",
         "selectors",
@@ -90,12 +129,15 @@ ARROWS = {
     "tasks": ("budget", "files", "hashes", "integrations", "roles", "selectors"),
     "training": (
         *("artefact", "calibration", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles"),
-        "traces",
+        *("similarity", "traces"),
     ),
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(f"kernels/{name}.py" for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "ahead")),
+    "triton": tuple(
+        f"kernels/{name}.py"
+        for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "directions_gpu", "ahead")
+    ),
     "transformers": (
         "integrations/models.py",
         "integrations/gguf.py",
@@ -115,6 +157,8 @@ HOMES = {
         "kernels/best_cpu.py",
         "kernels/blocks_cpu.py",
         "kernels/lowbit_cpu.py",
+        "kernels/coded_cpu.py",
+        "kernels/directions_cpu.py",
         "kernels/vectors.py",
         "selectors/graph.py",
     ),

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_capture import COMMON, FAMILIES  # noqa: E402
 
-from sparseattn import SAAP, Exact, Quest, RetrievalAttention, Selector, SparQ  # noqa: E402
+from sparseattn import SAAP, Exact, Mass, Quest, RetrievalAttention, Selector, SparQ  # noqa: E402
 from sparseattn.integrations.capture import capture  # noqa: E402
 from sparseattn.integrations.models import ModelError  # noqa: E402
 from sparseattn.integrations.prefill import Prefill  # noqa: E402
@@ -361,6 +361,11 @@ def test_clones_at_other_budgets(llama: Any) -> None:
         expected = generate(llama, SparseCache(llama, "exact", budget, **SMALL, sparse_from=59), inputs)
         same(generate(llama, base.clone(budget=budget), inputs), expected)
         same(generate(llama, base.clone(budget=text), inputs), expected)
+    everything = generate(llama, SparseCache(llama, "exact", None, **SMALL, sparse_from=59), inputs)
+    same(generate(llama, base.clone(budget="mass:1"), inputs), everything)
+    same(generate(llama, base.clone(budget=Mass(1.0)), inputs), everything)
+    with pytest.raises(ValueError, match=r"layer 0: Random.* does not estimate .*mass:0.9"):
+        SparseCache(llama, "random", "mass:0.9", **SMALL)
     with pytest.raises(ValueError, match="layer 0: a budget is at least 1 row, got 0"):
         base.clone(budget=0)
     with pytest.raises(ValueError, match="the cache to copy from holds 0 of them"):

@@ -107,8 +107,8 @@ def test_unpacked_rows_are_those_written(packing: str) -> None:
 
 
 def test_a_list_without_any_row_gives_zeros() -> None:
-    cache, none = torch.randn(1, 1, 32, 32), torch.full((1, 1), -1, dtype=torch.int32)
-    query, tails = torch.randn(1, 1, 16), torch.zeros(1, dtype=torch.int32)
+    cache, none = torch.randn(1, 1, 32, 32).bfloat16(), torch.full((1, 1), -1, dtype=torch.int32)
+    query, tails = torch.randn(1, 1, 16).bfloat16(), torch.zeros(1, dtype=torch.int32)
     out = torch.ones_like(query)
     scores = torch.full((1, 1, 2), -torch.inf)
     blocks.attend(

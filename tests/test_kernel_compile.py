@@ -85,8 +85,39 @@ LOWBIT = [
     ("float32", 128, 4, 2, 64, 1, "softmax", 16),
     ("float32", 256, 17, 4, 64, 16, "each", 16),
 ]
+# dtype, D, G, kind, rows of a page, rank, bits, whether the rest counts, vote, with a table: pages by mean and
+# directions. The first is compiled with the others, the rest in the slow run.
+DIRECTIONS = [
+    ("bfloat16", 128, 4, "clse", 16, 2, 4, True, "softmax", False),
+    ("bfloat16", 128, 4, "quad", 16, 0, 16, False, "sum", False),
+    ("bfloat16", 128, 4, "quad", 16, 2, 8, False, "softmax", True),
+    ("bfloat16", 64, 3, "clse", 16, 2, 16, False, "softmax", False),
+    ("float16", 80, 5, "ellipsoid", 16, 4, 16, True, "each", False),
+    ("float16", 256, 16, "clse", 16, 8, 16, False, "max", True),
+    ("float32", 128, 4, "clse", 16, 2, 16, False, "softmax", False),
+    ("float32", 256, 17, "quad", 16, 4, 4, True, "each", False),
+    ("float32", 256, 17, "clse", 32, 4, 8, True, "sum", False),
+]
+# dtype, D, span, G, bits, rows of a group of keys, one choice per query head, and whether rows have a bias: the first
+# in every run, the others in the slow one.
+CODED = [
+    ("bfloat16", 128, 16, 4, 8, 32, False, False),
+    ("bfloat16", 128, 16, 4, 4, 32, False, False),
+    ("bfloat16", 64, 1, 4, 4, 64, True, False),
+    ("float16", 32, 16, 4, 8, 16, False, True),
+    ("float16", 80, 16, 5, 4, 32, False, False),
+    ("float16", 256, 16, 4, 8, 32, False, True),
+    ("bfloat16", 256, 64, 16, 4, 16, False, False),
+    ("float32", 64, 16, 4, 8, 32, False, False),
+    ("float32", 128, 1, 4, 8, 32, True, True),
+    ("float32", 128, 16, 4, 4, 32, False, False),
+    ("float32", 256, 16, 16, 8, 32, False, True),
+    ("float32", 256, 64, 16, 4, 32, False, False),
+]
 SIXTEEN = ("f32.f16.f16", "f32.bf16.bf16", "kind::f16")  # what instructions of 16-bit products are called
-MULTIPLY = ("attend_split", "score_pages", "score_rows", "score_listed_rows")  # by tensor cores in 16 bits
+MULTIPLY = (  # by tensor cores in 16 bits
+    *("attend_split", "attend_codes", "score_pages", "score_rows", "score_listed_rows", "score_directions"),
+)
 Rows = list[dict[str, Any]]
 
 
@@ -121,6 +152,33 @@ def compile_all(arch: int) -> Rows:
         names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
         for name, found in zip(names, built, strict=True):
             keep(name, found, dtype=dtype, D=size, G=group, bits=bits, rows=each, page=page, vote=vote, scales=scales)
+    return [*rows, *compile_directions(arch, DIRECTIONS[:1]), *compile_coded(arch, CODED[:1])]
+
+
+def compile_directions(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
+    from sparseattn.kernels import ahead
+    from sparseattn.kernels.directions import Form
+
+    rows: Rows = []
+    for dtype, size, group, kind, page, rank, bits, rest, vote, table in variants:
+        form = Form(kind, page, rank, bits, rest)
+        found = ahead.compile_directions_ahead(getattr(torch, dtype), size, group, form, vote, arch, table=table)
+        what = {"dtype": dtype, "D": size, "G": group, "kind": kind, "rank": rank, "bits": bits, "page": page}
+        rows.append({"arch": arch, "kernel": "score_directions", **what, "vote": vote, "table": table, **vars(found)})
+    return rows
+
+
+def compile_coded(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
+    from sparseattn.kernels import ahead
+
+    rows: Rows = []
+    for dtype, size, span, group, bits, each, per_query_head, bias in variants:
+        found = ahead.compile_coded_ahead(
+            getattr(torch, dtype), size, span, group, bits, each, per_query_head, arch, bias
+        )
+        per, more = "query" if per_query_head else "kv", {"bias": True} if bias else {}
+        what = {"dtype": dtype, "D": size, "span": span, "G": group, "bits": bits, "rows": each, "per": per, **more}
+        rows.append({"arch": arch, "kernel": "attend_codes", **what, **vars(found)})
     return rows
 
 
@@ -129,7 +187,19 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import ahead, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+    from sparseattn.kernels import (
+        ahead,
+        coded,
+        coded_gpu,
+        directions_gpu,
+        lists,
+        lowbit,
+        lowbit_gpu,
+        pages,
+        probes,
+        triton_gpu,
+    )
+    from sparseattn.kernels.directions import Form, encode
     from sparseattn.selection import Bounds, Selection
 
     h100 = SimpleNamespace(
@@ -154,6 +224,8 @@ def compile_a_launch() -> Rows:
             (probes, ["cut_runs"]),
             (lists, ["score_listed"]),
             (lowbit_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
+            (directions_gpu, ["score_directions", "vote_softmax"]),
+            (coded_gpu, ["attend_codes", "merge_splits"]),
         ):
             for name in names:
                 patch.setattr(module, name, Warm(getattr(module, name)))
@@ -178,6 +250,15 @@ def compile_a_launch() -> Rows:
         index = torch.zeros(2, 2, 8, 64 * 32, dtype=torch.uint8), *levels, torch.ones(2, 512, dtype=torch.bool), 2
         lowbit_gpu.scores(query, *index, "softmax")
         lowbit_gpu.listed(query, *index, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
+        form = Form("clse", 16, 2, 4, True)
+        entries = encode(cache, form, torch.bfloat16)
+        directions_gpu.scores(query, entries, torch.ones(2, 32, dtype=torch.bool), form, "sum", 11.0)
+        plain = Form("quad", 16, 2)
+        store = {
+            name: part.transpose(1, 2).flatten(0, 1) for name, part in encode(cache, plain, torch.bfloat16).items()
+        }
+        directions_gpu.scores_at(query, store, torch.zeros(2, 32, dtype=torch.int32), plain, "sum", 11.0)
+        coded_gpu.attend(query, coded.encode(cache, cache, 8, 32), selection, 0.1, splits=3)
     facts = [
         ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
         ahead.compile_merge_ahead(torch.bfloat16, 128),
@@ -191,6 +272,10 @@ def compile_a_launch() -> Rows:
         ahead.compile_probes_ahead(16),
         ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
         *ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4),
+        ahead.compile_directions_ahead(torch.bfloat16, 128, 4, form, "sum"),
+        ahead.compile_directions_ahead(torch.bfloat16, 128, 4, plain, "sum", table=True),
+        ahead.compile_coded_ahead(torch.bfloat16, 128, 16, 4),
+        ahead.compile_merge_ahead(torch.bfloat16, 128),
     ]
     return [
         {"launched": vars(ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
@@ -224,6 +309,7 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 def test_every_variant_compiles(compiled: Rows) -> None:
     softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _ in LOWBIT)
     each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
+    each += 2  # the first of `DIRECTIONS` and of `CODED`
     assert len(compiled) == each
 
 
@@ -272,6 +358,35 @@ def test_codes_of_a_few_bits_are_loaded_sixteen_bytes_at_once(compiled: Rows) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100], ids="sm_{}".format)
+def test_every_form_of_directions_compiles_without_spills(arch: int) -> None:
+    rows = elsewhere(f"directions-{arch}")
+    assert len(rows) == len(DIRECTIONS)
+    test_nothing_spills(rows)
+    test_shared_memory_lets_two_programs_run_on_a_multiprocessor(rows)
+    test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_attention_over_rows_of_few_bits_fits_every_architecture(arch: int) -> None:
+    """And reads codes sixteen bytes at once, where a row's are a multiple of that and a tile's are as many."""
+    from sparseattn.kernels import coded_gpu
+
+    built = elsewhere(f"coded-{arch}")
+    assert len(built) == len(CODED)
+    test_nothing_spills(built)
+    test_shared_memory_lets_two_programs_run_on_a_multiprocessor(built)
+    for row in built:
+        tile = coded_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"])
+        assert tile.resident * row["registers"] * 32 * tile.warps <= 65536, row
+    test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(built)
+    for row in built:
+        if row["dtype"] != "float32" and row["D"] * row["bits"] % 128 == 0:
+            assert row["loads"]["16"] >= row["vector_loads"], row
+
+
+@pytest.mark.slow
 def test_compiling_ahead_gives_what_a_launch_compiles() -> None:
     for kernel in elsewhere("launch"):
         assert kernel["launched"] == kernel["ahead"]
@@ -280,5 +395,9 @@ def test_compiling_ahead_gives_what_a_launch_compiles() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["launch"]:
         print(json.dumps(compile_a_launch()))
+    elif sys.argv[1].startswith("directions-"):
+        print(json.dumps(compile_directions(int(sys.argv[1].removeprefix("directions-")), DIRECTIONS)))
+    elif sys.argv[1].startswith("coded-"):
+        print(json.dumps(compile_coded(int(sys.argv[1].removeprefix("coded-")), CODED)))
     else:
         print(json.dumps([row for arch in sys.argv[1:] for row in compile_all(int(arch))]))

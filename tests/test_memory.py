@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,31 @@ from sparseattn import (
     SAAP,
     SELECTORS,
     DoubleSparsity,
+    Exact,
     Fier,
+    FreeKV,
     InfiniGen,
     InfLLM,
+    Kascade,
     KMeans,
     KVCache,
     Loki,
     LowBit,
     MagicPIG,
     Moments,
+    PageMass,
+    ParisKV,
     Quest,
     RetrievalAttention,
+    RetroInfer,
+    RocketKV,
     Selector,
     SparQ,
+    Tailed,
+    TopP,
     TwoStage,
+    Unique,
+    VAttention,
     decode,
     make_selector,
 )
@@ -43,6 +55,7 @@ from sparseattn.kernels import lowbit, scoring
 from sparseattn.queries import sampled
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.coded import Coded
+from sparseattn.selectors.directions import Directions
 from sparseattn.selectors.hashed import Hashed
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -50,6 +63,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
 HEADER = 512  # bytes that faiss writes before an index
 STATES = {"its part of the artefact": ("model",), "table": ("table",)}
 MAKE = {
+    "kascade": lambda: Kascade(anchors=[0]),
     "saap": lambda: drawn(SAAP, probes=3),
     "saap-context": lambda: drawn(SAAP, probes=3, context=0.5),
     "kmeans": lambda: drawn(KMeans, probes=3),
@@ -67,6 +81,7 @@ MAKE = {
     "pq-each": lambda: PQ(8, 4, 300, 1, "each"),
     "sparq-mean": lambda: SparQ(8, True),
     "loki-each": lambda: Loki(5, group="each"),
+    "topp": lambda: TopP(rows=16),
     "twostage": lambda: TwoStage(rows=16),
     "twostage-union": lambda: TwoStage(Quest(8, "each"), 3, rows=16),
     "bridge": lambda: make_selector("bridge:probes=2,neighbours=16,guides=50"),
@@ -138,9 +153,17 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     letters |= {"N": near if cache.sealed_device is None else near + zone, "w": int(query.element_size() < 4)}
     letters["O"] = cache.sink + cache.window  # where the unit is 1
     letters["Q"] = max(map(waiting_queries, [cache] * batch, range(batch)))
-    pages, coded = getattr(selector, "pages", selector), getattr(selector, "inside", selector)
-    if isinstance(pages, (Quest, InfLLM)):
+    pages, coded = (getattr(selector, name, selector) for name in ("pages", "inside"))
+    if isinstance(selector, FreeKV):
+        pages, letters["T"] = selector.inner, int(selector.last.parts["length"].sum(-1).max())
+    if isinstance(pages, (Quest, InfLLM, Unique, Directions, PageMass)):
         letters["P"] = zone // pages.page
+    if isinstance(selector, Directions):
+        letters["a"] = selector.form.rank
+    if isinstance(selector, (Tailed, RetroInfer)):
+        letters["P"] = zone // selector.unit
+    if isinstance(selector, RocketKV):
+        letters |= {"P": zone // selector.span, "d": selector._channels(size)}
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
@@ -164,8 +187,10 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
         letters["W"] = selector.degree
     if isinstance(selector, Hashed):
         letters |= {"t": getattr(selector, "tables", 0), "y": selector.count}
-    if hasattr(selector, "kept"):
-        letters["T"] = selector.kept.data.shape[-1]
+    if isinstance(chooses := selector.inner if isinstance(selector, Kascade) else selector, Exact):
+        letters["T"] = chooses.kept.data.shape[-1]
+    if isinstance(selector, VAttention):
+        letters["T"] = selector.inner.kept.data.shape[-1]
     if hasattr(selector, "probes"):
         letters["V"] = selector.probes
     return letters
@@ -219,9 +244,9 @@ def test_what_is_freed_is_what_the_page_says(apart: str | None) -> None:
     assert cache.nbytes["weight"] * 475 == before["weight"] * value(after, letters)
 
 
-FIXED = ["quest", "quest-int8", "exact", "random", "saap", "kmeans", "moments", "bridge"]
+FIXED = ["quest", "quest-int8", "clse", "exact", "random", "saap", "kmeans", "moments", "bridge"]
 FIXED += ["infllm", "lowbit", "lowbit-scales", "fier", "selfindex", "pq", "twostage"]
-FIXED += ["pqcache", "sparq", "sparq-mean", "doublesparsity", "loki"]
+FIXED += ["tailed", "retroinfer", "pqcache", "sparq", "sparq-mean", "doublesparsity", "loki", "rocketkv", "pariskv"]
 FIXED += ["kdeformer", "reformer", "magicpig"]
 
 
@@ -288,14 +313,28 @@ def test_temporaries_are_at_most_what_the_page_says(name: str, dtype: torch.dtyp
 
 
 def proposed(name: str, cache: KVCache, letters: dict[str, int], budget: int) -> dict[str, int]:
-    """The rows that a first stage proposes to a list, where there is one."""
+    """The rows that a first stage proposes to a list, where there is one, or its candidates."""
+    if isinstance(cache.selector, ParisKV):
+        return {"J": max(math.ceil(0.5 * letters["Z"]), budget)}
     if not isinstance(cache.selector, TwoStage):
         return {}
+    if isinstance(cache.selector, TopP):
+        return {"J": math.ceil(cache.selector.propose * letters["Z"] / 16) * 16}
     lists = letters["G"] if name.endswith("union") else 1
     return {"J": min(cache.selector.times * budget, letters["Z"]) * lists}
 
 
-WITHOUT = ["lowbit", "lowbit-scales", "lowbit-page", "fier-each", "selfindex", "pq", "twostage", "twostage-union"]
+WITHOUT = [
+    "lowbit",
+    "lowbit-scales",
+    "lowbit-page",
+    "fier-each",
+    "selfindex",
+    "pq",
+    "twostage",
+    "twostage-union",
+    "topp",
+]
 WITHOUT += ["pqcache", "sparq-mean", "doublesparsity", "loki-each"]
 
 
@@ -363,7 +402,12 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
         "pqcache": {"b": 2, "k": 64},
         "doublesparsity": {"b": 16, "d": 32},
         "loki": {"d": 32},
+        "quad": {"a": 2},
+        "clse": {"a": 2},
+        "ellipsoid": {"a": 4},
         "twostage": {"b": 32, "L": 64},
+        "topp": {"b": 64, "L": 64},
+        "vattention": {"T": 1024},  # at most half of the budget
     }
     kinds = ("KV", "books", "metadata", "index")
     named = {row[0]: [float(cell.removesuffix(" %")) for cell in row[1:]] for row in rows_of("For 1,000 tokens")}
@@ -371,7 +415,7 @@ def test_the_table_of_1000_tokens_follows_from_the_formulas() -> None:
     for name, cells in named.items():
         here = letters | own.get(name, {})
         method = SELECTORS[name]()
-        unit, page = method.unit, getattr(method, "page", 16)
+        unit, page = method.unit, getattr(method, "page", 16) or method.span
         here["Z"] = (131_072 - 68) // unit * unit
         here |= {"P": here["Z"] // page, "Y": 1 << int(4 * here["Z"] ** 0.5).bit_length() - 1}
         here["X"] = 8 * here["Z"] / 31 * 32

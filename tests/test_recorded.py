@@ -10,13 +10,14 @@ import torch
 from cases import FEW, ON_DEVICE, Case, attention, by_name
 from recorded import HostWaits, Recording
 
-from sparseattn import SELECTORS, KVCache, decode, kernels
+from sparseattn import SELECTORS, KVCache, Mass, decode, kernels
 from sparseattn.attention import attend_chosen
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_gpu.py captures a graph", allow_module_level=True)
-from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, scoring, triton_gpu
+from sparseattn.budget import Budget
+from sparseattn.kernels import directions, directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, scoring, triton_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -24,22 +25,25 @@ ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
 
 def test_every_device_selector_is_covered() -> None:
     covered = {type(case.make()) for case in ON_DEVICE}
-    others = {"flat", "hnsw", "ivf", "retrieval", "robustvamana"} | {"infinigen"}  # on the host; on traces alone
+    others = {"flat", "hnsw", "ivf", "retrieval", "robustvamana"}  # on the host
+    others |= {"infinigen", "freekv"}  # on traces alone; waits to learn which heads choose anew
+    others |= {"vattention"}  # in no fixed storage
     assert {name for name, kind in SELECTORS.items() if kind not in covered} == others
 
 
-def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64, fixed: bool = False):
+def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fixed: bool = False):
     """A cache and a step of it, recorded as a CUDA device would run it: inputs, cache, recording, query and output."""
     queries, keys, values = attention(B, H, G, 260, D)
     cache = KVCache(case.make(), sink=4, window=8, seal=seal, capacity=400, fixed=fixed, check=False)
     cache.append(keys[:, :, :prefill], values[:, :, :prefill], queries[:, :, :, :prefill])
     query = queries[:, :, :, prefill - 1].clone()
     cache.seal()
-    rows = cache.prepare(query, budget)
-    cache.search(query, rows)  # as before a capture: what is looked up once is looked up here
+    rows, mass = cache.prepare(query, budget), cache.mass(budget)
+    cache.search(query, rows, mass, lambda: cache.near(query))  # as before a capture: what is looked up once is here
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
+        patch.setattr(kernels, "_default", lambda *_: "triton")
         patch.setattr(kernels, "_check_bounds", lambda *_: None)  # which reads numbers of the host's
         patch.setattr(triton_gpu, "attend", recording.opaque(triton_gpu.attend))
         for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
@@ -47,8 +51,11 @@ def step(case: Case, prefill: int = 150, budget: int | None = 40, seal: int = 64
         # Interpreted, lowbit's kernels take a minute here; tests/test_kernel_lowbit_gpu.py has them.
         for name, same in (("scores", lowbit.scores), ("listed", lowbit.listed_logits)):
             patch.setattr(lowbit_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
+        same = functools.partial(directions.scores, impl="torch")  # tests/test_kernel_directions.py has the kernel
+        patch.setattr(directions_gpu, "scores", recording.opaque(same))
         with recording:
-            out = attend_chosen(query, cache, cache.search(query, rows), impl="triton")
+            chosen = cache.search(query, rows, mass, lambda: cache.near(query))
+            out = attend_chosen(query, cache, chosen, impl="triton")
     return (queries, keys, values), cache, recording, query, out
 
 
@@ -107,6 +114,33 @@ def test_in_fixed_storage_a_step_follows_seals_and_another_batch(case: Case, bud
             seals.add(int(cache.sealed[0]))
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         assert len(seals) > 2, "rows are sealed between the replays"
+
+
+@pytest.mark.parametrize("name", ["exact-group", "quest-each", "lowbit-page", "sparq-mean"])
+def test_a_step_by_mass_never_waits_and_follows_seals(name: str) -> None:
+    """As above: what is cut to the mass is data, and where it lies is not."""
+    case = next(case for case in ON_DEVICE if case.name == name)
+    budget = Mass(0.7, 48)
+    (queries, keys, values), cache, recording, query, out = step(case, budget=budget, seal=32, fixed=True)
+    plain = KVCache(case.make(), sink=4, window=8, seal=32)
+    plain.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150])
+    plain.seal()
+    end, kept = 150, set()
+    for t in (153, 189, 259):
+        part = slice(end, t + 1)
+        for one in (cache, plain):
+            one.append(keys[:, :, part], values[:, :, part], queries[:, :, :, part])
+            one.seal()
+        end = t + 1
+        query.copy_(queries[:, :, :, t])
+        recording.replay()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scoring, "why_not_numba", lambda *_: "to choose as the recording does")
+            expected = decode(query, plain, budget)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert plain.latest is not None
+        kept.add(tuple(plain.latest.attended.flatten().tolist()))
+    assert len(kept) == 3, "other numbers of rows at every step"
 
 
 def test_waiting_is_refused() -> None:

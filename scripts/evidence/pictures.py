@@ -225,6 +225,18 @@ PICTURES: dict[str, Picture] = {
         "text",
         "agreement-lowbit-gemma3.png",
     ),
+    "pages-smollm2": Picture(
+        ("pages-smollm2",),
+        frontier,
+        "Recovered mass and output error of SmolLM2 against bytes read and rows attended, by page scores",
+        "../pages-smollm2.png",
+    ),
+    "pages-gemma3": Picture(
+        ("pages-gemma3",),
+        frontier,
+        "Recovered mass and output error of Gemma against bytes read and rows attended, by page scores",
+        "../pages-gemma3.png",
+    ),
     "rivals-hashed-smollm2": Picture(
         ("rivals-hashed-smollm2",),
         frontier,

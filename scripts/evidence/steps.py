@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scripts.evidence.step import Step
 
 # What bench, agreement and questions compare; the bucket methods where an artefact ships, of SmolLM2.
@@ -21,6 +23,9 @@ FEW_BITS = (
 # With every method as many rows wait for sealing and are read densely: a prefill leaves none behind groups of 64.
 EQUAL = "--window 92 --seal 64"  # the last 32 of a multiple of 64 tokens are decoded
 EQUAL_ASKED = "--window 123 --seal 64"  # the last 64, the first of which ends the prefill
+# Every method and number of bits seals by the same number of rows, so that as many wait and are read densely.
+ROUNDED = f"--selector quest --selector lowbit --selector 'quest:page=32' --kv-bits 16,8,4 {EQUAL}"
+ROUNDED_ASKED = f"--selector quest --selector lowbit --kv-bits 16,8,4 {EQUAL_ASKED}"
 BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=8,int8=True"
 COMPARED_BITS = (
     f"{BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8"
@@ -32,10 +37,47 @@ HASHED = (
     "--selector random --selector kdeformer:rows=0 --selector reformer:rows=0 --selector magicpig "
     "--selector magicpig:bits=9,tables=120"
 )
+# What says how much its rows weigh, of each kind, every query head for itself.
+ESTIMATES = (
+    *("lowbit:bits=4,group=each", "lowbit:group=each", "lowbit:bits=1,group=each", "fier:group=each"),
+    *("loki:group=each", "sparq:mean=False,group=each", "quest:group=each"),
+)
+MASSES = "mass:0.9,mass:0.95,mass:0.98"
+TOPP = "--selector topp --selector topp:p=0.95 --selector topp:propose=1.0 --selector topp:inner=[lowbit:group=each]"
 DROPPING = "--selector h2o --selector tova --selector snapkv"
 WITHOUT_GRAPH = "--selector snapkv --selector infllm:page=16 --selector quest --selector magicpig --selector flat"
 GRAPHS = "--selector retrieval:share=0.25 --selector robustvamana"
+# With a row for what is not read, and without, at equal rows: 256 wait at once with every method.
+EXACT = "exact:group=softmax"
+TAILED = " ".join(
+    f"--selector {inner} --selector '{tailed}'"
+    for inner, tailed in (
+        (
+            "quest",
+            "tailed' --selector 'tailed:rows=64' --selector 'tailed:rows=64,zone=0.25' --selector 'tailed:rows=256",
+        ),
+        ("lowbit", "tailed:inner=lowbit,rows=64' --selector 'tailed:inner=lowbit,rows=256"),
+        (EXACT, f"tailed:inner=[{EXACT}],rows=64"),
+    )
+)
+ESTIMATED = f"{TAILED} --selector 'tailed:inner=window,rows=64' --selector retroinfer --selector retroinfer:zone=1.0"
 BY_HEAD = "--selector 'retrieval:share=0.25@sink=128,window=512,budget=100' --selector bridge:share=0.25"
+
+# Scores of pages, those of few bits among them.
+PAGE_SCORES = (
+    "--selector quest --selector unique --selector mean --selector mean:bits=8 --selector quad --selector quad:bits=8 "
+    "--selector quad:bits=4 --selector quad:rest=True --selector clse --selector clse:bits=8 "
+    "--selector clse:bits=4,rest=True --selector clse:rank=4,bits=8 --selector clse:rank=8,bits=4 --selector ellipsoid "
+    "--selector ellipsoid:bits=4 --selector ellipsoid:rank=2,deviations=1.0,rest=True "
+    "--selector ellipsoid:rank=15,deviations=1.0 --selector lowbit:page=16 --selector pagemass"
+)
+
+# Methods of 2025 and 2026 beside those that their papers compare with, and keys of few bits.
+FRONTIER = (
+    "--selector exact:group=softmax --selector quest --selector quest:group=softmax --selector sparq "
+    "--selector pqcache --selector magicpig --selector lowbit --selector rocketkv --selector rocketkv:ratio=8 "
+    "--selector rocketkv:ratio=4,prompt=2048 --selector pariskv --selector pariskv:group=softmax --selector random"
+)
 
 
 def bench(trace: str, more: str, minutes: float) -> Step:
@@ -95,6 +137,55 @@ def few_bits_equal(model: str, length: int, minutes: float) -> Step:
         "--samples 2 --selector exact:group=softmax "
         "--selector quest --selector lowbit --selector lowbit:bits=1 --selector twostage --budget 256 "
         f"{EQUAL_ASKED} --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def pages(model: str, text: str, tokens: int, layers: str, minutes: float) -> tuple[Step, Step]:
+    """Scores of pages at equal rows, and how far they are from the pages' true mass."""
+    captured = (
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 64 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors"
+    )
+    short = model.partition("-")[0]
+    return (
+        Step(
+            f"pages-{short}",
+            f"scores of pages at equal rows, on {model}'s keys of the text {text}",
+            f"{captured} && sparseattn bench OUT/{text}.safetensors {PAGE_SCORES} --selector quest:group=softmax "
+            "--selector exact:group=softmax --budget 64,256,1024 --no-figures --out OUT",
+            minutes,
+            "bench.jsonl",
+        ),
+        Step(
+            f"pages-loose-{short}",
+            f"how far scores of pages are from the pages' true mass, on {model}'s keys of the text {text}",
+            f"{captured} && python -m benchmarks.looseness OUT/{text}.safetensors {PAGE_SCORES} --results OUT",
+            1.5,
+            "looseness.json",
+        ),
+    )
+
+
+def rounded(name: str, trace: str, minutes: float) -> Step:
+    """Rows of 8 and 4 bits beside those that came, the choice of rows being the same."""
+    return Step(
+        f"rows8-{name}",
+        f"rows of 8 and 4 bits on the trace {trace}",
+        f"sparseattn bench {trace} {ROUNDED} --budget 64,256,1024 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def rounded_agreement(model: str, length: int, minutes: float) -> Step:
+    """How far predictions by rows of 8 and 4 bits are from full attention's."""
+    return Step(
+        f"agreement-{model.partition('-')[0]}-rows8",
+        f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by rows of 8 and 4 bits",
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
+        f"--lengths {length} --last 64 --samples 2 {ROUNDED_ASKED} --budget 256,1024 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -161,6 +252,39 @@ def hashed(model: str, text: str, layers: str, more: str, minutes: float) -> Ste
     )
 
 
+def tails(model: str, text: str, tokens: int, layers: str, more: str, minutes: float) -> Step:
+    """Methods with a row for what they do not read, and without."""
+    return Step(
+        f"tails-{model.partition('-')[0]}",
+        f"what a row for those not read wins at equal bytes, on {model}'s keys of the text {text}",
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 32 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {ESTIMATED} {more}"
+        "--budget 64,256,1024,2048 --window 220 --seal 256 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def reuse(model: str, tokens: int, layers: str, anchors: Sequence[int], minutes: float) -> Step:
+    """Choices read again, over steps and over layers, where the map of layers was made from other texts."""
+    kept = [f"freekv:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.5)]
+    kept += ["freekv:tau=0.8,refresh=True", "freekv:inner=lowbit,tau=0.8"]
+    file = "kascade:artefact=OUT/kascade.safetensors"
+    kept += [*(f"{file},anchors={count}" for count in anchors), f"{file},anchors={anchors[-1]},inner=lowbit"]
+    methods = " ".join(f"--selector {one}" for one in ("exact:group=softmax", "quest", "lowbit", *kept))
+    taken = f"sparseattn capture --model {model} --layers {layers} --dtype bfloat16"
+    return Step(
+        f"reuse-{model.partition('-')[0]}",
+        f"choices read again over steps and over layers, on {model}'s keys of the text paradise-lost",
+        f"{taken} --text alice --text workshop --tokens 4096 --queries 128 --out OUT/prompts && "
+        "sparseattn calibrate OUT/prompts --method kascade --out OUT/kascade.safetensors && "
+        f"{taken} --text paradise-lost --tokens {tokens} --queries 64 --out OUT/paradise-lost.safetensors && "
+        f"sparseattn bench OUT/paradise-lost.safetensors {methods} --budget 256,1024 --last 64 --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
 def dropping_agreement(model: str, length: int, minutes: float) -> Step:
     """How far predictions by methods that drop rows are from full attention's."""
     return Step(
@@ -198,6 +322,72 @@ def dropping_asked(model: str, length: int, samples: int, minutes: float) -> Ste
         minutes,
         "eval.jsonl",
     )
+
+
+def frontier(model: str, text: str, tokens: int, layers: str, minutes: float) -> Step:
+    """Methods of 2025 and 2026 on keys of a text."""
+    return Step(
+        f"frontier-{model.partition('-')[0]}",
+        f"RocketKV and ParisKV on {model}'s keys of the text {text}, beside what their papers compare with",
+        f"sparseattn capture --model {model} --text {text} --tokens {tokens} --layers {layers} --queries 64 "
+        f"--dtype bfloat16 --out OUT/{text}.safetensors && sparseattn bench OUT/{text}.safetensors {FRONTIER} "
+        "--budget 64,256,1024 --rows 256 --bytes 10% --no-figures --out OUT",
+        minutes,
+        "bench.jsonl",
+    )
+
+
+def by_mass(model: str, text: str, other: str, layers: str, minutes: tuple[float, float, float, float]) -> list[Step]:
+    """Budgets by mass on one text of a model: estimates as they are, and fitted on another text; top-p; vAttention."""
+    short = model.partition("-")[0]
+
+    def captured(name: str) -> str:
+        return (
+            f"sparseattn capture --model {model} --text {name} --tokens 8192 --layers {layers} --queries 32 "
+            f"--dtype bfloat16 --out OUT/{name}.safetensors && "
+        )
+
+    measured = f"sparseattn bench OUT/{text}.safetensors {EQUAL} --no-figures --out OUT"
+    fits = "".join(
+        f"sparseattn calibrate OUT/{other}.safetensors --method mass --selector {spec} --window 92 --out "
+        f"OUT/{at}.safetensors && "
+        for at, spec in enumerate(ESTIMATES)
+    )
+    fitted = " ".join(
+        f"--selector 'sparseattn:Fitted:inner=[{spec}],artefact=OUT/{at}.safetensors'"
+        for at, spec in enumerate(ESTIMATES)
+    )
+    every = " ".join(f"--selector {spec}" for spec in ("exact", "exact:group=softmax", *ESTIMATES))
+    return [
+        Step(
+            f"mass-{short}",
+            f"mass promised and held on {model}'s keys of the text {text}, and rows beside the fewest",
+            f"{captured(text)}{measured} {every} --budget {MASSES}",
+            minutes[0],
+            "bench.jsonl",
+        ),
+        Step(
+            f"mass-calibrated-{short}",
+            f"the same with estimates fitted on the text {other}",
+            f"{captured(other)}{fits}{captured(text)}{measured} {fitted} --budget {MASSES}",
+            minutes[1],
+            "bench.jsonl",
+        ),
+        Step(
+            f"topp-{short}",
+            f"Twilight's top-p on {model}'s keys of the text {text}",
+            f"{captured(text)}{measured} {TOPP} --budget all",
+            minutes[2],
+            "bench.jsonl",
+        ),
+        Step(
+            f"vattention-{short}",
+            f"how often vAttention's denominator is off by more than epsilon, on {model}'s keys of the text {text}",
+            f"{captured(text)}python -m benchmarks.guarantee OUT/{text}.safetensors --results OUT",
+            minutes[3],
+            "guarantee.json",
+        ),
+    ]
 
 
 STEPS = (
@@ -294,6 +484,10 @@ STEPS = (
     few_bits_agreement("gemma3-270m", 8192, "", 14),
     few_bits_equal("smollm2", 4096, 5),
     few_bits_equal("gemma3-270m", 8192, 5),
+    rounded("smollm2", "code", 4),
+    rounded("gemma3", "long", 4),
+    rounded_agreement("smollm2", 4096, 10),
+    rounded_agreement("gemma3-270m", 8192, 10),
     asked(
         "smollm2",
         "passkey",
@@ -434,6 +628,8 @@ STEPS = (
     # No artefact was trained on this text, nor any level chosen on it.
     hashed("smollm2", "workshop", "2,10,18,26", "--selector kmeans --selector saap", 3),
     hashed("gemma3-270m", "as-you-like-it", "5,11,17", "--selector ivf", 2),
+    *pages("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 7),
+    *pages("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 6),
     Step(
         "rivals-steps",
         "recall of the best ten rows at every decoded token, by methods that drop rows and by Quest",
@@ -444,6 +640,8 @@ STEPS = (
         3,
         "bench.jsonl",
     ),
+    reuse("smollm2", 4096, ",".join(map(str, range(30))), (2, 3, 4, 5, 8), 15),
+    reuse("gemma3-270m", 8192, "5,11,17", (1, 2), 5),
     dropping_agreement("smollm2", 4096, 5),
     dropping_agreement("gemma3-270m", 4096, 3),
     dropping_bare(),
@@ -475,6 +673,12 @@ STEPS = (
         3,
         "bench.jsonl",
     ),
+    tails("smollm2", "paradise-lost", 8192, "2,10,18,26", "--selector moments --selector tailed:inner=moments ", 5),
+    tails("gemma3-270m", "as-you-like-it", 16384, "5,11,17", "", 5),
+    frontier("smollm2", "paradise-lost", 8192, "2,6,10,14,18,22,26", 6),
+    frontier("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 6),
+    *by_mass("smollm2", "workshop", "paradise-lost", "2,10,18,26", (9, 12, 4, 8)),
+    *by_mass("gemma3-270m", "as-you-like-it", "workshop", "5,11,17", (6, 8, 3, 5)),
     Step(
         "bench-all",
         "every method as it is by default, at equal rows and at equal bytes, in one run",

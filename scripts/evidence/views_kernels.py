@@ -44,7 +44,7 @@ def _of(one: Mapping[str, Any]) -> str:
     """What a kernel was compiled for."""
     named = [
         f"{name}={one[name]}"
-        for name in ("D", "G", "span", "each", "bits", "rows", "vote")
+        for name in ("D", "G", "span", "each", "kind", "rank", "bits", "rows", "vote")
         if one.get(name) is not None
     ]
     more = {

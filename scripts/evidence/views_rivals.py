@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -33,7 +34,8 @@ def _drops(label: str) -> bool:
     return name in SELECTORS and SELECTORS[name].evicts
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -89,11 +91,12 @@ class Curve:
         return math.exp(sum(ratios) / len(ratios)) if ratios else None
 
 
-def _verdict(ratio: float) -> str:
+def verdict(ratio: float) -> str:
+    """What a ratio of errors says of the first method."""
     return "alike" if abs(ratio - 1) <= ALIKE else "better" if ratio < 1 else "worse"
 
 
-def _holds(every: Sequence[tuple[str, str]], *right: str) -> str:
+def holds(every: Sequence[tuple[str, str]], *right: str) -> str:
     """Whether what is seen (words, verdict) is what a paper finds, as the end of a sentence."""
     known = [verdict in right for _, verdict in every if verdict != "unknown"]
     if not known:
@@ -101,41 +104,41 @@ def _holds(every: Sequence[tuple[str, str]], *right: str) -> str:
     return "agrees" if all(known) else "agrees in part" if any(known) else "does not agree"
 
 
+def compared(found: Measured, label: str, other: str, cost: str) -> tuple[str, str]:
+    """In words and as a verdict, how many times another method's error one has at equal cost."""
+    value = Curve(found, label, cost).against(Curve(found, other, cost))
+    if value is None:
+        return f"{ticked(spec(label))} was not measured where {ticked(spec(other))} was", "unknown"
+    return f"{ticked(spec(label))} has {value:.2f} times the error of {ticked(spec(other))}", verdict(value)
+
+
 def hashed_findings(record: Record) -> str:
     """What SAAP's Figure 5 says, and what is seen here."""
     found = Measured(record)
     labels = found.labels()
 
-    def ratio(label: str, other: str, cost: str) -> float | None:
-        return Curve(found, label, cost).against(Curve(found, other, cost))
-
-    def said(label: str, other: str, cost: str) -> tuple[str, str]:
-        value = ratio(label, other, cost)
-        if value is None:
-            return f"{ticked(spec(label))} was not measured where {ticked(spec(other))} was", "unknown"
-        return f"{ticked(spec(label))} has {value:.2f} times the error of {ticked(spec(other))}", _verdict(value)
-
+    said = functools.partial(compared, found)
     single = [label for label in labels if _name(label) in ("kdeformer", "reformer")]
     pig = [label for label in labels if _name(label) == "magicpig"]
     items = []
     every = [said(label, "Random", "attended") for label in single]
-    holds = _holds(every, "alike", "worse")
+    agrees = holds(every, "alike", "worse")
     items.append(
         f"The paper: KDEformer's and Reformer's hash on a par with random rows or worse. At equal rows attended "
-        f"{_listed([words for words, _ in every])}. That {holds}."
+        f"{listed([words for words, _ in every])}. That {agrees}."
     )
     every = [said(label, "Random", "attended") for label in pig]
-    holds = _holds(every, "better")
+    agrees = holds(every, "better")
     items.append(
-        f"The paper: MagicPIG better than these. At equal rows attended {_listed([words for words, _ in every])}. That "
-        f"{holds}."
+        f"The paper: MagicPIG better than these. At equal rows attended {listed([words for words, _ in every])}. That "
+        f"{agrees}."
     )
     if "KMeans" in labels:
         by_cost = {cost: [said("KMeans", label, cost) for label in pig] for cost in ("attended", "bytes_share")}
         sentences = []
         for cost, words in (("attended", "rows attended"), ("bytes_share", "bytes read")):
-            clauses = _listed([one for one, _ in by_cost[cost]])
-            sentences.append(f"At equal {words} {clauses}: that {_holds(by_cost[cost], 'better')}.")
+            clauses = listed([one for one, _ in by_cost[cost]])
+            sentences.append(f"At equal {words} {clauses}: that {holds(by_cost[cost], 'better')}.")
         items.append(f"The paper: k-means best. {' '.join(sentences)}")
     else:
         items.append("The paper: k-means best. No artefact of k-means ships for this model, so nothing is said of it.")
@@ -143,7 +146,7 @@ def hashed_findings(record: Record) -> str:
             beside = [said("IVF", label, "attended")[0] for label in pig]
             items[-1] += (
                 f" `ivf`, whose lists are k-means of this prompt's keys but which reads the best rows in them alone, "
-                f"stands beside. At equal rows attended {_listed(beside)}."
+                f"stands beside. At equal rows attended {listed(beside)}."
             )
     return bullets(*items)
 
@@ -180,11 +183,11 @@ def steps_findings(record: Record) -> str:
         means = {label: _mean(by_step(found.must(label, budget))) for label in found.labels()}
         quest = means["Quest"]
         low = {label: value for label, value in means.items() if _drops(label)}
-        words = _listed([f"{ticked(spec(label))} {value:.2f}" for label, value in low.items()])
-        holds = all(value < quest for value in low.values())
+        words = listed([f"{ticked(spec(label))} {value:.2f}" for label, value in low.items()])
+        low_all = all(value < quest for value in low.values())
         items.append(
             f"At {budget:,} rows {words}, `quest` {quest:.2f}. Quest's paper finds H2O's recall low and its own near "
-            f"full attention's: {'the order agrees' if holds else 'the order does not agree'}."
+            f"full attention's: {'the order agrees' if low_all else 'the order does not agree'}."
         )
     return bullets(*items)
 
@@ -206,7 +209,7 @@ def agreement_findings(record: Record) -> str:
         dropping = [one for one in order if _drops(one[0])]
         better = [ticked(spec(one[0])) for one in dropping if quest is not None and at[one] < quest]
         end = (
-            f"Of those that drop rows {_listed(better)} {'is' if len(better) == 1 else 'are'} nearer than `quest`, "
+            f"Of those that drop rows {listed(better)} {'is' if len(better) == 1 else 'are'} nearer than `quest`, "
             "which Quest's paper does not find."
             if better
             else "Those that drop rows are all farther than `quest`, as Quest's paper finds."
@@ -331,7 +334,13 @@ def everything(record: Record) -> str:
     """Every method of one run, at equal rows and at equal bytes, that with the least error first."""
     machine = record["machine"]
     took = f" took {record['seconds'] / 60:.1f} minutes on {machine['cores']} cores" if record.get("seconds") else ""
-    blocks = [text(f"`sparseattn bench --selector all`{took}: {setting(rows(record)[0])}.")] if took else []
+    words = [text(f"`sparseattn bench --selector all`{took}: {setting(rows(record)[0])}.")] if took else []
+    return parts(*words, at_equal(record))
+
+
+def at_equal(record: Record) -> str:
+    """The methods of a record at equal rows and at equal bytes, the least error first, and why some are not."""
+    blocks = []
     said: dict[str, str] = {}  # why a method cannot run at all stands once
     for one in record["by_layer"]:
         at = (

@@ -35,6 +35,8 @@ def _spec(one: ast.expr) -> str:
 def _given(value: ast.expr) -> str:
     if isinstance(value, ast.Constant):
         return str(value.value)
+    if isinstance(value, ast.Name) and value.id[0].isupper():  # a part as by default
+        return _spec(value)
     return f"[{_spec(value)}]" if isinstance(value, ast.Call) else ast.unparse(value)
 
 

@@ -161,13 +161,14 @@ def compare(
                 known = [records.get((name, method, budget)) for budget in budgets]
                 identity = _identity(trace, spec, selector, last)
                 if any(one is None or one["identity"] != identity for one in known):
-                    for one in evaluate_budgets(trace, selector, budgets, last=last, layers=LAYERS):
+                    measured = evaluate_budgets(trace, selector, budgets, last=last, layers=LAYERS)
+                    for budget, one in zip(budgets, measured, strict=True):
                         facts = {"method": method, "spec": spec, "identity": identity}
                         record = {**one.record(True), "trace": name, **facts}
                         if (one.heads["indexed_mass"] >= FAR).any():
                             far = one.far(FAR).record(True)
                             record |= {"far": {part: far[part] for part in ("mean", "worst")}}
-                        records[name, method, float(one.budget or 0)] = record
+                        records[name, method, budget] = record
                     lines = "".join(json.dumps(one) + "\n" for one in records.values())
                     write_atomic(path, lines.encode())
                 bar.advance(task)

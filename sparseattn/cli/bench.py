@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json as json_module
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.budget import Budget, budget_rows, parse_budget
+from sparseattn.budget import Budget, budget_order, parse_budget
 from sparseattn.builtin import BUILTIN, LEADING
-from sparseattn.cli import bench_layers, report
+from sparseattn.cli import bench_layers, common, report
 from sparseattn.cli.bench_methods import ALL, Asked, Fitting
 from sparseattn.cli.common import (
+    KV_BITS_HELP,
     LEAD,
     ROLES_HELP,
     SELECTOR_HELP,
@@ -47,7 +49,7 @@ from sparseattn.metrics import (
     replay_device,
     usable_layers,
 )
-from sparseattn.roles import Method
+from sparseattn.roles import Method, rounded_label
 from sparseattn.selectors import Selector
 from sparseattn.traces import Trace
 
@@ -76,7 +78,11 @@ def bench(
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
-        str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
+        str,
+        typer.Option(
+            help="Rows beyond sink and window: numbers, shares of the context, a mass of the attention (mass:0.95, or "
+            "with 2048 rows at most mass:0.95:2048), or all."
+        ),
     ] = "64,256,1024",
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
@@ -88,6 +94,7 @@ def bench(
     seal: Annotated[
         int | None, typer.Option(help="Rows that wait before sealing; default the selector's span.")
     ] = None,
+    kv_bits: Annotated[str, typer.Option(help=KV_BITS_HELP)] = "16",
     indexes: Annotated[
         Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
     ] = None,
@@ -142,6 +149,7 @@ def bench(
     """Replay the end of traces through selectors and compare every step with full attention."""
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
     asked = Asked.of(selector or [], open_roles(roles))
+    rounding = common.kv_bits(kv_bits)
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
         raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
@@ -162,7 +170,8 @@ def bench(
 
     def check(trace: Trace, there: list[int], method: Method, served: Sequence[Budget]) -> None:
         replay_device(method, device)
-        check_replay(trace, served, method, sink, window, last, seal, there)
+        for bits in rounding:
+            check_replay(trace, served, method, sink, window, last, seal, there, bits)
 
     for trace in opened:
         say_differences(trace)
@@ -182,7 +191,7 @@ def bench(
         usable_folder(indexes)
     settings: dict[str, Any] = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
     settings |= {"indexes": indexes, "device": device, "steps": steps}
-    for i, every in _measure(plan, settings, asked):
+    for i, every in _measure(plan, settings, asked, rounding):
         new = [one.far(far) for one in every] if far else every
         found[i] += new
         fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]
@@ -268,7 +277,7 @@ def _compare(
 
 
 def _measure(
-    plan: Sequence[tuple[Trace, Fitting]], settings: dict[str, Any], asked: Asked
+    plan: Sequence[tuple[Trace, Fitting]], settings: dict[str, Any], asked: Asked, rounding: Sequence[int | None]
 ) -> Iterator[tuple[int, list[Evaluation]]]:
     """(number of the trace, results by rising budget) for every trace and method, with a progress bar.
 
@@ -276,19 +285,19 @@ def _measure(
     """
     with progress_bar() as bar:
         for i, (trace, fit) in enumerate(plan):
-            for method, budgets in fit.methods:
-                rising = sorted(budgets, key=lambda one: budget_rows(one, trace.tokens))
+            for (method, budgets), bits in itertools.product(fit.methods, rounding):
+                rising = sorted(budgets, key=lambda one: budget_order(one, trace.tokens))
                 mine = rising if method.uses_budget else rising[:1]
                 steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
-                named = repr(method) if isinstance(method, Selector) else method.label()
+                named = rounded_label(repr(method) if isinstance(method, Selector) else method.label(), bits)
                 task = bar.add_task(f"{trace.name} {named}", total=steps)
                 advance = functools.partial(bar.advance, task)
                 try:
-                    results = evaluate_budgets(trace, method, mine, progress=advance, **settings)
+                    results = evaluate_budgets(trace, method, mine, bits=bits, progress=advance, **settings)
                 except ValueError as error:
                     if not asked.forgives(method, error):
                         raise
-                    fit.lacking[method.label()] = str(error)
+                    fit.lacking[rounded_label(method.label(), bits)] = str(error)
                 else:
                     yield i, results
                 bar.remove_task(task)

@@ -11,9 +11,8 @@ from itertools import combinations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.budget import Budget, parse_budget
+from sparseattn.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.cli.common import plain
-from sparseattn.cli.report import budget_label
 from sparseattn.heads import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
 from sparseattn.metrics import Evaluation
 
@@ -27,13 +26,13 @@ def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
     Raises:
         ValueError: one asked for that is not measured.
     """
+    rows = [budget for budget in budgets if not isinstance(budget, Mass)]  # a mass takes other rows at every head
     if asked is None:
-        return ROWS if ROWS in budgets else budgets[len(budgets) // 2]
+        return ROWS if ROWS in rows else (rows or budgets)[len(rows or budgets) // 2]
     budget = parse_budget(asked)
-    if budget not in budgets:
-        raise ValueError(
-            f"--rows is one of the budgets of --budget, {', '.join(map(budget_label, budgets))}, got {asked}"
-        )
+    if budget not in rows:
+        listed = ", ".join(map(budget_label, rows)) or "none of which is rows"
+        raise ValueError(f"--rows is one of the budgets of --budget, {listed}, got {asked}")
     return budget
 
 
@@ -69,7 +68,7 @@ def compared(
 def condition(one: Comparison) -> str:
     """Such as "324 rows attended, those of budget 256" or "10% of the cache's bytes"."""
     if one.equal == "bytes":
-        return f"{budget_label(float(one.at or 0))} of the cache's bytes"
+        return f"{budget_label(one.at)} of the cache's bytes"
     rows = "" if one.attended is None else f"{one.attended:.0f} rows attended, those of "
     return f"{rows}budget {budget_label(one.at)}"
 

@@ -35,6 +35,7 @@ from sparseattn.files import naming
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.models import NAMED, REFERENCE, load_model, load_tokenizer
 from sparseattn.integrations.packages import PACKAGED, fetched
+from sparseattn.kernels.coded import BITS
 from sparseattn.roles import Roles
 from sparseattn.selectors import SELECTORS
 from sparseattn.tasks.prompts import read_text
@@ -54,6 +55,12 @@ SELECTOR_HELP = (
 
 ROLES_HELP = (
     "File of roles: a selector for each layer, or for each KV head of it, compared as one method; repeat for more."
+)
+
+
+KV_BITS_HELP = (
+    "Bits of a number of sealed rows' keys and values: 16 as they come; 8 or 4 rounded as in KIVI, which methods that "
+    "score stored keys refuse. Several with commas are compared."
 )
 
 
@@ -148,6 +155,14 @@ def open_roles(paths: Iterable[Path] | None) -> list[Roles]:
 def integers(text: str | None, option: str) -> list[int] | None:
     """`"0,2,5"` as a list; None stays None. Raises ValueError naming the option."""
     return None if text is None else _numbers(text, option, int, "integers")
+
+
+def kv_bits(text: str) -> list[int | None]:
+    """`"16,8"` as a list of `KVCache`'s bits, None for 16. Raises ValueError naming the option."""
+    found = list(dict.fromkeys(_numbers(text, "--kv-bits", int, "integers")))
+    if strange := [bits for bits in found if bits not in (16, *BITS)]:
+        raise ValueError(f"--kv-bits takes 16, 8 and 4, separated by commas, got {strange[0]}")
+    return [None if bits == 16 else bits for bits in found]
 
 
 def decimals(text: str, option: str) -> list[float]:

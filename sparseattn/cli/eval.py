@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from sparseattn.cli import common
 from sparseattn.cli.common import (
+    KV_BITS_HELP,
     LEAD,
     MODEL_HELP,
     ROLES_HELP,
@@ -89,7 +91,8 @@ def evaluate(
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     budget: Annotated[
-        str, typer.Option(help="Rows beyond sink and window: numbers, shares of the context, or all.")
+        str,
+        typer.Option(help="Rows beyond sink and window: numbers, shares of the context, a mass (mass:0.95), or all."),
     ] = "64,256,1024",
     protocol: Annotated[
         str,
@@ -114,6 +117,7 @@ def evaluate(
             help="Rows that wait, all of them read, before sealing; default the selector's span, since more flatters."
         ),
     ] = None,
+    kv_bits: Annotated[str, typer.Option(help=KV_BITS_HELP)] = "16",
     text: Annotated[list[str] | None, typer.Option(help=f"For {AGREEMENT}: {TEXT_HELP} Repeat for more.")] = None,
     last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64,
     filler: Annotated[
@@ -184,6 +188,7 @@ def evaluate(
         budgets=budget,
         roles=open_roles(roles),
         layers=sparse_layers or [ALL_LAYERS],
+        rounding=common.kv_bits(kv_bits),
         last=last,
         answer_tokens=answer_tokens,
         max_length=max_length,

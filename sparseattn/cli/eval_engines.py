@@ -36,6 +36,7 @@ INSIDE = (  # options, as the function has them, that need the model's inside
         "sink",
         "window",
         "seal",
+        "kv_bits",
         "text",
         "last",
     ),
@@ -156,7 +157,7 @@ def settings_of_methods(
         ValueError: an option or a task that needs a model's inside, a budget that is not in rows, a method that vLLM
             cannot serve, or no vLLM that can be switched.
     """
-    inside = ("roles", "protocol", "sparse_layers", "seal", "text", "last", "device", "chunk")
+    inside = ("roles", "protocol", "sparse_layers", "seal", "kv_bits", "text", "last", "device", "chunk")
     if named := [f"--{name.replace('_', '-')}" for name in inside if name in given]:
         raise ValueError(f"vLLM reads prompts whole and decodes: {', '.join(named)} cannot be had of --engine vllm")
     if AGREEMENT in plan.tasks:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparseattn.budget import budget_rows, parse_budget
+from sparseattn import checks
+from sparseattn.budget import budget_label, budget_of, budget_order, parse_budget
+from sparseattn.cache import GROUP
 from sparseattn.cli.common import decimals, integers
-from sparseattn.cli.report import budget_label
 from sparseattn.roles import Method as Sparse
 from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
@@ -61,6 +63,7 @@ class Plan:
         budgets: str,
         roles: Sequence[Roles],
         layers: Sequence[str],
+        rounding: Sequence[int | None] = (None,),
         last: int,
         answer_tokens: int | None,
         max_length: int | None,
@@ -87,7 +90,7 @@ class Plan:
             samples=samples,
             seed=seed,
             protocols=names(protocols, "--protocol", PROTOCOLS),
-            methods=methods(selectors, budgets, counts, layers, roles),
+            methods=methods(selectors, budgets, counts, layers, roles, rounding),
             last=last,
             answer_tokens=answer_tokens,
             max_length=max_length,
@@ -151,15 +154,17 @@ def methods(
     counts: Sequence[int],
     layers: Sequence[str] = (ALL_LAYERS,),
     roles: Sequence[Roles] = (),
+    rounding: Sequence[int | None] = (None,),
 ) -> list[Method]:
-    """Full attention, and every selector, and all roles, in every set of layers at every budget; what does not look at
-    its budget, once.
+    """Full attention, and every selector, and all roles, with rows of all `rounding` (bits of `KVCache`), in every set
+    of layers at every budget; what does not look at its budget, once.
 
     Raises:
-        ValueError: no such selector or budget, a budget below a selector's span, or two selectors of one label.
+        ValueError: no such selector or budget, a budget below a selector's span, two selectors of one label, or one
+            that rows of so few bits do not serve.
     """
     asked = list(dict.fromkeys(parse_budget(part) for part in text.split(",")))
-    asked.sort(key=lambda budget: budget_rows(budget, counts[-1]))
+    asked.sort(key=lambda budget: budget_order(budget, counts[-1]))
     sets = list(dict.fromkeys(map(layer_set, layers)))
     found = [Method()]
     labels: dict[str, str] = {}
@@ -168,11 +173,15 @@ def methods(
         what = f"{one!r} of {one.source()}"
         if labels.setdefault(one.label(), what) != what:
             raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
-        for where in sets:  # outside the budgets, as an index is built for a set of layers
+        for selector in [role.selector for role in one.distinct()] if isinstance(one, Roles) else [one]:
+            for fewer in filter(None, rounding):
+                checks.roundable(selector, fewer, GROUP, False)
+        # Outside the budgets, as an index is built for a set of layers.
+        for where, bits in itertools.product(sets, rounding):
             for budget in asked if one.uses_budget else [None]:
                 if isinstance(one, Roles):
                     one.check_budget(budget, counts[0])
                 else:
-                    budget_rows(budget, counts[0], one.span, repr(one))
-                found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None, where))
+                    budget_of(one, budget, counts[0])
+                found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None, where, bits))
     return list({(method.label, method.written, method.layers): method for method in found}.values())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn import artefact, calibration, indexes
+from sparseattn import artefact, calibration, indexes, similarity
 from sparseattn.artefact import Artefact
 from sparseattn.builtin import BUILTIN
 from sparseattn.calibration import Calibration
@@ -22,6 +22,7 @@ from sparseattn.texts import TEXTS
 from sparseattn.traceformat import FORMAT, TraceError, read_header
 from sparseattn.traces import Trace
 
+ANCHORS = 8  # the most that a similarity is asked for
 RIGHT, NONE = "right", "none: written by an earlier release"
 ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's meta; its figures are many
 
@@ -90,6 +91,7 @@ def _described(path: Path) -> dict[str, Any]:
     try:
         _, metadata = read_header(path, "a trace, an artefact or an index")
         kinds = {FORMAT: _trace, artefact.FORMAT: _artefact, indexes.FORMAT: _index, calibration.FORMAT: _calibration}
+        kinds[similarity.FORMAT] = _similarity
         kind = kinds.get(metadata.get("format", ""))
         if kind is None:
             raise TraceError(
@@ -163,6 +165,19 @@ def _calibration(path: Path) -> dict[str, Any]:
         "method": held.method,
         "vectors": "roped" if held.roped else "de-roped",
         "layers": layers,
+        "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+    }
+
+
+def _similarity(path: Path) -> dict[str, Any]:
+    held = similarity.Similarity.load(path)
+    every = range(1, min(len(held.layers), ANCHORS) + 1)
+    return {
+        "kind": "similarity of layers",
+        "hash": RIGHT,
+        "model": str(held.meta.get("model", "unknown")),
+        "layers": list(held.layers),
+        "anchors": {str(count): held.anchors(count) for count in every},
         "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
     }
 

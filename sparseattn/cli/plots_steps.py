@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparseattn.budget import budget_label
 from sparseattn.cli.lines import name_ends, style
 from sparseattn.cli.plots import SHARE, panel_grid, save, shown
-from sparseattn.cli.report import budget_label
 from sparseattn.metrics import RECALLS, Evaluation
 
 WHOLE = {  # of full attention

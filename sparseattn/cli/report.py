@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.budget import Budget
+from sparseattn.budget import Mass, budget_label, parse_budget
 from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
 from sparseattn.heads import SCANS_ALL
@@ -43,8 +43,12 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
         padding=(0, 1, 0, 0),
     )
     columns = [c for c in COLUMNS if c[1] not in COUNTED or any(one.mean(COUNTED[c[1]]) > 0 for one in results)]
+    by_mass = any(isinstance(parse_budget(one.budget), Mass) for one in results)
+    shown = (*SHOWN, "mass", *BY_MASS) if by_mass else SHOWN
     if not wide:
-        columns = [next(column for column in COLUMNS if column[0] == name) for name in SHOWN]
+        columns = [next(column for column in COLUMNS if column[0] == name) for name in shown]
+    elif not by_mass:
+        columns = [column for column in columns if column[0] not in BY_MASS]
     out.add_column("selector", overflow="fold")
     for name in ("budget", *(["layer", "head"] if per_head else []), *(column[0] for column in columns)):
         out.add_column(name, justify="right", no_wrap=True)
@@ -65,6 +69,10 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
 COLUMNS = (
     ("rows", "attended", 0, 1, False),
     ("distinct", "distinct_rows", 0, 1, False),
+    ("kept", "kept", 0, 1, True),
+    ("oracle", "oracle_kept", 0, 1, False),
+    ("promised", "promised", 3, 1, True),
+    ("fulfilled", "fulfilled", 2, 1, True),
     ("R@1", "recall@1", 2, 1, False),
     ("R@10", "recall@10", 2, 1, False),
     ("R@100", "recall@100", 2, 1, False),
@@ -82,6 +90,7 @@ SHOWN = (
     "error %",
     "recovered",
 )  # without --wide: what is read, and what that gives, in 80 characters
+BY_MASS = ("kept", "oracle", "promised", "fulfilled")  # what there is where a budget is a mass
 
 
 def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[int, int] | None) -> str:
@@ -95,13 +104,6 @@ def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[in
     if at is not None:
         return show(float(one.heads[measure][at]))
     return show(one.mean(measure)) + (f" ({show(one.worst(measure))})" if worst else "")
-
-
-def budget_label(budget: Budget) -> str:
-    """A budget as it is written on the command line."""
-    if budget is None:
-        return "all"
-    return f"{budget:.6g}" if isinstance(budget, int) else f"{100 * budget:.6g}%"
 
 
 def _pairs(results: Sequence[Evaluation]) -> dict[tuple[str, str], list[Evaluation]]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from sparseattn.attention import decode
-from sparseattn.budget import Budget, budget_rows
-from sparseattn.cache import KVCache
+from sparseattn.board import Board
+from sparseattn.budget import Budget, budget_of
+from sparseattn.cache import GROUP, KVCache, unit_of
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import AttentionLayer
 from sparseattn.integrations.routing import name_of
@@ -102,7 +103,7 @@ def of_layer(given: Any, index: int) -> Any:
 def check_budget(index: int, budget: Budget, share: Share) -> None:
     """A budget fits the selector of a layer's heads; else ValueError."""
     try:
-        budget_rows(share.budget(budget), 1, share.selector.span, repr(share.selector))
+        budget_of(share.selector, share.budget(budget), 1)
     except ValueError as error:
         raise ValueError(f"layer {index}: {error}") from error
 
@@ -115,12 +116,17 @@ def try_out(
     budget: Budget,
     apart: torch.device | str | None,
     impl: str | None,
+    board: Board,
+    bits: int | None = None,
+    group: int = GROUP,
 ) -> None:
     """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now.
 
     depth: layers of the model.
+    board: of its layers, which are tried one after another. bits, group: as in `KVCache`.
     """
     selector = share.fresh(index, what.rope, depth, what.scale)
+    selector.board = board
     if selector.foresees:
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
@@ -128,11 +134,11 @@ def try_out(
         )
     heads = what.heads if share.heads is None else len(share.heads.which)
     selector.check_shape(heads, what.group, what.size)
-    count = max(selector.unit, 16)
+    count = max(unit_of(selector, bits, group), 16)
     draw = torch.Generator().manual_seed(0)
     shape = (1, heads, count, what.size)
     rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
-    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, check=True)
+    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, bits=bits, group=group, check=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what so few rows lack
         trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))

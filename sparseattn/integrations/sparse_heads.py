@@ -52,8 +52,9 @@ class SparseHeads:
 
     @property
     def bytes_share(self) -> float:
-        """Bytes read to choose and to attend over bytes stored, mean over calls, sequences and KV heads; NaN without
-        any, where the cache was made without `check`, and where the selector does not say what it reads."""
+        """Bytes read to choose and to attend over those of all rows as they came, mean over calls, sequences and KV
+        heads; NaN without any, where the cache was made without `check`, and where the selector does not say what it
+        reads."""
         return float(self._read) / self.calls if self.calls and self.rows.check else math.nan
 
     def of(self, x: Tensor) -> Tensor:
@@ -92,20 +93,19 @@ class SparseHeads:
             self._read = self._read + self._share_read(chosen, stored, stored - sealed)
 
     def _share_read(self, chosen: Selection, stored: float, always: float) -> float | Tensor:
-        """Bytes read to choose and to attend over bytes stored, mean over KV heads; NaN where the selector is silent.
+        """Bytes read to choose and to attend over those of all rows as they came, mean over KV heads; NaN where the
+        selector is silent.
 
         Query heads that choose apart read a row once that several of them chose.
         """
         if chosen.scan_bytes is None:
             return math.nan
-        keys, tail = self.rows.sealed_keys, self.rows.latest_tail
-        heads = keys.shape[1]
-        distinct, more = chosen.distinct(heads, keys.shape[2]), chosen.scan_bytes + chosen.bias_bytes(heads)
+        keys, tail = self.rows.keys, self.rows.latest_tail
+        heads, row = keys.shape[1], 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
+        read = self.rows.bytes_named(chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
         if tail is not None:
-            distinct = distinct + tail.selection.distinct(heads, tail.keys.shape[2])
-            more = more + tail.selection.bias_bytes(heads)
-        row = 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
-        return (always + distinct.double().mean() + more.double().mean() / row) / stored
+            read = read + row * tail.selection.distinct(heads, tail.keys.shape[2]) + tail.selection.bias_bytes(heads)
+        return (always + read.double().mean() / row) / stored
 
     def clone(self) -> SparseHeads:
         """An independent copy that counts anew."""

@@ -119,6 +119,7 @@ class SparseLayer(CacheLayerMixin):
             self.dense_calls += 1
         for t in range(dense, new):
             self._store(call, query, slice(t, t + 1), run)
+            run.cache.board.step = t
             heads = [part.decode(query.select(3, t), call.scale, self.impl) for part in self.parts]
             parts.append(self._together(heads).reshape(batch, 1, named, size))
             self.sparse_calls += 1

@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from sparseattn.board import Board
 from sparseattn.budget import Budget
-from sparseattn.cache import KVCache
+from sparseattn.cache import GROUP, KVCache, unit_of
 from sparseattn.integrations import plan
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.prepared import PREPARED, prepare, restore
@@ -58,8 +59,8 @@ class SparseCache(Cache):
         roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
             They name every layer that attends to the whole context. A layer all of whose heads are dense stays as it
             is; one of several roles has a `KVCache` for each, whose dense heads read every row.
-        sink, window, rollback, capacity, sealed_device, indexes, check: as in `KVCache`. In speculative decoding
-            `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
+        sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative
+            decoding `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
             a comparison.
         dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding
@@ -92,6 +93,8 @@ class SparseCache(Cache):
         capacity: int = 0,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
+        bits: int | None = None,
+        group: int = GROUP,
         impl: str | None = None,
         check: bool = False,
     ) -> None:
@@ -110,11 +113,14 @@ class SparseCache(Cache):
             "capacity": capacity,
             "sealed_device": sealed_device,
             "indexes": indexes,
+            "bits": bits,
+            "group": group,
             "check": check,
         }
         self._seal = seal
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
         self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
+        self.board = Board()  # on which layers leave choices for those behind
         self.prepared = prepare(model)
         try:
             layers = DynamicCache(config=model.config).layers
@@ -139,13 +145,29 @@ class SparseCache(Cache):
         try:
             for share in shares:
                 selector = share.fresh(index, what.rope, depth, what.scale)
-                seal = selector.unit if self._seal is None else self._seal
+                selector.board = self.board
+                seal = unit_of(selector, *self._rounding) if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
-                plan.try_out(share, index, depth, what, budget, self._settings["sealed_device"], impl)
+                plan.try_out(
+                    share,
+                    index,
+                    depth,
+                    what,
+                    budget,
+                    self._settings["sealed_device"],
+                    impl,
+                    self.board,
+                    *self._rounding,
+                )
         except (ValueError, RuntimeError, ImportError) as error:
             kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
             raise kind(f"layer {index}: {error}") from error
         return SparseLayer(parts, impl)
+
+    @property
+    def _rounding(self) -> tuple[int | None, int]:
+        """bits and group of the caches."""
+        return self._settings["bits"], self._settings["group"]
 
     def _shares(self, index: int) -> list[Share]:
         """Which heads of a sparse layer have which method."""
@@ -212,7 +234,10 @@ class SparseCache(Cache):
         twin = copy.copy(self)
         # Layers of transformers make new tensors when they grow, so a shallow copy of these is independent.
         twin.layers = [x.clone() if isinstance(x, SparseLayer) else copy.copy(x) for x in self.layers]
-        twin._dense_calls = Counter()
+        twin._dense_calls, twin.board = Counter(), Board()
+        for layer in twin.sparse_layers.values():
+            for part in layer.parts:
+                part.rows.selector.board = twin.board
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
             twin.budget = budget
@@ -305,6 +330,7 @@ class SparseCache(Cache):
             positions = at.masked_fill(~real, -1)
         elif not torch.equal(at, counted.expand_as(at)):
             positions = at
+        self.board.clear()
         for layer in self.sparse_layers.values():
             layer.keep_unsealed(min(logits, new) - 1)  # drafts, which may be rejected
         return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)

@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseattn.kernels import lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+from sparseattn.kernels import coded_gpu, directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, triton_gpu
+from sparseattn.kernels.directions import Form
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 Arguments = list[str | int | None]
@@ -66,6 +67,33 @@ def compile_ahead(
     return _compile(triton_gpu.attend_split, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
+def compile_coded_ahead(
+    dtype: torch.dtype,
+    size: int,
+    span: int,
+    group: int,
+    bits: int = 8,
+    rows: int = 32,
+    per_query_head: bool = False,
+    arch: int = 90,
+    bias: bool = False,
+) -> Compiled:
+    """As `compile_ahead`, for attention over rows of `bits` bits, whose keys share levels in groups of `rows`.
+
+    `row_bytes` is of a row that is read with all others of its group.
+    """
+    constants, options = coded_gpu.launch(dtype.itemsize, size, bits, rows, span, group, 1 if per_query_head else group)
+    kept = "*bf16" if dtype == torch.float32 else ELEMENT[dtype]
+    wide, parts = constants["WIDE"], constants["PARTS"]
+    arguments: Arguments = [ELEMENT[dtype], "*u8", kept, "*u8", kept, "*i32", "*i32", "*fp32" if bias else None]
+    arguments += ["*fp32", "*fp32", "i32", "i32", "fp32"]
+    for step in (wide, 2 * size, wide, 2 * parts):  # of b, h and n: what counts is which are multiples of 16
+        arguments += [1 << 20, 1 << 16, step]
+    tile_bytes = 2 * constants["BLOCK"] * constants["BLOCK_W"]
+    row_bytes = 2 * wide + 4 * parts + 4 * size / rows + (12 if bias else 8) / span
+    return _compile(coded_gpu.attend_codes, arguments, constants, options, arch, tile_bytes, row_bytes)
+
+
 def compile_merge_ahead(dtype: torch.dtype, size: int, arch: int = 90) -> Compiled:
     """As `compile_ahead`, for the kernel that merges the splits."""
     arguments: Arguments = ["*fp32", "*fp32", ELEMENT[dtype], "*fp32", "i32"]
@@ -102,6 +130,31 @@ def compile_pages_ahead(
     arguments = ["*fp32", "*i64", "*i32", "*i32", "i32", "i32"]
     named = _compile(pages.name_pages, arguments, {"BLOCK": pages.NAME_BLOCK}, pages.NAME_OPTIONS, arch, row_bytes=12)
     return [*found, named]
+
+
+def compile_directions_ahead(
+    dtype: torch.dtype, size: int, group: int, form: Form, vote: str = "softmax", arch: int = 90, *, table: bool = False
+) -> Compiled:
+    """As `compile_ahead`, for pages by mean and directions; the vote's second launch is that of `compile_pages_ahead`.
+
+    Numbers of 16 bits are of the dtype, and bfloat16 for float32, as the selectors keep them.
+    """
+    constants, options = directions_gpu.launch(dtype.itemsize, size, group, vote, form)
+    element = ELEMENT[dtype]
+    kept = "*bf16" if dtype == torch.float32 else element
+    coded = kept if form.bits == 16 else "*i8"
+    wide = size + form.rank * (-(-size // 2) if form.bits == 4 else size)
+    many = form.steps + form.rest
+    rows = form.rank * form.page // (2 if form.bits == 4 else 1) if form.kind == "clse" else 0
+    arguments: Arguments = [element, coded, kept if many else None, coded if rows else None]
+    arguments += [None, "*i32"] if table else ["*i1", None]
+    arguments += ["*fp32", "*fp32" if vote == "softmax" else None, "i32", "i32", "fp32", "fp32"]
+    for length in (wide, many, rows):  # steps of b, h and an entry
+        arguments += ([0, length, 1 << 16] if table else [1 << 20, 1 << 16, length]) if length else [0, 0, 0]
+    each = 2 if form.bits == 16 else 1
+    row_bytes = each * (wide + rows) + 2 * many + (4 if table else 1)
+    tile_bytes = constants["BLOCK"] * constants["CHUNK"] * each
+    return _compile(directions_gpu.score_directions, arguments, constants, options, arch, tile_bytes, row_bytes)
 
 
 def compile_lowbit_ahead(

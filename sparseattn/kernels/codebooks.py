@@ -55,13 +55,14 @@ def tables(query: Tensor, books: Tensor) -> Tensor:
     return (high[..., None] + low[..., None, :]).flatten(4)
 
 
-def logits(tables: Tensor, codes: Tensor, real: Tensor) -> Tensor:
+def logits(tables: Tensor, codes: Tensor, real: Tensor, weights: Tensor | None = None) -> Tensor:
     """The logits of rows by their codes.
 
     Args:
         tables: `[B,H,G,M,K]` float32, what a centroid adds to the logit.
         codes: `[B,H,N,M]` uint8, below K.
-        real: `[B,N]` bool.
+        real: `[B,N]` bool, or `[B,H,N]`.
+        weights: `[B,H,N,M]` float32, by which each number from a table is multiplied; None: 1.
 
     Returns:
         `[B,H,G,N]` float32, -inf where a row is not real.
@@ -71,6 +72,9 @@ def logits(tables: Tensor, codes: Tensor, real: Tensor) -> Tensor:
     names = codes.int() + place.view(batch, heads, 1, subspaces)  # [B,H,N,M]
     flat = tables.permute(0, 1, 3, 4, 2).reshape(-1, group)  # [BHM*K,G]
     # Rows of a table summed: 1.6 times as fast as `gather` on a CPU (SmolLM2's shapes, 8,192 rows)
-    sums = torch.nn.functional.embedding_bag(names.flatten(0, 2), flat, mode="sum")
+    sums = torch.nn.functional.embedding_bag(
+        names.flatten(0, 2), flat, mode="sum", per_sample_weights=None if weights is None else weights.flatten(0, 2)
+    )
     out = sums.view(batch, heads, -1, group).mT
-    return out.masked_fill(~real[:, None, None], -torch.inf)
+    real = real[:, None] if real.ndim == 2 else real
+    return out.masked_fill(~real[:, :, None], -torch.inf)

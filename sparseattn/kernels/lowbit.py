@@ -404,10 +404,19 @@ def best_listed(
     on, listed = place.clamp(min=0), pages.long()
     own = listed.repeat_interleave(scores.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
     chosen = torch.where(place < 0, -1, own.gather(2, on // page) * page + on % page).int()
-    groups = low.shape[2]
-    rows = real.shape[1] // max(groups, 1)
+    return chosen, groups_of(listed, page, low.shape[2], real.shape[1])
+
+
+def groups_of(pages: Tensor, page: int, groups: int, held: int) -> Tensor:
+    """`[B,L]` int64: in how many of the `groups` that share levels a row of each list lies.
+
+    Args:
+        pages: int64 `[B,L,P]`, pages of `page` rows, negative: unused.
+        held: rows of all groups.
+    """
+    rows = held // max(groups, 1)
     inside = math.gcd(page, max(rows, 1))  # of a page, so many rows lie in one group
-    first = listed[..., None] * page + torch.arange(0, page, inside, device=listed.device)
-    at = torch.where((first < 0) | (first >= real.shape[1]), groups, first // max(rows, 1)).flatten(2)
-    touched = torch.zeros(*listed.shape[:2], groups + 1, dtype=torch.bool, device=listed.device)
-    return chosen, touched.scatter_(2, at, True)[..., :-1].sum(-1)
+    first = pages[..., None] * page + torch.arange(0, page, inside, device=pages.device)
+    at = torch.where((first < 0) | (first >= held), groups, first // max(rows, 1)).flatten(2)
+    touched = torch.zeros(*pages.shape[:2], groups + 1, dtype=torch.bool, device=pages.device)
+    return touched.scatter_(2, at, True)[..., :-1].sum(-1)

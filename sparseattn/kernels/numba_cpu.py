@@ -546,7 +546,7 @@ def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, re
         )  # fmt: skip
 
 
-def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str) -> Tensor:
+def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, temperature: float) -> Tensor:
     """As `sparseattn.kernels.scoring.page_scores`, for `group` "sum", "max" and "each"; real: see `_pages`,
     int32 if it is a table."""
     batch, heads, served, size = query.shape
@@ -557,14 +557,14 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: s
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else served) * size * pages)
         _page_scores(
-            _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed,
+            _bits(query).reshape(batch * heads, served, size), np.float32(temperature), summed,
             held, steps, top, top_steps, _line(real), real.stride(0), real.dtype == torch.int32, each,
             scores.numpy().reshape(batch, heads, served if each else 1, pages),
         )  # fmt: skip
     return scores
 
 
-def page_scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str) -> Tensor:
+def page_scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str, temperature: float) -> Tensor:
     """As `sparseattn.kernels.scoring.page_scores_at`, for `group` "sum", "max" and "each"."""
     low, high = low.transpose(0, 1), high.transpose(0, 1)  # [H,pages,D]
     (batch, heads, served, size), pages = query.shape, table.shape[1]
@@ -573,7 +573,7 @@ def page_scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, grou
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else served) * size * pages, STEP)
         _page_scores(
-            _bits(query).reshape(batch * heads, served, size), np.float32(size**0.5), summed, _whole(low),
+            _bits(query).reshape(batch * heads, served, size), np.float32(temperature), summed, _whole(low),
             (0, *low.stride()[:2]), _whole(high), (0, *high.stride()[:2]), table.numpy().reshape(-1), pages, True, each,
             scores,
         )  # fmt: skip

@@ -192,8 +192,16 @@ def launch_vote(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return constants, {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, step: Tensor | None = None) -> Tensor:
-    """`[B,Hs,P]` float32: each page's bound of the logit `q.k / sqrt(D)`, voted on; -inf where `real` is False.
+def scores(
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    real: Tensor,
+    group: str,
+    step: Tensor | None = None,
+    temperature: float | None = None,
+) -> Tensor:
+    """`[B,Hs,P]` float32: each page's bound of the logit `q.k / temperature`, voted on; -inf where `real` is False.
 
     Args:
         query: `[B,H,G,D]` float32, float16 or bfloat16.
@@ -202,15 +210,18 @@ def scores(query: Tensor, low: Tensor, high: Tensor, real: Tensor, group: str, s
         real: `[B,P]` bool.
         group: "sum", "max", "softmax" or "each", as `sparseattn.selectors.base.vote` defines them.
         step: `[B,H,D]` float32, what 1 of a channel of int8 bounds stands for.
+        temperature: None is `sqrt(D)`.
 
     Raises:
         ValueError: dtypes that differ, or bounds whose last stride is not 1.
     """
     real = real if real.stride(-1) == 1 else real.contiguous()
-    return _scores(query, low, high, group, real=real, step=step)
+    return _scores(query, low, high, group, temperature, real=real, step=step)
 
 
-def scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str) -> Tensor:
+def scores_at(
+    query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str, temperature: float | None = None
+) -> Tensor:
     """`scores` where the bounds of all sequences' pages lie in one store: `[B,Hs,P]` float32, -inf where there is none.
 
     Its launches depend on shapes alone, so that a CUDA graph may capture them.
@@ -219,7 +230,7 @@ def scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: st
         query: `[B,H,G,D]` float32, float16 or bfloat16.
         low, high: `[pages,H,D]` of that dtype, any strides but the last. Pages that nobody names may hold anything.
         table: `[B,P]` int32, which page of the store is a sequence's; negative: none.
-        group: see `scores`.
+        group, temperature: see `scores`.
 
     Raises:
         ValueError: dtypes that differ, or bounds whose last stride is not 1.
@@ -227,7 +238,7 @@ def scores_at(query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: st
     if table.dtype != torch.int32:
         raise ValueError(f"a table of pages is int32 [B,P], got {table.dtype} {list(table.shape)}")
     low, high = (held.transpose(0, 1)[None].expand(len(query), -1, -1, -1) for held in (low, high))
-    return _scores(query, low, high, group, table=table if table.stride(-1) == 1 else table.contiguous())
+    return _scores(query, low, high, group, temperature, table=table if table.stride(-1) == 1 else table.contiguous())
 
 
 def _scores(
@@ -235,6 +246,7 @@ def _scores(
     low: Tensor,
     high: Tensor,
     group: str,
+    temperature: float | None,
     *,
     real: Tensor | None = None,
     table: Tensor | None = None,
@@ -275,7 +287,7 @@ def _scores(
                 tile_lse,
                 pages,
                 known.stride(0),
-                size**-0.5,
+                1 / (temperature or size**0.5),
                 *low.stride()[:3],
                 *high.stride()[:3],
                 **constants,

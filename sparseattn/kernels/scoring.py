@@ -113,8 +113,9 @@ def page_scores(
     group: str,
     step: Tensor | None = None,
     impl: str | None = None,
+    temperature: float | None = None,
 ) -> Tensor:
-    """Quest's scores of pages, the group's vote included: `page_bounds / sqrt(D)`, then `vote`.
+    """Quest's scores of pages, the group's vote included: `page_bounds / temperature`, then `vote`.
 
     Args:
         query: `[B,H,G,D]`, after RoPE.
@@ -124,28 +125,37 @@ def page_scores(
         group: see `vote`.
         step: `[B,H,D]` float32, what 1 of a channel of int8 bounds stands for.
         impl: see the module.
+        temperature: what bounds are divided by, see `Selector.temperature`; None: `sqrt(D)`.
 
     Returns:
         `[B,Hs,P]` float32 (float64 for float64), -inf where a page is not real.
     """
     impl = chosen(impl, query.device, query.dtype)
+    temperature = temperature or query.shape[-1] ** 0.5
     if impl == "triton":
         from sparseattn.kernels import pages
 
-        return pages.scores(query, low, high, real, group, step)
+        return pages.scores(query, low, high, real, group, step, temperature)
     if step is not None:
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * step[:, :, None]
     if impl == "numba":
         from sparseattn.kernels import numba_cpu
 
-        scores = numba_cpu.page_scores(query, low, high, real, "each" if group == "softmax" else group)
+        each = "each" if group == "softmax" else group
+        scores = numba_cpu.page_scores(query, low, high, real, each, temperature)
         return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
-    bound = page_bounds(query, low, high) / query.shape[-1] ** 0.5
+    bound = page_bounds(query, low, high) / temperature
     return vote(bound.masked_fill(~real[:, None, None], -torch.inf), group, impl)
 
 
 def page_scores_at(
-    query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str, impl: str | None = None
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    table: Tensor,
+    group: str,
+    impl: str | None = None,
+    temperature: float | None = None,
 ) -> Tensor:
     """`page_scores` where the bounds of all sequences' pages lie in one store, as a serving engine's blocks do.
 
@@ -155,23 +165,26 @@ def page_scores_at(
         table: `[B,P]` int32, which page of the store is a sequence's; negative: none.
         group: see `vote`.
         impl: see the module.
+        temperature: see `page_scores`.
 
     Returns:
         `[B,Hs,P]` float32, -inf where the table names none.
     """
     impl = chosen(impl, query.device, query.dtype)
+    temperature = temperature or query.shape[-1] ** 0.5
     if impl == "numba":
         from sparseattn.kernels import numba_cpu
 
-        scores = numba_cpu.page_scores_at(query, low, high, table, "each" if group == "softmax" else group)
+        each = "each" if group == "softmax" else group
+        scores = numba_cpu.page_scores_at(query, low, high, table, each, temperature)
         return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
     if impl == "triton":
         from sparseattn.kernels import pages
 
-        return pages.scores_at(query, low, high, table, group)
+        return pages.scores_at(query, low, high, table, group, temperature)
     place = table.long().clamp(min=0)
     low, high = (held[place].transpose(1, 2) for held in (low, high))  # [B,H,P,D]
-    return page_scores(query, low, high, table >= 0, group, impl=impl)
+    return page_scores(query, low, high, table >= 0, group, impl=impl, temperature=temperature)
 
 
 def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -> tuple[Tensor, Tensor]:

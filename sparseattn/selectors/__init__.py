@@ -11,34 +11,49 @@ from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.bridge import QueryBridge
+from sparseattn.selectors.clse import Clse
 from sparseattn.selectors.doublesparsity import DoubleSparsity
+from sparseattn.selectors.ellipsoid import Ellipsoid
 from sparseattn.selectors.exact import Exact
 from sparseattn.selectors.fier import Fier
+from sparseattn.selectors.fitted import Fitted
+from sparseattn.selectors.freekv import FreeKV
 from sparseattn.selectors.h2o import H2O
 from sparseattn.selectors.infinigen import InfiniGen
 from sparseattn.selectors.infllm import InfLLM
+from sparseattn.selectors.kascade import Kascade
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
 from sparseattn.selectors.loki import Loki
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.magicpig import MagicPIG
+from sparseattn.selectors.mean import Mean
 from sparseattn.selectors.moments import Moments
 from sparseattn.selectors.paged import PageSelector
+from sparseattn.selectors.pagemass import PageMass
+from sparseattn.selectors.pariskv import ParisKV
 from sparseattn.selectors.pq import PQ
 from sparseattn.selectors.pqcache import PQCache
 from sparseattn.selectors.pyramidkv import PyramidKV
+from sparseattn.selectors.quad import Quad
 from sparseattn.selectors.quest import Quest
 from sparseattn.selectors.random import Random
 from sparseattn.selectors.recent import Recent
 from sparseattn.selectors.reformer import Reformer
 from sparseattn.selectors.retrieval import RetrievalAttention
+from sparseattn.selectors.retroinfer import RetroInfer
 from sparseattn.selectors.robustvamana import RobustVamana
+from sparseattn.selectors.rocketkv import RocketKV
 from sparseattn.selectors.saap import SAAP, PerfectBuckets
 from sparseattn.selectors.selfindex import SelfIndex
 from sparseattn.selectors.snapkv import SnapKV
 from sparseattn.selectors.sparq import SparQ
+from sparseattn.selectors.tailed import Tailed
+from sparseattn.selectors.topp import TopP
 from sparseattn.selectors.tova import TOVA
 from sparseattn.selectors.twostage import TwoStage
+from sparseattn.selectors.unique import Unique
+from sparseattn.selectors.vattention import VAttention
 from sparseattn.selectors.vector import HNSW, IVF, Flat
 from sparseattn.selectors.window import Window
 
@@ -50,35 +65,50 @@ __all__ = [
     "SAAP",
     "SELECTORS",
     "TOVA",
+    "Clse",
     "DoubleSparsity",
+    "Ellipsoid",
     "Exact",
     "Fier",
+    "Fitted",
     "Flat",
+    "FreeKV",
     "InfLLM",
     "InfiniGen",
     "KDEformer",
     "KMeans",
+    "Kascade",
     "Loki",
     "LowBit",
     "MagicPIG",
+    "Mean",
     "Moments",
     "PQCache",
+    "PageMass",
     "PageSelector",
+    "ParisKV",
     "PerfectBuckets",
     "PyramidKV",
+    "Quad",
     "QueryBridge",
     "Quest",
     "Random",
     "Recent",
     "Reformer",
     "RetrievalAttention",
+    "RetroInfer",
     "RobustVamana",
+    "RocketKV",
     "Rows",
     "Selector",
     "SelfIndex",
     "SnapKV",
     "SparQ",
+    "Tailed",
+    "TopP",
     "TwoStage",
+    "Unique",
+    "VAttention",
     "Window",
     "as_selector",
     "make_selector",
@@ -86,36 +116,50 @@ __all__ = [
 
 SELECTORS: dict[str, type[Selector]] = {
     "bridge": QueryBridge,
+    "clse": Clse,
     "doublesparsity": DoubleSparsity,
+    "ellipsoid": Ellipsoid,
     "exact": Exact,
     "fier": Fier,
     "flat": Flat,
+    "freekv": FreeKV,
     "h2o": H2O,
     "hnsw": HNSW,
     "infinigen": InfiniGen,
     "infllm": InfLLM,
     "ivf": IVF,
+    "kascade": Kascade,
     "kdeformer": KDEformer,
     "kmeans": KMeans,
     "loki": Loki,
     "lowbit": LowBit,
     "magicpig": MagicPIG,
+    "mean": Mean,
     "moments": Moments,
+    "pagemass": PageMass,
+    "pariskv": ParisKV,
     "pq": PQ,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
+    "quad": Quad,
     "quest": Quest,
     "random": Random,
     "recent": Recent,
     "reformer": Reformer,
     "retrieval": RetrievalAttention,
+    "retroinfer": RetroInfer,
     "robustvamana": RobustVamana,
+    "rocketkv": RocketKV,
     "saap": SAAP,
     "selfindex": SelfIndex,
     "snapkv": SnapKV,
     "sparq": SparQ,
+    "tailed": Tailed,
+    "topp": TopP,
     "tova": TOVA,
     "twostage": TwoStage,
+    "unique": Unique,
+    "vattention": VAttention,
     "window": Window,
 }
 

@@ -17,15 +17,17 @@ from torch import Tensor
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.storage import State
 
 if TYPE_CHECKING:
+    from sparseattn.board import Board
     from sparseattn.rope import Rope
 
 Self = TypeVar("Self", bound="Selector")
 
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "depth", "scale")  # what parts are told as well
+# What parts are told as well.
+TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "near", "depth", "scale", "board")
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -109,6 +111,7 @@ class Selector(ABC):
         tails: whether it has rows of its own to attend to (`tail`), or a part has.
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
+        estimates: whether it says what its rows weigh (`weigh`), so that a budget may be a mass.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
         usual: parts that are as by default, as `label` says them.
@@ -125,11 +128,21 @@ class Selector(ABC):
             `1/sqrt(D)`. See `temperature`.
         stored: `[B,H,N,D]` the sealed keys in stored order, a view that the cache keeps current; for methods that
             score keys themselves; with `KVCache(fixed=True)` all places behind the sink, the selector telling which
-            are taken. None outside a cache.
+            are taken. None outside a cache, and in one of rows of few bits; see `reads_stored`.
+        reads_stored: whether it reads `stored`, or a part does: a cache of rows of few bits (`KVCache(bits=)`), which
+            keeps no keys, refuses it.
         foresees: whether `select` goes by `ahead`, or a part's does.
         ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
             for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`; `clone`,
             `reorder` and `crop` drop it. None: nobody has.
+        board: where a layer that chooses for others leaves its choice, one for all layers of a model that run one after
+            another. None: it is shown no other layer.
+        needs_near: whether `select` goes by `near`, or a part's does.
+        near: `[B,H,G]` float32, the natural logarithm of the sum of exponentiated logits of the rows that every query
+            reads, sink and unsealed; told for one `select`. -inf for none, None outside a cache. Where sealed rows lie
+            apart the host waits for it.
+        fit: scale and offset `[H,G]` that make estimates of logits hold what they promise, of all of a layer's heads
+            (`Fitted`); None: as they are. See `fitted`.
     """
 
     span: int = 1
@@ -141,7 +154,10 @@ class Selector(ABC):
     tails: bool = False
     host: bool = False
     foresees: bool = False
+    needs_near: bool = False
+    reads_stored: bool = False
     uses_budget: bool = True
+    estimates: bool = False
     width: int | None = None
     knob: str | None = None
     usual: tuple[str, ...] = ()
@@ -153,6 +169,9 @@ class Selector(ABC):
     scale: float | None = None
     stored: Tensor | None = None
     ahead: Tensor | None = None
+    board: Board | None = None
+    near: Tensor | None = None
+    fit: tuple[Tensor, Tensor] | None = None
 
     @property
     def unit(self) -> int:
@@ -168,6 +187,8 @@ class Selector(ABC):
             self.observes, self.tails = self.observes or value.observes, self.tails or value.tails
             self.host = self.host or value.host
             self.foresees = self.foresees or value.foresees
+            self.needs_near = self.needs_near or value.needs_near
+            self.reads_stored = self.reads_stored or value.reads_stored
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -180,6 +201,11 @@ class Selector(ABC):
         """What products of queries and keys of `size` channels are divided by for logits: `1/scale`, or `sqrt(size)`
         where the scale is not known."""
         return size**0.5 if self.scale is None else 1 / self.scale
+
+    @property
+    def follows(self) -> int | None:
+        """The layer of the model whose choice it, or a part of it, reads at each step; None: it chooses itself."""
+        return next((layer for _, part in self.parts() if (layer := part.follows) is not None), None)
 
     @property
     def learns(self) -> bool:
@@ -234,6 +260,31 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        """`select`, and what the rows chosen weigh by the method's own estimate; asked in its place if `estimates`.
+
+        For budgets by mass: of the rows named, the heaviest are read until a share of the softmax is held. So logits
+        are to be those of the step (`temperature`), and the estimate is to be of a sum, not the bound of a logit.
+
+        Args:
+            query, positions, budget: as `select` is given; of rows with the same score others may be chosen.
+
+        Raises:
+            ValueError: a method that does not estimate.
+        """
+        raise ValueError(
+            f"{self!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass"
+        )
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        """Estimates of logits `[B,H,G,P]` for `weigh`, scaled and shifted where a `fit` says how."""
+        if self.fit is None:
+            return logits
+        scale, offset = (part.to(logits.device) for part in self.fit)
+        if self.heads is not None:
+            scale, offset = (part[list(self.heads.which)] for part in (scale, offset))
+        return logits * scale[None, :, :, None] + offset[None, :, :, None]
 
     def held(self) -> Tensor | None:
         """Which of the rows it was shown it still holds, for methods that evict: the others it names never again.
@@ -321,7 +372,7 @@ class Selector(ABC):
         """`stored`; RuntimeError outside a cache."""
         if self.stored is None:
             raise RuntimeError(
-                f"{self!r} scores the cache's own keys: use it in a KVCache, or set `stored` to [B,H,N,D]"
+                f"{self!r} scores the cache's own keys: use it in a KVCache without bits, or set `stored` to [B,H,N,D]"
             )
         return self.stored
 
@@ -346,12 +397,12 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = twin.ahead = None  # behind the parts, which are told
+        twin.stored = twin.ahead = twin.near = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was (beam search)."""
-        self.ahead = None  # of sequences as they were
+        self.ahead = self.near = None  # of sequences as they were
         for _, state in self._states():
             state.take(index)
         for _, part in self.parts():
@@ -359,7 +410,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = self.ahead = None
+        self.stored = self.ahead = self.near = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():

@@ -47,6 +47,7 @@ class QueryBridge(Selector):
     """
 
     knob = "probes"
+    reads_stored = True
 
     def __init__(
         self, probes: int = 16, neighbours: int = 256, guides: int = 2048, centroids: bool = False, share: float = 1.0

@@ -261,13 +261,27 @@ class Partitioned(Selector):
         """For methods that keep more: its dtypes and shapes, of `rows` in C = `buckets`."""
         return {}
 
+    @property
+    def places(self) -> int:
+        """Places that are stored, padding included: on a GPU the host waits for it."""
+        return int(self.edges.data[0, 0, -1, -1]) if self.edges.rows else 0
+
+    def bucket_at(self, places: Tensor) -> Tensor:
+        """`[B,Hs,n]` int64: the bucket of the row at each of `places` `[B,Hs,n]`, C for padding."""
+        table = self.edges.visible  # [B,H,R,C+2]
+        ends = table[..., 1:]
+        if self.edges.room is not None:  # segments that are not taken end nowhere
+            ends = ends.masked_fill(table[..., -1:] <= table[..., :1], torch.iinfo(torch.int32).max)
+        ends = ends.flatten(2).contiguous()  # segments follow each other, so these rise
+        asked = places.int().unflatten(1, (table.shape[1], -1)).flatten(2).contiguous()
+        return (torch.searchsorted(ends, asked, right=True) % (table.shape[3] - 1)).view(places.shape)
+
     def _stored(self, first: int = 0) -> Tensor:
         """`[B,H,n]` int64: the bucket of every row from segment `first` on; C for padding."""
         table = self.edges.data[:, :, first:]
         low, high = int(table[0, 0, 0, 0]), int(table[0, 0, -1, -1])
-        place = torch.arange(low, high, dtype=torch.int32, device=table.device).expand(*table.shape[:2], -1)
-        ends = table[..., 1:].flatten(2).contiguous()  # segments follow each other, so these rise
-        return torch.searchsorted(ends, place.contiguous(), right=True) % (table.shape[3] - 1)
+        place = torch.arange(low, high, dtype=torch.int32, device=table.device)
+        return self.bucket_at(place.expand(*table.shape[:2], -1))
 
     # -- the query -------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class H2O(Observing):
         if not 0 <= recent <= 1:
             raise ValueError(f"recent is the share of the budget for the newest rows, 0 to 1, got {recent}")
         self.scores, self.recent = scores, recent
+        self.reads_stored = scores == "decode"
         # Whether a step was observed that had sealed rows. Sequences of a batch step together, so they agree, and the
         # host knows without waiting: all keys are read at one step alone.
         self.watched = False

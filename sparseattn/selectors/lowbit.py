@@ -5,12 +5,15 @@ KIVI, https://arxiv.org/abs/2402.02750; FIER, https://arxiv.org/abs/2508.08256, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
-from sparseattn.selection import Selection
+from sparseattn.kernels.scoring import best_rows
+from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, half, vote
 from sparseattn.selectors.paged import Entries, PageSelector
 from sparseattn.storage import RowBuffer
@@ -59,6 +62,7 @@ class LowBit(PageSelector):
             raise ValueError(f"scales is 8 or 16 bits of a level, got {scales}")
         super().__init__(page, group)
         self.bits, self.rows, self.scales = bits, rows, scales
+        self.mass = page > 1
         self.grid = RowBuffer(2, grids.NUMBERS)  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.grid`
 
     @property
@@ -150,15 +154,31 @@ class LowBit(PageSelector):
         self.real.resize(first, self.real.full)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
         if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
+            return Selection.none(query.shape[0], query.shape[1], query.device)
         real = self.real.visible
         index = self.codes.visible, self.low.visible, self.step.visible
-        scanned = real.sum(-1)[:, None]  # [B,1]
-        chosen = heads * group if self.group == "each" else heads
-        read = scanned * lowbit.words(size, self.bits) * 4 + self.levels_bytes(scanned // self.rows, size)
-        costs = scanned.expand(-1, chosen), read.expand(-1, heads)
         best = budget // self.page
         ids = lowbit.best(query, *index, real, self.bits, self.group, best, self.page, grid=self.levels_grid)
-        return Selection.pages(ids, self.page, *costs)
+        return self._named(query, ids)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        if not self.real.rows:
+            return Weighed.nothing(query)
+        entries = {name: getattr(self, name).visible for name in self.entry_names}
+        logits = self.page_logits(self.asked(query), entries, self.real.visible)
+        selection = self._named(query, best_rows(vote(logits, self.group), budget // self.page))
+        return Weighed.of(selection, self.fitted(logits), self.page)
+
+    def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        found = lowbit.logits(query, *self._index(entries), real, self.bits, grid=self.levels_grid)
+        if self.page == 1:
+            return found
+        return found.unflatten(-1, (-1, self.page)).logsumexp(-1) - math.log(self.page)
+
+    def _named(self, query: Tensor, ids: Tensor) -> Selection:
+        """The pages `ids` `[B,Hs,S]`, and what choosing them cost."""
+        heads, size = query.shape[1], query.shape[3]
+        scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
+        read = scanned * lowbit.words(size, self.bits) * 4 + self.levels_bytes(scanned // self.rows, size)
+        return Selection.pages(ids, self.page, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))

@@ -58,6 +58,7 @@ class MagicPIG(Hashed):
     """
 
     biases = True
+    reads_stored = True
     shared = True
 
     def __init__(self, bits: int = 10, tables: int = 150, floor: float = 1e-4, seed: int = 0) -> None:

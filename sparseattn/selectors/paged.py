@@ -7,6 +7,7 @@ method says: a `KVCache` keeps the entries of a sequence side by side, a serving
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.scoring import best_pages
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, check_group
 from sparseattn.selectors.loaded import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.storage import RowBuffer
@@ -37,9 +38,13 @@ class PageSelector(Selector):
     Attributes:
         entry_names: names of an entry's tensors. Each is an attribute, a `RowBuffer` of `[B,H,E,..]`, E entries.
         real: `[B,E]` bool, entries that are no padding.
+        mass: whether a score estimates the logarithm of the sum of the page's exponentiated logits; else it is on the
+            scale of one row's logit.
     """
 
     entry_names: tuple[str, ...] = ()
+    mass: bool = False
+    estimates = True
 
     def __init__(self, page: int, group: str) -> None:
         if page < 1 or page & (page - 1):
@@ -91,6 +96,24 @@ class PageSelector(Selector):
         own = {name: held[place].transpose(1, 2) for name, held in store.items()}
         return self.scores(query, own, table >= 0)
 
+    def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        """What a page weighs for each query head, by the method's estimate: for budgets by mass (`weigh`).
+
+        By default `scores` where every query head chooses for itself: right for scores that estimate a logit, too large
+        for those that bound one.
+
+        Args:
+            query, entries, real: as of `scores`.
+
+        Returns:
+            `[B,H,G,P]` float32: the logarithm of the mean exponentiated logit of a page's rows, -inf where an entry is
+            not real.
+        """
+        each = copy.copy(self)
+        each.group = "each"
+        scores = each.scores(query, entries, real).unflatten(1, query.shape[1:3])
+        return scores - math.log(self.page) if self.mass else scores
+
     def why_not_shared(self) -> str | None:
         """Why its entries cannot lie in a store that sequences share, as the end of a sentence; None: they can."""
         return None
@@ -132,6 +155,19 @@ class PageSelector(Selector):
         chosen = heads * group if self.group == "each" else heads
         scanned = scanned * (self.unit // self.page)
         return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads), whole=True)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        selection = self.select(query, positions, budget)
+        if self.real.rows == 0:
+            return Weighed.nothing(query)
+        entries = {name: getattr(self, name).visible for name in self.entry_names}
+        logits = self.page_logits(self.asked(query), entries, self.real.visible)
+        return Weighed.of(selection, self.fitted(logits), self.page)
+
+    def asked(self, query: Tensor) -> Tensor:
+        """`query` for scores that divide products by `sqrt(D)`, in a layer of another scale."""
+        size = query.shape[3]
+        return query if self.scale is None else query * (size**0.5 / self.temperature(size))
 
     def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
         """`[B,1]` int64: what scoring `count` `[B,1]` entries of one KV head reads."""

@@ -101,10 +101,20 @@ class Quest(PageSelector):
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         step = self.step.data if self.int8 else None
-        return page_scores(query, entries["low"], entries["high"], real, self.group, step)
+        return page_scores(
+            query,
+            entries["low"],
+            entries["high"],
+            real,
+            self.group,
+            step,
+            temperature=self.temperature(query.shape[-1]),
+        )
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return page_scores_at(query, store["low"], store["high"], table, self.group)
+        return page_scores_at(
+            query, store["low"], store["high"], table, self.group, temperature=self.temperature(query.shape[-1])
+        )
 
     def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
         read = super().bytes_read(entries, count)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.scoring import best_rows
-from sparseattn.selection import Selection
+from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
 from sparseattn.storage import RowBuffer
 
@@ -26,6 +26,7 @@ class Ranked(Selector):
 
     by_row: tuple[str, ...]
     known: RowBuffer
+    estimates = True
 
     def __init__(self, group: str) -> None:
         self.group = check_group(group)
@@ -74,6 +75,12 @@ class Ranked(Selector):
         if not self.real.rows:
             return Selection.none(query.shape[0], query.shape[1], query.device)
         return self.named(query, self.logits(query), budget)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        if not self.real.rows:
+            return Weighed.nothing(query)
+        logits = self.logits(query)
+        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
 
     def named(self, query: Tensor, logits: Tensor, budget: int) -> Selection:
         """The `budget` best rows by `logits`, and what finding them cost."""

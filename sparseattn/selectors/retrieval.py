@@ -52,6 +52,7 @@ class RetrievalAttention(Selector):
 
     knob = "beam"
     host = True
+    reads_stored = True
 
     def __init__(
         self,

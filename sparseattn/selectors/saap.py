@@ -101,6 +101,8 @@ class PerfectBuckets(Partitioned):
     Arguments: see `Partitioned`.
     """
 
+    reads_stored = True
+
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(f"{self!r} looks up every row's bucket on the host: build the KVCache without fixed=True")
 

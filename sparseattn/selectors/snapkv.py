@@ -36,9 +36,7 @@ class SnapKV(Evicting):
 
     def __init__(self, window: int = 32, kernel: int = 7, pool: str = "max") -> None:
         super().__init__()
-        check_least(window=(window, 1), kernel=(kernel, 1))
-        if kernel % 2 == 0:
-            raise ValueError(f"kernel is an odd number of rows, as many on either side, got {kernel}")
+        check_pooling(window, kernel)
         if pool not in POOLS:
             raise ValueError(f"pool is one of {', '.join(POOLS)}, got {pool!r}")
         self.window, self.kernel, self.pool = window, kernel, pool
@@ -55,15 +53,31 @@ class SnapKV(Evicting):
         return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
 
     def first(self, rows: Rows) -> Tensor:
-        late = (1.0 + rows.positions)[:, None].expand(-1, self.kv, -1)
-        if rows.last_queries is None:
-            return late
-        queries, at = last_of(rows, self.window)
-        begin = at.masked_fill(at < 0, torch.iinfo(at.dtype).max).amin(1, keepdim=True)  # [B,1] of the window
-        observing = (rows.positions >= begin)[:, None]  # [B,1,n]
-        votes = received(queries, at, every_row(rows), self.scale)[0].masked_fill(observing, 0.0)
-        pool = torch.nn.functional.max_pool1d if self.pool == "max" else torch.nn.functional.avg_pool1d
-        return torch.where(observing, late, _order(pool(votes, self.kernel, 1, self.kernel // 2), votes))
+        return pooled_votes(rows, self.window, self.kernel, self.pool, self.scale)
+
+
+def check_pooling(window: int, kernel: int) -> None:
+    """ValueError where no query would vote, or `kernel` rows cannot lie as many on either side."""
+    check_least(window=(window, 1), kernel=(kernel, 1))
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel is an odd number of rows, as many on either side, got {kernel}")
+
+
+def pooled_votes(rows: Rows, window: int, kernel: int, pool: str = "max", scale: float | None = None) -> Tensor:
+    """What newly sealed rows are worth: `[B,H,n]` float32, anything for padding.
+
+    Rows of the prompt's last `window` queries and, without `last_queries`, all rows are worth more the newer they are,
+    1 or more. The prompt's other rows are worth below 1, by their votes.
+    """
+    late = (1.0 + rows.positions)[:, None].expand(-1, rows.keys.shape[1], -1)
+    if rows.last_queries is None:
+        return late
+    queries, at = last_of(rows, window)
+    begin = at.masked_fill(at < 0, torch.iinfo(at.dtype).max).amin(1, keepdim=True)  # [B,1] of the window
+    observing = (rows.positions >= begin)[:, None]  # [B,1,n]
+    votes = received(queries, at, every_row(rows), scale)[0].masked_fill(observing, 0.0)
+    pooled = torch.nn.functional.max_pool1d if pool == "max" else torch.nn.functional.avg_pool1d
+    return torch.where(observing, late, _order(pooled(votes, kernel, 1, kernel // 2), votes))
 
 
 def _order(votes: Tensor, own: Tensor) -> Tensor:

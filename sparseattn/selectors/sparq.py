@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.selectors.base import Rows, check_least
 from sparseattn.selectors.ranked import Ranked
 from sparseattn.storage import RowBuffer
@@ -72,18 +72,17 @@ class SparQ(Ranked):
             self._asked = logits
         return self.named(query, logits, budget)
 
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        if not self.real.rows:
+            return Weighed.nothing(query)
+        logits = self.logits(query)
+        if self._adds(query):
+            self._asked = logits
+        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
+
     def logits(self, query: Tensor) -> Tensor:
-        query, keys = query.float(), self.keys.visible
-        batch, heads, group, size = query.shape
-        channels = min(self.channels, size)
-        length = query.abs()
-        largest = length.sum(2).topk(channels).indices  # [B,H,r]
-        first = torch.arange(batch * heads, device=query.device).view(batch, heads, 1) * size
-        some = keys.flatten(0, 2).index_select(0, (first + largest).flatten())  # whole channels
-        some = some.view(batch, heads, channels, -1)
-        asked = query.gather(3, largest[:, :, None].expand(-1, -1, group, -1))  # [B,H,G,r]
-        share = asked.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
-        logits = (asked / (self.temperature(size) * share.clamp(min=TINY).sqrt())[..., None]) @ some.float()
+        largest, asked = largest_channels(query, self.channels, self.temperature(query.shape[3]))
+        logits = asked @ whole_channels(self.keys.visible, largest).float()
         return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
     def read(self, scanned: Tensor, query: Tensor) -> Tensor:
@@ -106,3 +105,28 @@ class SparQ(Ranked):
     def _adds(self, query: Tensor) -> bool:
         """Whether the mean value is added for queries `[B,H,G,D]`."""
         return query.shape[2] == 1 if self.mean is None else self.mean
+
+
+def largest_channels(query: Tensor, channels: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """The r channels in which a query group is largest, all of them if there are fewer, and the queries over them.
+
+    Args:
+        query: `[B,H,G,D]`.
+        temperature: what products over all channels are divided by.
+
+    Returns:
+        `[B,H,r]` int64; `[B,H,G,r]` float32, divided by the temperature times `sqrt(sum|q_r| / sum|q|)`.
+    """
+    query = query.float()
+    length = query.abs()
+    largest = length.sum(2).topk(min(channels, query.shape[3])).indices
+    asked = query.gather(3, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
+    share = asked.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
+    return largest, asked / (temperature * share.clamp(min=TINY).sqrt())[..., None]
+
+
+def whole_channels(held: Tensor, which: Tensor) -> Tensor:
+    """`[B,H,r,N]`, a copy: the channels `which` `[B,H,r]` of `held` `[B,H,C,N]`."""
+    batch, heads, channels, _ = held.shape
+    first = torch.arange(batch * heads, device=held.device).view(batch, heads, 1) * channels
+    return held.flatten(0, 2).index_select(0, (first + which).flatten()).view(*which.shape, -1)

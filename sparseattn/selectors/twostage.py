@@ -14,6 +14,7 @@ from torch import Tensor
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, check_least
+from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.lowbit import LowBit
 
 
@@ -76,6 +77,8 @@ class TwoStage(Selector):
                 f"first stage without"
             )
         self.inside = LowBit(bits, rows, group=group, scales=scales)
+        # One that joins rows of several seals has codes of stored ones made anew.
+        self.reads_stored = self.pages.reads_stored or isinstance(self.pages, Partitioned)
 
     @property
     def bits(self) -> int:

@@ -133,6 +133,8 @@ class Flat(_Vector):
     stored size.
     """
 
+    reads_stored = True
+
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         keys, faiss = self.stored_keys()[b, h], load_faiss()
         if len(place) < len(keys):

@@ -96,11 +96,16 @@ class ModelDecoder:
         return Prefill(self.model, self._ids(tokens), chunk=self.chunk, queries=self.queries)
 
     def index(
-        self, prefill: Any, tail: Sequence[int], selector: Method | None, layers: Sequence[int] | None = None
+        self,
+        prefill: Any,
+        tail: Sequence[int],
+        selector: Method | None,
+        layers: Sequence[int] | None = None,
+        bits: int | None = None,
     ) -> Any:
         """The cache of one method behind a prefill and a `tail`, read densely too; its index is built.
 
-        `layers`: those that are sparse, of `sparse`; None: all of these.
+        `layers`: those that are sparse, of `sparse`; None: all of these. `bits`: as in `KVCache`.
         """
         every = self.config.num_hidden_layers
         if selector is None:
@@ -110,7 +115,7 @@ class ModelDecoder:
             if layers is not None:
                 settings["dense_layers"] = sorted(set(range(every)) - set(layers))
             which = {"roles": selector} if isinstance(selector, Roles) else {"selector": selector}
-            cache = prefill.cache(**which, budget=None, seal=self.seal, check=True, **settings)
+            cache = prefill.cache(**which, budget=None, seal=self.seal, bits=bits, check=True, **settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)

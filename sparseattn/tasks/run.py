@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparseattn.budget import Budget
 from sparseattn.roles import Method as Sparse
-from sparseattn.roles import ranges
+from sparseattn.roles import ranges, rounded_label
 from sparseattn.tasks.agreement import agreement
 from sparseattn.tasks.base import Example
 from sparseattn.tasks.engines import Compared
@@ -45,16 +45,18 @@ class Method:
         budget: rows beyond sink and window.
         written: the budget as text, for records; None where the selector does not look at it.
         layers: those that are sparse, ascending; None: every one that attends to the whole context and is not dense.
+        bits: of the sealed rows of these, see `KVCache`; None: as they come.
     """
 
     selector: Sparse | None = None
     budget: Budget = None
     written: str | None = None
     layers: tuple[int, ...] | None = None
+    bits: int | None = None
 
     @property
     def label(self) -> str:
-        return FULL if self.selector is None else self.selector.label()
+        return FULL if self.selector is None else rounded_label(self.selector.label(), self.bits)
 
     @functools.cached_property
     def source(self) -> str | None:
@@ -84,11 +86,16 @@ class Decoder(Protocol):
         """A dense prefill of a fresh prompt, 1 token or more."""
 
     def index(
-        self, prefill: Any, tail: Sequence[int], selector: Sparse | None, layers: Sequence[int] | None = None
+        self,
+        prefill: Any,
+        tail: Sequence[int],
+        selector: Sparse | None,
+        layers: Sequence[int] | None = None,
+        bits: int | None = None,
     ) -> Any:
         """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
 
-        `layers`: those that are to be sparse; None: all that can.
+        `layers`: those that are to be sparse; None: all that can. `bits`: of their sealed rows; None: as they come.
         """
 
     def start(self, indexed: Any, budget: Budget) -> Session:
@@ -230,11 +237,11 @@ def measure(
                 prefill = decoder.read(prompt.context)
                 times["prefill_seconds"] = time.perf_counter() - began
             members = list(group)
-            selector = members[0][1].selector
+            selector, bits = members[0][1].selector, members[0][1].bits
             if protocol == FORCED and dense is None and selector is not None:
                 dense = decoder.start(decoder.index(prefill, [], None), None).feed(prompt.question)
             began = time.perf_counter()
-            indexed = decoder.index(prefill, prompt.question[:at], selector, layers)
+            indexed = decoder.index(prefill, prompt.question[:at], selector, layers, bits)
             times["index_seconds"] = time.perf_counter() - began
             for key, method in members:
                 began = time.perf_counter()
