@@ -601,12 +601,8 @@ class KVCache:
         self._broken = True
         self.selector.keep(ids)
         stored.compact(ids)
-        self._broken, self.latest, self.latest_tail, self.latest_promise = (
-            False,
-            None,
-            None,
-            None,
-        )  # whose places are others' now
+        self._broken = False
+        self.latest = self.latest_tail = self.latest_promise = None  # whose places are others' now
         self._show()
         return before - places
 

@@ -27,6 +27,7 @@ from sparseattn.tensorfiles import load_tensors, save_tensors
 
 B, H, G, N, D = 2, 2, 3, 200, 32
 KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect", "robustvamana")
+KEPT += ("clse", "ellipsoid", "mean", "pagemass", "quad", "unique")
 
 
 def prefilled(selector: Selector, folder: Path | None = None, seed_rows: int = N, **settings) -> KVCache:

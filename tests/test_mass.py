@@ -9,7 +9,22 @@ import pytest
 import torch
 from cases import CASES, Case, Same, attention, full, missing
 
-from sparseattn import Exact, KVCache, LowBit, Mass, Quest, Random, Selection, Weighed, Window, decode, evaluate
+from sparseattn import (
+    Clse,
+    Exact,
+    KVCache,
+    LowBit,
+    Mass,
+    PageMass,
+    Quest,
+    Random,
+    Selection,
+    Selector,
+    Weighed,
+    Window,
+    decode,
+    evaluate,
+)
 from sparseattn.budget import budget_label, budget_order, budget_record, budget_rows, parse_budget
 from sparseattn.contract import ContractError
 from sparseattn.mass import cut
@@ -176,6 +191,25 @@ def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
         assert bool(((held - mine < 0.9) | mine.isinf()).all()), "one row fewer holds too little"
     with pytest.raises(ValueError, match="scale"):
         decode(query, cache, Mass(0.9), scale=0.3)
+
+
+@pytest.mark.parametrize("scale", [None, 0.4])
+@pytest.mark.parametrize(
+    ("selector", "off"), [(PageMass(8), 1e-4), (Clse(8, rank=7, bits=16), 0.02), (LowBit(4, 32), 0.05)]
+)
+def test_pages_and_short_keys_weigh_at_the_layers_scale(selector: Selector, off: float, scale: float | None) -> None:
+    selector = selector.for_layer(0)
+    selector.scale = scale
+    cache, query, keys, _ = filled(selector)
+    cache.select(query, Mass(0.8))
+    assert cache.latest is not None
+    assert cache.latest_promise is not None
+    weights = (query.double() @ keys.double().mT * (D**-0.5 if scale is None else scale)).softmax(-1)
+    sealed = int(cache.sealed[0])
+    reads = torch.ones(B, H, 180, dtype=torch.bool)
+    reads[..., 2 : 2 + sealed] = cache.latest.mask(sealed)
+    held = (weights * reads[:, :, None]).sum(-1).float()
+    torch.testing.assert_close(cache.latest_promise.held.view(B, H, G), held, rtol=0, atol=off)
 
 
 def test_what_finding_a_mass_reads_is_counted() -> None:

@@ -22,6 +22,7 @@ from sparseattn.training.recipe import TrainingError
 from sparseattn.training.similarity import similarity
 
 MASS = "mass"  # of --method
+ZONES = 4, 64, 32  # sink, window and decoded tokens, by default
 QUARTER = 4  # the methods' default: a quarter of the dimensions
 KASCADE = "kascade"
 SHOWN = 8  # numbers of anchors that a report names
@@ -43,9 +44,9 @@ def calibrate(
     selector: Annotated[
         str | None, typer.Option(help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.")
     ] = None,
-    sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = 4,
-    window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = 64,
-    last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = 32,
+    sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = ZONES[0],
+    window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = ZONES[1],
+    last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = ZONES[2],
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass,
@@ -53,6 +54,11 @@ def calibrate(
     place, indices = usable_device(device), integers(layers, "--layers")
     if (method == MASS) != (selector is not None):
         raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {method}")
+    if method == MASS and (before_rope or device is not None):
+        option = "--before-rope" if before_rope else "--device"
+        raise ValueError(f"{option} is not for --method {MASS}, which replays traces as they are, on the CPU")
+    if method != MASS and (sink, window, last) != ZONES:
+        raise ValueError(f"--sink, --window and --last are for --method {MASS}; got --method {method}")
     if method == KASCADE:
         if before_rope:
             raise TrainingError(f"{KASCADE} takes keys and queries after RoPE, not before it")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn import artefact, calibration, indexes, similarity
+from sparseattn import artefact, calibration, estimates, indexes, similarity
 from sparseattn.artefact import Artefact
 from sparseattn.builtin import BUILTIN
 from sparseattn.calibration import Calibration
@@ -91,7 +91,7 @@ def _described(path: Path) -> dict[str, Any]:
     try:
         _, metadata = read_header(path, "a trace, an artefact or an index")
         kinds = {FORMAT: _trace, artefact.FORMAT: _artefact, indexes.FORMAT: _index, calibration.FORMAT: _calibration}
-        kinds[similarity.FORMAT] = _similarity
+        kinds |= {similarity.FORMAT: _similarity, estimates.FORMAT: _estimates}
         kind = kinds.get(metadata.get("format", ""))
         if kind is None:
             raise TraceError(
@@ -179,6 +179,18 @@ def _similarity(path: Path) -> dict[str, Any]:
         "layers": list(held.layers),
         "anchors": {str(count): held.anchors(count) for count in every},
         "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+    }
+
+
+def _estimates(path: Path) -> dict[str, Any]:
+    held = estimates.Estimates.load(path)
+    return {
+        "kind": "fitted estimates",
+        "hash": RIGHT,
+        "selector": held.selector,
+        "layers": list(held.layers),
+        "scale": {str(index): round(float(scale.mean()), 4) for index, (scale, _) in held.layers.items()},
+        "meta": held.meta,
     }
 
 

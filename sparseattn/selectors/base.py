@@ -216,6 +216,10 @@ class Selector(ABC):
         """The selectors that this one is made of, by the attribute's name."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Selector)]
 
+    def within(self) -> list[Selector]:
+        """It and what it is made of, down to the last part."""
+        return [self, *(inner for _, part in self.parts() for inner in part.within())]
+
     def check_shape(self, heads: int, group: int, size: int) -> None:
         """Refuses a layer that it cannot serve, before there is a row; `for_layer` has said which. By default parts do.
 

@@ -35,7 +35,8 @@ class Exact(Selector):
         self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.kept = RowBuffer(2)  # [B,Hs,S] the choice in force, best first
         self.asked = 0
-        self.estimates = refresh == 1  # a choice that is kept was weighed for another query
+        # A choice that is kept was weighed for another query, and one for all heads of a layer would be cut apart.
+        self.estimates = refresh == 1 and group != LAYER
 
     def fix(self, rows: int, seal: int) -> None:
         if self.refresh > 1:

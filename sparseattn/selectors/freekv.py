@@ -132,7 +132,7 @@ class FreeKV(Selector):
                 f"a choice that is kept may name rows that {self.inner!r} has dropped since: take a method that does "
                 f"not evict"
             )
-        if isinstance(self.inner, Kascade):
+        if any(isinstance(one, Kascade) for one in self.inner.within()):
             raise ValueError(
                 f"layers that read the choice of another need one at every step, and {self.inner!r} would not be asked "
                 f"at some: wrap what its anchors choose by, as in kascade:anchors=[0,2],inner=[freekv:tau=0.9]"

@@ -103,7 +103,7 @@ class Kascade(Selector):
     def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
         fresh = super().for_layer(layer, rope)
         if fresh.follows is not None:
-            fresh.queries_share = fresh.last_queries = 0  # it builds nothing
+            fresh.queries_share, fresh.last_queries, fresh.needs_near = 0, 0, False  # it builds and weighs nothing
         return fresh
 
     def check_shape(self, heads: int, group: int, size: int) -> None:

@@ -170,6 +170,11 @@ class LowBit(PageSelector):
         selection = self._named(query, best_rows(vote(logits, self.group), budget // self.page))
         return Weighed.of(selection, self.fitted(logits), self.page)
 
+    def asked(self, query: Tensor) -> Tensor:
+        """`query` for kernels that divide products by `sqrt(D)`, in a layer of another scale."""
+        size = query.shape[3]
+        return query if self.scale is None else query * (size**0.5 / self.temperature(size))
+
     def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         found = lowbit.logits(query, *self._index(entries), real, self.bits, grid=self.levels_grid)
         if self.page == 1:

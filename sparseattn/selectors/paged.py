@@ -78,7 +78,8 @@ class PageSelector(Selector):
             real: `[B,E]` bool; an entry that is not may hold anything.
 
         Returns:
-            `[B,Hs,P]` float32, P = E * unit / page, -inf where an entry is not real.
+            `[B,Hs,P]` float32, P = E * unit / page, -inf where an entry is not real. For a vote by probabilities and
+            for budgets by mass, on the scale of the layer's logits (`temperature`).
         """
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
@@ -161,13 +162,8 @@ class PageSelector(Selector):
         if self.real.rows == 0:
             return Weighed.nothing(query)
         entries = {name: getattr(self, name).visible for name in self.entry_names}
-        logits = self.page_logits(self.asked(query), entries, self.real.visible)
+        logits = self.page_logits(query, entries, self.real.visible)
         return Weighed.of(selection, self.fitted(logits), self.page)
-
-    def asked(self, query: Tensor) -> Tensor:
-        """`query` for scores that divide products by `sqrt(D)`, in a layer of another scale."""
-        size = query.shape[3]
-        return query if self.scale is None else query * (size**0.5 / self.temperature(size))
 
     def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
         """`[B,1]` int64: what scoring `count` `[B,1]` entries of one KV head reads."""

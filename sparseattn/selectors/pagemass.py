@@ -25,6 +25,7 @@ class PageMass(PageSelector):
     """
 
     mass = True
+    reads_stored = True
 
     def __init__(self, page: int = 16, group: str = "softmax") -> None:
         super().__init__(page, group)

@@ -78,7 +78,7 @@ class TwoStage(Selector):
             )
         self.inside = LowBit(bits, rows, group=group, scales=scales)
         # One that joins rows of several seals has codes of stored ones made anew.
-        self.reads_stored = self.pages.reads_stored or isinstance(self.pages, Partitioned)
+        self.reads_stored = self.pages.reads_stored or any(isinstance(one, Partitioned) for one in self.pages.within())
 
     @property
     def bits(self) -> int:

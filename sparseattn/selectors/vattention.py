@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.draws import draws, streams
 from sparseattn.storage import RowBuffer
 
@@ -62,6 +63,7 @@ class VAttention(Selector):
 
     biases = True
     needs_near = True
+    reads_stored = True
     knob = "epsilon"
     usual = ("inner=Exact",)
 
@@ -98,6 +100,8 @@ class VAttention(Selector):
                 raise ValueError(
                     f"{self.inner!r} {what}, and here all that it does not choose is sampled: take another"
                 )
+        if any(isinstance(one, Partitioned) for one in self.inner.within()):
+            raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
         self.span = self.inner.span
         self.epsilon, self.delta, self.rate, self.top = epsilon, delta, rate, top
         self.margin, self.seed = margin, seed
