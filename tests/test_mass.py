@@ -195,7 +195,7 @@ def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
 
 @pytest.mark.parametrize("scale", [None, 0.4])
 @pytest.mark.parametrize(
-    ("selector", "off"), [(PageMass(8), 1e-4), (Clse(8, rank=7, bits=16), 0.02), (LowBit(4, 32), 0.05)]
+    ("selector", "off"), [(PageMass(8), 1e-4), (Clse(8, rank=7, bits=16), 0.02), (LowBit(4, 32), 0.1)]
 )
 def test_pages_and_short_keys_weigh_at_the_layers_scale(selector: Selector, off: float, scale: float | None) -> None:
     selector = selector.for_layer(0)
