@@ -541,8 +541,8 @@ def by_case(
 ) -> pytest.MarkDecorator:
     """Parametrizes `case`, or what it is `called`, and the factors (each: values by their ids).
 
-    The fast run has each case once, at values that go round, the slow run each case with each value. The product has
-    more, and finds hardly more.
+    The fast run has each case once, at values that go round, the slow run each case once more, at the next ones. The
+    product has more, and finds hardly more.
     """
     parameters = []
     for at, case in enumerate(cases):
@@ -550,7 +550,7 @@ def by_case(
         for values in factors.values():  # the digits of a number whose base is mixed, so that values meet all others
             at, digit = divmod(at, len(values))
             first.append(digit)
-        for more in range(max(map(len, factors.values()))):
+        for more in range(2):
             items = [list(values.items()) for values in factors.values()]
             chosen = [one[(start + more) % len(one)] for one, start in zip(items, first, strict=True)]
             name = "-".join([getattr(case, "name", case), *(name for name, _ in chosen)])

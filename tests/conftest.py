@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,11 +59,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if twice:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in twice])
         items[:] = [item for item in items if id(item) not in twice]
+    if part := os.environ.get("SLOW_PART"):  # "1/4": of the slow tests, the second of four parts
+        number, parts = map(int, part.split("/"))
+        others = [item for item in items if "slow" in item.keywords and part_of_slow(item, parts) != number]
+        config.hook.pytest_deselected(items=others)
+        left = set(map(id, others))
+        items[:] = [item for item in items if id(item) not in left]
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def part_of_slow(item: pytest.Item, parts: int) -> int:
+    """Which of so many parts of the slow tests it is in. Those of one parameter in a file stay together, as they share
+    what is made for it."""
+    file, _, rest = item.nodeid.partition("::")
+    _, bracket, parameter = rest.partition("[")
+    return zlib.crc32(f"{file} {parameter if bracket else rest}".encode()) % parts
 
 
 def _case(item: pytest.Item) -> object:
