@@ -293,6 +293,16 @@ def test_bits_and_kinds_do_not_compile_anew() -> None:
     assert len(kinds) == 2, kinds
 
 
+@pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
+def test_queries_may_lie_as_a_model_leaves_them() -> None:
+    """Query heads outermost in memory, as a projection's output is transposed."""
+    form = Form("quad", 8, 2)
+    entries = directions.encode(torch.randn(1, 2, 32, 16).bfloat16(), form, torch.bfloat16)
+    query, real = torch.randn(3, 2, 1, 16).permute(2, 1, 0, 3), torch.ones(1, 4, dtype=torch.bool)
+    found = [directions.scores(query, entries, real, form, "sum", 4.0, impl) for impl in ("torch", "numba")]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
 def test_an_entry_that_is_no_number_shows() -> None:
     form = Form("clse", 16, 2, 16)
     for impl in ("torch", *(["numba"] if importlib.util.find_spec("numba") else [])):

@@ -301,7 +301,7 @@ def _voted_scores(
     batch, heads, share, size = query.shape
     pages = table.shape[1]
     each = group in ("each", "softmax")
-    asked = (query.float() / temperature).reshape(batch * heads, share, size)
+    asked = (query.float() / temperature).reshape(batch * heads, share, size).contiguous()
     out = torch.empty(batch, heads, share if each else 1, pages)
     vectors, steps, length = lie["vectors"]
     numbers = lie.get("numbers", lie["vectors"])[:2]  # what is not there is not read
