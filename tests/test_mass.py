@@ -193,7 +193,7 @@ def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
         decode(query, cache, Mass(0.9), scale=0.3)
 
 
-@pytest.mark.parametrize("scale", [None, 0.4])
+@pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize(
     ("selector", "off"), [(PageMass(8), 1e-4), (Clse(8, rank=7, bits=16), 0.02), (LowBit(4, 32), 0.1)]
 )
