@@ -72,6 +72,7 @@ from sparseattn.rope import Rope
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.loaded import Loaded, of_parts
+from sparseattn.selectors.wrapper import Wrapper
 from sparseattn.storage import RowBuffer
 from sparseattn.synthetic import synthetic
 
@@ -248,35 +249,18 @@ class Foreseen(InfiniGen):
         return super().select(query, positions, budget)
 
 
-class Same(Selector):
+class Same(Wrapper):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
     def __init__(self, inner: Selector) -> None:
-        self.inner, self.span, self.estimates = inner, inner.span, inner.estimates
-
-    def fix(self, rows: int, seal: int) -> None:
-        self.inner.fix(rows, seal)
-
-    def append(self, rows: Rows) -> Tensor | None:
-        return self.inner.append(rows)
+        super().__init__(inner)
+        self.estimates = inner.estimates
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        return self.inner.select(query, positions, budget)
-
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         return self.inner.weigh(query, positions, budget)
-
-    def keep(self, ids: Tensor) -> None:
-        self.inner.keep(ids)
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.inner.observe(selection, weights)
-
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        return self.inner.tail(query, positions, selection)
 
 
 def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,25 @@ def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:
     assert "scale" in done.output
     again = runner.invoke(app, [*words[:4], "--out", str(out)])
     assert again.exit_code != 0
+    shown = json.loads(runner.invoke(app, ["info", str(out), "--json"]).output)
+    (shown,) = shown if isinstance(shown, list) else [shown]
+    assert (shown["kind"], shown["selector"], shown["layers"]) == ("fitted estimates", repr(Quest()), [0])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--method mas", "--method is one of loki, doublesparsity, kascade, mass, got 'mas'"),
+        ("--method loki --selector quest", "--selector is for --method mass"),
+        ("--method mass --selector quest --device cpu", "--device is not for --method mass"),
+        ("--method mass --selector quest --before-rope", "--before-rope is not for --method mass"),
+        ("--method loki --window 9", "--sink, --window and --last are for --method mass"),
+    ],
+)
+def test_options_of_another_method_are_refused(given: str, sentence: str, tmp_path: Path) -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from sparseattn.cli import app
+
+    done = runner.invoke(app, ["calibrate", "no-trace.safetensors", *given.split(), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert sentence in " ".join(done.stderr.split())

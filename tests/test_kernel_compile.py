@@ -225,7 +225,7 @@ def compile_a_launch() -> Rows:
             (lists, ["score_listed"]),
             (lowbit_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
             (directions_gpu, ["score_directions", "vote_softmax"]),
-            (coded_gpu, ["attend_codes", "merge_splits"]),
+            (coded_gpu, ["attend_codes"]),
         ):
             for name in names:
                 patch.setattr(module, name, Warm(getattr(module, name)))

@@ -51,6 +51,8 @@ def calibrate(
 ) -> None:
     """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass,
     fit a selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
+    if method not in (known := (*METHODS, KASCADE, MASS)):
+        raise ValueError(f"--method is one of {', '.join(known)}, got {method!r}")
     place, indices = usable_device(device), integers(layers, "--layers")
     if (method == MASS) != (selector is not None):
         raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {method}")

@@ -18,16 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseattn.kernels.coded import CHANNELS, CodedRows, width
-from sparseattn.kernels.triton_gpu import (
-    LOG2E,
-    Tile,
-    _softmax_end,
-    _softmax_step,
-    _splits,
-    _used,
-    launch_merge,
-    merge_splits,
-)
+from sparseattn.kernels.triton_gpu import LOG2E, Outputs, Tile, _softmax_end, _softmax_step, _splits, _used
 from sparseattn.selection import Selection
 
 
@@ -236,12 +227,7 @@ def attend(
     if splits is None:
         selected, tile = slots * selection.span, tile_of(query.element_size(), size)
         splits = _splits(batch * chosen, max(selected, 1), selected, tile, query.device)
-    out = torch.empty(batch, heads, group, size, dtype=query.dtype, device=query.device)
-    lse = torch.empty(batch, heads, group, dtype=torch.float32, device=query.device)
-    of_splits, lse_of_splits = out, lse
-    if splits > 1:
-        of_splits = torch.empty(batch, heads, group, splits, size, dtype=torch.float32, device=query.device)
-        lse_of_splits = torch.empty(batch, heads, group, splits, dtype=torch.float32, device=query.device)
+    outputs = Outputs(query, splits)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         attend_codes[chosen, splits, batch](
             query.contiguous(),
@@ -249,8 +235,7 @@ def attend(
             selection.start.contiguous(),
             selection.length.contiguous(),
             None if selection.bias is None else selection.bias.contiguous(),
-            of_splits,
-            lse_of_splits,
+            *outputs.parts,
             slots,
             rows.keys.shape[2],
             scale * LOG2E,
@@ -258,7 +243,4 @@ def attend(
             **constants,
             **options,
         )
-        if splits > 1:
-            constants, options = launch_merge(size)
-            merge_splits[batch * heads * group,](of_splits, lse_of_splits, out, lse, splits, **constants, **options)
-    return out, lse
+        return outputs.merged()

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseattn.kernels.directions import Form, Parts
-from sparseattn.kernels.pages import TILES, VOTE_BLOCK, _log, _lse, launch_vote, vote_softmax
+from sparseattn.kernels.pages import TILES, VOTE_BLOCK, _log, _lse, _places, launch_vote, vote_softmax
 
 
 @triton.jit
@@ -122,13 +122,7 @@ def score_directions(
     g = tl.arange(0, BLOCK_G)
     page = tile * BLOCK + tl.arange(0, BLOCK)
     here = page < pages
-    at = b.to(tl.int64) * known_step_b + page
-    if table is not None:
-        place = tl.load(table + at, mask=here, other=-1).to(tl.int64)
-        known = place >= 0
-    else:
-        place = page.to(tl.int64)
-        known = tl.load(real + at, mask=here, other=0) != 0
+    place, known = _places(real, table, b.to(tl.int64) * known_step_b + page, page, here)
     # Entries of pages that are not real are not read: they may be NaN, and spare capacity costs nothing.
     query += head * G * D
     vectors += b.to(tl.int64) * vector_step_b + h.to(tl.int64) * vector_step_h

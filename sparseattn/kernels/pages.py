@@ -21,6 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def _places(real, table, at, page, here):
+    """Where the entries of pages lie, int64, and which of them there are: by a table, or in order."""
+    if table is not None:
+        place = tl.load(table + at, mask=here, other=-1).to(tl.int64)
+        known = place >= 0
+    else:
+        place = page.to(tl.int64)
+        known = tl.load(real + at, mask=here, other=0) != 0
+    return place, known
+
+
 # Specialised are strides alone: a page more must not compile a new kernel.
 @triton.jit(do_not_specialize=["pages", "known_step_b"])
 def score_pages(
@@ -54,13 +66,7 @@ def score_pages(
     d = tl.arange(0, BLOCK_D)
     page = tile * BLOCK + tl.arange(0, BLOCK)
     here = page < pages
-    at = b.to(tl.int64) * known_step_b + page
-    if table is not None:
-        place = tl.load(table + at, mask=here, other=-1).to(tl.int64)
-        known = place >= 0
-    else:
-        place = page.to(tl.int64)
-        known = tl.load(real + at, mask=here, other=0) != 0
+    place, known = _places(real, table, b.to(tl.int64) * known_step_b + page, page, here)
     place = place[:, None]
     # Bounds of pages that are not real are not read: they may be NaN, and spare capacity costs nothing.
     mask = known[:, None] & (d < D)

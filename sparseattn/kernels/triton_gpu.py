@@ -298,6 +298,34 @@ def launch_merge(size: int) -> tuple[dict[str, int], dict[str, Any]]:
     return {"D": size, "BLOCK_D": _padded(size), "CHUNK": CHUNK}, {"num_warps": 4, "enable_fp_fusion": True}
 
 
+class Outputs:
+    """What the splits of a launch write for a query `[B,H,G,D]`: the outputs themselves where there is one split, else
+    parts of them in float32 that `merged` joins.
+
+    Attributes:
+        parts: out `[B,H,G,splits,D]` and lse `[B,H,G,splits]`, without the dimension of splits where there is one.
+    """
+
+    def __init__(self, query: Tensor, splits: int) -> None:
+        heads, size = query.shape[:3], query.shape[3]
+        self.whole = self.parts = query.new_empty(query.shape), query.new_empty(heads, dtype=torch.float32)
+        if splits > 1:
+            shape = (*heads, splits)
+            self.parts = (
+                query.new_empty(*shape, size, dtype=torch.float32),
+                query.new_empty(shape, dtype=torch.float32),
+            )
+        self.splits = splits
+
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """out `[B,H,G,D]` in the query's dtype, lse `[B,H,G]` float32."""
+        if self.splits > 1:
+            out, lse = self.whole
+            constants, options = launch_merge(out.shape[3])
+            merge_splits[lse.numel(),](*self.parts, out, lse, self.splits, **constants, **options)
+        return self.whole
+
+
 def _splits(lists: int, places: int, selected: int, tile: Tile, device: torch.device) -> int:
     """Programs that share each of `lists` lists, from capacities: of its `places`, `selected` are the selection's.
 
@@ -349,12 +377,7 @@ def attend(
         selected, tile = slots * selection.span, tile_of(query.element_size(), size)
         splits = _splits(batch * chosen, bounds.base + selected + capacity, selected, tile, query.device)
 
-    out = torch.empty(batch, heads, group, size, dtype=query.dtype, device=query.device)
-    lse = torch.empty(batch, heads, group, dtype=torch.float32, device=query.device)
-    parts, part_lse = out, lse
-    if splits > 1:
-        parts = torch.empty(batch, heads, group, splits, size, dtype=torch.float32, device=query.device)
-        part_lse = torch.empty(batch, heads, group, splits, dtype=torch.float32, device=query.device)
+    outputs = Outputs(query, splits)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         attend_split[chosen, splits, batch](
             query.contiguous(),
@@ -367,8 +390,7 @@ def attend(
             bounds.sealed.contiguous(),
             bounds.rows.contiguous(),
             block_table,
-            parts,
-            part_lse,
+            *outputs.parts,
             slots,
             bounds.base,
             0 if block_table is None else block_table.stride(0),
@@ -378,7 +400,4 @@ def attend(
             **constants,
             **options,
         )
-        if splits > 1:
-            constants, options = launch_merge(size)
-            merge_splits[batch * heads * group,](parts, part_lse, out, lse, splits, **constants, **options)
-    return out, lse
+        return outputs.merged()

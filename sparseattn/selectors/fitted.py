@@ -11,14 +11,15 @@ from torch import Tensor
 from sparseattn.estimates import Estimates, EstimatesError, shared
 from sparseattn.hashes import file_hash
 from sparseattn.rope import Rope
-from sparseattn.selection import Selection, Tail, Weighed
+from sparseattn.selection import Weighed
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.loaded import Loaded, of_parts
+from sparseattn.selectors.wrapper import Wrapper
 
 Self = TypeVar("Self", bound="Fitted")
 
 
-class Fitted(Selector):
+class Fitted(Wrapper):
     """Chooses as another selector does, and weighs by its estimates, scaled and shifted for each query head.
 
     For budgets by mass: bounds such as Quest's promise too much, partial products too much or too little. Which rows
@@ -36,12 +37,10 @@ class Fitted(Selector):
     estimates = True
 
     def __init__(self, inner: Selector | str, artefact: str) -> None:
-        from sparseattn.selectors import as_selector  # which knows this class too
-
-        self.inner, self.artefact = as_selector(inner), artefact
+        super().__init__(inner)
+        self.artefact = artefact
         if not self.inner.estimates:
             raise ValueError(f"{self.inner!r} does not estimate what its rows weigh, so that nothing is fitted to it")
-        self.span = self.inner.span
         self._held: Estimates = shared(artefact)
         if self._held.selector != repr(self.inner):
             raise EstimatesError(
@@ -72,9 +71,6 @@ class Fitted(Selector):
     def source(self) -> str:
         return f"{super().source()} {file_hash(self.artefact)[:16]}"
 
-    def fix(self, rows: int, seal: int) -> None:
-        self.inner.fix(rows, seal)
-
     def append(self, rows: Rows) -> Tensor | None:
         self._held.of(self.layer)  # raises where it lacks the layer
         return self.inner.append(rows)
@@ -82,20 +78,8 @@ class Fitted(Selector):
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        return self.inner.select(query, positions, budget)
-
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         return self.inner.weigh(query, positions, budget)
-
-    def keep(self, ids: Tensor) -> None:
-        self.inner.keep(ids)
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.inner.observe(selection, weights)
-
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        return self.inner.tail(query, positions, selection)
 
     def to(self, device: torch.device | str) -> None:
         super().to(device)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseattn.selection import Selection, Tail
+from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.kascade import Kascade
 from sparseattn.selectors.loaded import Loaded, of_parts
 from sparseattn.selectors.quest import Quest
+from sparseattn.selectors.wrapper import Wrapper
 from sparseattn.storage import State
 
 
@@ -94,7 +95,7 @@ class Kept(State):
         self.steps += 1
 
 
-class FreeKV(Selector):
+class FreeKV(Wrapper):
     """Reads what it read last, for each KV head whose queries are still like those that it was chosen for.
 
     Args:
@@ -122,11 +123,10 @@ class FreeKV(Selector):
     usual = ("inner=Quest",)
 
     def __init__(self, inner: Selector | str = "quest", tau: float = 0.9, refresh: bool = False) -> None:
-        from sparseattn.selectors import as_selector  # which knows this class too
-
         if not -1 <= tau <= 1:
             raise ValueError(f"tau is a cosine, -1 to 1, got {tau}")
-        self.inner, self.tau, self.refresh = as_selector(inner), tau, refresh
+        super().__init__(inner)
+        self.tau, self.refresh = tau, refresh
         if self.inner.evicts:
             raise ValueError(
                 f"a choice that is kept may name rows that {self.inner!r} has dropped since: take a method that does "
@@ -137,7 +137,6 @@ class FreeKV(Selector):
                 f"layers that read the choice of another need one at every step, and {self.inner!r} would not be asked "
                 f"at some: wrap what its anchors choose by, as in kascade:anchors=[0,2],inner=[freekv:tau=0.9]"
             )
-        self.span, self.uses_budget = self.inner.span, self.inner.uses_budget
         self.last = Kept()
 
     @classmethod
@@ -159,9 +158,6 @@ class FreeKV(Selector):
             f"{self!r} asks {self.inner!r} only where a head needs it, so the host waits for the device at every step: "
             f"build the KVCache without fixed=True"
         )
-
-    def allowed(self, budget: int) -> int:
-        return self.inner.allowed(budget)
 
     def append(self, rows: Rows) -> Tensor | None:
         order = self.inner.append(rows)
@@ -198,12 +194,6 @@ class FreeKV(Selector):
         most = held["length"].sum(-1).unflatten(1, (query.shape[1], -1)).amax(2)
         had_all = (held["every"] >= 0) & (held["every"] < held["real"][:, None])
         return (like < self.tau) | (most > budget) | had_all
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.inner.observe(selection, weights)
-
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        return self.inner.tail(query, positions, selection)
 
 
 def _either(first: Tensor, one: Selection, other: Selection) -> Selection:

@@ -17,6 +17,7 @@ from sparseattn.hashes import file_hash
 from sparseattn.rope import Rope
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.wrapper import Wrapper
 from sparseattn.similarity import Similarity, shared
 
 Self = TypeVar("Self", bound="Kascade")
@@ -24,7 +25,7 @@ Self = TypeVar("Self", bound="Kascade")
 NONE = "none"
 
 
-class Kascade(Selector):
+class Kascade(Wrapper):
     """In an anchor layer another method chooses; each other layer reads what the nearest anchor before it chose.
 
     Args:
@@ -55,9 +56,8 @@ class Kascade(Selector):
     def __init__(
         self, artefact: str = NONE, anchors: int | list[int] = 5, inner: Selector | str = "exact:group=softmax"
     ) -> None:
-        from sparseattn.selectors import as_selector  # which knows this class too
-
-        self.artefact, self.inner = artefact, as_selector(inner)
+        super().__init__(inner)
+        self.artefact = artefact
         self.anchors = anchors if isinstance(anchors, int) else list(anchors)
         if isinstance(self.anchors, bool) or not _rising(self.anchors):
             raise ValueError(
@@ -69,7 +69,6 @@ class Kascade(Selector):
                 f"layers read what another layer chose, of rows that they all hold, and {self.inner!r} drops rows in "
                 f"each layer apart: take a method that does not evict"
             )
-        self.span, self.uses_budget = self.inner.span, self.inner.uses_budget
         self.shown = 0  # rows, padding included
         self._held: Similarity | None = None
         self.similarity()
@@ -136,9 +135,6 @@ class Kascade(Selector):
     def fix(self, rows: int, seal: int) -> None:
         if self.follows is None:
             self.inner.fix(rows, seal)
-
-    def allowed(self, budget: int) -> int:
-        return self.inner.allowed(budget)
 
     def reset(self) -> None:
         super().reset()

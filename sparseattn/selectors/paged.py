@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseattn.kernels.scoring import best_pages
 from sparseattn.selection import Selection, Weighed
-from sparseattn.selectors.base import Rows, Selector, check_group
+from sparseattn.selectors.base import Rows, Selector, check_group, vote
 from sparseattn.selectors.loaded import Loaded, check_equal, check_finite, check_no_order, check_tensors
 from sparseattn.storage import RowBuffer
 
@@ -141,29 +141,38 @@ class PageSelector(Selector):
         check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, _ = query.shape
+        self._check_budget(budget)
+        if self.real.rows == 0:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        entries = self._entries()
+        return self._chosen(self.scores(query, entries, self.real.visible), entries, query.shape[1], budget)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        self._check_budget(budget)
+        if self.real.rows == 0:
+            return Weighed.nothing(query)
+        entries = self._entries()
+        logits = self.page_logits(query, entries, self.real.visible)
+        selection = self._chosen(vote(logits, self.group), entries, query.shape[1], budget)
+        return Weighed.of(selection, self.fitted(logits), self.page)
+
+    def _check_budget(self, budget: int) -> None:
         if budget < self.page:
             raise ValueError(
                 f"{type(self).__name__} reads whole pages: its budget is at least {self.page} rows, got {budget}"
             )
-        if self.real.rows == 0:
-            return Selection.none(batch, heads, query.device)
-        real = self.real.visible
-        entries = {name: getattr(self, name).visible for name in self.entry_names}
-        start, length = best_pages(self.scores(query, entries, real), budget // self.page, self.page)
-        scanned = real.sum(-1, keepdim=True)
-        read = self.bytes_read(entries, scanned)
-        chosen = heads * group if self.group == "each" else heads
-        scanned = scanned * (self.unit // self.page)
-        return Selection(start, length, self.page, scanned.expand(-1, chosen), read.expand(-1, heads), whole=True)
 
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        selection = self.select(query, positions, budget)
-        if self.real.rows == 0:
-            return Weighed.nothing(query)
-        entries = {name: getattr(self, name).visible for name in self.entry_names}
-        logits = self.page_logits(query, entries, self.real.visible)
-        return Weighed.of(selection, self.fitted(logits), self.page)
+    def _entries(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name).visible for name in self.entry_names}
+
+    def _chosen(self, scores: Tensor, entries: Entries, heads: int, budget: int) -> Selection:
+        """The best pages by `scores` `[B,Hs,P]` within `budget` rows, and what scoring all of them read for each of H =
+        `heads` KV heads."""
+        start, length = best_pages(scores, budget // self.page, self.page)
+        count = self.real.visible.sum(-1, keepdim=True)  # [B,1] entries
+        read = self.bytes_read(entries, count).expand(-1, heads)
+        scanned = (count * (self.unit // self.page)).expand(-1, scores.shape[1])
+        return Selection(start, length, self.page, scanned, read, whole=True)
 
     def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
         """`[B,1]` int64: what scoring `count` `[B,1]` entries of one KV head reads."""

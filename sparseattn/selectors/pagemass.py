@@ -43,8 +43,8 @@ class PageMass(PageSelector):
         masses = logits.unflatten(-1, (-1, self.page)).logsumexp(-1)
         return vote(masses.masked_fill(~real[:, None, None], -torch.inf), self.group)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        chosen = super().select(query, positions, budget)
+    def _chosen(self, scores: Tensor, entries: Entries, heads: int, budget: int) -> Selection:
+        chosen = super()._chosen(scores, entries, heads, budget)
         scanned = None if chosen.scanned is None else chosen.scanned * self.page  # keys, not pages
         return dataclasses.replace(chosen, scanned=scanned)
 

@@ -16,12 +16,13 @@ from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, half
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.estimation import check_zone, estimated, outside, summed
+from sparseattn.selectors.wrapper import Wrapper
 from sparseattn.storage import RowBuffer
 
 ROWS = 64  # of a group, where the method chooses single rows
 
 
-class Tailed(Selector):
+class Tailed(Wrapper):
     """Reads what another selector reads; of every group, one row stands for the rows that are not read.
 
     It has the group's mean key and mean value, and as bias the logarithm of how many of its rows are not read: so
@@ -57,9 +58,8 @@ class Tailed(Selector):
     usual = ("inner=Quest",)
 
     def __init__(self, inner: Selector | str = "quest", rows: int = 0, zone: float = 1.0) -> None:
-        from sparseattn.selectors import as_selector  # which knows this class too
-
-        inner = as_selector(inner)
+        super().__init__(inner)
+        inner = self.inner
         if inner.biases or inner.tails:
             has = "a bias" if inner.biases else "a tail"
             raise ValueError(
@@ -73,8 +73,7 @@ class Tailed(Selector):
             raise ValueError(
                 f"rows of a group are a power of two and at least the span of {inner!r}, {inner.span}, or 0, got {rows}"
             )
-        self.inner, self.rows, self.zone = inner, rows, check_zone(zone)
-        self.span, self.uses_budget = inner.span, inner.uses_budget
+        self.rows, self.zone = rows, check_zone(zone)
         self.keys, self.values = RowBuffer(2), RowBuffer(2)  # [B,H,P,D] means, of 16 bits
         self.count = RowBuffer(2, spare=0)  # [B,H,P] int32, rows of a group
         self.sums = RowBuffer(2)  # [B,H,C,2D] float32, of keys and values of a bucket
@@ -93,9 +92,6 @@ class Tailed(Selector):
     def buckets(self) -> bool:
         """Whether its groups are buckets."""
         return isinstance(self.inner, Partitioned)
-
-    def allowed(self, budget: int) -> int:
-        return self.inner.allowed(budget)
 
     def fix(self, rows: int, seal: int) -> None:
         self.inner.fix(rows, seal)
@@ -183,9 +179,6 @@ class Tailed(Selector):
         if scanned is not None and self.zone < 1:
             scanned = scanned + (count > 0).sum(-1).repeat_interleave(scanned.shape[1] // heads, 1)
         return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.inner.observe(selection, weights)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.count.rows:

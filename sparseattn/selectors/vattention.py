@@ -15,13 +15,14 @@ from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.buckets import Partitioned
 from sparseattn.selectors.draws import draws, streams
+from sparseattn.selectors.wrapper import Wrapper
 from sparseattn.storage import RowBuffer
 
 TINY = 1e-30  # of a denominator of nothing
 SIGNLESS = (1 << 63) - 1  # takes the sign from a draw
 
 
-class VAttention(Selector):
+class VAttention(Wrapper):
     """Reads what another selector chooses, and of all other rows as many at random as keep the softmax's denominator
     within a relative error epsilon, with probability 1 - delta.
 
@@ -77,8 +78,6 @@ class VAttention(Selector):
         margin: float = 1.0,
         seed: int = 0,
     ) -> None:
-        from sparseattn.selectors import as_selector  # which knows this class too
-
         if not (math.isfinite(epsilon) and epsilon > 0):
             raise ValueError(f"epsilon is a relative error above 0, got {epsilon}")
         if not 0 < delta < 1:
@@ -89,7 +88,7 @@ class VAttention(Selector):
             raise ValueError(f"top is 1 or more rows (int) or a share of them in (0, 1] (float), got {top!r}")
         if not (math.isfinite(margin) and margin >= 0):
             raise ValueError(f"margin is 0 or more standard errors, got {margin}")
-        self.inner = as_selector(inner)
+        super().__init__(inner)
         wrong = {
             "evicts": "drops rows",
             "biases": "corrects a sample by a bias",
@@ -102,12 +101,15 @@ class VAttention(Selector):
                 )
         if any(isinstance(one, Partitioned) for one in self.inner.within()):
             raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
-        self.span = self.inner.span
+        self.uses_budget = True  # for the sample, whatever the inner method does
         self.epsilon, self.delta, self.rate, self.top = epsilon, delta, rate, top
         self.margin, self.seed = margin, seed
         self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.needed: Tensor | None = None  # of the last `select`, no state
         self.drawn: Tensor | None = None
+
+    def allowed(self, budget: int) -> int:
+        return budget
 
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(f"{self!r} draws as many rows as are stored: build the KVCache without fixed=True")
@@ -119,9 +121,6 @@ class VAttention(Selector):
             raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
         self.real.append(real)
         return None
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.inner.observe(selection, weights)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, group, size = query.shape
