@@ -38,6 +38,13 @@ def unit_of(selector: Selector, bits: int | None = None, group: int = GROUP) -> 
     return selector.unit if bits is None else math.lcm(selector.unit, group)
 
 
+def check_seal(selector: Selector, seal: int, bits: int | None = None, group: int = GROUP) -> None:
+    """ValueError where `seal` rows at a time are less than a unit."""
+    if seal < (unit := unit_of(selector, bits, group)):
+        whose = "" if bits is None else f" and of groups of {group} rows"
+        raise ValueError(f"seal is at least the unit of {selector!r}{whose}, {unit} rows, got {seal}")
+
+
 class KVCache:
     """Keys and values of B sequences and H heads, with the selector that indexes them.
 
@@ -114,9 +121,7 @@ class KVCache:
         if bits is not None:
             checks.roundable(selector, bits, group, fixed)
         self.selector = selector
-        if seal < self.unit:
-            whose = "" if bits is None else f" and of groups of {group} rows"
-            raise ValueError(f"seal is at least the unit of {selector!r}{whose}, {self.unit} rows, got {seal}")
+        check_seal(selector, seal, bits, group)
         checks.loose(selector)
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
         self.sealed_device, self.fixed = checks.sealed_device(sealed_device), fixed

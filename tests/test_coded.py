@@ -257,3 +257,5 @@ def test_bits_in_a_command() -> None:
     assert [one.label for one in made] == ["full", "Quest", "Quest, 4-bit rows"]
     with pytest.raises(ValueError, match="leave bits out"):
         methods(["exact"], "64", [1024], rounding=[8])
+    beside = methods(["quest", "exact"], "64", [1024], rounding=[None, 8])
+    assert [one.label for one in beside] == ["full", "Quest", "Quest, 8-bit rows", "Exact"]

@@ -177,6 +177,7 @@ def evaluate(
     A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
     """
     specs = [] if endpoint or (roles and not selector) else selector or (SERVED if engine == VLLM else SELECTED)
+    positive({"--chunk": chunk, "--seal": seal, "--concurrency": concurrency})
     plan = Plan.of(
         tasks=task or ("" if prompts else GENERATED),
         lengths=lengths,
@@ -189,11 +190,11 @@ def evaluate(
         roles=open_roles(roles),
         layers=sparse_layers or [ALL_LAYERS],
         rounding=common.kv_bits(kv_bits),
+        seal=seal,
         last=last,
         answer_tokens=answer_tokens,
         max_length=max_length,
     )
-    positive({"--chunk": chunk, "--seal": seal, "--concurrency": concurrency})
     one_of("--scoring", scoring, SCORINGS)
     stored = None if dtype is None else stored_dtype(dtype, "--dtype")
     one_of("--engine", engine, ENGINES)

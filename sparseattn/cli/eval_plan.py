@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from sparseattn import checks
 from sparseattn.budget import budget_label, budget_of, budget_order, parse_budget
-from sparseattn.cache import GROUP
+from sparseattn.cache import GROUP, check_seal
 from sparseattn.cli.common import decimals, integers
 from sparseattn.roles import Method as Sparse
 from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
+from sparseattn.selectors.base import Selector
 from sparseattn.tasks import TASKS
 from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.run import PROTOCOLS, Method
@@ -64,6 +65,7 @@ class Plan:
         roles: Sequence[Roles],
         layers: Sequence[str],
         rounding: Sequence[int | None] = (None,),
+        seal: int | None = None,
         last: int,
         answer_tokens: int | None,
         max_length: int | None,
@@ -90,7 +92,7 @@ class Plan:
             samples=samples,
             seed=seed,
             protocols=names(protocols, "--protocol", PROTOCOLS),
-            methods=methods(selectors, budgets, counts, layers, roles, rounding),
+            methods=methods(selectors, budgets, counts, layers, roles, rounding, seal),
             last=last,
             answer_tokens=answer_tokens,
             max_length=max_length,
@@ -155,13 +157,15 @@ def methods(
     layers: Sequence[str] = (ALL_LAYERS,),
     roles: Sequence[Roles] = (),
     rounding: Sequence[int | None] = (None,),
+    seal: int | None = None,
 ) -> list[Method]:
     """Full attention, and every selector, and all roles, with rows of all `rounding` (bits of `KVCache`), in every set
-    of layers at every budget; what does not look at its budget, once.
+    of layers at every budget; what does not look at its budget, once. A method that rows of few bits do not serve goes
+    without them, where rows as they come are asked for too.
 
     Raises:
-        ValueError: no such selector or budget, a budget below a selector's span, two selectors of one label, or one
-            that rows of so few bits do not serve.
+        ValueError: no such selector or budget, a budget below a selector's span, two selectors of one label, one that
+            no asked number of bits serves, or a `seal` below a unit.
     """
     asked = list(dict.fromkeys(parse_budget(part) for part in text.split(",")))
     asked.sort(key=lambda budget: budget_order(budget, counts[-1]))
@@ -173,11 +177,13 @@ def methods(
         what = f"{one!r} of {one.source()}"
         if labels.setdefault(one.label(), what) != what:
             raise ValueError(f"two selectors are called {one.label()}: {labels[one.label()]} and {what}")
-        for selector in [role.selector for role in one.distinct()] if isinstance(one, Roles) else [one]:
-            for fewer in filter(None, rounding):
-                checks.roundable(selector, fewer, GROUP, False)
+        selectors = [role.selector for role in one.distinct()] if isinstance(one, Roles) else [one]
+        served = _served(selectors, rounding)
+        if seal is not None:
+            for selector, bits in itertools.product(selectors, served):
+                check_seal(selector, seal, bits)
         # Outside the budgets, as an index is built for a set of layers.
-        for where, bits in itertools.product(sets, rounding):
+        for where, bits in itertools.product(sets, served):
             for budget in asked if one.uses_budget else [None]:
                 if isinstance(one, Roles):
                     one.check_budget(budget, counts[0])
@@ -185,3 +191,19 @@ def methods(
                     budget_of(one, budget, counts[0])
                 found.append(Method(one, budget, budget_label(budget) if one.uses_budget else None, where, bits))
     return list({(method.label, method.written, method.layers): method for method in found}.values())
+
+
+def _served(selectors: Sequence[Selector], rounding: Sequence[int | None]) -> list[int | None]:
+    """Those bits of rows that serve all selectors; ValueError where there are none."""
+    served: list[int | None] = []
+    refused: list[ValueError] = []
+    for bits in rounding:
+        try:
+            for selector in selectors if bits is not None else []:
+                checks.roundable(selector, bits or 0, GROUP, False)
+            served.append(bits)
+        except ValueError as error:
+            refused.append(error)
+    if not served:
+        raise refused[0]
+    return served
