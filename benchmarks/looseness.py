@@ -21,7 +21,7 @@ from sparseattn.cli.common import open_trace
 from sparseattn.environment import machine, versions
 from sparseattn.metrics import usable_layers
 from sparseattn.ranks import rank_correlation
-from sparseattn.selectors import PageSelector, make_selector
+from sparseattn.selectors import PageSelector, Rows, make_selector
 from sparseattn.traces import Trace, TraceLayer
 
 NAME = "looseness"
@@ -69,8 +69,8 @@ def looseness(selector: PageSelector, layer: TraceLayer, sink: int, window: int,
     keys, asked = layer.keys[None, :, sink : sink + rows].contiguous(), layer.query[:, :, -last:].float()
     heads, group, _, size = asked.shape
     selector.scale, selector.stored = layer.scale, keys
-    entries = selector.entries(keys)
-    real = torch.ones(1, rows // selector.unit, dtype=torch.bool)
+    selector.append(Rows(keys, keys, torch.arange(sink, sink + rows)[None]))
+    entries, real = {name: getattr(selector, name).visible for name in selector.entry_names}, selector.real.visible
     query = asked.flatten(1, 2)[None]  # [1,H,G*last,D]: tokens in place of more query heads
     found = selector.scores(query, entries, real).view(heads * group, last, -1)  # [H*G,last,P]
     mass = (query @ keys.float().mT * layer.scale).unflatten(-1, (-1, selector.page)).logsumexp(-1).view(found.shape)
