@@ -71,7 +71,8 @@ PAGE_SCORES = (
     "--selector ellipsoid:bits=4 --selector ellipsoid:rank=2,deviations=1.0,rest=True "
     "--selector ellipsoid:rank=15,deviations=1.0 --selector lowbit:page=16 --selector pagemass "
     "--selector quest:page=8,int8=True --selector unique:page=8 --selector quad:page=8,bits=4 "
-    "--selector clse:page=8,bits=4 --selector mean:page=4,bits=8"
+    "--selector clse:page=8,bits=4 --selector mean:page=4,bits=8 --selector lowbit:bits=1,page=16 "
+    "--selector lowbit:page=8 --selector lowbit:bits=1,page=8"
 )
 
 # Methods of 2025 and 2026 beside those that their papers compare with, and keys of few bits.

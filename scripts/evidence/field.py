@@ -25,7 +25,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("quest", "quest:page=8,int8=True", "unique", "mean:page=4,bits=8", "quad:page=8,bits=4"),
         *("clse:bits=8", "clse:page=8,bits=4", "ellipsoid:bits=4", "infllm:page=16"),
     ),
-    "keys of few bits": ("lowbit", "lowbit:bits=4", "fier", "selfindex", "pq", "pqcache", "twostage", "pariskv"),
+    "keys of few bits": (
+        *("lowbit", "lowbit:bits=4", "lowbit:page=8", "lowbit:bits=1,page=8"),
+        *("fier", "selfindex", "pq", "pqcache", "twostage", "pariskv"),
+    ),
     "channels": ("sparq", "doublesparsity", "loki", "rocketkv"),
     "graphs": ("retrieval:share=0.25",),
     "buckets": ("kmeans", "moments", "saap"),
