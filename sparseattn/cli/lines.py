@@ -11,6 +11,11 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#882255", "#663300", "#332288"),
 )
+# The same on a dark page: lighter where they would vanish, and as far apart.
+DARK = (
+    *("#4A9FE8", "#F27B3A", "#1DBF8F", "#E3A3CB", "#F5C242"),
+    *("#A5DCFF", "#FFFFFF", "#E0527F", "#B98B5E", "#9C8CFF"),
+)
 MARKERS = "osD^vPX*<>"
 DASHES = ("-", "--")  # solid for the first five lines, dashed for the next five
 SIZE = 8  # points of a name
