@@ -3,41 +3,110 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparseattn.cli.common import errors, in_a_sentence
+from sparseattn.budget import Budget, parse_budget
+from sparseattn.builtin import BUILTIN, pieces_of
+from sparseattn.cli.common import (
+    SELECTOR_HELP,
+    errors,
+    in_a_sentence,
+    integers,
+    model_progress,
+    open_trace,
+    plain,
+    progress_bar,
+)
+from sparseattn.cli.page import explorer, html, origin
 from sparseattn.cli.page import folders as reading
-from sparseattn.cli.page import html, origin
 from sparseattn.cli.page.kinds import KINDS
 from sparseattn.cli.page.views import Section
+from sparseattn.exploring import explore
 from sparseattn.files import write_atomic
+from sparseattn.integrations.errors import ModelError
+from sparseattn.metrics import usable_layers
+from sparseattn.wheels import FetchError
+
+EXPLORED = ("quest", "lowbit", "exact")
+
+
+@dataclass(frozen=True)
+class Explored:
+    """Traces whose attention the page shows, and how.
+
+    Args:
+        traces: names or files.
+        selectors: whose rows are shown; of different labels.
+        budget: theirs.
+        queries: tokens at the end that ask.
+        layers: of the model; None: all.
+        sink, window: rows that every method reads.
+    """
+
+    traces: Sequence[str]
+    selectors: Sequence[str] = EXPLORED
+    budget: Budget = 256
+    queries: int = 8
+    layers: Sequence[int] | None = None
+    sink: int = 4
+    window: int = 64
 
 
 @in_a_sentence
 def report(
     folders: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(help=f"Folders that bench, inspect, recall or eval wrote; what is read: {', '.join(KINDS)}."),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Heading of the page; default the names of the folders.")] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Trace file, or built-in trace by name ({', '.join(BUILTIN)}), whose attention is explored token by "
+            f"token, over its text where it was captured --with-text; repeat for more."
+        ),
+    ] = None,
+    selector: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Whose rows to show there: {SELECTOR_HELP} Default: {' '.join(EXPLORED)}."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256",
+    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = 8,
+    layers: Annotated[str | None, typer.Option(help="Layers shown there, such as 0,5,17; default all.")] = None,
+    sink: Annotated[int, typer.Option(help="First rows that every query reads there.")] = 4,
+    window: Annotated[int, typer.Option(help="Last rows that every query reads there.")] = 64,
 ) -> None:
-    """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting."""
-    path = write_report(folders, out, title)
+    """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting.
+
+    With --trace also the attention of single tokens: which rows hold it, and which of them methods read.
+    """
+    if selector and not trace:
+        raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
+    asked = Explored(
+        *(trace or (), selector or EXPLORED, parse_budget(budget), queries, integers(layers, "--layers"), sink, window)
+    )
+    path = write_report(folders or [], out, title, asked)
     errors.print(f"report: {path}", soft_wrap=True)
 
 
-def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> Path:
-    """Reads the records, makes the page and returns its path.
+def write_report(folders: Sequence[Path], out: Path, title: str | None = None, explored: Explored | None = None) -> Path:
+    """Reads the records, explores the traces, makes the page and returns its path.
 
     Raises:
-        ValueError: `out` is no .html file to write, or what `folders.read` refuses.
+        ValueError: neither folders nor traces, `out` is no .html file to write, or what `folders.read` and `explore`
+            refuse.
         OSError: the page cannot be written.
     """
+    traces = () if explored is None else explored.traces
+    if not folders and not traces:
+        raise ValueError("name a folder that bench, inspect, recall or eval wrote, or a --trace to explore")
     if out.suffix != ".html" or out.is_dir():
         raise ValueError(f"--out is an .html file to write, got {out}")
     if not out.parent.is_dir():
@@ -47,8 +116,35 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     for name, make in KINDS.items():
         for source in found.get(name, []):
             sections.append(reading.checked(source, make))
-    sections.append(origin.section(found))
-    named = ", ".join(str(folder) for folder in folders)
+    if explored is not None:
+        sections += [_explored(number, name, explored) for number, name in enumerate(traces)]
+    if found:
+        sections.append(origin.section(found))
+    named = ", ".join([*map(str, folders), *(f"the trace {name}" for name in traces)])
     made = f"Written on {datetime.date.today().isoformat()} from {named}."
-    write_atomic(out, html.written(title or f"Sparse attention: {named}", sections, made).encode())
+    write_atomic(out, html.written(plain(title or f"Sparse attention: {named}"), sections, plain(made)).encode())
     return out
+
+
+def _explored(number: int, name: str, asked: Explored) -> Section:
+    with model_progress() as progress:
+        trace = open_trace(name, progress)
+        try:
+            pieces = pieces_of(trace, progress)
+        except (ModelError, FetchError) as error:
+            errors.print(plain(f"sparseattn: {trace.name} is shown without its text: {error}"), soft_wrap=True)
+            pieces = None
+    steps = len(usable_layers(trace, asked.layers)) * asked.queries * len(asked.selectors)
+    with progress_bar() as bar:
+        advance = functools.partial(bar.advance, bar.add_task(f"{trace.name}: what its tokens attend to", total=steps))
+        found = explore(
+            trace,
+            asked.selectors,
+            asked.budget,
+            queries=asked.queries,
+            sink=asked.sink,
+            window=asked.window,
+            layers=asked.layers,
+            progress=advance,
+        )
+    return explorer.section(number, found, pieces)

@@ -15,7 +15,7 @@ from sparseattn.cli.page.views import Section
 # In this order; the first two are other people's (assets/vendor/README.md).
 SCRIPTS = (
     *("vendor/d3.min.js", "vendor/plot.umd.min.js", "page.js", "probe.js"),
-    *("lines.js", "heat.js", "table.js", "facts.js"),
+    *("lines.js", "heat.js", "table.js", "facts.js", "explorer.js"),
 )
 # Seven shapes go through ten colours, so that 70 methods differ.
 SYMBOLS = ("circle", "square", "diamond", "triangle", "wye", "cross", "star")
