@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.budget import Budget
+from sparseattn.inspection import rows_holding
 from sparseattn.metrics import Step, check_replay, evaluate_budgets, replay_device, rows_read, usable_layers
 from sparseattn.roles import Roles, as_method
 from sparseattn.selectors.base import Selector
@@ -178,8 +179,7 @@ class _Noted:
         if levels is not None and needed is not None:
             weights = in_order(logits.softmax(-1))
             levels[at][heads, : weights.shape[-1]] = level(weights)
-            held = weights.sort(-1, descending=True).values.cumsum(-1)
-            needed[at][heads] = ((held < SHARE).sum(-1) + 1).clamp(max=weights.shape[-1])
+            needed[at][heads] = rows_holding(weights, SHARE).long()
 
     def _of_layer(self, index: int) -> Tensor:
         if self._loaded is None or self._loaded[0] != index:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,9 +158,9 @@ class Evaluation:
         settings = {**self.settings, "far": share, "far_heads": heads_chosen}
         return replace(self, settings=settings, heads=heads, steps=steps)
 
-    def record(self, per_head: bool = False) -> dict[str, Any]:
+    def record(self, per_head: bool | Collection[str] = False) -> dict[str, Any]:
         """A flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
-        `[layers][T]`, and the heads apart if asked."""
+        `[layers][T]`, and the heads apart of every measure, or of those named, if asked."""
         out: dict[str, Any] = {
             "trace": self.trace,
             "selector": self.selector,
@@ -180,6 +180,7 @@ class Evaluation:
             out["heads"] = {
                 name: [[json_number(value) for value in layer] for layer in values.tolist()]
                 for name, values in self.heads.items()
+                if per_head is True or name in per_head
             }
         return out
 
@@ -320,7 +321,9 @@ def evaluate_budgets(
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
             parts.append(
-                _replays(cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps, watch)
+                _replays(
+                    cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps, watch
+                )
             )
         per_layer.append([_of_layer(shares, measured) for measured in zip(*parts, strict=True)])
     settings = {

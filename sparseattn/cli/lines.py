@@ -13,8 +13,8 @@ COLOURS = (
 )
 # The same on a dark page: lighter where they would vanish, and as far apart.
 DARK = (
-    *("#4A9FE8", "#F27B3A", "#1DBF8F", "#E3A3CB", "#F5C242"),
-    *("#A5DCFF", "#FFFFFF", "#E0527F", "#B98B5E", "#9C8CFF"),
+    *("#656ABF", "#D6852A", "#348E7F", "#E29BC8", "#CEBC66"),
+    *("#8BE1FF", "#FFFFFF", "#FF4D91", "#AA7958", "#9F72FF"),
 )
 MARKERS = "osD^vPX*<>"
 DASHES = ("-", "--")  # solid for the first five lines, dashed for the next five

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sparseattn.budget import Budget, parse_budget
+from sparseattn.budget import Budget, budget_label, parse_budget
 from sparseattn.builtin import BUILTIN, pieces_of
 from sparseattn.cli.common import (
     SELECTOR_HELP,
@@ -26,14 +26,17 @@ from sparseattn.cli.common import (
 from sparseattn.cli.page import explorer, html, origin
 from sparseattn.cli.page import folders as reading
 from sparseattn.cli.page.kinds import KINDS
+from sparseattn.cli.page.origin import Facts
 from sparseattn.cli.page.views import Section
 from sparseattn.exploring import explore
 from sparseattn.files import write_atomic
 from sparseattn.integrations.errors import ModelError
 from sparseattn.metrics import usable_layers
+from sparseattn.roles import as_method
 from sparseattn.wheels import FetchError
 
 EXPLORED = ("quest", "lowbit", "exact")
+QUERIES = 8
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,17 @@ class Explored:
         queries: tokens at the end that ask.
         layers: of the model; None: all.
         sink, window: rows that every method reads.
+        device: to replay on; None: a CUDA device if there is one, for selectors that can work there.
     """
 
     traces: Sequence[str]
     selectors: Sequence[str] = EXPLORED
     budget: Budget = 256
-    queries: int = 8
+    queries: int = QUERIES
     layers: Sequence[int] | None = None
     sink: int = 4
     window: int = 64
+    device: str | None = None
 
 
 @in_a_sentence
@@ -78,10 +83,11 @@ def report(
         typer.Option(help=f"Whose rows to show there: {SELECTOR_HELP} Default: {' '.join(EXPLORED)}."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256",
-    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = 8,
+    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = QUERIES,
     layers: Annotated[str | None, typer.Option(help="Layers shown there, such as 0,5,17; default all.")] = None,
     sink: Annotated[int, typer.Option(help="First rows that every query reads there.")] = 4,
     window: Annotated[int, typer.Option(help="Last rows that every query reads there.")] = 64,
+    device: Annotated[str | None, typer.Option(help="To replay on there; default a GPU if there is one.")] = None,
 ) -> None:
     """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting.
 
@@ -89,14 +95,15 @@ def report(
     """
     if selector and not trace:
         raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
-    asked = Explored(
-        *(trace or (), selector or EXPLORED, parse_budget(budget), queries, integers(layers, "--layers"), sink, window)
-    )
+    indices = integers(layers, "--layers")
+    asked = Explored(trace or (), selector or EXPLORED, parse_budget(budget), queries, indices, sink, window, device)
     path = write_report(folders or [], out, title, asked)
     errors.print(f"report: {path}", soft_wrap=True)
 
 
-def write_report(folders: Sequence[Path], out: Path, title: str | None = None, explored: Explored | None = None) -> Path:
+def write_report(
+    folders: Sequence[Path], out: Path, title: str | None = None, explored: Explored | None = None
+) -> Path:
     """Reads the records, explores the traces, makes the page and returns its path.
 
     Raises:
@@ -112,21 +119,22 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None, e
     if not out.parent.is_dir():
         raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
     found = reading.read(folders, KINDS)
-    sections: list[Section] = []
-    for name, make in KINDS.items():
-        for source in found.get(name, []):
-            sections.append(reading.checked(source, make))
+    sections = [reading.checked(source, make) for name, make in KINDS.items() for source in found.get(name, [])]
+    settings: dict[str, Facts] = {}
     if explored is not None:
-        sections += [_explored(number, name, explored) for number, name in enumerate(traces)]
-    if found:
-        sections.append(origin.section(found))
+        for number, name in enumerate(traces):
+            section, facts = _explored(number, name, explored)
+            sections.append(section)
+            settings |= facts
+    sections.append(origin.section(found, settings))
     named = ", ".join([*map(str, folders), *(f"the trace {name}" for name in traces)])
     made = f"Written on {datetime.date.today().isoformat()} from {named}."
     write_atomic(out, html.written(plain(title or f"Sparse attention: {named}"), sections, plain(made)).encode())
     return out
 
 
-def _explored(number: int, name: str, asked: Explored) -> Section:
+def _explored(number: int, name: str, asked: Explored) -> tuple[Section, dict[str, Facts]]:
+    """The section of a trace, and what it was made with."""
     with model_progress() as progress:
         trace = open_trace(name, progress)
         try:
@@ -145,6 +153,17 @@ def _explored(number: int, name: str, asked: Explored) -> Section:
             sink=asked.sink,
             window=asked.window,
             layers=asked.layers,
+            device=asked.device,
             progress=advance,
         )
-    return explorer.section(number, found, pieces)
+    settings = {
+        "selectors": [repr(as_method(one)) for one in asked.selectors],
+        "budget": budget_label(asked.budget),
+        "sink": asked.sink,
+        "window": asked.window,
+        "tokens": trace.tokens,
+        "tokens that ask": list(found.tokens),
+        "layers": list(found.layers),
+        "trace_meta": trace.meta,
+    }
+    return explorer.section(number, found, pieces), {f"the attention of {trace.name}": settings}

@@ -62,7 +62,7 @@ def _groups(records: Sequence[Record]) -> dict[tuple[str, str, str | None], list
     return groups
 
 
-def _mean(mine: Sequence[Record], name: str) -> float | None:
+def _mean(mine: Sequence[Mapping[str, Any]], name: str) -> float | None:
     held = [one[name] for one in mine if one.get(name) is not None]
     return sum(held) / len(held) if len(held) == len(mine) else None
 
@@ -77,11 +77,11 @@ def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[
         }
         for (where, method, budget), mine in _groups(records).items()
     ]
-    note = "A point a budget, the mean over prompts. What reads every row, or diverges by nothing, has no place on a logarithmic axis at 0."
+    note = "A point a budget, the mean over prompts. What is 0 has no place on a logarithmic axis."
     return Lines(title, facet, COST, quality, points, note)
 
 
-def _needles(maps: Mapping[str, Sequence[Record]]) -> Heat:
+def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     panels = []
     for mine in maps.values():
         lengths, depths = ([*sorted({one[name] for one in mine})] for name in ("length", "depth"))
@@ -96,7 +96,10 @@ def _needles(maps: Mapping[str, Sequence[Record]]) -> Heat:
             panels.append(
                 {"method": row[0], "choice": choice, "columns": lengths, "rows": depths, "values": {"score": cells}}
             )
-    note = "The needle's depth down, the text's length across: 0 is the beginning of the text. What has no budget of its own is shown beside every budget."
+    note = (
+        "The needle's depth down, 0 being the beginning of the text, and the text's length across. What has no budget of "
+        "its own is shown beside every budget."
+    )
     return Heat("Where needles are found", "tokens", "depth", ("task", "budget"), SCORE, panels, False, note)
 
 

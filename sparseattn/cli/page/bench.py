@@ -62,7 +62,9 @@ class Recorded:
 def section(records: Sequence[Record]) -> Section:
     """Frontiers, maps of heads where the records hold heads (`--per-head`), and the table."""
     measured = [Recorded(one) for one in records]
-    said = [sentence for sentence in (report.finding(measured), report.verdict(measured)) if sentence]
+    lead = report.finding(measured)
+    said = [] if lead is None else [lead.removeprefix(report.IN_SHORT)]  # the page's own words
+    said.append(report.verdict(measured))
     views: list[View] = [_frontier(records)]
     if any("heads" in one for one in records):
         views.append(_heads(records))

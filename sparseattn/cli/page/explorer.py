@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparseattn.budget import budget_label
@@ -49,8 +47,8 @@ def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Se
         "start": _start(found),
     }
     note = (
-        f"Weights are kept in 8 bits, to about 3 %; what is below {10**-DECADES:.0e} counts as nothing. The rows needed "
-        f"are the fewest that hold {SHARE:.0%} of a head's attention."
+        f"Weights are kept in 8 bits, to about 3 %; what is below {10**-DECADES:.0e} counts as nothing. The rows "
+        f"needed are the fewest that hold {SHARE:.0%} of a head's attention."
     )
     name = "explorer" if number == 0 else f"explorer-{number + 1}"
     view = Explorer(f"{found.trace}: one token's attention", data, note)
@@ -82,13 +80,11 @@ def _start(found: Exploration) -> dict[str, int]:
 
 
 def _said(found: Exploration) -> str:
-    parts: list[str] = []
-    for one in found.readings:
-        measured: dict[str, Any] = {name: float(torch.nanmean(values)) for name, values in one.measured.items()}
-        parts.append(f"{one.label} {measured['mass']:.0%} in {measured['attended']:,.0f} rows")
+    held = [f"{one.label} {float(one.measured['mass'].mean()):.0%}" for one in found.readings]
     needed = found.needed.double().flatten()
     low, middle, high = (round(float(needed.quantile(q))) for q in (0.1, 0.5, 0.9))
     return (
-        f"{found.trace}, the last {len(found.tokens)} tokens: {SHARE:.0%} of a head's attention lies on {middle:,} rows "
-        f"in the median head ({low:,} to {high:,} in eight of ten); of all of it hold {', '.join(parts)}."
+        f"{found.trace}, the last {len(found.tokens)} tokens: {SHARE:.0%} of the attention lies on {middle:,} rows in "
+        f"the median head, on {low:,} to {high:,} in eight of ten. At budget {budget_label(found.budget)} the rows read "
+        f"hold of it, in the mean: {', '.join(held)}."
     )

@@ -41,7 +41,9 @@ def section(records: Sequence[Record]) -> Section:
         f"A row a layer, a column a query head; the mean over the last {one['last']} tokens. Far rows are those beyond "
         f"a sink of {one['sink']} and a window of {one['window']}."
     )
-    view = Heat("What each head needs", "query head", "layer", ("trace",), [_measure(n) for n in names], panels, False, note)
+    view = Heat(
+        "What each head needs", "query head", "layer", ("trace",), [_measure(n) for n in names], panels, False, note
+    )
     said = [sentence for mine in by_trace.values() for sentence in _findings(mine)]
     return Section("needs", "Which rows heads need", said, [view])
 
@@ -49,7 +51,7 @@ def section(records: Sequence[Record]) -> Section:
 def _measure(name: str) -> Measure:
     share = name.partition("@")[0] in SHARES
     form = "share" if share else "count" if name.startswith(("needed", "rows")) else "number"
-    return Measure(name, MEASURES[name], form, top=1.0 if share else None)
+    return Measure(name, MEASURES[name], form, log=name == "needed", top=1.0 if share else None)
 
 
 def _findings(mine: Sequence[Record]) -> list[str]:

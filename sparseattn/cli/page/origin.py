@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+from sparseattn.cli.page import views
 from sparseattn.cli.page.folders import Record, Source
-from sparseattn.cli.page.views import Facts, Section
+from sparseattn.cli.page.views import Section
+from sparseattn.environment import machine, versions
+
+Facts: TypeAlias = "Mapping[str, Any]"  # as a record of them would hold them
 
 # What was measured, of any kind: all else that a line holds says how.
 MEASURED = {
@@ -20,8 +24,8 @@ APART = ("versions", "machine", "trace_meta")  # in groups of their own
 MOST = 12  # different values that are listed
 
 
-def section(found: Mapping[str, Sequence[Source]]) -> Section:
-    """A group for each file, for each trace, and for each set of versions and machine."""
+def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) -> Section:
+    """A group for each file, for each trace, for each set of versions and machine, and those of what was made here."""
     groups: dict[str, dict[str, str]] = {}
     traces: dict[str, dict[str, str]] = {}
     made: dict[str, list[str]] = {}  # versions and machine -> files made by them
@@ -35,10 +39,13 @@ def section(found: Mapping[str, Sequence[Source]]) -> Section:
             if str(source.path) not in files:
                 files.append(str(source.path))
     for by, files in made.items():
-        versions, machine = json.loads(by)
-        facts = {**_flat(machine or {}), **_flat(versions or {})}
+        held = [one for one in json.loads(by) if one]
+        facts = {name: text for one in reversed(held) for name, text in _flat(one).items()}
         groups[f"versions and machine of {', '.join(files)}"] = facts or {"": "the records do not say"}
-    view = Facts("Settings and versions", {**groups, **traces})
+    for name, facts in more.items():
+        own = {**facts, "versions": versions(), "machine": machine()}
+        groups[name] = _flat(own)
+    view = views.Facts("Settings and versions", {**groups, **traces})
     return Section("origin", "What it was measured with", (), [view])
 
 

@@ -42,7 +42,9 @@ def section(records: Sequence[Record]) -> Section:
     )
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
     methods = dict.fromkeys(one["label"] for one in records)
-    return Section("recall", "What indexes scan to find the best keys", _said(records), [lines, _table(records)], tuple(methods))
+    return Section(
+        "recall", "What indexes scan to find the best keys", _said(records), [lines, _table(records)], tuple(methods)
+    )
 
 
 def _facet(one: Record) -> str:
@@ -87,7 +89,9 @@ def _curve(mine: Sequence[Record]) -> Curve:
     )
     first = mine[0]
     settings = {name: first[name] for name in ("k", "keys", "queries")}
-    return Curve(first["selector"], first["knob"], settings, points, first["build_seconds"], first["index_bytes_per_key"])
+    return Curve(
+        first["selector"], first["knob"], settings, points, first["build_seconds"], first["index_bytes_per_key"]
+    )
 
 
 def _table(records: Sequence[Record]) -> Table:

@@ -30,7 +30,7 @@ views.explorer = (figure, view) => {
   const text = make("div", { class: "text", tabindex: "0", role: "region", "aria-label": "The text. Left and right go from needed row to needed row." });
   const list = make("div", { class: "scroll" });
   const toggle = make("button", { type: "button", class: "quiet", onclick: () => { whole = !whole; drawText(); } });
-  figure.append(
+  const parts = [
     make("h4", {}, "Token that asks"), asks,
     make("div", { class: "where" }, heads, facts),
     make("h4", {}, "The whole context, from its first row to its last"), strip,
@@ -38,7 +38,8 @@ views.explorer = (figure, view) => {
       make("span", { class: "key glow" }, "more attention"), make("span", { class: "key read" }, "read by the method"),
       make("span", { class: "key missed" }, "needed and not read"), make("span", { class: "key always" }, "always read: sink and window"), toggle),
     data.pieces ? null : make("p", { class: "none" }, "This trace holds no text, so rows stand as their numbers: capture it with --with-text."),
-    said, text, make("h4", {}, "The rows that hold most beyond sink and window"), list);
+    said, text, make("h4", {}, "The rows that hold most beyond sink and window"), list];
+  figure.append(...parts.filter((part) => part));
 
   // -- what is chosen --------------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ views.explorer = (figure, view) => {
     if (data.tokens.includes(row)) names.push(row === last() ? "asking" : "ask");
     if (row === picked) names.push("picked");
     if (page > 1 && row >= data.sink && (row - data.sink) % page === 0 && !always(row)) names.push("page-start");
-    const raw = data.pieces ? piece(row).replace(/\n/g, "⏎\n") : `${row} `;
+    const raw = !data.pieces ? `${row} ` : whole ? piece(row).replace(/\n/g, "⏎\n") : piece(row).replace(/\n/g, "⏎").replace(/ +/g, " ");
     const one = make("span", { class: names.join(" ") || false, "data-row": row }, raw || "·");
     const glow = Math.max(0, Math.min(1, (data.decades * (level(row) / 255 - 1) + 4) / 3.4));
     if (glow > 0.02) one.style.backgroundColor = `color-mix(in srgb, var(--glow) ${Math.round(92 * glow)}%, transparent)`;

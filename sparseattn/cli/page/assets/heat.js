@@ -35,14 +35,17 @@ views.heat = (figure, view) => {
     const least = measure.log ? Math.max(values[0] || 1, 1e-9) : Math.min(0, values[0] ?? 0);
     const part = measure.log
       ? (value) => Math.log(Math.max(value, least) / least) / Math.log(most / least || 2)
-      : (value) => (value - least) / (most - least || 1);
+      : measure.top == null
+        ? (value) => Math.sqrt(Math.max(0, value - least) / (most - least || 1)) // few heads are far off, and the others differ too
+        : (value) => (value - least) / (most - least || 1);
+    const middle = measure.log ? Math.sqrt(least * most) : least + (most - least) * (measure.top == null ? 0.25 : 0.5);
     const colour = (value) => d3.interpolateCividis(Math.max(0, Math.min(1, part(value))));
     const clipped = measure.top == null && values[values.length - 1] > most;
     const stops = d3.range(0, 1.01, 0.1).map((t) => d3.interpolateCividis(t)).join(",");
     const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
     ramp.style.background = `linear-gradient(90deg,${stops})`;
-    legend.replaceChildren(make("span", {}, show(least, measure.form)), ramp,
-      make("span", {}, `${show(most, measure.form)}${clipped ? " or more" : ""}`), make("span", { class: "what" }, measure.label));
+    legend.replaceChildren(make("span", { class: "ends" }, ...[least, middle].map((value) => make("span", {}, show(value, measure.form))), make("span", {}, `${show(most, measure.form)}${clipped ? " or more" : ""}`)), make("span", { class: "what" }, measure.label));
+    legend.firstChild.prepend(ramp);
     const wide = Math.max(...view.panels.map((panel) => panel.columns.length));
     const least_width = view.methods ? 340 : Math.max(150, Math.min(420, 60 + 15 * wide));
     const columns = Math.max(1, Math.min(shown.length, Math.floor(panels.clientWidth / least_width)));

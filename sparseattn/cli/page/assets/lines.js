@@ -20,7 +20,7 @@ views.lines = (figure, view) => {
 
   function draw() {
     const known = view.points.filter((point) => place(point, x) != null && place(point, y) != null);
-    const columns = Math.max(1, Math.min(facets.length, Math.floor(panels.clientWidth / 300)));
+    const columns = Math.max(1, Math.min(facets.length, Math.floor(panels.clientWidth / 262)));
     panels.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
     panels.replaceChildren();
     const across = domain(known, x), up = domain(known, y);
