@@ -31,7 +31,7 @@ class Reading:
 
     Args:
         label: of the method.
-        rows: `[Q,L,H*G,ceil(T/8)]` uint8, a bit a row of the trace, the first row in the lowest bit: whether it is read.
+        rows: `[Q,L,H*G,ceil(T/8)]` uint8, a bit a row of the trace, the first in the lowest bit: whether it is read.
         measured: measure -> `[Q,L,H*G]` float64, of `TOLD`.
         page: rows of a page, where the method reads whole pages of rows as the trace has them; else 1.
     """
@@ -121,8 +121,18 @@ def explore(
     for i, method in enumerate(methods):
         noted = _Noted(trace, chosen, queries, group, shape)
         watch = functools.partial(noted.watch, levels=None if i else levels, needed=None if i else needed)
-        options = {"sink": sink, "window": window, "layers": chosen, "device": device}
-        evaluate_budgets(trace, method, [budget], last=queries, progress=progress, watch=watch, **options)
+        evaluate_budgets(
+            trace,
+            method,
+            [budget],
+            sink=sink,
+            window=window,
+            last=queries,
+            layers=chosen,
+            device=device,
+            progress=progress,
+            watch=watch,
+        )
         readings.append(Reading(method.label(), noted.rows, noted.measured, noted.page or 1))
     asked = tuple(range(trace.tokens - queries, trace.tokens))
     return Exploration(
@@ -189,7 +199,7 @@ class _Noted:
 
 
 def tokens_of(stored: Tensor, rows: Tensor) -> Tensor | None:
-    """Which row of a trace each stored row is, as a selector may have had a cache reorder them; None: they are in order.
+    """Which row of a trace each stored row is, as a selector may have had a cache reorder them; None: all in order.
 
     Args:
         stored, rows: `[H,N,D]`, the same rows in any order; of rows that are alike either may be named.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -119,7 +119,7 @@ def write_report(
     if not out.parent.is_dir():
         raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
     found = reading.read(folders, KINDS)
-    sections = [reading.checked(source, make) for name, make in KINDS.items() for source in found.get(name, [])]
+    sections = [one for name, make in KINDS.items() for one in _sections(found.get(name, []), make)]
     settings: dict[str, Facts] = {}
     if explored is not None:
         for number, name in enumerate(traces):
@@ -131,6 +131,17 @@ def write_report(
     made = f"Written on {datetime.date.today().isoformat()} from {named}."
     write_atomic(out, html.written(plain(title or f"Sparse attention: {named}"), sections, plain(made)).encode())
     return out
+
+
+def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[reading.Record]], Section]) -> list[Section]:
+    """A section of each source; several of a kind are told apart by their folders."""
+    made = [reading.checked(source, make) for source in sources]
+    if len(made) < 2:
+        return made
+    return [
+        replace(one, name=f"{one.name}-{number}", title=f"{one.title}: {source.path.parent}")
+        for number, (one, source) in enumerate(zip(made, sources, strict=True), 1)
+    ]
 
 
 def _explored(number: int, name: str, asked: Explored) -> tuple[Section, dict[str, Facts]]:

@@ -97,8 +97,8 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
                 {"method": row[0], "choice": choice, "columns": lengths, "rows": depths, "values": {"score": cells}}
             )
     note = (
-        "The needle's depth down, 0 being the beginning of the text, and the text's length across. What has no budget of "
-        "its own is shown beside every budget."
+        "The needle's depth down, 0 being the beginning of the text, and the text's length across. What has no "
+        "budget of its own is shown beside every budget."
     )
     return Heat("Where needles are found", "tokens", "depth", ("task", "budget"), SCORE, panels, False, note)
 

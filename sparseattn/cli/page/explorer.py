@@ -85,6 +85,6 @@ def _said(found: Exploration) -> str:
     low, middle, high = (round(float(needed.quantile(q))) for q in (0.1, 0.5, 0.9))
     return (
         f"{found.trace}, the last {len(found.tokens)} tokens: {SHARE:.0%} of the attention lies on {middle:,} rows in "
-        f"the median head, on {low:,} to {high:,} in eight of ten. At budget {budget_label(found.budget)} the rows read "
-        f"hold of it, in the mean: {', '.join(held)}."
+        f"the median head, on {low:,} to {high:,} in eight of ten. At budget {budget_label(found.budget)} the rows "
+        f"read hold of it, in the mean: {', '.join(held)}."
     )

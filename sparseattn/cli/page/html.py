@@ -12,9 +12,10 @@ from sparseattn import __version__
 from sparseattn.cli.lines import COLOURS, DARK, DASHES
 from sparseattn.cli.page.views import Section
 
-# In this order; the first two are other people's (assets/vendor/README.md).
-SCRIPTS = (
-    *("vendor/d3.min.js", "vendor/plot.umd.min.js", "page.js", "probe.js"),
+# Those of others (assets/vendor/README.md), and their licences.
+LICENCES = {"vendor/d3.min.js": "vendor/LICENSE-d3", "vendor/plot.umd.min.js": "vendor/LICENSE-plot"}
+SCRIPTS = (  # in this order
+    *(*LICENCES, "page.js", "probe.js"),
     *("lines.js", "heat.js", "table.js", "facts.js", "explorer.js"),
 )
 # Seven shapes go through ten colours, so that 70 methods differ.
@@ -32,7 +33,7 @@ def written(title: str, sections: Sequence[Section], made: str) -> str:
     """
     methods = list(dict.fromkeys(name for section in sections for name in section.methods if name != FULL))
     data = {"methods": [_look(i, name) for i, name in enumerate(methods)], "sections": [s.record() for s in sections]}
-    scripts = "\n".join(f"<script>{_script(asset(name))}</script>" for name in SCRIPTS)
+    scripts = "\n".join(f"<script>{_script(name)}</script>" for name in SCRIPTS)
     return _filled(
         asset("page.html"),
         title=html.escape(title),
@@ -61,9 +62,12 @@ def _look(number: int, name: str) -> dict[str, Any]:
     }
 
 
-def _script(text: str) -> str:
-    if "</script" in text.lower():
-        raise AssertionError("a script may not end itself")
+def _script(name: str) -> str:
+    """A script of the page; one of others with its licence before it."""
+    text = asset(name)
+    if name in LICENCES:
+        text = f"/*\n{asset(LICENCES[name])}*/\n{text}"
+    assert "</script" not in text.lower(), f"{name} would end itself"
     return text
 
 

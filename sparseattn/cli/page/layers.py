@@ -7,7 +7,7 @@ from typing import Any
 
 from sparseattn.budget import budget_label
 from sparseattn.cli.page.folders import Record
-from sparseattn.cli.page.views import Heat, Measure, Section, Table
+from sparseattn.cli.page.views import Heat, Measure, Section, Table, View
 
 FILE = "by-layer.jsonl"
 
@@ -20,7 +20,7 @@ MEASURES = (
 def section(records: Sequence[Record]) -> Section:
     """A map of methods by layers for each comparison, and a table of them."""
     methods = dict.fromkeys(method["label"] for one in records for method in one["methods"])
-    views = [_map(records), _table(records)]
+    views: list[View] = [_map(records), _table(records)]
     return Section("layers", "Which layers a method fails in", [_best(one) for one in records], views, tuple(methods))
 
 
@@ -35,7 +35,8 @@ def _best(one: Record) -> str:
     rivals = [method for method in one["methods"] if not method["scans_all"]] or one["methods"]
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
     errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]
-    said = f"{one['trace']}, at {_condition(one)}: {best['label']} is nearest to full attention, off by "
+    who = "" if best["scans_all"] else ", of the methods that do not score every key,"
+    said = f"{one['trace']}, at {_condition(one)}: {best['label']}{who} is nearest to full attention, off by "
     said += f"{best['mean']['relative_error']:.1%}"
     if len(errors) > 1:
         (least, low), (most, high) = min(errors), max(errors)

@@ -41,9 +41,8 @@ def section(records: Sequence[Record]) -> Section:
         f"A row a layer, a column a query head; the mean over the last {one['last']} tokens. Far rows are those beyond "
         f"a sink of {one['sink']} and a window of {one['window']}."
     )
-    view = Heat(
-        "What each head needs", "query head", "layer", ("trace",), [_measure(n) for n in names], panels, False, note
-    )
+    measures = [_measure(name) for name in names]
+    view = Heat("What each head needs", "query head", "layer", ("trace",), measures, panels, note=note)
     said = [sentence for mine in by_trace.values() for sentence in _findings(mine)]
     return Section("needs", "Which rows heads need", said, [view])
 

@@ -42,9 +42,8 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
         held = [one for one in json.loads(by) if one]
         facts = {name: text for one in reversed(held) for name, text in _flat(one).items()}
         groups[f"versions and machine of {', '.join(files)}"] = facts or {"": "the records do not say"}
-    for name, facts in more.items():
-        own = {**facts, "versions": versions(), "machine": machine()}
-        groups[name] = _flat(own)
+    for name, own in more.items():
+        groups[name] = _flat({**own, "versions": versions(), "machine": machine()})
     view = views.Facts("Settings and versions", {**groups, **traces})
     return Section("origin", "What it was measured with", (), [view])
 

@@ -9,7 +9,7 @@ import torch
 
 from sparseattn.cli import report
 from sparseattn.cli.page.folders import Record
-from sparseattn.cli.page.views import Lines, Measure, Section, Table
+from sparseattn.cli.page.views import Lines, Measure, Section, Table, View
 from sparseattn.curves import MEASURES, Curve, Point
 
 FILE = "recall.jsonl"
@@ -37,14 +37,13 @@ def section(records: Sequence[Record]) -> Section:
     one = records[0]
     note = (
         f"A point a value of the index's knob; recall of the {one['k']} best keys, mean over heads and "
-        f"{one['queries']} queries. The thin line is a recall of {report.LEVEL:.0%}. `{CONTROL}` is the control: held-out "
-        f"keys ask in place of queries."
+        f"{one['queries']} queries. The thin line is a recall of {report.LEVEL:.0%}. `{CONTROL}` is the control: "
+        f"held-out keys ask in place of queries."
     )
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
     methods = dict.fromkeys(one["label"] for one in records)
-    return Section(
-        "recall", "What indexes scan to find the best keys", _said(records), [lines, _table(records)], tuple(methods)
-    )
+    views: list[View] = [lines, _table(records)]
+    return Section("recall", "What indexes scan to find the best keys", _said(records), views, tuple(methods))
 
 
 def _facet(one: Record) -> str:

@@ -150,12 +150,13 @@ views.explorer = (figure, view) => {
   }
 
   function drawText() {
-    const needed = new Set(neededRows()), page = data.methods[state.method].page, rows = last() + 1, near = 5;
+    const needed = new Set(neededRows()), page = data.methods[state.method].page, near = 5;
+    const rows = d3.max(data.tokens) + 1; // tokens that come later and ask too can be clicked
     text.style.setProperty("--read", colourOf(data.methods[state.method].label));
     toggle.textContent = whole ? "Show the parts that matter" : "Show the whole text";
     const keep = new Uint8Array(rows);
     for (let row = 0; row < rows; row += 1) {
-      if (whole || (needed.has(row) && !always(row)) || (isRead(state.method, row) && !always(row) && page > 1) || row > last() - 24 || opened.has(row) || row === picked) {
+      if (whole || (needed.has(row) && !always(row)) || (isRead(state.method, row) && !always(row) && page > 1) || row > last() - 24 || row > last() || opened.has(row) || row === picked) {
         keep.fill(1, Math.max(0, row - near), Math.min(rows, row + near + 1));
       }
     }
@@ -196,7 +197,8 @@ views.explorer = (figure, view) => {
 
   function token(row, needed, page) {
     const names = [];
-    if (always(row)) names.push("always");
+    if (row > last()) names.push("later");
+    else if (always(row)) names.push("always");
     else if (isRead(state.method, row)) names.push("read");
     else if (needed.has(row)) names.push("missed");
     if (data.tokens.includes(row)) names.push(row === last() ? "asking" : "ask");
@@ -204,13 +206,14 @@ views.explorer = (figure, view) => {
     if (page > 1 && row >= data.sink && (row - data.sink) % page === 0 && !always(row)) names.push("page-start");
     const raw = !data.pieces ? `${row} ` : whole ? piece(row).replace(/\n/g, "⏎\n") : piece(row).replace(/\n/g, "⏎").replace(/ +/g, " ");
     const one = make("span", { class: names.join(" ") || false, "data-row": row }, raw || "·");
-    const glow = Math.max(0, Math.min(1, (data.decades * (level(row) / 255 - 1) + 4) / 3.4));
+    const glow = row > last() ? 0 : Math.max(0, Math.min(1, (data.decades * (level(row) / 255 - 1) + 4) / 3.4));
     if (glow > 0.02) one.style.backgroundColor = `color-mix(in srgb, var(--glow) ${Math.round(92 * glow)}%, transparent)`;
     return one;
   }
 
   function say(row) {
     if (row < 0) { said.textContent = "Point at a token, or click one, to see what it weighs and who reads it."; return; }
+    if (row > last()) { said.textContent = `Row ${row.toLocaleString("en")} comes after the token that asks.`; return; }
     const by = methods().map((i) => `${data.methods[i].label} ${isRead(i, row) ? "reads it" : "does not"}`);
     const page = data.methods[state.method].page;
     const where = page > 1 && row >= data.sink && !always(row) ? `, page ${Math.floor((row - data.sink) / page)}` : "";

@@ -54,7 +54,7 @@ views.heat = (figure, view) => {
     if (!shown.length) panels.append(make("p", { class: "none" }, "No method that is switched on has such a map."));
     for (const one of shown) {
       const host = make("div", { class: "plot" });
-      const name = one.method == null ? null : make("h4", {}, one.method === "full" ? null : swatch(one.method), ` ${one.method}`);
+      const name = one.method == null ? null : make("h4", {}, swatch(one.method), ` ${one.method}`);
       const panel = make("div", { class: "panel", "data-method": one.method ?? false }, name, host);
       panels.append(panel);
       drawPanel(host, one, colour);

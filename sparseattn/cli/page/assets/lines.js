@@ -21,12 +21,12 @@ views.lines = (figure, view) => {
   function draw() {
     const known = view.points.filter((point) => place(point, x) != null && place(point, y) != null);
     const columns = Math.max(1, Math.min(facets.length, Math.floor(panels.clientWidth / 262)));
-    panels.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
+    panels.style.gridTemplateColumns = `repeat(${columns}, minmax(0, ${columns === 1 ? "680px" : "1fr"}))`;
     panels.replaceChildren();
     const across = domain(known, x), up = domain(known, y);
     for (const facet of facets) {
       const host = make("div", { class: "plot" });
-      const panel = make("div", { class: "panel" }, facets.length > 1 ? make("h4", {}, facet) : null, host);
+      const panel = make("div", { class: "panel" }, make("h4", {}, facet), host);
       panels.append(panel);
       drawPanel(host, facet, known.filter((point) => point.facet === facet), across, up);
     }
@@ -75,23 +75,24 @@ views.lines = (figure, view) => {
 
   function axis(measure, range, count) {
     const shared = { label: `${measure.label}${measure.better ? (measure.better === "high" ? " (more is better)" : " (less is better)") : ""}`, labelArrow: "none", domain: range, grid: true };
-    const form = (value) => (measure.form === "share" ? `${Number((100 * value).toPrecision(3))}%` : d3.format("~s")(value));
+    const form = (value) => (measure.form === "share" ? `${Number((100 * value).toPrecision(3))}%` : Math.abs(value) >= 1000 ? d3.format("~s")(value) : String(value));
     if (!measure.log) return { ...shared, ticks: count, tickFormat: form };
     return { ...shared, type: "log", ticks: logTicks(range, count), tickFormat: form };
   }
 
   function logTicks([low, high], count) {
-    for (const steps of [[1, 2, 5], [1, 3], [1]]) {
-      const made = [];
+    let made = [];
+    for (const steps of [[1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 5], [1, 3], [1]]) {
+      made = [];
       for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) {
         for (const step of steps) {
           const tick = step * 10 ** power;
           if (tick >= low && tick <= high) made.push(Number(tick.toPrecision(3)));
         }
       }
-      if (made.length <= count || steps.length === 1) return made;
+      if (made.length <= count) break;
     }
-    return [];
+    return made;
   }
 
   draw();

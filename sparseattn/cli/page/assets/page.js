@@ -44,7 +44,7 @@ const redraws = [];
 const numberOf = new Map(page.methods.map((method, i) => [method.name, i]));
 const isShown = (name) => !hidden.has(name);
 const colourOf = (name) => (numberOf.has(name) ? `var(--method-${numberOf.get(name)})` : "var(--soft)");
-const methodOf = (name) => page.methods[numberOf.get(name)];
+const methodOf = (name) => page.methods[numberOf.get(name)] ?? { symbol: "circle", dash: "2 3" }; // full attention: grey, never hidden
 
 /** The mark of a method, as its lines have it. */
 function swatch(name) {
@@ -130,7 +130,7 @@ function drawSections() {
     }
     main.append(host);
     for (const view of section.views) {
-      const figure = make("figure", { class: `view ${view.kind}` }, make("h3", {}, view.title));
+      const figure = make("figure", { class: `view ${view.kind}`, "aria-label": view.title }, make("h3", {}, view.title));
       host.append(figure);
       const update = views[view.kind](figure, view);
       if (view.note) figure.append(make("figcaption", {}, view.note));

@@ -49,14 +49,12 @@ function probe(host, label, places, reach = 40) {
     event.preventDefault();
     if (at < 0) return go(0);
     const here = places[at], [dx, dy] = step;
-    const ahead = all.filter((i) => {
-      const one = places[i];
-      if (here.line !== undefined) {
-        return dx ? one.line === here.line && (one.x - here.x) * dx > 0.5 : one.line !== here.line && (one.y - here.y) * dy >= 0;
-      }
-      return dx ? Math.abs(one.y - here.y) < 0.5 && (one.x - here.x) * dx > 0.5 : Math.abs(one.x - here.x) < 0.5 && (one.y - here.y) * dy > 0.5;
+    const ahead = all.filter((i) => (dx ? (places[i].x - here.x) * dx > 0.5 : (places[i].y - here.y) * dy > 0.5));
+    const mine = ahead.filter((i) => {
+      if (here.line !== undefined) return dx ? places[i].line === here.line : places[i].line !== here.line;
+      return Math.abs(dx ? places[i].y - here.y : places[i].x - here.x) < 0.5;
     });
-    const next = nearest(here.x, here.y, ahead);
+    const next = nearest(here.x, here.y, mine.length || here.line === undefined ? mine : ahead); // from a line's end on to another
     if (next >= 0) go(next);
   };
 }

@@ -31,7 +31,7 @@ views.table = (figure, view) => {
     count.textContent = rows.length === view.rows.length ? `${rows.length} rows` : `${rows.length} of ${view.rows.length} rows`;
     body.replaceChildren(...rows.map((row) => make("tr", {}, ...row.map((cell, i) => {
       const shown = show(cell, view.columns[i].form);
-      return i === view.method && numberOf.has(cell) ? make("th", { scope: "row" }, swatch(cell), ` ${shown}`)
+      return i === view.method ? make("th", { scope: "row" }, swatch(cell), ` ${shown}`)
         : make("td", { class: view.columns[i].form === "text" ? "" : "number" }, shown);
     }))));
   }
