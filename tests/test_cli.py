@@ -715,7 +715,17 @@ def test_bench_without_arguments_or_network_runs_on_the_byte_models_traces(
         "bench.jsonl",
         "frontier-recall.png",
         "frontier-text.png",
+        "report.html",
     }
+    assert done.stderr.splitlines()[-1] == f"report: {tmp_path / 'out' / 'report.html'}"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert len(page.encode()) < 5_000_000
+    data = json.loads(page.partition('id="page-data">')[2].partition("</script>")[0])
+    assert [one["name"] for one in data["sections"]] == ["frontier", "explorer", "origin"]
+    (explored,) = data["sections"][1]["views"]
+    assert [one["label"] for one in explored["data"]["methods"]] == ["Quest", "LowBit", "Exact", "SAAP"]
+    assert len("".join(explored["data"]["pieces"]).encode()) == 8192, "the built-in trace's text"
+    assert "heat" in [view["kind"] for view in data["sections"][0]["views"]]
     for trace in ("recall", "text") if whole else ():
         done = run(
             "bench",

@@ -46,7 +46,8 @@ def opened(browser: Any, page_file: Path) -> Iterator[Callable[..., Any]]:
     contexts = []
 
     def open_page(width: int = 1280, theme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        size = {"width": width, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(10_000)
@@ -121,7 +122,7 @@ def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None
     view.locator("select").first.select_option("recovered")
     assert "share recovered of the far attention" in view.locator("svg").first.inner_html()
     plot = view.locator(".plot")
-    plot.locator("g[aria-label=dot] path").first.hover(force=True)
+    plot.locator("g[data-method=Quest][aria-label=dot] > *").first.hover(force=True)
     assert plot.locator(".tip").inner_text().startswith("Quest\nbudget ")
     heat = page.locator("#frontier figure.heat")
     first = heat.locator("g[aria-label=cell] rect").first.get_attribute("fill")
@@ -175,7 +176,7 @@ def test_a_token_clicked_shows_its_rows(opened: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("width", [1280, 400])
 def test_everything_is_reached_by_keys(width: int, opened: Callable[..., Any]) -> None:
     page = opened(width)
-    seen: dict[str, str] = {}
+    seen = set()
     focused = """() => { const one = document.activeElement, s = getComputedStyle(one);
       const kind = one.getAttribute("role") || one.type || one.tagName.toLowerCase();
       return [one.closest("figure, nav, .methods, .asks, .grid, .text")?.className || "", kind,
@@ -189,7 +190,7 @@ def test_everything_is_reached_by_keys(width: int, opened: Callable[..., Any]) -
         if kind == "body":
             break
         assert visible, f"the focus is not seen at {kind} in {where!r}"
-        seen[f"{kind} in {where}"] = page.evaluate("document.activeElement.textContent.slice(0, 20)")
+        seen.add(f"{kind} in {where}")
     reached = " | ".join(seen)
     for part in (
         *("button in ", "checkbox in methods", "group in view lines", "select-one in view lines", "group in view heat"),
