@@ -83,7 +83,7 @@ def test_the_page_opens_from_the_disk_at_every_width_and_theme(
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is cut off at the side"
     assert page.locator("main > section").count() == 8
     assert page.locator(".lead p").count() == 6
-    for kind, count in (("lines", 4), ("heat", 4), ("table", 5), ("facts", 1), ("explorer", 1)):
+    for kind, count in (("lines", 4), ("heat", 5), ("table", 5), ("facts", 1), ("explorer", 1)):
         assert page.locator(f"figure.{kind}").count() == count, kind
     assert page.locator("figure.lines svg, figure.heat svg").count() >= 12
     ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")

@@ -127,8 +127,8 @@ def write_report(
             sections.append(section)
             settings |= facts
     sections.append(origin.section(found, settings))
-    named = ", ".join([*map(str, folders), *(f"the trace {name}" for name in traces)])
-    made = f"Written on {datetime.date.today().isoformat()} from {named}."
+    named = ", ".join(dict.fromkeys([*(one.resolve().name for one in folders), *(Path(one).stem for one in traces)]))
+    made = f"Written on {datetime.date.today().isoformat()} from {', '.join([*map(str, folders), *traces])}."
     write_atomic(out, html.written(plain(title or f"Sparse attention: {named}"), sections, plain(made)).encode())
     return out
 

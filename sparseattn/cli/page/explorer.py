@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparseattn.budget import budget_label
-from sparseattn.cli.page.views import Explorer, Section
+from sparseattn.cli.page.views import Explorer, Heat, Measure, Section, View
 from sparseattn.exploring import DECADES, SHARE, Exploration
 
 FAR = 0.2  # of a head's attention beyond sink and window, for the explorer to open at it
@@ -53,12 +53,31 @@ def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Se
     name = "explorer" if number == 0 else f"explorer-{number + 1}"
     view = Explorer(f"{found.trace}: one token's attention", data, note)
     methods = tuple(one.label for one in found.readings)
-    return Section(name, f"What tokens of {found.trace} attend to", [_said(found)], [view], methods)
+    views: list[View] = [view, _needs(found)]
+    return Section(name, f"What tokens of {found.trace} attend to", [_said(found)], views, methods)
 
 
 def _text(bytes_of: Tensor) -> str:
     """A tensor of bytes as text: deflated, in base64."""
     return base64.b64encode(zlib.compress(bytes_of.contiguous().numpy().tobytes(), 9)).decode()
+
+
+def _needs(found: Exploration) -> Heat:
+    """Rows needed by each head, and how far it looks, in the mean over the tokens."""
+    measures = (
+        Measure("needed", f"fewest rows that hold {SHARE:.0%} of the attention", "count", log=True),
+        Measure("far", "share of the attention beyond sink and window", "share", top=1.0),
+    )
+    far = found.readings[0].measured["indexed_mass"]
+    panel = {
+        "method": None,
+        "choice": {},
+        "columns": list(range(found.heads)),
+        "rows": list(found.layers),
+        "values": {"needed": found.needed.double().mean(0).tolist(), "far": far.mean(0).tolist()},
+    }
+    note = f"A row a layer, a column a query head; the mean over the last {len(found.tokens)} tokens."
+    return Heat("What each head needs", "query head", "layer", (), measures, [panel], note=note)
 
 
 def _start(found: Exploration) -> dict[str, int]:

@@ -74,13 +74,13 @@ views.explorer = (figure, view) => {
   }
 
   function drawHeads() {
-    const errors = data.methods[state.method].error, most = 1;
+    const errors = data.methods[state.method].error;
     const buttons = [];
     for (let layer = 0; layer < layers; layer += 1) {
       for (let head = 0; head < count; head += 1) {
         const error = errors[at(state.token, layer, head)];
         const button = make("button", { type: "button", "aria-label": `layer ${data.layers[layer]}, head ${head}: off by ${show(error, "share")}`, title: `layer ${data.layers[layer]}, head ${head}: off by ${show(error, "share")}` });
-        button.style.background = d3.interpolateCividis(Math.min(1, Math.sqrt(error / most)));
+        button.style.background = d3.interpolateCividis(Math.min(1, Math.sqrt(error)));
         buttons.push(button);
       }
     }
@@ -88,10 +88,8 @@ views.explorer = (figure, view) => {
     const grid = make("div", { class: "grid", role: "radiogroup", "aria-label": "Layer and head" });
     grid.style.gridTemplateColumns = `auto repeat(${count}, minmax(6px, 1fr))`;
     for (let layer = 0; layer < layers; layer += 1) grid.append(make("span", {}, String(data.layers[layer])), ...buttons.slice(layer * count, (layer + 1) * count));
-    const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
-    ramp.style.background = `linear-gradient(90deg,${d3.range(0, 1.01, 0.1).map((t) => d3.interpolateCividis(t)).join(",")})`;
     heads.replaceChildren(make("h4", {}, `Layer and head, by the error of ${data.methods[state.method].label}`), grid,
-      make("div", { class: "scale" }, "0 %", ramp, "100 % or more"));
+      ramp(["0 %", "25 %", "100 % or more"]));
   }
 
   function drawFacts(needed) {
@@ -102,10 +100,11 @@ views.explorer = (figure, view) => {
         ...[show(one.attended[k], "count"), show(one.mass[k], "share"), show(one.error[k], "share"), show(missed, "count")].map((cell) => make("td", { class: "number" }, cell))) };
     });
     radios(rows.map((one) => one.button), shown.indexOf(state.method), 1, (i, keys) => choose({ method: shown[i] }, keys && facts));
-    const head = ["method", "rows read", "attention held", "output off by", "needed rows missed"];
+    const head = ["method", "rows read", "held", "off by", "missed"];
     facts.replaceChildren(
       make("p", {}, "Token ", make("strong", {}, words(last())), `, layer ${data.layers[state.layer]}, head ${state.head}: `,
         make("strong", {}, `${show(data.needed[at()], "count")} rows`), ` of ${(last() + 1).toLocaleString("en")} hold ${show(data.share, "share")} of its attention; ${show(data.far[at()], "share")} of it lies beyond sink and window.`),
+      make("p", { class: "none" }, "Held: of its attention, on the rows read. Off by: attention's output. Missed: of the rows needed."),
       make("div", { class: "scroll" }, make("table", { role: "radiogroup", "aria-label": "Method" }, make("thead", {}, make("tr", {}, ...head.map((name, i) => make("th", { scope: "col", class: i ? "number" : "" }, name)))), make("tbody", {}, ...rows.map((one) => one.row)))));
   }
 
@@ -238,14 +237,18 @@ views.explorer = (figure, view) => {
 
   function drawList(needed) {
     const shown = methods(), rows = needed.filter((row) => !always(row)).slice(0, 20);
-    const around = (from, to) => d3.range(Math.max(0, from), Math.min(last() + 1, to)).map(piece).join(data.pieces ? "" : " ").replace(/\s+/g, " ");
-    const head = ["row", "attention", "in the text", ...shown.map((i) => data.methods[i].label)];
-    list.replaceChildren(make("table", { class: "heaviest" }, make("thead", {}, make("tr", {}, ...head.map((name, i) => make("th", { scope: "col", class: i < 2 ? "number" : "" }, name)))),
-      make("tbody", {}, ...rows.map((row) => make("tr", {},
-        make("td", { class: "number" }, make("button", { type: "button", class: "link", onclick: () => goTo(row) }, row.toLocaleString("en"))),
-        make("td", { class: "number" }, show(share(level(row)), "share")),
-        make("td", { class: "words" }, data.pieces ? `…${around(row - 5, row)}` : "", make("mark", {}, data.pieces ? piece(row).replace(/\n/g, "⏎") : words(row)), data.pieces ? `${around(row + 1, row + 5)}…` : ""),
-        ...shown.map((i) => make("td", { class: isRead(i, row) ? "yes" : "no" }, isRead(i, row) ? "read" : "missed")))))));
+    const around = (from, to) => d3.range(Math.max(0, from), Math.min(last() + 1, to)).map(piece).join("").replace(/\s+/g, " ");
+    const head = ["row", "attention", ...shown.map((i) => data.methods[i].label), "in the text"];
+    const line = (row) => make("tr", {},
+      make("td", { class: "number" }, make("button", { type: "button", class: "link", onclick: () => goTo(row) }, row.toLocaleString("en"))),
+      make("td", { class: "number" }, show(share(level(row)), "share")),
+      ...shown.map((i) => make("td", { class: isRead(i, row) ? "yes" : "no" }, isRead(i, row) ? "read" : "missed")),
+      data.pieces
+        ? make("td", { class: "words" }, `…${around(row - 5, row)}`, make("mark", {}, piece(row).replace(/\n/g, "⏎")), `${around(row + 1, row + 5)}…`)
+        : make("td", { class: "words" }, make("mark", {}, words(row))));
+    list.replaceChildren(make("table", { class: "heaviest" },
+      make("thead", {}, make("tr", {}, ...head.map((name, i) => make("th", { scope: "col", class: i < 2 ? "number" : "" }, name)))),
+      make("tbody", {}, ...rows.map(line))));
     if (!rows.length) list.replaceChildren(make("p", { class: "none" }, "All that this head needs is in the sink and the window."));
   }
 

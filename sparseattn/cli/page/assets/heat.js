@@ -4,7 +4,7 @@
 views.heat = (figure, view) => {
   let measure = view.measures[0];
   const chosen = {};
-  const bar = make("div", { class: "bar" }), legend = make("div", { class: "scale" }), panels = make("div", { class: "panels" });
+  const bar = make("div", { class: "bar" }), legend = make("div"), panels = make("div", { class: "panels" });
   for (const name of view.choices) {
     const values = [...new Set(view.panels.map((panel) => String(panel.choice[name])))];
     const first = values[Math.floor((values.length - 1) / 2)];
@@ -41,13 +41,9 @@ views.heat = (figure, view) => {
     const middle = measure.log ? Math.sqrt(least * most) : least + (most - least) * (measure.top == null ? 0.25 : 0.5);
     const colour = (value) => d3.interpolateCividis(Math.max(0, Math.min(1, part(value))));
     const clipped = measure.top == null && values[values.length - 1] > most;
-    const stops = d3.range(0, 1.01, 0.1).map((t) => d3.interpolateCividis(t)).join(",");
-    const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
-    ramp.style.background = `linear-gradient(90deg,${stops})`;
-    legend.replaceChildren(make("span", { class: "ends" }, ...[least, middle].map((value) => make("span", {}, show(value, measure.form))), make("span", {}, `${show(most, measure.form)}${clipped ? " or more" : ""}`)), make("span", { class: "what" }, measure.label));
-    legend.firstChild.prepend(ramp);
+    legend.replaceChildren(ramp([show(least, measure.form), show(middle, measure.form), `${show(most, measure.form)}${clipped ? " or more" : ""}`], measure.label));
     const wide = Math.max(...view.panels.map((panel) => panel.columns.length));
-    const least_width = view.methods ? 340 : Math.max(150, Math.min(420, 60 + 15 * wide));
+    const least_width = view.methods ? 340 : Math.max(140, Math.min(420, 48 + 12 * wide));
     const columns = Math.max(1, Math.min(shown.length, Math.floor(panels.clientWidth / least_width)));
     panels.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
     panels.replaceChildren();

@@ -30,6 +30,14 @@ function show(value, form) {
   return Math.abs(value) >= 1000 || Math.abs(value) < 0.001 ? value.toPrecision(2) : String(Number(value.toPrecision(3)));
 }
 
+/** The scale of colours that all maps share, with what stands at its beginning, its middle and its end. */
+function ramp(labels, what) {
+  const colours = make("span", { class: "ramp", "aria-hidden": "true" });
+  colours.style.background = `linear-gradient(90deg,${d3.range(0, 1.01, 0.1).map((t) => d3.interpolateCividis(t)).join(",")})`;
+  return make("div", { class: "scale" }, make("span", { class: "ends" }, colours, ...labels.map((label) => make("span", {}, label))),
+    what ? make("span", { class: "what" }, what) : null);
+}
+
 /** A list to choose from, with its label; calls `changed` with the value. */
 function choice(label, options, changed, names = options) {
   const select = make("select", { onchange: () => changed(select.value) });
