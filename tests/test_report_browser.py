@@ -173,7 +173,20 @@ def test_a_token_clicked_shows_its_rows(opened: Callable[..., Any]) -> None:
     assert "LowBit reads it" in view.locator(".row-said").inner_text()
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+def test_a_trace_without_text_shows_the_numbers_of_rows(browser: Any, tmp_path: Path) -> None:
+    made = records.trace()
+    made.pieces = None
+    made.save(tmp_path / "bare.safetensors")
+    shown = Explored([str(tmp_path / "bare.safetensors")], ("quest",), **SHOWN)
+    page = browser.new_page()
+    page.goto(write_report([], tmp_path / "bare.html", explored=shown).as_uri())
+    page.wait_for_selector("figure.explorer[data-ready=yes]")
+    assert "This trace holds no text" in page.locator("#explorer").inner_text()
+    assert page.locator("#explorer .asks").inner_text().split() == ["316", "317", "318", "319"]
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, pytest.param(400, marks=pytest.mark.slow)])
 def test_everything_is_reached_by_keys(width: int, opened: Callable[..., Any]) -> None:
     page = opened(width)
     seen = set()

@@ -105,7 +105,7 @@ views.explorer = (figure, view) => {
       make("p", {}, "Token ", make("strong", {}, words(last())), `, layer ${data.layers[state.layer]}, head ${state.head}: `,
         make("strong", {}, `${show(data.needed[at()], "count")} rows`), ` of ${(last() + 1).toLocaleString("en")} hold ${show(data.share, "share")} of its attention; ${show(data.far[at()], "share")} of it lies beyond sink and window.`),
       make("p", { class: "none" }, "Held: of its attention, on the rows read. Off by: attention's output. Missed: of the rows needed."),
-      make("div", { class: "scroll" }, make("table", { role: "radiogroup", "aria-label": "Method" }, make("thead", {}, make("tr", {}, ...head.map((name, i) => make("th", { scope: "col", class: i ? "number" : "" }, name)))), make("tbody", {}, ...rows.map((one) => one.row)))));
+      make("div", { class: "scroll", role: "radiogroup", "aria-label": "Method" }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((name, i) => make("th", { scope: "col", class: i ? "number" : "" }, name)))), make("tbody", {}, ...rows.map((one) => one.row)))));
   }
 
   // -- the rows --------------------------------------------------------------------------------------------------------
@@ -267,6 +267,10 @@ views.explorer = (figure, view) => {
     if (picked < 0) text.scrollTop = 0;
   }
 
+  if (!window.DecompressionStream) {
+    said.textContent = "This browser is too old to unpack the weights: Chrome 111, Firefox 113 and Safari 16.4 can.";
+    return draw;
+  }
   Promise.all([bytes(data.levels), ...data.methods.map((one) => bytes(one.rows))]).then(([first, ...others]) => {
     levels = first;
     reads = others;

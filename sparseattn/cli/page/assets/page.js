@@ -103,7 +103,10 @@ function drawTheme() {
   const button = document.getElementById("theme");
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const now = () => document.documentElement.dataset.theme || (system.matches ? "dark" : "light");
-  const say = () => { button.textContent = now() === "dark" ? "Light" : "Dark"; };
+  const say = () => {
+    button.textContent = now() === "dark" ? "Light" : "Dark";
+    button.setAttribute("aria-label", `${button.textContent} colours`);
+  };
   button.addEventListener("click", () => { document.documentElement.dataset.theme = now() === "dark" ? "light" : "dark"; say(); });
   system.addEventListener("change", say);
   say();
