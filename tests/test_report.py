@@ -188,8 +188,8 @@ def unpacked(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", ["quest", "buckets", "roles"])
 def test_the_explorer_shows_the_rows_that_evaluate_measured(method: str) -> None:
-    """Weights of the rows read add up to the mass, their number to the rows attended: where the cache reorders rows,
-    and where the KV heads of a layer have different methods."""
+    """Weights are those of attention over the trace; those of the rows read add up to the mass, their number to the
+    rows attended: where the cache reorders rows too, and where the KV heads of a layer have different methods."""
     trace = records.trace()
     mixed = Roles({0: ["window", Role("quest", 32)], 1: "quest"}, name="mixed")
     asked = {"quest": "quest", "buckets": Buckets(), "roles": mixed}[method]
@@ -201,8 +201,12 @@ def test_the_explorer_shows_the_rows_that_evaluate_measured(method: str) -> None
     assert found.tokens == (317, 318, 319)
     assert found.levels.shape == (3, 2, 4, trace.tokens)
     assert reading.page == (16 if method == "quest" else 1)
-    rows, weights = unpacked(reading.rows, trace.tokens), share(found.levels)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(3, 2, 4, dtype=torch.float64), rtol=0.03, atol=0.003)
+    rows, weights = unpacked(reading.rows, trace.tokens), torch.zeros(3, 2, 4, trace.tokens, dtype=torch.float64)
+    for i, layer in enumerate(map(trace.layer, trace.layers)):
+        for t, token in enumerate(found.tokens):
+            logits = layer.query[:, :, token].double() @ layer.keys[:, : token + 1].double().mT * layer.scale
+            weights[t, i, :, : token + 1] = logits.softmax(-1).flatten(0, 1)
+    torch.testing.assert_close(share(found.levels), weights, rtol=0.03, atol=1e-5)
     for name, ours in (("mass", (weights * rows).sum(-1)), ("attended", rows.sum(-1))):
         theirs = measured.steps[name].movedim(-1, 0).double()
         torch.testing.assert_close(
