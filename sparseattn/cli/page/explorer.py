@@ -27,9 +27,9 @@ def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Se
         "window": found.window,
         "budget": budget_label(found.budget),
         "decades": DECADES,
-        "share": SHARE,
+        "part": SHARE,
         "pieces": None if pieces is None else list(pieces),
-        "needed": found.needed.flatten().tolist(),
+        "counts": found.needed.flatten().tolist(),
         "far": found.readings[0].measured["indexed_mass"].flatten().tolist(),
         "levels": _text(found.levels),
         "methods": [

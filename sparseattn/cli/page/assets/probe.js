@@ -11,7 +11,8 @@ function probe(host, label, places, reach = 40) {
   host.setAttribute("tabindex", "0");
   host.setAttribute("role", "group");
   host.setAttribute("aria-label", `${label}. Arrow keys go from point to point.`);
-  const tip = make("div", { class: "tip", role: "status" }), ring = make("div", { class: "ring" });
+  const tip = make("div", { class: "tip", role: "status" }),
+    ring = make("div", { class: "ring" });
   tip.hidden = ring.hidden = true;
   host.append(ring, tip);
   let at = -1;
@@ -28,7 +29,8 @@ function probe(host, label, places, reach = 40) {
     tip.style.top = `${Math.max(0, y - 12)}px`;
   }
   const nearest = (x, y, among, limit = Infinity) => {
-    let best = -1, least = limit;
+    let best = -1,
+      least = limit;
     for (const i of among) {
       const far = Math.hypot(places[i].x - x, places[i].y - y);
       if (far < least) [best, least] = [i, far];
@@ -40,7 +42,9 @@ function probe(host, label, places, reach = 40) {
     const box = host.getBoundingClientRect();
     go(nearest(event.clientX - box.left, event.clientY - box.top, all, reach));
   };
-  host.onpointerleave = () => { if (document.activeElement !== host) go(-1); };
+  host.onpointerleave = () => {
+    if (document.activeElement !== host) go(-1);
+  };
   host.onblur = () => go(-1);
   host.onkeydown = (event) => {
     if (event.key === "Escape") return go(-1);
@@ -48,7 +52,8 @@ function probe(host, label, places, reach = 40) {
     if (!step || !places.length) return;
     event.preventDefault();
     if (at < 0) return go(0);
-    const here = places[at], [dx, dy] = step;
+    const here = places[at],
+      [dx, dy] = step;
     const ahead = all.filter((i) => (dx ? (places[i].x - here.x) * dx > 0.5 : (places[i].y - here.y) * dy > 0.5));
     const mine = ahead.filter((i) => {
       if (here.line !== undefined) return dx ? places[i].line === here.line : places[i].line !== here.line;
