@@ -50,6 +50,7 @@ def fill(folder: Path) -> None:
     write(folder / "inspect" / "inspect.jsonl", [{**one, "trace_meta": told.meta} for one in needs])
     write(folder / "recall" / "recall.jsonl", _recall(told))
     write(folder / "eval" / "eval.jsonl", [*answers(), *agreement()])
+    write(folder / "recommend" / "recommend.jsonl", recommended())
 
 
 def _recall(told: Trace) -> list[dict[str, Any]]:
@@ -62,6 +63,27 @@ def _recall(told: Trace) -> list[dict[str, Any]]:
         for task, curve in curves(make_selector(spec), tasks, k=10).items():
             facts = {"source": "tale", "direction": task, "label": label, "gap": None}
             made += [{**facts, **one} for one in curve.records()]
+    return made
+
+
+def recommended() -> list[dict[str, Any]]:
+    """Two layers of two KV heads by two methods, the second of which is measured in one layer alone, and a plan."""
+    made: list[dict[str, Any]] = [{"record": "settings", "model": "made up", "length": 2048, "windows": 2}]
+    for window, layer, method in ((0, 0, "quest"), (1, 0, "quest"), (0, 1, "quest"), (1, 1, "quest"), (0, 0, "exact")):
+        points = [
+            {
+                "budget": budget,
+                "kl": (1 + window) / budget,
+                "error_heads": [0.1, 0.3],
+                "bytes_heads": [budget / 500] * 2,
+            }
+            for budget in (16, 64)
+        ]
+        made.append({"record": "frontier", "window": window, "layer": layer, "method": method, "points": points})
+    verified = {"windows": 3, "kl": {"mean": 0.0125}, "same_top": {"mean": 0.96}}
+    cost = {"plan": 1e6, "full": 4e6, "unit": "bytes", "predicted": False}
+    layers = {"0": "window", "1": [{"method": "quest", "budget": 64}, "dense"]}
+    made.append({"record": "plan", "name": "made up-1%", "layers": layers, "cost": cost, "verified": verified})
     return made
 
 

@@ -54,7 +54,7 @@ def page(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("page")
     records.trace().save(folder / "tale.safetensors")
     asked = ["--trace", folder / "tale.safetensors", "--queries", "4", "--budget", "16", "--window", "8", "--sink", "2"]
-    names = ("bench", "inspect", "recall", "eval")
+    names = ("bench", "inspect", "recall", "eval", "recommend")
     done = run("report", *(folders / name for name in names), *asked, "--out", folder / "r.html")
     assert done.exit_code == 0, done.output
     assert done.stderr.splitlines()[-1] == f"report: {folder / 'r.html'}"
@@ -63,12 +63,33 @@ def page(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None:
     sections = {one["name"]: one for one in data_of(page)["sections"]}
-    assert list(sections) == ["frontier", "layers", "needs", "recall", "answers", "explorer", "origin"]
-    assert set(KINDS) == {"bench.jsonl", "by-layer.jsonl", "inspect.jsonl", "recall.jsonl", "eval.jsonl"}
+    assert list(sections) == ["plan", "frontier", "layers", "needs", "recall", "answers", "explorer", "origin"]
+    assert set(KINDS) == {
+        "recommend.jsonl",
+        "bench.jsonl",
+        "by-layer.jsonl",
+        "inspect.jsonl",
+        "recall.jsonl",
+        "eval.jsonl",
+    }
     assert all(one["said"] for name, one in sections.items() if name != "origin")
     views = {name: [view["kind"] for view in one["views"]] for name, one in sections.items()}
     assert views["frontier"] == ["lines", "heat", "table"]
     assert views["needs"] == ["heat"]
+    assert views["plan"] == ["lines", "heat", "table"]
+    lines, heat, table = sections["plan"]["views"]
+    assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines["points"]] == [
+        ("Quest", "budget 16", 1.5 / 16),
+        ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
+    ], "what is measured in every layer"
+    assert heat["panels"][0]["values"]["kl"] == [[0.09375, 0.09375], [0.0625, None]]
+    assert table["rows"][1:] == [
+        ["made up-1%", "1", "KV head 0", "Quest", "64"],
+        ["made up-1%", "1", "KV head 1", "dense", ""],
+    ]
+    assert sections["plan"]["said"][0].startswith(
+        "The plan made up-1% costs 25% of full attention's bytes. On 3 windows"
+    )
     assert views["answers"] == ["lines", "table", "lines", "heat", "table"]
     (needles,) = (view for view in sections["answers"]["views"] if view["kind"] == "heat")
     lost = [one for one in needles["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
@@ -140,10 +161,7 @@ def test_two_folders_of_one_kind_are_two_sections(tmp_path: Path, folders: Path)
 @pytest.mark.parametrize(
     ("lines_of", "said"),
     [
-        (
-            None,
-            "holds no records: none of bench.jsonl, by-layer.jsonl, inspect.jsonl, recall.jsonl, eval.jsonl is there",
-        ),
+        (None, f"holds no records: none of {', '.join(KINDS)} is there"),
         ("", "bench.jsonl is empty"),
         ('{"trace": "t"}\n{"tra', "bench.jsonl, line 2 is not JSON"),
         ("[1]\n", "bench.jsonl, line 1 is no record but [1]"),
@@ -164,7 +182,7 @@ def test_folders_without_records_are_refused(lines_of: str | None, said: str, tm
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:
     bench = folders / "bench"
     for arguments, said in (
-        ((), "name a folder that bench, inspect, recall or eval wrote, or a --trace to explore"),
+        ((), "name a folder that bench, inspect, recall, eval or recommend wrote, or a --trace to explore"),
         ((tmp_path / "none",), f"there is no folder {tmp_path / 'none'}"),
         ((bench / "bench.jsonl",), f"bench.jsonl is a file; name the folder that a command wrote, such as {bench}"),
         ((bench, bench), "is named twice"),

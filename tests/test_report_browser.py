@@ -27,7 +27,7 @@ def page_file(once: Callable[[str, Callable[[Path], None]], Path], tmp_path_fact
     folders, out = once("report-records", records.fill), tmp_path_factory.mktemp("page")
     records.trace().save(out / "tale.safetensors")
     explored = Explored([str(out / "tale.safetensors")], SELECTORS, **SHOWN)
-    every = [folders / name for name in ("bench", "inspect", "recall", "eval")]
+    every = [folders / name for name in ("bench", "inspect", "recall", "eval", "recommend")]
     return write_report(every, out / "report.html", explored=explored)
 
 
@@ -81,9 +81,9 @@ def test_the_page_opens_from_the_disk_at_every_width_and_theme(
 ) -> None:
     page = opened(width, theme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is cut off at the side"
-    assert page.locator("main > section").count() == 8
-    assert page.locator(".lead p").count() == 6
-    for kind, count in (("lines", 4), ("heat", 5), ("table", 5), ("facts", 1), ("explorer", 1)):
+    assert page.locator("main > section").count() == 9
+    assert page.locator(".lead p").count() == 7
+    for kind, count in (("lines", 5), ("heat", 6), ("table", 6), ("facts", 1), ("explorer", 1)):
         assert page.locator(f"figure.{kind}").count() == count, kind
     assert page.locator("figure.lines svg, figure.heat svg").count() >= 12
     ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")

@@ -67,7 +67,9 @@ class Explored:
 def report(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(help=f"Folders that bench, inspect, recall or eval wrote; what is read: {', '.join(KINDS)}."),
+        typer.Argument(
+            help=f"Folders that bench, inspect, recall, eval or recommend wrote; what is read: {', '.join(KINDS)}."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Heading of the page; default the names of the folders.")] = None,
@@ -113,7 +115,7 @@ def write_report(
     """
     traces = () if explored is None else explored.traces
     if not folders and not traces:
-        raise ValueError("name a folder that bench, inspect, recall or eval wrote, or a --trace to explore")
+        raise ValueError("name a folder that bench, inspect, recall, eval or recommend wrote, or a --trace to explore")
     if out.suffix != ".html" or out.is_dir():
         raise ValueError(f"--out is an .html file to write, got {out}")
     if not out.parent.is_dir():

@@ -19,6 +19,7 @@ MEASURED = {
     *("score", "ruler", "response", "answers", "rows", "context", "bytes_share", "prompt_tokens", "sparse_calls"),
     *("dense_calls", "decode_seconds", "seconds", "first_token_seconds", "new_tokens", "kl", "same_top", "nll"),
     *("nll_difference", "scored_tokens", "select_ms", "build_seconds", "index_bytes_per_key", "attended", "prompt"),
+    *("points", "rounds", "verified", "predicted", "cost"),
 }
 APART = ("versions", "machine", "trace_meta")  # in groups of their own
 MOST = 12  # different values that are listed

@@ -53,7 +53,7 @@ views.heat = (figure, view) => {
       .filter((value) => value != null)
       .sort(d3.ascending);
     const most = measure.top ?? (d3.quantile(values, 0.98) || 1);
-    const least = measure.log ? Math.max(values[0] || 1, 1e-9) : Math.min(0, values[0] ?? 0);
+    const least = measure.log ? Math.max(d3.quantile(values, 0.02) || 1, 1e-12) : Math.min(0, values[0] ?? 0);
     const part = measure.log
       ? (value) => Math.log(Math.max(value, least) / least) / Math.log(most / least || 2)
       : measure.top == null
