@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` installs, fetches a language model and runs the benchmark on it, `make test`
+# Two commands do everything: `make demo` installs, fetches a language model, runs the benchmark and writes a page, `make test`
 # installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
 .PHONY: demo test test-all smollm2 lint style clean
 

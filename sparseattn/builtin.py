@@ -30,6 +30,7 @@ from sparseattn.wheels import Progress
 TOKENS = 8192
 RECIPE = 3  # to be raised when captures of the same text and weights change
 SPREAD = (2, 6, 10, 14, 18, 22, 26)  # layers of SmolLM2
+OWN = "builtin:"  # what names of their texts begin with
 CHUNK = 1024  # tokens a forward pass: faster here than half or twice as many
 
 
@@ -93,6 +94,25 @@ def builtin_trace(name: str, progress: Progress | None = None) -> Trace:
     return trace
 
 
+def pieces_of(trace: Trace, progress: Progress | None = None) -> tuple[str, ...] | None:
+    """The text of a trace, a piece a token: its own, or where it is a built-in one that of its text; None: it has none.
+
+    Raises:
+        ModelError, FetchError: the text of a built-in trace, or its model's tokenizer, cannot be had.
+    """
+    name = str(trace.meta.get("text", {}).get("name", ""))
+    if trace.pieces is not None or not name.startswith(OWN) or name.removeprefix(OWN) not in BUILTIN:
+        return trace.pieces
+    from sparseattn.integrations.capture import tokens_hash
+    from sparseattn.integrations.models import encode, load_tokenizer, pieces
+
+    one = BUILTIN[name.removeprefix(OWN)]
+    tokenizer, text = load_tokenizer(one.model, progress), one.content(progress)
+    if tokens_hash(encode(tokenizer, text)[:, : one.tokens]) != trace.meta.get("tokens_sha256"):
+        return None  # of an earlier release, whose text was another
+    return tuple(pieces(tokenizer, text)[: trace.tokens])
+
+
 def prepare(name: str, progress: Progress | None = None) -> None:
     """Fetches what the built-in trace `name` is made from; nothing where it is made already.
 
@@ -137,7 +157,7 @@ def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
             chunk=CHUNK,
             dtype=torch.float32 if byte else None,
             model_id=one.model,
-            text={"name": f"builtin:{one.name}", "sha256": hashlib.sha256(text).hexdigest()},
+            text={"name": f"{OWN}{one.name}", "sha256": hashlib.sha256(text).hexdigest()},
             progress=lambda done, total: progress(f"built-in trace {one.name}", done, total),
         )
     except (OSError, TraceError) as error:

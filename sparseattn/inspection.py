@@ -27,6 +27,7 @@ from sparseattn.selectors.quest import Quest
 from sparseattn.traces import Trace, TraceLayer
 
 COUNTS = (16, 64, 256, 1024)  # rows whose share of the attention is measured
+HELD = 0.9  # share of the far attention, whose fewest rows are counted
 NEEDED = 256  # rows that a token needs, where their change and pages are measured
 BEFORE = 8  # tokens before, whose rows together are compared with a token's
 PAGES = (16, 8)  # rows of a page
@@ -40,6 +41,7 @@ MEASURES: dict[str, str] = {
     "key_distance": "the same of the tokens' own keys, which are not among those",
     "distance_ratio": "the first over the second: 1 where queries are distributed as keys are",
     "far_mass": "share of the attention on far rows; `indexed_mass` of `evaluate` with a seal of 1",
+    "needed": f"fewest far rows that hold {HELD:.0%} of the far attention",
     **{f"top_share@{k}": f"share of the far attention that the {k} best rows hold" for k in COUNTS},
     "overlap@1": f"share of the {NEEDED} best far rows that were among those of the token before",
     f"overlap@{BEFORE}": f"share of them that were among those of one of the {BEFORE} tokens before",
@@ -168,6 +170,7 @@ def inspect_layer(
         far = slice(sink, t + 1 - window)
         shares = top_shares(weights[:, far], COUNTS)
         step = {f"top_share@{k}": shares[:, i] for i, k in enumerate(COUNTS)}
+        step["needed"] = rows_holding(weights[:, far], HELD)
         step["far_mass"] = weights[:, far].sum(-1, dtype=torch.float64)
         needed = top_rows(products[:, far], NEEDED)
         step |= _change(torch.nn.functional.pad(needed, (0, tokens - needed.shape[1])), recent)
@@ -229,6 +232,13 @@ def top_shares(weights: Tensor, counts: Iterable[int]) -> Tensor:
     largest = weights.topk(min(max(counts), rows), dim=-1).values.double().cumsum(-1)
     held = largest[..., [min(k, rows) - 1 for k in counts]]
     return _share(held, weights.sum(-1, keepdim=True, dtype=torch.float64))
+
+
+def rows_holding(weights: Tensor, share: float) -> Tensor:
+    """The fewest of weights `[...,N]` that hold this share of their sum: `[...]` float64; 0 where the sum is 0."""
+    held = weights.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    total = held[..., -1:]
+    return torch.where(total[..., 0] > 0, (held < share * total).sum(-1) + 1.0, 0.0)
 
 
 def top_rows(logits: Tensor, count: int) -> Tensor:

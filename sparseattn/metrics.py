@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,8 @@ from sparseattn.devices import usable_device
 from sparseattn.kernels import reference
 from sparseattn.mass import Promise
 from sparseattn.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
-from sparseattn.selection import Selection, Tail
-from sparseattn.selectors.base import Selector
+from sparseattn.selection import Bounds, Selection, Tail
+from sparseattn.selectors.base import Heads, Selector
 from sparseattn.traces import Trace, TraceLayer
 
 RECALLS = (1, 10, 100)
@@ -71,6 +71,29 @@ MEASURES: dict[str, tuple[str, bool]] = {
 
 # Measures that are means over other things than tokens -> the measure that counts those.
 COUNTED = {"lookup_hits": "lookups"}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One decoded token of a layer, or of the heads in it that share a method, as a replay measured it.
+
+    Args:
+        layer: of the model.
+        heads: which of the layer's KV heads these are; None: all of them.
+        token: whose step it is, counted from the trace's first.
+        query: `[1,H,G,D]` float32.
+        cache, selection, scale: as `compare` takes them.
+        measured: measure -> `[H*G]` float64, what `compare` gave.
+    """
+
+    layer: int
+    heads: Heads | None
+    token: int
+    query: Tensor
+    cache: KVCache
+    selection: Selection
+    scale: float
+    measured: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -135,9 +158,9 @@ class Evaluation:
         settings = {**self.settings, "far": share, "far_heads": heads_chosen}
         return replace(self, settings=settings, heads=heads, steps=steps)
 
-    def record(self, per_head: bool = False) -> dict[str, Any]:
+    def record(self, per_head: bool | Collection[str] = False) -> dict[str, Any]:
         """A flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
-        `[layers][T]`, and the heads apart if asked."""
+        `[layers][T]`, and the heads apart of every measure, or of those named, if asked."""
         out: dict[str, Any] = {
             "trace": self.trace,
             "selector": self.selector,
@@ -157,6 +180,7 @@ class Evaluation:
             out["heads"] = {
                 name: [[json_number(value) for value in layer] for layer in values.tolist()]
                 for name, values in self.heads.items()
+                if per_head is True or name in per_head
             }
         return out
 
@@ -257,8 +281,12 @@ def evaluate_budgets(
     bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
+    watch: Callable[[Step], None] | None = None,
 ) -> list[Evaluation]:
-    """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them."""
+    """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them.
+
+    `watch` is shown every step as it is measured.
+    """
     is_trace(trace)
     check_steps(steps)
     method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
@@ -293,7 +321,9 @@ def evaluate_budgets(
             cache.seal()
             counted = progress if share is shares[-1] else None  # a token of a layer counts once
             parts.append(
-                _replays(cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps)
+                _replays(
+                    cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps, watch
+                )
             )
         per_layer.append([_of_layer(shares, measured) for measured in zip(*parts, strict=True)])
     settings = {
@@ -331,6 +361,7 @@ def _replays(
     last: int,
     progress: Callable[[int], None] | None,
     steps: Sequence[str],
+    watch: Callable[[Step], None] | None,
 ) -> list[dict[str, Tensor]]:
     """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
     found: list[dict[str, Tensor]] = []
@@ -342,7 +373,7 @@ def _replays(
                 if progress is not None:
                     progress(1)
         else:
-            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps, i))
+            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps, i, watch))
     return found
 
 
@@ -485,6 +516,7 @@ def _replay(
     progress: Callable[[int], None] | None,
     steps: Sequence[str] = (),
     turn: int = 0,
+    watch: Callable[[Step], None] | None = None,
 ) -> dict[str, Tensor]:
     """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each.
 
@@ -504,6 +536,8 @@ def _replay(
             cache.selector.board.step = turn, t
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
+        if watch is not None:
+            watch(Step(layer.index, cache.selector.heads, t, query, cache, selection, layer.scale, step))
         for name, values in series.items():
             values.append(step[name].float())
         for name, value in step.items():
@@ -535,12 +569,9 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
     if cache.bits is not None and not cache.exact:
         raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
-    _, heads, group, size = query.shape
-    keys, values, bounds = cache.keys, cache.values, cache.bounds
-    if cache.bits is not None:
-        (keys, values, _), bounds = cache.everything(), cache.all_bounds
+    _, heads, _, size = query.shape
+    keys, values, bounds, reads = rows_read(query, cache, selection)
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
-    reads = reference.named(selection, bounds, heads, rows).expand(-1, -1, group, -1)  # [1,H,G,N]
     logits = query @ keys.mT * scale  # [1,H,G,N]
     total = logits.logsumexp(-1)  # [1,H,G]
     weights = logits.softmax(-1)
@@ -591,6 +622,17 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     for k in RECALLS:
         measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
     return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tensor, Tensor, Bounds, Tensor]:
+    """The rows of a cache as `compare` has them, in stored order: keys and values `[1,H,N,D]`, their zones, and which
+    of them each query head reads, `[1,H,G,N]` bool."""
+    _, heads, group, _ = query.shape
+    keys, values, bounds = cache.keys, cache.values, cache.bounds
+    if cache.bits is not None:
+        (keys, values, _), bounds = cache.everything(), cache.all_bounds
+    reads = reference.named(selection, bounds, heads, keys.shape[2]).expand(-1, -1, group, -1)
+    return keys, values, bounds, reads
 
 
 def _log_sum(

@@ -179,6 +179,17 @@ def integers(positions: Tensor) -> Tensor:
     return positions.to("cpu", torch.int64).contiguous()
 
 
+def check_pieces(pieces: object, tokens: int) -> tuple[str, ...] | None:
+    """The text of a trace, a piece a token, as it is kept; None stays None. TraceError for anything else."""
+    if pieces is None:
+        return None
+    if not isinstance(pieces, (list, tuple)) or not all(isinstance(piece, str) for piece in pieces):
+        raise TraceError(f"a trace's pieces are texts, one a token, got {pieces!r:.60}")
+    if len(pieces) != tokens:
+        raise TraceError(f"a trace of {tokens} tokens has as many pieces of text, got {len(pieces)}")
+    return tuple(pieces)
+
+
 def json_of(meta: Mapping[str, Any]) -> str:
     """`meta` as a file holds it."""
     check_meta(meta)

@@ -20,6 +20,8 @@ The file, format version 1 (any safetensors reader opens it):
     ropes     JSON list of {"scaling", "interleaved"}, one for each k
     meta      JSON object: model id, config hash, `model_layers` (how many the model has), source of the text, versions,
               what could not be recorded and why
+    pieces    in traces made with `capture(pieces=)`, JSON list of T strings: the text of each token, empty where
+              another token has its character; earlier releases leave it aside
     hashes    JSON object: name of each tensor -> its SHA-256, as `traceformat.TensorHash` makes it; files of earlier
               releases have none
 
@@ -50,6 +52,7 @@ from sparseattn.traceformat import (
     LayerShape,
     TraceError,
     check_meta,
+    check_pieces,
     each_once,
     hash_of,
     integers,
@@ -129,6 +132,7 @@ class Trace:
         ropes: layer -> its RoPE or None, known without loading the layer.
         dtype: of every tensor of its layers.
         meta: where it comes from (see the module).
+        pieces: the text of each token, T of them; None: the trace holds no text.
         hashes: tensor's name -> its SHA-256; None in memory, and in files of earlier releases.
     """
 
@@ -143,6 +147,7 @@ class Trace:
         load: Callable[[int], TraceLayer],
         hashes: Mapping[str, str] | None = None,
         check: Callable[[str], None] = lambda name: None,
+        pieces: Sequence[str] | None = None,
     ) -> None:
         self.name = name
         self.positions = positions
@@ -151,6 +156,7 @@ class Trace:
         self.ropes = {index: ropes[index] for index in self.layers}
         self.dtype = dtype
         self.meta = dict(meta)
+        self.pieces = check_pieces(pieces, len(positions))
         self.hashes = None if hashes is None else dict(hashes)
         self._load = load
         self._check = check
@@ -209,7 +215,8 @@ class Trace:
             return replace(whole, query=query, keys=keys, values=values, ahead=ahead)
 
         shapes = {index: replace(shape, queries=held[index]) for index, shape in self.shapes.items()}
-        return Trace(self.name, self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, load)
+        pieces = None if self.pieces is None else self.pieces[:tokens]
+        return Trace(self.name, self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, load, pieces=pieces)
 
     def verify(self, index: int | None = None, names: Sequence[str] | None = None) -> None:
         """Compare a layer's tensors, or those of all layers, with the file's hashes; one found right is not read again.
@@ -241,12 +248,13 @@ class Trace:
         positions: Tensor,
         meta: Mapping[str, Any] | None = None,
         name: str = "trace",
+        pieces: Sequence[str] | None = None,
     ) -> Trace:
         """A trace in memory; `positions` `[T]` of any integer dtype.
 
         Raises:
             TraceError: no layer, the same layer twice, layers of another number of tokens or of different dtypes,
-                positions that are no integers, or `meta` that JSON cannot hold.
+                positions that are no integers, `meta` that JSON cannot hold, or `pieces` that are not T texts.
         """
         held = {layer.index: layer for layer in layers}
         each_once([layer.index for layer in layers])
@@ -262,7 +270,7 @@ class Trace:
                 )
         shapes = {index: layer.shape for index, layer in held.items()}
         ropes = {index: layer.rope for index, layer in held.items()}
-        return cls(name, positions, shapes, ropes, layers[0].keys.dtype, meta or {}, held.__getitem__)
+        return cls(name, positions, shapes, ropes, layers[0].keys.dtype, meta or {}, held.__getitem__, pieces=pieces)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, one layer in memory at a time; the file appears whole or not at all.
@@ -270,7 +278,8 @@ class Trace:
         Raises:
             TraceError: no such folder, not enough space, or numbers that are not finite.
         """
-        with TraceWriter(path, list(self.shapes.values()), self.positions, self.dtype, self.meta) as writer:
+        shapes = list(self.shapes.values())
+        with TraceWriter(path, shapes, self.positions, self.dtype, self.meta, self.pieces) as writer:
             for index in self.layers:
                 layer = self.layer(index)
                 writer.rope(index, layer.rope)
@@ -306,6 +315,7 @@ class Trace:
             layers = {entry["index"]: _read_layer(entry, tensors, len(positions), ropes) for entry in entries}
             meta = json.loads(metadata["meta"])
             check_meta(meta)
+            pieces = check_pieces(json.loads(metadata.get("pieces", "null")), len(positions))
             held = [f"layers.{index}.{name}" for index, (shape, _) in layers.items() for name in shape.names]
             dtypes = {tensors[name]["dtype"] for name in held}
             if len(dtypes) != 1 or not dtypes <= set(CODES.values()):
@@ -337,7 +347,7 @@ class Trace:
         dtype = next(dtype for dtype, code in CODES.items() if code in dtypes)
         known = {index: shape for index, (shape, _) in layers.items()}
         turns = {index: rope for index, (_, rope) in layers.items()}
-        return cls(path.stem, positions, known, turns, dtype, meta, load, hashes or None, check)
+        return cls(path.stem, positions, known, turns, dtype, meta, load, hashes or None, check, pieces)
 
 
 def _mapped(path: Path) -> Any:

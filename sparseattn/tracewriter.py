@@ -27,6 +27,7 @@ from sparseattn.traceformat import (
     LayerShape,
     TensorHash,
     TraceError,
+    check_pieces,
     code_of,
     each_once,
     hash_of,
@@ -59,6 +60,7 @@ class TraceWriter:
         positions: `[T]`, any integer dtype.
         dtype: float32, float16 or bfloat16, for every layer.
         meta: the trace's origin, anything JSON can hold; may be added to until the block ends.
+        pieces: the text of each token, T of them; None: the trace holds no text.
 
     Raises:
         TraceError: no such folder, not enough space, rows missing at the end, given out of order or not finite.
@@ -69,6 +71,7 @@ class TraceWriter:
     positions: Tensor
     dtype: torch.dtype
     meta: Mapping[str, Any] = field(default_factory=dict)
+    pieces: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in CODES:
@@ -77,6 +80,7 @@ class TraceWriter:
         self.positions = integers(self.positions)
         each_once([layer.index for layer in self.layers])
         self._tokens = len(self.positions)
+        self.pieces = check_pieces(self.pieces, self._tokens)
         self._ropes: dict[int, Rope | None] = {}
         self._places: dict[str, _Place] = {}
         end = 0
@@ -90,6 +94,7 @@ class TraceWriter:
         # The header is written last, into room kept for it: what a capture learns on its way (ropes, what could not
         # be verified) is part of it. A sentence per layer and 64 KiB for `meta` are plenty.
         self._data = 65536 + 2048 * len(self.layers) + len(json_of(self.meta))
+        self._data += len(json.dumps(json.dumps(self.pieces)))
         self._data += -self._data % 4096
         # With positions and room for ropes; what is exact here is the sentence about a full disk.
         self._needed = self._data + self._end + 8 * self._tokens + 65536
@@ -196,6 +201,8 @@ class TraceWriter:
             "meta": json_of(self.meta),
             "hashes": json.dumps(hashes),
         }
+        if self.pieces is not None:
+            metadata["pieces"] = json.dumps(self.pieces)
         return json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
 
     @staticmethod

@@ -715,7 +715,18 @@ def test_bench_without_arguments_or_network_runs_on_the_byte_models_traces(
         "bench.jsonl",
         "frontier-recall.png",
         "frontier-text.png",
+        "report.html",
     }
+    assert done.stderr.splitlines()[-1] == f"report: {tmp_path / 'out' / 'report.html'}"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert len(page.encode()) < 5_000_000
+    data = json.loads(page.partition('id="page-data">')[2].partition("</script>")[0])
+    assert [one["name"] for one in data["sections"]] == ["frontier", "explorer", "origin"]
+    explored, needs = data["sections"][1]["views"]
+    assert needs["panels"][0]["rows"] == ([0, 1, 2, 3] if whole else [1])
+    assert [one["label"] for one in explored["data"]["methods"]] == ["Quest", "LowBit", "Exact", "SAAP"]
+    assert len("".join(explored["data"]["pieces"]).encode()) == 8192, "the built-in trace's text"
+    assert "heat" in [view["kind"] for view in data["sections"][0]["views"]]
     for trace in ("recall", "text") if whole else ():
         done = run(
             "bench",
@@ -792,8 +803,13 @@ def test_capture_knows_texts_by_name_and_files_of_such_names(tmp_path: Path, mon
     assert Trace.open("trace.safetensors").meta["text"] == {"name": "alice", "sha256": TEXTS["alice"].sha256}
     assert run(*one, "--text", "./alice").exit_code == 0
     assert Trace.open("trace.safetensors").tokens == len("of mine")
+    assert Trace.open("trace.safetensors").pieces is None
+    assert run(*one, "--text", "./alice", "--with-text").exit_code == 0
+    assert Trace.open("trace.safetensors").pieces == tuple("of mine")
     assert run(*one, "--text", "workshop", "--text", "apache-2.0", "--out", "two").exit_code == 0
     assert {path.name for path in Path("two").iterdir()} == {"workshop.safetensors", "apache-2.0.safetensors"}
+    done = run(*one, "--text", "workshop", "--text", "apache-2.0", "--out", "two", "--with-text")
+    assert "two/workshop.safetensors is a trace without its text" in " ".join(done.output.split())
     done = run(*one, "--text", "./worksop")
     assert "./worksop is neither a file nor a text known by name (alice, " in " ".join(done.output.split())
     assert "did you mean 'workshop'?" in run(*one, "--text", "worksop").output

@@ -23,6 +23,7 @@ OPTIONAL = (
     "sklearn",
     "openai",
     "anyio",
+    "playwright",
 )
 
 # Module -> what it may import of the package. A prefix stands for everything below it.
@@ -125,6 +126,7 @@ ARROWS = {
     ),
     "ranks": (),
     "heads": ("budget", "metrics", "ranks"),
+    "exploring": ("budget", "inspection", "metrics", "roles", "selectors", "traces"),
     "inspection": ("checks", "kernels.scoring", "metrics", "ranks", "selectors", "traces"),
     "tasks": ("budget", "files", "hashes", "integrations", "roles", "selectors"),
     "training": (

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, calibrate, capture, eval, info, inspect, models, recall, serve, train
+from sparseattn.cli import bench, calibrate, capture, eval, info, inspect, models, recall, report_page, serve, train
 
 
 def _version(asked: bool) -> None:
@@ -44,6 +44,7 @@ app.command("info")(info.info)
 app.command("inspect")(inspect.inspect)
 app.command("models")(models.models)
 app.command("recall")(recall.recall)
+app.command("report")(report_page.report)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)
 

@@ -35,10 +35,11 @@ from sparseattn.cli.common import (
     results_folder,
     say_differences,
 )
+from sparseattn.cli.report_page import EXPLORED, QUERIES, Explored, write_report
 from sparseattn.contract import ContractError
 from sparseattn.environment import machine, versions
 from sparseattn.files import write_atomic
-from sparseattn.heads import Comparison
+from sparseattn.heads import JUDGED, Comparison
 from sparseattn.indexes import usable_folder
 from sparseattn.integrations.models import REFERENCE
 from sparseattn.metrics import (
@@ -147,7 +148,11 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")] = False,
     figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNG frontiers into --out.")] = True,
 ) -> None:
-    """Replay the end of traces through selectors and compare every step with full attention."""
+    """Replay the end of traces through selectors and compare every step with full attention.
+
+    Where neither traces nor methods are named, a page to look at is written beside the figures, as `report` does.
+    """
+    demo = not (traces or selector or roles)
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
     asked = Asked.of(selector or [], open_roles(roles))
     rounding = common.kv_bits(kv_bits)
@@ -201,7 +206,8 @@ def bench(
     for i, every in _measure(plan, settings, asked, rounding):
         new = [one.far(far) for one in every] if far else every
         found[i] += new
-        fresh = [json_module.dumps({**one.record(per_head), "trace_meta": opened[i].meta, **context}) for one in new]
+        apart = per_head or (JUDGED if demo else False)
+        fresh = [json_module.dumps({**one.record(apart), "trace_meta": opened[i].meta, **context}) for one in new]
         lines += fresh
         write_atomic(partial, ("\n".join(lines) + "\n").encode())
         if json:
@@ -243,12 +249,29 @@ def bench(
     every = [one for results in found for one in results]
     for closing in filter(None, (report.verdict(every), report.finding(every))):
         (errors if json else Screen()).print(closing, soft_wrap=True)
+    if demo and figures:
+        explored = Explored(
+            names[:1],
+            (*EXPLORED, *_trained(names)[:1]),
+            bench_layers.chosen_rows(None, budgets),
+            min(QUERIES, last),
+            indices,
+            sink,
+            window,
+            device,
+        )
+        errors.print(f"report: {write_report([out], out / 'report.html', explored=explored)}", soft_wrap=True)
 
 
 def _defaults(names: Sequence[str]) -> tuple[str, ...]:
     """The selectors to compare on these traces where none is named."""
+    return SELECTED + _trained(names)
+
+
+def _trained(names: Sequence[str]) -> tuple[str, ...]:
+    """The selectors that were trained for the model of these traces, if they have one in common."""
     models = {BUILTIN[name].model if name in BUILTIN else "" for name in names}
-    return SELECTED + (TRAINED.get(models.pop(), ()) if len(models) == 1 else ())
+    return TRAINED.get(models.pop(), ()) if len(models) == 1 else ()
 
 
 def _compare(

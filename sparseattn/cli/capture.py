@@ -45,6 +45,12 @@ def capture(
             "--ahead", help="Record too the queries that layers make of the input of the layer before, for infinigen."
         ),
     ] = False,
+    with_text: Annotated[
+        bool,
+        typer.Option(
+            "--with-text", help="Keep the text in the trace, a piece a token, for `sparseattn report --trace`."
+        ),
+    ] = False,
     chunk: Annotated[int, typer.Option(help="Tokens run through the model at a time.")] = 1024,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16: the model's and the trace's; default the model's.")
@@ -57,7 +63,7 @@ def capture(
     """
     from sparseattn.integrations import capture as recording
     from sparseattn.integrations.errors import ModelError
-    from sparseattn.integrations.models import encode
+    from sparseattn.integrations.models import encode, pieces
 
     indices = integers(layers, "--layers")
     kind = None if dtype is None else stored_dtype(dtype, "--dtype")
@@ -72,10 +78,11 @@ def capture(
     if several:
         results_folder(out)
     loaded, tokenizer = open_model(model, kind, place)
-    ids = {}
+    ids, words = {}, {}
     for source, content in contents.items():  # all of them before the first takes its time
         try:
             ids[source] = encode(tokenizer, content)[:, :tokens]
+            words[source] = pieces(tokenizer, content)[:tokens] if with_text else None
         except ModelError as error:
             raise ValueError(f"{source}: {error}") from error
     console = Screen()
@@ -96,6 +103,7 @@ def capture(
                 chunk=chunk,
                 model_id=model,
                 text={"name": getattr(source, "name", source), "sha256": hashlib.sha256(contents[source]).hexdigest()},
+                pieces=words[source],
                 keep=several,
                 progress=show,
             )

@@ -11,6 +11,11 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#882255", "#663300", "#332288"),
 )
+# The same on a dark page: lighter where they would vanish, and as far apart.
+DARK = (
+    *("#656ABF", "#D6852A", "#348E7F", "#E29BC8", "#CEBC66"),
+    *("#8BE1FF", "#FFFFFF", "#FF4D91", "#AA7958", "#9F72FF"),
+)
 MARKERS = "osD^vPX*<>"
 DASHES = ("-", "--")  # solid for the first five lines, dashed for the next five
 SIZE = 8  # points of a name

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.budget import Mass, budget_label, parse_budget
+from sparseattn.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.cli.common import plain
 from sparseattn.curves import Curve
 from sparseattn.heads import SCANS_ALL
@@ -22,6 +23,7 @@ STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # mean output errors to stay within, 
 MOST_READ = 0.5  # of the bytes of full attention, for a method to be worth a newcomer's while
 WINDOW = Window().label()
 CONTROLS = (WINDOW, Random().label())
+IN_SHORT = "In short: "  # what `finding` begins with
 WIDE = 150  # characters that the table of all measures needs
 
 
@@ -106,15 +108,28 @@ def _cell(one: Evaluation, column: tuple[str, str, int, int, bool], at: tuple[in
     return show(one.mean(measure)) + (f" ({show(one.worst(measure))})" if worst else "")
 
 
-def _pairs(results: Sequence[Evaluation]) -> dict[tuple[str, str], list[Evaluation]]:
+class Measured(Protocol):
+    """What closing lines speak of: an `Evaluation`, or the record of one."""
+
+    @property
+    def trace(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def budget(self) -> Budget: ...
+    def mean(self, measure: str) -> float: ...
+    def worst(self, measure: str) -> float: ...
+
+
+def _pairs(results: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
     """Method and budget -> what was measured of them, a trace each."""
-    pairs: dict[tuple[str, str], list[Evaluation]] = {}
+    pairs: dict[tuple[str, str], list[Measured]] = {}
     for one in results:
         pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
     return pairs
 
 
-def verdict(results: Sequence[Evaluation]) -> str:
+def verdict(results: Sequence[Measured]) -> str:
     """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
     pairs = _pairs(results)
     scored = []
@@ -139,7 +154,7 @@ def verdict(results: Sequence[Evaluation]) -> str:
     )
 
 
-def finding(results: Sequence[Evaluation]) -> str | None:
+def finding(results: Sequence[Measured]) -> str | None:
     """In a sentence for newcomers: how near the best method comes to full attention, and how near the bare window.
 
     The best is the one that reads least of those that stay, on every trace, within the first of `STEPS` that any
@@ -169,7 +184,7 @@ def finding(results: Sequence[Evaluation]) -> str | None:
         return f"{low}%" if low == high else f"{low} to {high}%"
 
     said = (
-        f"In short: {best[0]} at budget {best[1]} reads {read[best]:.0%} of the cache's bytes, and the output of "
+        f"{IN_SHORT}{best[0]} at budget {best[1]} reads {read[best]:.0%} of the cache's bytes, and the output of "
         f"attention is off by {off(best)} (mean over heads; on {', '.join(traces)})"
     )
     bare = next((pair for pair in pairs if pair[0] == WINDOW), None)

@@ -42,6 +42,7 @@ def capture(
     dtype: torch.dtype | None = None,
     model_id: str | None = None,
     text: Mapping[str, Any] | None = None,
+    pieces: Sequence[str] | None = None,
     keep: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
@@ -64,7 +65,10 @@ def capture(
         dtype: what to store; by default what attention received.
         model_id: recorded; the name that the model was loaded under by default.
         text: recorded as given, for example `{"name": ..., "sha256": ...}`.
-        keep: where `path` is already what this call would write, by model, tokens, layers and dtype, leave it so.
+        pieces: the text of each token (`models.pieces`), for people to read beside the attention; None: the trace
+            holds no text.
+        keep: where `path` is already what this call would write, by model, tokens, layers, dtype and whether it holds
+            text, leave it so.
         progress: called with (tokens done, T) after each chunk.
 
     Returns:
@@ -101,8 +105,8 @@ def capture(
         stored = dtype or seen[wanted[0]].key.dtype
         meta = _meta(model, input_ids, original, stored, model_id, text)
         if keep and os.path.exists(path):
-            return _kept(path, shapes, stored, meta)
-        with TraceWriter(path, shapes, positions, stored, meta) as writer:
+            return _kept(path, shapes, stored, meta, pieces is not None)
+        with TraceWriter(path, shapes, positions, stored, meta, pieces) as writer:
             modules = {i: seen[i].module for i in wanted}
             recorder = _Recorder(model, original, writer, modules, positions, min(queries or tokens, tokens))
             if ahead:
@@ -285,7 +289,7 @@ def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[i
 
 
 def _kept(
-    path: str | os.PathLike[str], shapes: Sequence[LayerShape], dtype: torch.dtype, meta: Mapping[str, Any]
+    path: str | os.PathLike[str], shapes: Sequence[LayerShape], dtype: torch.dtype, meta: Mapping[str, Any], text: bool
 ) -> Trace:
     """The trace at `path`, which has to be what a capture would write."""
     trace = Trace.open(path)
@@ -298,6 +302,8 @@ def _kept(
             f"{os.fspath(path)} is a trace of other layers, queries or dtype (layers "
             f"{', '.join(map(str, trace.layers))}, {trace.dtype}): move it, or write elsewhere"
         )
+    if text and trace.pieces is None:
+        raise TraceError(f"{os.fspath(path)} is a trace without its text: move it, or write elsewhere")
     return trace
 
 
@@ -378,6 +384,12 @@ def _check_range(model: Any, input_ids: Tensor, layers: Sequence[int]) -> None:
             )
 
 
+def tokens_hash(input_ids: Tensor) -> str:
+    """The SHA-256 by which a trace knows its tokens, of ids of any shape."""
+    ids = input_ids.cpu().to(torch.int64).flatten().tolist()
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
 def _meta(
     model: Any,
     input_ids: Tensor,
@@ -391,13 +403,12 @@ def _meta(
     # What a config says of where and by which version it was loaded is no property of the model.
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
-    ids = input_ids.cpu().to(torch.int64).flatten().tolist()
     return {
         "model": model_id or name_of(model),
         "model_layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "config_hash": hashlib.sha256(canonical.encode()).hexdigest(),
         "text": dict(text or {}),
-        "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "tokens_sha256": tokens_hash(input_ids),
         "attention": original,
         "dtype": str(stored).removeprefix("torch."),
         "model_dtype": str(model.dtype).removeprefix("torch."),

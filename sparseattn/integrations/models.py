@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib.resources
 import logging
@@ -259,3 +260,22 @@ def encode(tokenizer: Any, data: bytes) -> Tensor:
     if not ids:
         raise ModelError("the text is empty, a trace has at least one token")
     return torch.tensor([ids])
+
+
+def pieces(tokenizer: Any, data: bytes) -> list[str]:
+    """The text of each token of `encode`, joined the text again: of a character of several tokens one has it.
+
+    Raises:
+        ModelError: as `encode`, or a tokenizer that does not say where its tokens stand.
+    """
+    encode(tokenizer, data)  # refuses what it refuses
+    if tokenizer is None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(data[i : i + 1], i + 1 == len(data)) for i in range(len(data))]
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError("this tokenizer does not say where its tokens stand in a text, so no text can be kept")
+    text, made, done = data.decode(), [], 0
+    for _, end in tokenizer(text, return_offsets_mapping=True)["offset_mapping"]:
+        made.append(text[done : max(end, done)])
+        done = max(end, done)
+    return made

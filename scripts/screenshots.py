@@ -1,0 +1,46 @@
+"""Takes the documents' pictures of the page that `sparseattn report` writes: `python -m scripts.screenshots PAGE`.
+
+It needs the extra `browser` and Chromium (`apt-get install chromium`). The page should be the demo's (`make demo`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+WIDTH = 1280
+# Picture -> the element whose beginning it shows, its height in pixels, and the theme.
+PICTURES = {
+    "report-page.png": ("body", 900, "light"),
+    "report-explorer.png": ("#explorer figure", 1010, "light"),
+}
+
+
+def take(page_file: Path) -> list[Path]:
+    """Writes the pictures into docs/ and returns their paths. ValueError where there is no page or no Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None or not page_file.is_file():
+        raise ValueError(f"a page and Chromium are needed, got {page_file} and {chromium}")
+    made = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for name, (element, height, theme) in PICTURES.items():
+            size = {"width": WIDTH, "height": height}
+            page = browser.new_page(viewport=size, color_scheme=theme, reduced_motion="reduce")
+            page.goto(page_file.resolve().as_uri())
+            page.wait_for_selector("figure.explorer[data-ready=yes]")
+            box = page.locator(element).first.bounding_box()
+            clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(height, box["height"])}
+            page.screenshot(path=DOCS / name, clip=clip, full_page=True)
+            made.append(DOCS / name)
+        browser.close()
+    return made
+
+
+if __name__ == "__main__":
+    for path in take(Path(sys.argv[1])):
+        print(path)

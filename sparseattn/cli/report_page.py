@@ -1,0 +1,182 @@
+"""`sparseattn report`: one page of HTML from the records that other commands left, to look at instead of tables."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparseattn.budget import Budget, budget_label, parse_budget
+from sparseattn.builtin import BUILTIN, pieces_of
+from sparseattn.cli.common import (
+    SELECTOR_HELP,
+    errors,
+    in_a_sentence,
+    integers,
+    model_progress,
+    open_trace,
+    plain,
+    progress_bar,
+)
+from sparseattn.cli.page import explorer, html, origin
+from sparseattn.cli.page import folders as reading
+from sparseattn.cli.page.kinds import KINDS
+from sparseattn.cli.page.origin import Facts
+from sparseattn.cli.page.views import Section
+from sparseattn.exploring import explore
+from sparseattn.files import write_atomic
+from sparseattn.integrations.errors import ModelError
+from sparseattn.metrics import usable_layers
+from sparseattn.roles import as_method
+from sparseattn.wheels import FetchError
+
+EXPLORED = ("quest", "lowbit", "exact")
+QUERIES = 8
+
+
+@dataclass(frozen=True)
+class Explored:
+    """Traces whose attention the page shows, and how.
+
+    Args:
+        traces: names or files.
+        selectors: whose rows are shown; of different labels.
+        budget: theirs.
+        queries: tokens at the end that ask.
+        layers: of the model; None: all.
+        sink, window: rows that every method reads.
+        device: to replay on; None: a CUDA device if there is one, for selectors that can work there.
+    """
+
+    traces: Sequence[str]
+    selectors: Sequence[str] = EXPLORED
+    budget: Budget = 256
+    queries: int = QUERIES
+    layers: Sequence[int] | None = None
+    sink: int = 4
+    window: int = 64
+    device: str | None = None
+
+
+@in_a_sentence
+def report(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help=f"Folders that bench, inspect, recall, eval or recommend wrote; what is read: {', '.join(KINDS)}."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Heading of the page; default the names of the folders.")] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Trace file, or built-in trace by name ({', '.join(BUILTIN)}), whose attention is explored token by "
+            f"token, over its text where it was captured --with-text; repeat for more."
+        ),
+    ] = None,
+    selector: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Whose rows to show there: {SELECTOR_HELP} Default: {' '.join(EXPLORED)}."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256",
+    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = QUERIES,
+    layers: Annotated[str | None, typer.Option(help="Layers shown there, such as 0,5,17; default all.")] = None,
+    sink: Annotated[int, typer.Option(help="First rows that every query reads there.")] = 4,
+    window: Annotated[int, typer.Option(help="Last rows that every query reads there.")] = 64,
+    device: Annotated[str | None, typer.Option(help="To replay on there; default a GPU if there is one.")] = None,
+) -> None:
+    """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting.
+
+    With --trace also the attention of single tokens: which rows hold it, and which of them methods read.
+    """
+    if selector and not trace:
+        raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
+    indices = integers(layers, "--layers")
+    asked = Explored(trace or (), selector or EXPLORED, parse_budget(budget), queries, indices, sink, window, device)
+    path = write_report(folders or [], out, title, asked)
+    errors.print(f"report: {path}", soft_wrap=True)
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, title: str | None = None, explored: Explored | None = None
+) -> Path:
+    """Reads the records, explores the traces, makes the page and returns its path.
+
+    Raises:
+        ValueError: neither folders nor traces, `out` is no .html file to write, or what `folders.read` and `explore`
+            refuse.
+        OSError: the page cannot be written.
+    """
+    traces = () if explored is None else explored.traces
+    if not folders and not traces:
+        raise ValueError("name a folder that bench, inspect, recall, eval or recommend wrote, or a --trace to explore")
+    if out.suffix != ".html" or out.is_dir():
+        raise ValueError(f"--out is an .html file to write, got {out}")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out is in a folder that does not exist: {out.parent}")
+    found = reading.read(folders, KINDS)
+    sections = [one for name, make in KINDS.items() for one in _sections(found.get(name, []), make)]
+    settings: dict[str, Facts] = {}
+    if explored is not None:
+        for number, name in enumerate(traces):
+            section, facts = _explored(number, name, explored)
+            sections.append(section)
+            settings |= facts
+    sections.append(origin.section(found, settings))
+    named = ", ".join(dict.fromkeys([*(one.resolve().name for one in folders), *(Path(one).stem for one in traces)]))
+    made = f"Written on {datetime.date.today().isoformat()} from {', '.join([*map(str, folders), *traces])}."
+    write_atomic(out, html.written(plain(title or f"Sparse attention: {named}"), sections, plain(made)).encode())
+    return out
+
+
+def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[reading.Record]], Section]) -> list[Section]:
+    """A section of each source; several of a kind are told apart by their folders."""
+    made = [reading.checked(source, make) for source in sources]
+    if len(made) < 2:
+        return made
+    return [
+        replace(one, name=f"{one.name}-{number}", title=f"{one.title}: {source.path.parent}")
+        for number, (one, source) in enumerate(zip(made, sources, strict=True), 1)
+    ]
+
+
+def _explored(number: int, name: str, asked: Explored) -> tuple[Section, dict[str, Facts]]:
+    """The section of a trace, and what it was made with."""
+    with model_progress() as progress:
+        trace = open_trace(name, progress)
+        try:
+            pieces = pieces_of(trace, progress)
+        except (ModelError, FetchError) as error:
+            errors.print(plain(f"sparseattn: {trace.name} is shown without its text: {error}"), soft_wrap=True)
+            pieces = None
+    steps = len(usable_layers(trace, asked.layers)) * asked.queries * len(asked.selectors)
+    with progress_bar() as bar:
+        advance = functools.partial(bar.advance, bar.add_task(f"{trace.name}: what its tokens attend to", total=steps))
+        found = explore(
+            trace,
+            asked.selectors,
+            asked.budget,
+            queries=asked.queries,
+            sink=asked.sink,
+            window=asked.window,
+            layers=asked.layers,
+            device=asked.device,
+            progress=advance,
+        )
+    settings = {
+        "selectors": [repr(as_method(one)) for one in asked.selectors],
+        "budget": budget_label(asked.budget),
+        "sink": asked.sink,
+        "window": asked.window,
+        "tokens": trace.tokens,
+        "tokens that ask": list(found.tokens),
+        "layers": list(found.layers),
+        "trace_meta": trace.meta,
+    }
+    return explorer.section(number, found, pieces), {f"the attention of {trace.name}": settings}
