@@ -5,6 +5,7 @@ https://arxiv.org/abs/2502.08246
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -302,15 +303,15 @@ class Partitioned(Selector):
 
         Args:
             query: as of `cost`.
-            partition: of the KV heads that are served.
+            partition: of the KV heads that are served, as `_used` keeps it on a CPU.
         """
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if keys lay in one segment and in buckets of one size."""
         batch, heads, members, _ = query.shape
-        partition = self._own(self.trained().holds(self.layer))
-        read, launch = self.model(query, partition)
-        buckets = partition.centroids.shape[1]
+        own = copy.copy(self)._parameters(torch.empty(query.shape, dtype=query.dtype), members)
+        read, launch = self.model(query, own.partition)
+        buckets = own.buckets
         probes = min(self.probes, buckets)
         lists = heads * members if self.group == "each" else heads
         rows = min(budget, sealed * probes / buckets)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.artefact import AUTO, Classifier, Partition
-from sparseattn.costs import Launch, products
+from sparseattn.costs import Launch
 from sparseattn.kernels.scoring import chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
@@ -65,8 +65,7 @@ class SAAP(Partitioned):
         batch, heads, group, size = query.shape
         asked = own.plain(query, positions[:, None])
         logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
-        # 2: as `_used` would keep the weights then
-        read = _bytes(classifier, 2 if self.width == 2 else classifier.w1.element_size()) // heads
+        read = self._bytes(classifier, heads)
         logits = logits.view(batch, heads, group, -1)
         if self.context:
             logits = (1 - self.context) * logits + self.context * self.moments.logits(
@@ -75,12 +74,16 @@ class SAAP(Partitioned):
             read += self.moments.read
         return logits, own.buckets, read
 
+    def _bytes(self, classifier: Classifier, heads: int) -> int:
+        """Of one of so many KV heads; where `width` is 2 weights count as `_used` would keep them then."""
+        narrow, parts = self.width == 2, classifier.tensors().values()
+        return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
+
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
-        batch, heads, members, size = query.shape
-        classifier, buckets = self._classifier(partition), partition.centroids.shape[1]
-        hidden = classifier.w1.shape[1]
-        read = _bytes(classifier, 2 if self.width == 2 or _narrow(torch.device("cpu"), query.dtype) else 4) // heads
-        flops = 2.0 * batch * heads * members * hidden * (size + buckets)
+        assert partition.classifier is not None
+        (_, heads, _, size), (_, buckets, hidden) = query.shape, partition.classifier.w2.shape
+        read = self._bytes(partition.classifier, heads)
+        flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
         launch = Launch("classifier", bytes=heads * read, flops=flops)
         if self.context:
             own, added = KeyMoments.model(query, buckets)
@@ -88,31 +91,17 @@ class SAAP(Partitioned):
         return read, launch
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
-        classifier = self._classifier(partition)
-        if _narrow(like.device, like.dtype):
-            # Weights are most of what a step reads. In the model's own 16 bits they are half of it.
-            weights = {name: part.to(like.dtype) for name, part in classifier.tensors().items() if part.ndim == 3}
-            classifier = replace(classifier, **weights)
-        return Partition(partition.centroids, classifier)
-
-    def _classifier(self, partition: Partition) -> Classifier:
-        """That of a partition, which may have none."""
-        if partition.classifier is None:
+        classifier = partition.classifier
+        if classifier is None:
             raise ValueError(
                 f"the artefact of {self.trained().meta.get('model', 'a model')} holds no query classifier for layer "
                 f"{self.layer}, which SAAP needs: train one, or use KMeans"
             )
-        return partition.classifier
-
-
-def _narrow(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights are kept in the 16 bits of the keys' dtype."""
-    return dtype.itemsize == 2 and chosen(None, device, dtype) == "numba"
-
-
-def _bytes(classifier: Classifier, width: int) -> int:
-    """Of all its numbers, of which weights take `width`."""
-    return sum(part.numel() * (width if part.ndim == 3 else 4) for part in classifier.tensors().values())
+        if like.element_size() == 2 and chosen(None, like.device, like.dtype) == "numba":
+            # Weights are most of what a step reads. In the model's own 16 bits they are half of it.
+            weights = {name: part.to(like.dtype) for name, part in classifier.tensors().items() if part.ndim == 3}
+            classifier = replace(classifier, **weights)
+        return Partition(partition.centroids, classifier)
 
 
 class PerfectBuckets(Partitioned):
@@ -140,4 +129,4 @@ class PerfectBuckets(Partitioned):
         return share[..., :-1].log(), real, real * keys.shape[-1] * self.bytes_of(keys)
 
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
-        raise ValueError(f"{self!r} is for measuring only, and no time of it is predicted")
+        raise ValueError(f"{self!r} is for measuring alone: no time of it is predicted")
