@@ -48,14 +48,14 @@ class Coded(Ranked):
         return codebooks.logits(tables, self.codes.visible, self.real.visible)
 
     @abstractmethod
-    def names(self, size: int) -> tuple[int, int, int]:
-        """Of keys of `size` channels: names of a row, bytes that these take, and numbers in a KV head's codebooks."""
+    def names(self, size: int) -> tuple[int, int]:
+        """Of keys of `size` channels: bytes of a row's names, and numbers in a KV head's codebooks."""
 
     def reads(self, query: Tensor) -> tuple[int, int]:
-        _, row, books = self.names(query.shape[3])
+        row, books = self.names(query.shape[3])
         return row, 2 * books
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
-        names, _, books = self.names(query.shape[3])
+        row, books = self.names(query.shape[3])
         every = query.shape[:3].numel()
-        return Launch("names", flops=2.0 * every * books, entries=every * sealed * names)
+        return Launch("names", flops=2.0 * every * books, entries=every * sealed * row)
