@@ -96,7 +96,8 @@ class Machine:
             made = cls(
                 **{name: record[name] for name in ("name", "bandwidth", "predicted", "source", "about")}, speeds=speeds
             )
-            numbers = [made.bandwidth, *(x for of in speeds.values() for one in of.values() for x in asdict(one).values())]
+            every = [x for kinds in speeds.values() for one in kinds.values() for x in asdict(one).values()]
+            numbers = [made.bandwidth, *every]
             fits = all(x is None or (not isinstance(x, bool) and x >= 0) for x in numbers) and made.bandwidth > 0
         except (KeyError, TypeError, AttributeError) as error:
             raise MachineError(f"its fields are not those that `sparseattn machine` writes ({error})") from None
@@ -169,6 +170,10 @@ GPUS = {
     ),
     # SXM4, 80 GB HBM2e: 2,039 GB/s; 312 TFLOP/s bfloat16 dense, 19.5 in float32.
     "a100": _gpu(
-        "a100", 2.039e12, 312e12, 19.5e12, "NVIDIA A100 Tensor Core GPU Datasheet (80GB SXM), https://www.nvidia.com/a100"
+        "a100",
+        2.039e12,
+        312e12,
+        19.5e12,
+        "NVIDIA A100 Tensor Core GPU Datasheet (80GB SXM), https://www.nvidia.com/a100",
     ),
 }

@@ -1,8 +1,9 @@
 """Measures the machine that this runs on: the speed of each kind of launch, on random rows, from cold caches.
 
-Every kind is timed at a few sizes. All calls take turns, round after round, so that what else runs falls on all alike,
-and the median over the rounds counts. From the medians of a kind follow its fixed cost and its costs for an operation
-and for an entry: those that, none below 0, miss the medians least in proportion (least squares).
+Every kind is timed at a few sizes. All calls take turns, round after round, so that what else runs falls on all alike.
+A pass is some rounds; of each call the median of a pass counts, and of the passes the fastest. From these times follow
+a kind's fixed cost and its costs for an operation and for an entry: those that, none below 0, miss them least in
+proportion (least squares).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,14 @@ from sparseattn.costs import KINDS, Launch, Shape, attention, products, sorted_b
 from sparseattn.kernels import attend, codebooks, lowbit, scoring
 from sparseattn.machine import CPU, Machine, Speed
 from sparseattn.selection import Bounds, Selection
+from sparseattn.selectors.base import half
 from sparseattn.timing import Timer, last_cache
 
 SHAPE = Shape(1, 8, 4, 128)  # of a layer of Llama 3 8B
-ROUNDS = 15
+PASSES = 3
+ROUNDS = 9
 WARM = 2  # rounds that do not count: code is compiled, storage allocated
+HELD = 131_072  # rows of which some are attended to: their addresses are spread as in a long context
 SWEPT = 256 << 20  # bytes read for the bandwidth
 PAGE, GROUP = 16, 64  # rows of a page, and of a group of codes that share levels
 HIDDEN, BUCKETS = 1024, 1024  # of the classifier
@@ -45,6 +49,7 @@ class Probe:
 def measure(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     shape: Shape = SHAPE,
+    passes: int = PASSES,
     rounds: int = ROUNDS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Machine:
@@ -53,7 +58,8 @@ def measure(
     Args:
         dtypes: of keys and values.
         shape: of the layer whose steps are to be predicted best; its dtype means nothing.
-        rounds: in which all calls take turns.
+        passes: of which the fastest counts.
+        rounds: of a pass, in which all calls take turns.
         progress: called with rounds done and all of them.
     """
     timer = Timer("cpu", 2 * last_cache(torch.device("cpu")))
@@ -65,31 +71,35 @@ def measure(
         sized = Shape(shape.batch, shape.heads, shape.group, shape.size, dtype)
         probes = _probes(sized)
         taken: list[list[float]] = [[] for _ in probes]
-        for number in range(-WARM, rounds):
+        for number in range(-WARM, passes * rounds):
             for probe, seconds in zip(probes, taken, strict=True):
                 one = timer(probe.call)
                 if number >= 0:
                     seconds.append(one)
-            reading.append(SWEPT / timer(lambda: swept.sum()))
+            reading.append(timer(swept.sum))
             if progress is not None:
-                progress(next(done), len(dtypes) * (rounds + WARM))
-        bandwidth = statistics.median(reading)
-        medians = [statistics.median(seconds) for seconds in taken]
-        speeds[str(dtype).removeprefix("torch.")] = fitted(
-            [probe.launch for probe in probes], medians, bandwidth
-        )
+                progress(next(done), len(dtypes) * (passes * rounds + WARM))
+        fastest = [fastest_pass(seconds, rounds) for seconds in taken]
+        speeds[str(dtype).removeprefix("torch.")] = fitted([probe.launch for probe in probes], fastest)
     about: dict[str, Any] = {
         "shape": {"heads": shape.heads, "group": shape.group, "size": shape.size},
+        "passes": passes,
         "rounds": rounds,
         "threads": torch.get_num_threads(),
         "load": before,
         "machine": environment.machine(),
         "versions": environment.versions(),
     }
-    return Machine(CPU, statistics.median(reading), speeds, False, "measured by sparseattn machine", about)
+    bandwidth = SWEPT / fastest_pass(reading, rounds)
+    return Machine(CPU, bandwidth, speeds, False, "measured by sparseattn machine", about)
 
 
-def fitted(launches: Sequence[Launch], seconds: Sequence[float], bandwidth: float) -> dict[str, Speed]:
+def fastest_pass(seconds: Sequence[float], rounds: int) -> float:
+    """The least median of so many rounds."""
+    return min(statistics.median(seconds[first : first + rounds]) for first in range(0, len(seconds), rounds))
+
+
+def fitted(launches: Sequence[Launch], seconds: Sequence[float]) -> dict[str, Speed]:
     """The speed of every kind among `launches`, of which each took `seconds`."""
     out = {}
     for kind in dict.fromkeys(launch.kind for launch in launches):
@@ -101,8 +111,8 @@ def fitted(launches: Sequence[Launch], seconds: Sequence[float], bandwidth: floa
 
 
 def non_negative(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """What each term costs, 0 or more: of every choice of terms whose least squares of relative errors has none below 0,
-    the one with the least error."""
+    """What each term costs, 0 or more: of every choice of terms whose least squares of relative errors has none below
+    0, the one with the least error."""
     weight = torch.tensor(seconds, dtype=torch.float64)
     whole = torch.tensor(terms, dtype=torch.float64) / weight[:, None]
     used = [k for k in range(whole.shape[1]) if bool(whole[:, k].any())]
@@ -139,6 +149,11 @@ def _rows(shape: Shape, rows: int) -> Tensor:
     return torch.randn(shape.batch, shape.heads, rows, shape.size).to(shape.dtype)
 
 
+def _spread(shape: Shape) -> Tensor:
+    """`[B,H,n,D]` of a long context, all alike, and each page of the memory touched."""
+    return torch.ones(shape.batch, shape.heads, HELD, shape.size, dtype=shape.dtype)
+
+
 def _operators(shape: Shape) -> list[Probe]:
     mask = torch.ones(shape.batch, 64, dtype=torch.bool)
 
@@ -165,8 +180,8 @@ def _dense(shape: Shape) -> list[Probe]:
 
 
 def _attend(shape: Shape) -> list[Probe]:
-    held, near, query, made = 32768, 64, _query(shape), []
-    keys, values = _rows(shape, held), _rows(shape, held)
+    held, near, query, made = HELD, 64, _query(shape), []
+    keys, values = _spread(shape), _spread(shape)
     bounds = Bounds.of(shape.batch, held, sealed=held - near)
     for rows, span in ((PAGE, PAGE), (1024, PAGE), (8192, PAGE), (1024, 1), (4096, 1)):
         slots = rows // span
@@ -214,29 +229,23 @@ def _codes(shape: Shape) -> list[Probe]:
     heads = shape.batch * shape.heads
     for rows in (1024, 16384, 65536):
         keys = _rows(shape, rows)
-        packed, low, step = lowbit.quantise(keys, GROUP, 2, "bins", lowbit_dtype(shape.dtype))
+        packed, low, step = lowbit.quantise(keys, GROUP, 2, "bins", half(keys))
         real = torch.ones(shape.batch, rows, dtype=torch.bool)
-        index = (packed, low, step, real)
         launch = Launch("codes", 0.0, 2.0 * heads * shape.group * rows * shape.size)
 
-        def call(index: tuple[Tensor, ...] = index) -> Tensor:
-            return lowbit.best(query, *index, 2, "softmax", 512)
+        def call(packed: Tensor = packed, low: Tensor = low, step: Tensor = step, real: Tensor = real) -> Tensor:
+            return lowbit.best(query, packed, low, step, real, 2, "softmax", 512)
 
         made.append(Probe(launch, call))
     for listed in (64, 512, 2048):
         pages = torch.rand(shape.batch, shape.heads, rows // PAGE).topk(listed).indices
         launch = Launch("listed", 0.0, 2.0 * heads * shape.group * listed * PAGE * shape.size)
 
-        def call_listed(pages: Tensor = pages, index: tuple[Tensor, ...] = index) -> Any:
-            return lowbit.best_listed(query, *index, 2, "softmax", pages, PAGE, 512)
+        def call_listed(pages: Tensor = pages) -> Any:
+            return lowbit.best_listed(query, packed, low, step, real, 2, "softmax", pages, PAGE, 512)
 
         made.append(Probe(launch, call_listed))
     return made
-
-
-def lowbit_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of levels, for keys of this dtype."""
-    return dtype if dtype.itemsize == 2 else torch.bfloat16
 
 
 def _names(shape: Shape) -> list[Probe]:
@@ -282,10 +291,9 @@ def _sort(shape: Shape) -> list[Probe]:
 
 
 def _walk(shape: Shape) -> list[Probe]:
-    query, held, made = _query(shape), 65536, []
-    keys = _rows(shape, held)
+    query, keys, made = _query(shape), _spread(shape), []
     for count in (64, 2048):
-        ids = torch.rand(shape.batch, shape.heads * shape.group, held).topk(count).indices.sort().values.int()
+        ids = torch.rand(shape.batch, shape.heads * shape.group, HELD).topk(count).indices.sort().values.int()
         launch = Launch("walk", entries=ids.numel())
 
         def call(ids: Tensor = ids) -> Tensor:

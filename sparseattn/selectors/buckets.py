@@ -309,7 +309,7 @@ class Partitioned(Selector):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if keys lay in one segment and in buckets of one size."""
         batch, heads, members, _ = query.shape
-        own = copy.copy(self)._parameters(torch.empty(query.shape, dtype=query.dtype), members)
+        own = self._asked_of(query)
         read, launch = self.model(query, own.partition)
         buckets = own.buckets
         probes = min(self.probes, buckets)
@@ -323,6 +323,14 @@ class Partitioned(Selector):
         slots = min(rows, rows / self.span + probes / 2)
         expected = "buckets hold as many rows each, in one segment"
         return Scan(read + self._edges_read(lists // heads, probes), launches, lists, rows, slots, expected=expected)
+
+    def _asked_of(self, query: Tensor) -> Parameters:
+        """The layer's for queries of this shape, on the CPU."""
+        return copy.copy(self)._parameters(torch.empty(query.shape, dtype=query.dtype), query.shape[2])
+
+    def buckets_of(self, query: Tensor) -> int:
+        """C, of the layer's artefact, for queries of this shape."""
+        return self._asked_of(query).buckets
 
     @staticmethod
     def _edges_read(each: int, probes: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, products
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.selectors.base import Rows, check_least
 from sparseattn.selectors.ranked import Ranked
@@ -91,6 +93,10 @@ class SparQ(Ranked):
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         return products(query, sealed, min(self.channels, query.shape[3]))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = super().cost(query, sealed, budget)
+        return replace(scan, tail=1) if self._adds(query) else scan
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.real.rows:

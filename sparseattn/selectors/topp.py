@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Scan
+from sparseattn.costs import Scan, both
 from sparseattn.kernels import lowbit
 from sparseattn.mass import heaviest
 from sparseattn.selection import Selection
@@ -96,7 +96,7 @@ class TopP(TwoStage):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if the budget were read: what is, follows p."""
         scan = super().cost(query, sealed, budget)
-        return dataclasses.replace(scan, expected=f"{scan.expected}; all of the budget is read")
+        return dataclasses.replace(scan, expected=both(scan.expected, "all of the budget is read"))
 
     def _pruned(self, logits: Tensor, listed: Tensor, page: int, budget: int) -> Tensor:
         """`[B,Hs,S]` int32: of proposed rows with `logits` `[B,H,G,P*page]` those that hold p, -1 in other places."""

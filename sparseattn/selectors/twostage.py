@@ -161,7 +161,9 @@ class TwoStage(Selector):
         )
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
         launches = (*first.launches, second, Launch("operator", count=self.operators))
-        expected = "; ".join(filter(None, (first.expected, "proposed rows are spread evenly over the groups of levels")))
+        expected = "; ".join(
+            filter(None, (first.expected, "proposed rows are spread evenly over the groups of levels"))
+        )
         return Scan(first.read + codes * lists / heads, launches, own, few, few, first.tail, expected)
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
