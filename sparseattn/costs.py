@@ -23,7 +23,8 @@ from sparseattn.budget import Budget, Reader, budget_of
 KINDS = {
     "operator": "a tensor operation on a few numbers: its launch is what it costs",
     "dense": "attention over every row, as torch computes it",
-    "attend": "attention over rows that are named; entries: slots",
+    "attend": "attention over rows named in runs, such as pages; entries: runs",
+    "gather": "attention over rows named one by one",
     "bounds": "products of the queries with the bounds of pages",
     "product": "products in float32 of the queries with a tensor of the keys' dtype; entries: scores made",
     "codes": "products of the queries with keys of a few bits, and the group's vote; entries: rows scored",
@@ -95,7 +96,7 @@ class Scan:
         launches: of all sequences and heads.
         lists: Hs, lists of rows chosen: H, or H*G.
         rows: rows that a list names.
-        slots: spans that they lie in.
+        runs: that they lie in, each of rows that follow each other; as many as rows, where these are single.
         tail: rows of the selector's own that each KV head attends to besides.
         expected: what of this the data decide, so that a count is only expected, in words; "" for nothing.
     """
@@ -104,7 +105,7 @@ class Scan:
     launches: tuple[Launch, ...]
     lists: int
     rows: float
-    slots: float
+    runs: float
     tail: float = 0.0
     expected: str = ""
 
@@ -166,22 +167,23 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 def attention(
-    shape: Shape, lists: int, near: float, rows: float, slots: float, distinct: float, kind: str = "attend"
+    shape: Shape, lists: int, near: float, rows: float, runs: float, distinct: float, kind: str | None = None
 ) -> Launch:
     """The launch that attends: every query head of a list to its `rows` and to the `near` ones.
 
     Args:
         lists: Hs, H or H*G.
         near: rows that every query reads.
-        rows: that a list names, in so many `slots`.
+        rows: that a list names, in so many `runs`.
         distinct: rows that are read for a KV head, each once, the near ones among them.
+        kind: of the launch; None: "gather" where runs are single rows, else "attend".
     """
     heads = shape.batch * shape.heads
     return Launch(
-        kind,
+        kind or ("gather" if 0 < rows <= runs else "attend"),
         bytes=heads * distinct * shape.row_bytes,
         flops=4.0 * heads * shape.group * (near + rows) * shape.size,
-        entries=shape.batch * lists * slots,
+        entries=shape.batch * lists * runs,
     )
 
 
@@ -240,11 +242,11 @@ def step_cost(
     if sealed:
         allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
         scan = selector.cost(shape.query(), sealed, allowed)
-    named, slots = scan.rows, scan.slots
+    named, runs = scan.rows, scan.runs
     if rows is not None and named:
-        named, slots = rows, slots * rows / named
+        named, runs = rows, runs * rows / named
     distinct = near + min(named * scan.lists / shape.heads, sealed)
-    launches = [*scan.launches, attention(shape, scan.lists, near, named, slots, distinct)]
+    launches = [*scan.launches, attention(shape, scan.lists, near, named, runs, distinct)]
     if scan.tail:
         launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail))
         distinct += scan.tail

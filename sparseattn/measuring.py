@@ -32,7 +32,8 @@ ROUNDS = 9
 WARM = 2  # rounds that do not count: code is compiled, storage allocated
 HELD = 131_072  # rows of which some are attended to: their addresses are spread as in a long context
 SWEPT = 256 << 20  # bytes read for the bandwidth
-PAGE, GROUP = 16, 64  # rows of a page, and of a group of codes that share levels
+PAGE, LONG = 16, 128  # rows of a page, and of a bucket
+GROUP = 64  # rows of codes that share levels
 HIDDEN, BUCKETS = 1024, 1024  # of the classifier
 SUBSPACES, CENTROIDS = 16, 256  # of codebooks
 OPERATORS = 8  # small operations in a probe of them
@@ -183,11 +184,21 @@ def _attend(shape: Shape) -> list[Probe]:
     held, near, query, made = HELD, 64, _query(shape), []
     keys, values = _spread(shape), _spread(shape)
     bounds = Bounds.of(shape.batch, held, sealed=held - near)
-    for rows, span in ((PAGE, PAGE), (1024, PAGE), (8192, PAGE), (1024, 1), (4096, 1)):
-        slots = rows // span
-        ids = torch.rand(shape.batch, shape.heads, (held - near) // span).topk(slots).indices
-        selection = Selection.pages(ids, span)
-        launch = attention(shape, shape.heads, near, rows, slots, near + rows)
+    for rows, run in (
+        (PAGE, PAGE),
+        (1024, PAGE),
+        (8192, PAGE),
+        (1024, LONG),
+        (8192, LONG),
+        (64, 1),
+        (1024, 1),
+        (4096, 1),
+    ):
+        span = min(run, PAGE)
+        first = torch.rand(shape.batch, shape.heads, (held - near) // run).topk(rows // run).indices * (run // span)
+        ids = first[..., None] + torch.arange(run // span)
+        selection = Selection.pages(ids.flatten(2), span)
+        launch = attention(shape, shape.heads, near, rows, rows / run, near + rows)
 
         def call(selection: Selection = selection) -> Any:
             return attend(query, keys, values, selection, bounds)

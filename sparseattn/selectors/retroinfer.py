@@ -119,7 +119,7 @@ class RetroInfer(Selector):
         return Selection(found.start, found.length, self.span, clusters.repeat_interleave(each, 1), read)
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if clusters held as many rows each, and a list's fourth span of three were a cluster's end."""
+        """As if clusters held as many rows each."""
         (batch, heads, _, size), clusters, rows = query.shape, sealed // self.cluster, min(budget, sealed)
         tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
         read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
@@ -128,7 +128,7 @@ class RetroInfer(Selector):
         found = clusters, -(-rows // self.cluster)
         expected = "clusters hold as many rows each"
         scan = self.scan(query, [ranking], read, found, group=self.group, expected=expected)
-        return replace(scan, rows=rows, slots=min(rows, 4 / 3 * found[1]), tail=tail)
+        return replace(scan, rows=rows, tail=tail)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.count.rows:

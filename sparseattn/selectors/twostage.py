@@ -150,7 +150,7 @@ class TwoStage(Selector):
         rows, lists = first.rows, first.lists
         if lists > heads and self.group != "each":
             rows, lists = min(rows * members, sealed), heads
-        spans = self.rows / (first.rows / first.slots) if first.slots else 0.0
+        spans = self.rows * first.runs / first.rows if first.rows else 0.0
         groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
         codes = rows * 4 * lowbit.words(size, self.bits) + float(self.inside.levels_bytes(torch.tensor(groups), size))
         second = Launch(
