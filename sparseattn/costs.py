@@ -122,6 +122,7 @@ class Cost:
             as if no two chose the same.
         rows_bytes: of their keys and values.
         expected: what of it the data decide, in words.
+        host: whether a method searches in host memory, so that no GPU runs it.
     """
 
     launches: tuple[Launch, ...]
@@ -130,6 +131,7 @@ class Cost:
     rows: float
     rows_bytes: float
     expected: str = ""
+    host: bool = False
 
     @property
     def bytes(self) -> float:
@@ -163,6 +165,7 @@ def total(costs: Iterable[Cost]) -> Cost:
         sum(part.rows for part in parts),
         sum(part.rows_bytes for part in parts),
         "; ".join(dict.fromkeys(part.expected for part in parts if part.expected)),
+        any(part.host for part in parts),
     )
 
 
@@ -203,6 +206,8 @@ class Chooser(Reader, Protocol):
 
     @property
     def unit(self) -> int: ...
+    @property
+    def host(self) -> bool: ...
     def allowed(self, budget: int) -> int: ...
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan: ...
 
@@ -258,6 +263,7 @@ def step_cost(
         distinct,
         heads * distinct * shape.row_bytes,
         scan.expected,
+        selector.host,
     )
 
 

@@ -92,7 +92,7 @@ def measure(
         "versions": environment.versions(),
     }
     bandwidth = SWEPT / fastest_pass(reading, rounds)
-    return Machine(CPU, bandwidth, speeds, False, "measured by sparseattn machine", about)
+    return Machine(CPU, bandwidth, speeds, "cpu", False, "measured by sparseattn machine", about)
 
 
 def fastest_pass(seconds: Sequence[float], rounds: int) -> float:

@@ -30,6 +30,10 @@ ARROWS = {
     "selection": (),
     "board": ("selection",),
     "storage": (),
+    "costs": ("budget",),
+    "machine": ("costs", "files", "places"),
+    "measuring": ("costs", "environment", "kernels", "machine", "selection", "selectors.base", "timing"),
+    "timing": (),
     "contract": ("selection", "selectors.base"),
     "zones": (),
     "queries": ("storage",),
@@ -48,7 +52,7 @@ ARROWS = {
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "similarity": ("tensorfiles",),
-    "selectors.base": ("board", "kernels.scoring", "selection", "storage", "rope"),
+    "selectors.base": ("board", "costs", "kernels.scoring", "selection", "storage", "rope"),
     "selectors": (
         *(
             "kernels",
@@ -59,6 +63,7 @@ ARROWS = {
             "artefact",
             "board",
             "calibration",
+            "costs",
             "estimates",
             "hashes",
             "selectors",

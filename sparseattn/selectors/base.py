@@ -160,7 +160,7 @@ class Selector(ABC):
     reads_stored: bool = False
     uses_budget: bool = True
     estimates: bool = False
-    operators: int = 16
+    operators: int = 8
     width: int | None = None
     knob: str | None = None
     usual: tuple[str, ...] = ()

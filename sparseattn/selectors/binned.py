@@ -32,6 +32,8 @@ class Binned(Hashed):
     numbers it reads, and the directions once per KV head.
     """
 
+    operators = 50
+
     def __init__(self, rows: int, seed: int) -> None:
         check_least(rows=(rows, 0))
         super().__init__(seed)

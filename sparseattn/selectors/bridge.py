@@ -50,6 +50,7 @@ class QueryBridge(Selector):
         ImportError: faiss is missing.
     """
 
+    operators = 26
     knob = "probes"
     reads_stored = True
 

@@ -49,6 +49,7 @@ class InfiniGen(Selector):
         ValueError: an argument out of its range; in `select`, nobody has foreseen the query.
     """
 
+    operators = 20
     foresees = True
 
     def __init__(self, ratio: float = 0.2, alpha: float = 4.0, group: str = "each", share: float = 0.25) -> None:

@@ -47,6 +47,7 @@ class LowBit(PageSelector):
     `scan_bytes`: the codes and levels of every row, and the grid.
     """
 
+    operators = 10
     entry_names = ("codes", "low", "step")
     codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.lowbit`
     low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8

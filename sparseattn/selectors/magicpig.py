@@ -58,6 +58,7 @@ class MagicPIG(Hashed):
         ValueError: an argument out of its range.
     """
 
+    operators = 160
     biases = True
     reads_stored = True
     shared = True

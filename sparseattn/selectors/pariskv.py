@@ -66,6 +66,8 @@ class ParisKV(Selector):
         ValueError: a share that is none.
     """
 
+    operators = 90
+
     def __init__(
         self, collide: float | None = None, candidates: float | None = None, seed: int = 0, group: str = "sum"
     ) -> None:

@@ -26,6 +26,7 @@ class Ranked(Selector):
         known: `[B,1]` bool, a sequence has its parameters; of methods that learn.
     """
 
+    operators = 12
     by_row: tuple[str, ...]
     known: RowBuffer
     estimates = True

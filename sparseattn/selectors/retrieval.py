@@ -51,6 +51,7 @@ class RetrievalAttention(Selector):
         ImportError: numba or faiss is missing.
     """
 
+    operators = 25
     knob = "beam"
     host = True
     reads_stored = True

@@ -50,6 +50,7 @@ class RetroInfer(Selector):
         ValueError: an argument out of its range.
     """
 
+    operators = 56
     tails = True
 
     def __init__(

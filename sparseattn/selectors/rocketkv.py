@@ -52,6 +52,8 @@ class RocketKV(Selector):
         ValueError: an argument out of its range.
     """
 
+    operators = 30
+
     def __init__(
         self,
         ratio: float = 16.0,

@@ -56,6 +56,7 @@ class Tailed(Wrapper):
         ValueError: an argument out of its range, or an inner that biases or has a tail.
     """
 
+    operators = 24
     tails = True
     usual = ("inner=Quest",)
 

@@ -51,6 +51,7 @@ class TwoStage(Selector):
         ValueError: an argument out of its range, or a first stage that evicts or biases.
     """
 
+    operators = 16
     knob = "times"
     usual = ("pages=Quest",)
 

@@ -89,6 +89,8 @@ class _Vector(Selector):
     Keys, queries and chosen rows are copied from and to a GPU; keys of other dtypes are searched in float32.
     """
 
+    operators = 50
+
     def __init__(self) -> None:
         load_faiss()
         self.real = RowBuffer(1)  # [B,N] bool, not padding
