@@ -42,7 +42,8 @@ def predicted(record: Mapping[str, Any], machine: Machine, folder: Path) -> Iter
     """
     for sweep, result in record["sweeps"].items():
         for point in result["points"]:
-            shape = Shape(*(point[name] for name in ("batch", "heads", "group", "size")), _dtype(point["dtype"]))
+            batch, heads, group, size = (point[name] for name in ("batch", "heads", "group", "size"))
+            shape = Shape(batch, heads, group, size, _dtype(point["dtype"]))
             rows, seconds = point["rows"], point["seconds"]
             method = Method.of(point["selector"], argparse.Namespace(**_sizes(record)))
             selector = _selector(method, shape, folder, record)
@@ -146,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = argparse.ArgumentParser(prog="python -m benchmarks.predicted", description="Predicted against measured.")
     command.add_argument("--machine", default=CPU, help="cpu, as measured here, or the file of a profile")
     command.add_argument("--record", action="append", help=f"of benchmarks.scaling; more; default {' '.join(RECORDS)}")
-    command.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
+    command.add_argument("--results", type=Path, default=RESULTS, help="folder of the records of benchmarks.scaling")
+    command.add_argument("--out", type=Path, help="record to write; default predicted-NAME.json in that folder")
     command.add_argument("--json", action="store_true", help="print the record, on one line")
     options = command.parse_args(arguments)
     names = options.record or RECORDS
@@ -171,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "points": points,
         "complete": True,
     }
-    path = options.results / f"predicted-{machine.name}.json"
+    path = options.out or options.results / f"predicted-{machine.name}.json"
     records.save(record, path)
     records.show(record, tables, f"record: {path}", options.json)
 

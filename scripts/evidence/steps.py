@@ -210,6 +210,15 @@ STEPS = (
         "scaling-cpu.json",
     ),
     Step(
+        "predicted-cpu",
+        "how far predicted steps are from the measured ones of both records of scaling",
+        "sparseattn machine --out OUT/cpu.json && "
+        "python -m benchmarks.predicted --machine OUT/cpu.json --out OUT/predicted-cpu.json",
+        3,
+        "predicted-cpu.json",
+        needs=("scaling-cpu", "scaling-lowbit-cpu"),
+    ),
+    Step(
         "generate-cpu",
         "tokens a second with the reference model at 16,384 and 32,768 tokens",
         "python -m benchmarks.generate --tokens 16384,32768 --selector quest --selector saap --selector moments "

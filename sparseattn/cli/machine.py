@@ -54,11 +54,12 @@ def machine(
         raise ValueError(f"--shape is three numbers, KV heads, query heads of each and head size, got {shape!r}")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
-    of = Shape(batch, *sizes, DTYPES[dtype])
+    heads, group, size = sizes
+    of = Shape(batch, heads, group, size, DTYPES[dtype])
     if name is None:
         if selector:
             raise ValueError("--selector predicts steps of a machine: name it, such as `sparseattn machine h100`")
-        return _measured(Shape(1, *sizes), measured_path() if out is None else out, json)
+        return _measured(Shape(1, heads, group, size), measured_path() if out is None else out, json)
     if out is not None:
         raise ValueError(f"--out is for measuring this CPU, and {name} is shown: leave one of them out")
     known = Machine.load(name)
