@@ -27,12 +27,12 @@ KINDS = {
     "gather": "attention over rows named one by one",
     "bounds": "products of the queries with the bounds of pages",
     "product": "products in float32 of the queries with a tensor of the keys' dtype; entries: scores made",
-    "codes": "products of the queries with keys of a few bits, and the group's vote; entries: rows scored",
-    "listed": "the same of listed rows; entries: rows listed",
+    "codes": "products of the queries with keys of a few bits, the group's vote, and the best rows",
+    "listed": "the same of listed rows",
     "names": "sums over tables by codes that name centroids; entries: names looked up",
-    "classifier": "a network of two layers that ranks buckets",
+    "classifier": "a network of two layers that ranks buckets; entries: its numbers",
     "sort": "the best of many scores; entries: scores",
-    "walk": "a search of a graph, key after key: entries: keys scored",
+    "walk": "scores of keys here and there, as of a search of a graph; entries: keys",
 }
 
 

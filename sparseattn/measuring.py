@@ -27,8 +27,7 @@ from sparseattn.selectors.base import half
 from sparseattn.timing import Timer, last_cache
 
 SHAPE = Shape(1, 8, 4, 128)  # of a layer of Llama 3 8B
-PASSES = 3
-ROUNDS = 9
+PASSES, ROUNDS = 6, 5
 WARM = 2  # rounds that do not count: code is compiled, storage allocated
 HELD = 131_072  # rows of which some are attended to: their addresses are spread as in a long context
 SWEPT = 256 << 20  # bytes read for the bandwidth
@@ -276,7 +275,12 @@ def _names(shape: Shape) -> list[Probe]:
 
 def _classifier(shape: Shape) -> list[Probe]:
     made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float32
-    for heads, hidden, many in ((1, 64, 1), (shape.heads, HIDDEN, 1), (shape.heads, HIDDEN, 64)):
+    for heads, hidden, many in (
+        (1, 64, 1),
+        (shape.heads, HIDDEN, 1),
+        (shape.heads, HIDDEN, 8),
+        (shape.heads, HIDDEN, 64),
+    ):
         first = torch.randn(heads, hidden, shape.size).to(kind)
         second = torch.randn(heads, BUCKETS, hidden).to(kind)
         x = torch.randn(heads, shape.group * many, shape.size)
@@ -285,7 +289,8 @@ def _classifier(shape: Shape) -> list[Probe]:
         def call(first: Tensor = first, second: Tensor = second, x: Tensor = x) -> Tensor:
             return scoring.linear(scoring.linear(x, first, relu=True), second)
 
-        made.append(Probe(Launch("classifier", first.nbytes + second.nbytes, flops), call))
+        launch = Launch("classifier", first.nbytes + second.nbytes, flops, first.numel() + second.numel())
+        made.append(Probe(launch, call))
     return made
 
 

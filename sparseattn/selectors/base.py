@@ -283,7 +283,7 @@ class Selector(ABC):
         """
         raise ValueError(f"{self!r} does not say what choosing costs (cost), so no time can be predicted")
 
-    def scan(
+    def ranked_cost(
         self,
         query: Tensor,
         scoring: Sequence[Launch],

@@ -210,7 +210,7 @@ class QueryBridge(Selector):
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
         expected = "lists have keys in common as at random"
-        return self.scan(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
+        return self.ranked_cost(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
 
 
 def _made(lists: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Exact(Selector):
         scoring = replace(products(query, sealed, size), bytes=query.shape[0] * query.shape[1] * read)
         expected = "" if self.refresh == 1 else "every step chooses"
         found = sealed, min(budget, sealed)
-        return self.scan(
+        return self.ranked_cost(
             query, [scoring], read, found, group="max" if self.group == LAYER else self.group, expected=expected
         )
 

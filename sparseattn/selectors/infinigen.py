@@ -115,7 +115,9 @@ class InfiniGen(Selector):
         launch = products(query, sealed, self._kept(query.shape[3]))
         launch = replace(launch, bytes=query.shape[:2].numel() * read)
         expected = "" if math.isinf(self.alpha) else "all of the budget is read"
-        return self.scan(query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected)
+        return self.ranked_cost(
+            query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected
+        )
 
     def _kept(self, size: int) -> int:
         """r, of keys of `size` channels."""

@@ -128,7 +128,7 @@ class InfLLM(Selector):
         read = blocks * self._block_bytes(query)
         launch = replace(products(query, blocks, query.shape[3]), bytes=query.shape[:2].numel() * read)
         found, group = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
-        return self.scan(query, [launch], read, found, group=group, page=self.page)
+        return self.ranked_cost(query, [launch], read, found, group=group, page=self.page)
 
     def _block_bytes(self, query: Tensor) -> int:
         """Of the representative keys of a block that a KV head reads for a query `[B,H,G,D]`."""

@@ -201,7 +201,7 @@ class ParisKV(Selector):
             Launch("sort", entries=sorted_best(batch * lists, sealed, listed)),
             Launch("names", batch * lists * listed * candidate, entries=asked * listed * 4 * subspaces),
         )
-        return self.scan(query, scoring, read, (listed, min(budget, sealed)), group=self.group)
+        return self.ranked_cost(query, scoring, read, (listed, min(budget, sealed)), group=self.group)
 
 
 def _reads(subspaces: int) -> tuple[int, int, int]:

@@ -88,7 +88,7 @@ class Ranked(Selector):
         row, once = self.reads(query)
         read, heads = sealed * row + once, query.shape[0] * query.shape[1]
         scoring = replace(self.scoring(query, sealed), bytes=heads * read)
-        return self.scan(query, [scoring], read, (sealed, min(budget, sealed)), group=self.group)
+        return self.ranked_cost(query, [scoring], read, (sealed, min(budget, sealed)), group=self.group)
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.real.rows:

@@ -128,7 +128,7 @@ class RetroInfer(Selector):
         ranking = replace(ranking, bytes=2 * batch * heads * clusters * size)
         found = clusters, -(-rows // self.cluster)
         expected = "clusters hold as many rows each"
-        scan = self.scan(query, [ranking], read, found, group=self.group, expected=expected)
+        scan = self.ranked_cost(query, [ranking], read, found, group=self.group, expected=expected)
         return replace(scan, rows=rows, tail=tail)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:

@@ -155,7 +155,9 @@ class RocketKV(Selector):
         read = pages * channels * self.bytes_of(query)
         launch = replace(products(query, pages, channels), bytes=query.shape[:2].numel() * read)
         expected = "all rows are the prompt's" if self.prompt else ""
-        scan = self.scan(query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected)
+        scan = self.ranked_cost(
+            query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected
+        )
         return replace(scan, rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:

@@ -158,7 +158,6 @@ class TwoStage(Selector):
             "listed",
             bytes=batch * lists * codes,
             flops=2.0 * batch * heads * members * rows * size,
-            entries=batch * lists * rows,
         )
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
         launches = (*first.launches, second, Launch("operator", count=self.operators))

@@ -151,7 +151,7 @@ class Flat(_Vector):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         read = sealed * query.shape[3] * self.bytes_of(query)
         launch = replace(products(query, sealed, query.shape[3]), bytes=query.shape[:2].numel() * read)
-        return self.scan(query, [launch], read, (sealed, min(budget, sealed)))
+        return self.ranked_cost(query, [launch], read, (sealed, min(budget, sealed)))
 
 
 class IVF(_Vector):
@@ -204,7 +204,7 @@ class IVF(_Vector):
         read, every = 4.0 * query.shape[2] * scored * query.shape[3], query.shape[:3].numel()
         launch = Launch("walk", query.shape[:2].numel() * read, entries=every * scored)
         expected = "lists hold as many keys each"
-        return self.scan(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
+        return self.ranked_cost(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         index = self.table.indexes[b][h]
