@@ -267,10 +267,11 @@ def step_cost(
     )
 
 
-def products(query: Tensor, entries: int, size: int) -> Launch:
-    """Of queries `[B,H,G,D]` with so many vectors of `size` numbers in each KV head, in float32; without bytes."""
+def products(query: Tensor, entries: int, size: int, read: float = 0.0) -> Launch:
+    """Of queries `[B,H,G,D]` with so many vectors of `size` numbers in each KV head, in float32, for which each KV head
+    of each sequence reads `read` bytes."""
     scores = query.shape[:3].numel() * entries
-    return Launch("product", flops=2.0 * scores * size, entries=scores)
+    return Launch("product", query.shape[:2].numel() * read, 2.0 * scores * size, scores)
 
 
 # Of the links that a walk through a graph looks at, those that lead to keys not among the many that it knows by then:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -205,7 +204,7 @@ class QueryBridge(Selector):
         scored = new_of(sealed, listed)
         read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
         scoring = (
-            replace(products(query, guides, size), bytes=4.0 * every * guides * size),
+            products(query, guides, size, 4.0 * group * guides * size),
             Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -112,8 +111,7 @@ class InfiniGen(Selector):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         row, once = self._reads(query)
         read = sealed * row + once
-        launch = products(query, sealed, self._kept(query.shape[3]))
-        launch = replace(launch, bytes=query.shape[:2].numel() * read)
+        launch = products(query, sealed, self._kept(query.shape[3]), read)
         expected = "" if math.isinf(self.alpha) else "all of the budget is read"
         return self.ranked_cost(
             query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected

@@ -54,8 +54,7 @@ class PageMass(PageSelector):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         read = int(self._key_bytes(torch.tensor(sealed // self.page), query))
-        launch = products(query, sealed, query.shape[3])
-        scoring = dataclasses.replace(launch, bytes=query.shape[0] * query.shape[1] * read)
+        scoring = products(query, sealed, query.shape[3], read)
         pages = sealed // self.page, min(budget, sealed) // self.page
         return self.ranked_cost(query, [scoring], read, pages, group=self.group, page=self.page)
 

@@ -121,11 +121,10 @@ class RetroInfer(Selector):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if clusters held as many rows each."""
-        (batch, heads, _, size), clusters, rows = query.shape, sealed // self.cluster, min(budget, sealed)
+        size, clusters, rows = query.shape[3], sealed // self.cluster, min(budget, sealed)
         tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
         read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
-        ranking = products(query, clusters, size)
-        ranking = replace(ranking, bytes=2 * batch * heads * clusters * size)
+        ranking = products(query, clusters, size, 2.0 * clusters * size)
         found = clusters, -(-rows // self.cluster)
         expected = "clusters hold as many rows each"
         scan = self.ranked_cost(query, [ranking], read, found, group=self.group, expected=expected)

@@ -153,7 +153,7 @@ class RocketKV(Selector):
         held = min(sealed, self._most()) if self.prompt else sealed
         pages, channels, rows = held // self.span, self._channels(query.shape[3]), min(budget, held)
         read = pages * channels * self.bytes_of(query)
-        launch = replace(products(query, pages, channels), bytes=query.shape[:2].numel() * read)
+        launch = products(query, pages, channels, read)
         expected = "all rows are the prompt's" if self.prompt else ""
         scan = self.ranked_cost(
             query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected

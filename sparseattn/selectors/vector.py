@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -150,7 +149,7 @@ class Flat(_Vector):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         read = sealed * query.shape[3] * self.bytes_of(query)
-        launch = replace(products(query, sealed, query.shape[3]), bytes=query.shape[:2].numel() * read)
+        launch = products(query, sealed, query.shape[3], read)
         return self.ranked_cost(query, [launch], read, (sealed, min(budget, sealed)))
 
 
