@@ -211,12 +211,13 @@ STEPS = (
     ),
     Step(
         "predicted-cpu",
-        "how far predicted steps are from the measured ones of both records of scaling",
-        "sparseattn machine --out OUT/cpu.json && "
-        "python -m benchmarks.predicted --machine OUT/cpu.json --out OUT/predicted-cpu.json",
-        3,
+        "how far predicted steps are from steps that were measured on the same machine in the same hour",
+        "sparseattn machine --out OUT/cpu.json && python -m benchmarks.scaling --selector quest --selector saap "
+        "--selector lowbit --selector twostage --memory 2.05 --rounds 9 --results OUT --out OUT/scaling.png && "
+        "python -m benchmarks.predicted --machine OUT/cpu.json --record scaling-cpu --results OUT "
+        "--out OUT/predicted-cpu.json",
+        16,
         "predicted-cpu.json",
-        needs=("scaling-cpu", "scaling-lowbit-cpu"),
     ),
     Step(
         "generate-cpu",

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from sparseattn.budget import budget_label, parse_budget
-from sparseattn.cli.common import Screen, in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import Screen, errors, in_a_sentence, integers, progress_bar
 from sparseattn.costs import KINDS, Cost, Shape, dense_cost, step_cost
 from sparseattn.files import naming
 from sparseattn.machine import CPU, DTYPES, GPUS, Machine, measured_path
@@ -21,6 +21,7 @@ from sparseattn.rope import Rope
 from sparseattn.selectors import make_selector
 
 ZONES = 4, 64  # sink and window
+BUSY = 0.5  # load for each core, before, from which on a measurement is in doubt
 
 
 @in_a_sentence
@@ -76,6 +77,11 @@ def _measured(shape: Shape, path: Path, json: bool) -> None:
         task = bar.add_task("measure this CPU", total=None)
         made = measure(shape=shape, progress=lambda done, total: bar.update(task, completed=done, total=total))
     made.save(path)
+    load, cores = made.about["load"][:1], made.about["machine"]["cores"]
+    if load and load[0] > BUSY * cores:
+        errors.print(
+            f"sparseattn: other work ran here (load {load[0]:.1f}): measure again when it is quiet", soft_wrap=True
+        )
     _show(made, "bfloat16", json)
     if not json:
         Screen().print(f"{path}: {time.monotonic() - started:.0f} s", soft_wrap=True)
