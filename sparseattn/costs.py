@@ -21,6 +21,7 @@ from sparseattn.budget import Budget, Reader, budget_of
 
 # What a launch runs, by which a machine knows its speed.
 KINDS = {
+    "step": "what a step does whatever the method, such as to look at the query",
     "operator": "a tensor operation on a few numbers: its launch is what it costs",
     "dense": "attention over every row, as torch computes it",
     "attend": "attention over rows named in runs, such as pages; entries: runs",
@@ -251,7 +252,7 @@ def step_cost(
     if rows is not None and named:
         named, runs = rows, runs * rows / named
     distinct = near + min(named * scan.lists / shape.heads, sealed)
-    launches = [*scan.launches, attention(shape, scan.lists, near, named, runs, distinct)]
+    launches = [Launch("step"), *scan.launches, attention(shape, scan.lists, near, named, runs, distinct)]
     if scan.tail:
         launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail))
         distinct += scan.tail

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import environment
+from sparseattn.cache import KVCache
 from sparseattn.costs import KINDS, Launch, Shape, attention, products, sorted_best
 from sparseattn.kernels import attend, codebooks, lowbit, scoring
 from sparseattn.machine import CPU, Machine, Speed
@@ -133,7 +134,7 @@ def non_negative(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
 def _probes(shape: Shape) -> list[Probe]:
     """Every kind at a few sizes."""
     made: list[Probe] = []
-    for make in (_operators, _dense, _attend, _bounds, _products, _codes, _names, _classifier, _sort, _walk):
+    for make in (_step, _operators, _dense, _attend, _bounds, _products, _codes, _names, _classifier, _sort, _walk):
         made += make(shape)
     missing = set(KINDS) - {probe.launch.kind for probe in made}
     assert not missing, f"nothing measures {missing}"
@@ -152,6 +153,12 @@ def _rows(shape: Shape, rows: int) -> Tensor:
 def _spread(shape: Shape) -> Tensor:
     """`[B,H,n,D]` of a long context, all alike, and each page of the memory touched."""
     return torch.ones(shape.batch, shape.heads, HELD, shape.size, dtype=shape.dtype)
+
+
+def _step(shape: Shape) -> list[Probe]:
+    cache, query = KVCache("window", sink=4, window=64), _query(shape)
+    cache.append(_rows(shape, 128), _rows(shape, 128))
+    return [Probe(Launch("step"), lambda: cache.select(query, 1))]
 
 
 def _operators(shape: Shape) -> list[Probe]:

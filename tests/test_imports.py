@@ -32,7 +32,7 @@ ARROWS = {
     "storage": (),
     "costs": ("budget",),
     "machine": ("costs", "files", "places"),
-    "measuring": ("costs", "environment", "kernels", "machine", "selection", "selectors.base", "timing"),
+    "measuring": ("cache", "costs", "environment", "kernels", "machine", "selection", "selectors.base", "timing"),
     "timing": (),
     "contract": ("selection", "selectors.base"),
     "zones": (),
