@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan, new_of, products, sorted_best
+from sparseattn.costs import Launch, Scan, products, sorted_best
 from sparseattn.kernels.scoring import listed_scores
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
@@ -21,6 +21,7 @@ from sparseattn.selectors.loaded import (
     check_tensors,
 )
 from sparseattn.selectors.nearest import evenly, load_faiss, nearest, root_of_moment
+from sparseattn.selectors.walks import new_of
 from sparseattn.storage import RowBuffer
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan, products, walked
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most
 from sparseattn.selectors.nearest import in_threads, load_faiss
+from sparseattn.selectors.walks import walked
 from sparseattn.storage import RowBuffer, State
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
