@@ -90,8 +90,8 @@ def fastest_pass(seconds: Sequence[float], rounds: int) -> float:
 
 def first_call(alone: Sequence[float], together: float) -> float:
     """Seconds that only the first of several calls from cold caches takes, such as to fetch the interpreter's own code:
-    what calls take `alone` and not `together`, for each call but one."""
-    return max(sum(alone) - together, 0.0) / (len(alone) - 1)
+    what calls take `alone` and not `together`, for each call but one; never more than the shortest call."""
+    return min(max(sum(alone) - together, 0.0) / (len(alone) - 1), *alone)
 
 
 def after_others(launches: Sequence[Launch], seconds: Sequence[float], first: float) -> list[float]:

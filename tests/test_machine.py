@@ -95,6 +95,7 @@ def test_what_the_first_call_takes_counts_once() -> None:
     alone, first = [3e-4, 2e-4, 5e-4], 1e-4
     assert first_call(alone, sum(alone) - 2 * first) == pytest.approx(first)
     assert first_call(alone, 2 * sum(alone)) == 0  # by noise
+    assert first_call(alone, 0) == min(alone)
     launches = [Launch(kind) for kind in ("step", "sort", "dense", "bounds")]
     own = after_others(launches, [3e-4, 2e-4, 9e-4, 5e-5], first)
     assert own == pytest.approx([3e-4, 1e-4, 9e-4, 5e-6])
