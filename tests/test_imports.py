@@ -31,6 +31,11 @@ ARROWS = {
     "selection": (),
     "board": ("selection",),
     "storage": (),
+    "costs": ("budget",),
+    "machine": ("costs", "files", "places"),
+    "launches": ("cache", "costs", "kernels", "selection", "selectors.base"),
+    "measuring": ("costs", "environment", "launches", "machine", "timing"),
+    "timing": (),
     "contract": ("selection", "selectors.base"),
     "zones": (),
     "queries": ("storage",),
@@ -49,7 +54,7 @@ ARROWS = {
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "similarity": ("tensorfiles",),
-    "selectors.base": ("board", "kernels.coded", "kernels.scoring", "selection", "storage", "rope"),
+    "selectors.base": ("board", "costs", "kernels.coded", "kernels.scoring", "selection", "storage", "rope"),
     "selectors": (
         *(
             "kernels",
@@ -60,6 +65,7 @@ ARROWS = {
             "artefact",
             "board",
             "calibration",
+            "costs",
             "estimates",
             "hashes",
             "selectors",

@@ -58,6 +58,7 @@ def test_nothing_is_kept_and_copies_read_their_own_rows() -> None:
     cost = cache.select(query, 32).scan_bytes
     assert cost is not None
     assert int(cost[0, 0]) == 6 * 2 * 24 * 2  # pages, levels, channels, bytes
+    assert cache.selector.cost(query, 6 * 16, 32).read == int(cost[0, 0])
 
 
 def test_it_finds_about_what_quest_finds() -> None:

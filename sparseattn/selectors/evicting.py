@@ -10,6 +10,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best
 from sparseattn.storage import RowBuffer
@@ -30,6 +31,7 @@ class Evicting(Selector):
             dropped and for padding.
     """
 
+    operators = 24
     evicts = True
 
     def __init__(self) -> None:
@@ -62,6 +64,14 @@ class Evicting(Selector):
         worth.masked_fill_(~kept.mask(worth.shape[2]), -torch.inf)
         start, length = (x.expand(-1, heads, -1).contiguous() for x in (kept.start, kept.length))
         return Selection(start, length, 1, before, before * (worth.element_size() + more), whole=True)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """Of a step behind the first, which finds what that one left."""
+        rows, heads = min(budget, sealed), query.shape[:2].numel()
+        ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
+        launches = (ranking, Launch("operator", count=self.operators))
+        expected = "the first step has dropped what is beyond the budget"
+        return Scan(4 * rows, launches, query.shape[1], rows, rows, expected=expected)
 
     def held(self) -> Tensor:
         return (self.worth.data > -torch.inf).expand(-1, self.kv, -1)

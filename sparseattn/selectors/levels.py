@@ -50,6 +50,9 @@ class Levels(PageSelector):
     def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
         return count * self._held().group_bytes()
 
+    def scored(self, count: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
+        return 2 * 2 * size * count, 2 * size * count  # of 16 bits
+
     def _held(self) -> CodedRows:
         if self.rounded is None:
             raise RuntimeError(f"{self!r} reads the levels of a KVCache's rounded keys: use it in one with bits=8 or 4")

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan
 from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
 from sparseattn.kernels.scoring import best_rows
@@ -46,6 +47,7 @@ class LowBit(PageSelector):
     `scan_bytes`: the codes and levels of every row, and the grid.
     """
 
+    operators = 10
     entry_names = ("codes", "low", "step")
     codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.lowbit`
     low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
@@ -147,6 +149,18 @@ class LowBit(PageSelector):
         read = groups * (self.scales // 4 * size)
         return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
 
+    def read(self, rows: Tensor, size: int) -> Tensor:
+        """Bytes that scoring so many rows reads, of whole groups."""
+        return rows * (4 * lowbit.words(size, self.bits)) + self.levels_bytes(rows // self.rows, size)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        batch, heads, members, size = query.shape
+        read, every = int(self.read(torch.tensor(sealed), size)), batch * heads
+        scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size)  # and finds the best
+        best, lists = min(budget, sealed) // self.page, heads * members if self.group == "each" else heads
+        launches = (scoring, Launch("operator", count=self.operators))
+        return Scan(read, launches, lists, best * self.page, best)
+
     def forget(self, first: int) -> None:
         """Forgets the rows from `first` on, a multiple of a group's."""
         for buffer in (self.codes, self.low, self.step):
@@ -185,5 +199,5 @@ class LowBit(PageSelector):
         """The pages `ids` `[B,Hs,S]`, and what choosing them cost."""
         heads, size = query.shape[1], query.shape[3]
         scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
-        read = scanned * lowbit.words(size, self.bits) * 4 + self.levels_bytes(scanned // self.rows, size)
+        read = self.read(scanned, size)
         return Selection.pages(ids, self.page, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))

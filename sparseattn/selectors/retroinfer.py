@@ -5,10 +5,14 @@ https://arxiv.org/abs/2505.02922. Letters: P clusters.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparseattn.costs import Scan, products
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, half, vote
 from sparseattn.selectors.estimation import check_zone, estimated, outside, summed
@@ -46,6 +50,7 @@ class RetroInfer(Selector):
         ValueError: an argument out of its range.
     """
 
+    operators = 56
     tails = True
 
     def __init__(
@@ -113,6 +118,17 @@ class RetroInfer(Selector):
         row = size * self.bytes_of(self.keys.full)
         read = outside(count, self._left(found), self.zone) * row + clusters * 8
         return Selection(found.start, found.length, self.span, clusters.repeat_interleave(each, 1), read)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if clusters held as many rows each."""
+        size, clusters, rows = query.shape[3], sealed // self.cluster, min(budget, sealed)
+        tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
+        read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
+        ranking = products(query, clusters, size, 2.0 * clusters * size)
+        found = clusters, -(-rows // self.cluster)
+        expected = "clusters hold as many rows each"
+        scan = self.ranked_cost(query, [ranking], read, found, group=self.group, expected=expected)
+        return replace(scan, rows=rows, tail=tail)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.count.rows:

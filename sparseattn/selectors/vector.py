@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most
 from sparseattn.selectors.nearest import in_threads, load_faiss
+from sparseattn.selectors.walks import walked
 from sparseattn.storage import RowBuffer, State
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
@@ -87,6 +89,8 @@ class _Vector(Selector):
     Keys, queries and chosen rows are copied from and to a GPU; keys of other dtypes are searched in float32.
     """
 
+    operators = 50
+
     def __init__(self) -> None:
         load_faiss()
         self.real = RowBuffer(1)  # [B,N] bool, not padding
@@ -144,6 +148,11 @@ class Flat(_Vector):
         found = torch.nn.functional.pad(best, (0, slots - count), value=-1)
         return found, [len(keys)] * len(asked), keys.numel() * self.bytes_of(keys)
 
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        read = sealed * query.shape[3] * self.bytes_of(query)
+        launch = products(query, sealed, query.shape[3], read)
+        return self.ranked_cost(query, [launch], read, (sealed, min(budget, sealed)))
+
 
 class IVF(_Vector):
     """k-means lists (faiss `IndexIVFFlat`): scores the centroids, then every key in the lists of the best ones.
@@ -176,13 +185,26 @@ class IVF(_Vector):
     def _grow(self, index: Any, keys: Any) -> Any:
         if index is None:
             faiss, (count, size) = load_faiss(), keys.shape
-            lists = self.lists or 1 << int(4 * count**0.5).bit_length() - 1
-            lists = max(min(lists, count // KEYS_PER_LIST), 1)
+            lists = self._made(count)
             index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, lists, faiss.METRIC_INNER_PRODUCT)
             index.cp.seed, index.cp.min_points_per_centroid = self.seed, 1  # below the minimum faiss prints a warning
             index.train(keys)
         index.add(keys)
         return index
+
+    def _made(self, count: int) -> int:
+        """Lists of so many keys."""
+        lists = self.lists or 1 << int(4 * count**0.5).bit_length() - 1
+        return max(min(lists, count // KEYS_PER_LIST), 1)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if lists held as many keys each, and all were the prompt's."""
+        lists = self._made(sealed)
+        scored = lists + sealed * min(self.probes, lists) / lists
+        read, every = 4.0 * query.shape[2] * scored * query.shape[3], query.shape[:3].numel()
+        launch = Launch("walk", query.shape[:2].numel() * read, entries=every * scored)
+        expected = "lists hold as many keys each"
+        return self.ranked_cost(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         index = self.table.indexes[b][h]
@@ -242,6 +264,9 @@ class HNSW(_Vector):
             index.hnsw.efConstruction = self.build_beam
         index.add(keys)
         return index
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walked(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4, self.operators)
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         faiss, index = load_faiss(), self.table.indexes[b][h]
