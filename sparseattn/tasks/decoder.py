@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from sparseattn.budget import Budget
-from sparseattn.hashes import tensors_hash
+from sparseattn.fingerprints import fingerprint
 from sparseattn.integrations.errors import ModelError
 from sparseattn.roles import Method, Roles
-
-TRACE = 64  # entries of each parameter that tell a model from another
 
 
 class ModelDecoder:
@@ -85,9 +83,8 @@ class ModelDecoder:
         SparseCache(self.model, roles=roles, budget=None, seal=self.seal, **self.settings)
 
     def fingerprint(self) -> str:
-        """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
-        parts = {name: value.detach().flatten()[:TRACE].float() for name, value in self.model.named_parameters()}
-        return tensors_hash(parts)[:16]
+        """To tell retrained weights of the same name apart."""
+        return fingerprint(self.model.named_parameters())
 
     def read(self, tokens: Sequence[int]) -> Any:
         """A dense prefill."""

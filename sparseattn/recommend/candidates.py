@@ -1,0 +1,52 @@
+"""What a layer may do: full attention, the window, and each method at each budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparseattn.budget import Budget
+from sparseattn.roles import DENSE, WINDOW, Role
+
+# Methods of each kind that run without training: rows by keys of few bits, pages by bounds and by directions, both.
+METHODS = (
+    "lowbit",
+    "lowbit:bits=1",
+    "twostage",
+    "quest",
+    "quest:page=8,int8=True",
+    "mean:bits=8",
+    "quad:bits=8",
+    "clse:bits=8",
+)
+BUDGETS: tuple[Budget, ...] = (32, 64, 128, 256, 512, 1024)  # rows
+
+
+def candidates(methods: Sequence[str], budgets: Sequence[Budget], context: int) -> list[list[Role]]:
+    """Every method with the budgets that it can have; full attention is none of them, the window alone is.
+
+    Args:
+        methods: as `make_selector` reads them.
+        budgets: rows beyond sink and window, or shares of the context.
+        context: rows of a window; a budget in rows of half of them or more is left out.
+
+    Raises:
+        ValueError: no such method, or one that none of the budgets fits.
+    """
+    budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
+    found = [[Role(WINDOW), *(Role(WINDOW, b) for b in budgets)]]
+    for method in dict.fromkeys(methods):
+        if method in (DENSE, WINDOW):
+            continue
+        plain = Role(method)
+        if not plain.selector.uses_budget:
+            found.append([plain])
+            continue
+        fitting = []
+        for budget in budgets:
+            try:
+                fitting.append(Role(method, budget))
+            except ValueError:
+                if budget == budgets[-1] and not fitting:
+                    raise
+        found.append(fitting)
+    return found
