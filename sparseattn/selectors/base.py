@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
@@ -112,6 +113,7 @@ class Selector(ABC):
         host: whether it works in host memory only, or a part does; a cache on a GPU then needs `sealed_device="cpu"`.
         uses_budget: whether the choice depends on the budget at all.
         estimates: whether it says what its rows weigh (`weigh`), so that a budget may be a mass.
+        operators: about how many tensor operations `select` takes beside the launches that `cost` names.
         knob: the constructor's argument that trades recall for work in `select`; set on a built selector, it holds from
             the next query on. None: there is no such argument.
         usual: parts that are as by default, as `label` says them.
@@ -158,6 +160,7 @@ class Selector(ABC):
     reads_stored: bool = False
     uses_budget: bool = True
     estimates: bool = False
+    operators: int = 16
     width: int | None = None
     knob: str | None = None
     usual: tuple[str, ...] = ()
@@ -264,6 +267,50 @@ class Selector(ABC):
             positions: `[B]` int64, the query's token positions.
             budget: rows per head, 1 or more; sink and window come on top.
         """
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """What `select` costs, by formula: it looks at shapes alone, and needs no rows.
+
+        Of a method whose work the data decide it is what is expected, and `Scan.expected` says of what.
+
+        Args:
+            query: `[B,H,G,D]` of the dtype of keys; it may lie on the device "meta".
+            sealed: rows of each sequence that it would have been shown, 1 or more, none of them padding.
+            budget: as `select` is given, at most `sealed` rows.
+
+        Raises:
+            ValueError: a method that does not say what choosing costs.
+        """
+        raise ValueError(f"{self!r} does not say what choosing costs (cost), so no time can be predicted")
+
+    def scan(
+        self,
+        query: Tensor,
+        scoring: Sequence[Launch],
+        read: float,
+        found: tuple[int, int],
+        *,
+        group: str = "each",
+        page: int = 1,
+        expected: str = "",
+    ) -> Scan:
+        """A `Scan` of a method that scores candidates and reads the best.
+
+        Args:
+            query: as of `cost`.
+            scoring: its launches but the sort's and small operators', of all sequences and heads.
+            read: bytes of a KV head of a sequence.
+            found: candidates for each list, and how many of them are read.
+            group: the group's vote.
+            page: rows of a candidate.
+            expected: see `Scan`.
+        """
+        batch, heads, members, _ = query.shape
+        lists = heads * members if group == "each" else heads
+        many, few = found
+        work = sorted_best(batch * heads * members if group == "softmax" else batch * lists, many, few)
+        launches = (*scoring, Launch("sort", entries=work), Launch("operator", count=self.operators))
+        return Scan(read, launches, lists, few * page, few, expected=expected)
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         """`select`, and what the rows chosen weigh by the method's own estimate; asked in its place if `estimates`.

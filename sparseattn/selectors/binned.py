@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, check_least
 from sparseattn.selectors.hashed import Hashed
@@ -81,7 +84,7 @@ class Binned(Hashed):
         self.hashes.full[..., self.hashes.rows :].fill_(NONE)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, _ = query.shape
+        batch, heads, group, size = query.shape
         if not self.order.rows:
             return Selection.none(batch, heads, query.device)
         hashes, order = self.hashes.full, self.order.visible  # [B,H,N]
@@ -95,5 +98,11 @@ class Binned(Hashed):
         ids = order.gather(2, place.flatten(2)).view_as(place)
         ids = torch.where(slot < take[..., None], ids, -1).flatten(1, 2)
         looks = 2 * (real[..., 0] + 1).log2().ceil().long()  # [B,1], of two searches
-        read = 4 * group * (looks + take[..., 0]) + (real[..., 0] > 0) * self.directions_read(heads)
+        read = 4 * group * (looks + take[..., 0]) + (real[..., 0] > 0) * self.directions_read(heads, size)
         return Selection.tokens(ids, looks.expand(-1, heads * group), read.expand(-1, heads))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        (batch, heads, group, size), rows = query.shape, min(budget, sealed)
+        read = 4 * group * (2 * math.ceil(math.log2(sealed + 1)) + rows) + self.directions_read(heads, size)
+        hashing = replace(products(query, self.count, size), bytes=batch * heads * read)
+        return Scan(read, (hashing, Launch("operator", count=self.operators)), heads * group, rows, rows)

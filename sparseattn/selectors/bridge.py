@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, new_of, products, sorted_best
 from sparseattn.kernels.scoring import listed_scores
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
@@ -191,6 +195,21 @@ class QueryBridge(Selector):
         read = read.view(batch, heads, group).sum(-1)
         read = read + (read > 0) * size * size * 4  # the root, once per KV head
         return Selection.tokens(rows, guides + scored, read)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if lists of likely guides had the keys in common that lists at random have."""
+        (group, size), every = query.shape[2:], query.shape[:3].numel()
+        guides = min(self.guides, max(math.ceil(self.share * sealed), 1))
+        listed = min(self.probes, guides) * min(self.neighbours, sealed)
+        scored = new_of(sealed, listed)
+        read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
+        scoring = (
+            replace(products(query, guides, size), bytes=4.0 * every * guides * size),
+            Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
+            Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
+        )
+        expected = "lists have keys in common as at random"
+        return self.scan(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
 
 
 def _made(lists: Tensor) -> Tensor:

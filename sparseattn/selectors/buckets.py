@@ -5,6 +5,7 @@ https://arxiv.org/abs/2502.08246
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.artefact import AUTO, SHIPPED, Artefact, Partition, locate, shipped_for
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.hashes import file_hash, tensors_hash
 from sparseattn.kernels.scoring import bucket_spans
 from sparseattn.rope import Rope
@@ -294,6 +296,47 @@ class Partitioned(Selector):
             read for that per KV head, each an int or `[B,1]`.
         """
 
+    @abstractmethod
+    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+        """What ranking all of a layer's buckets takes: bytes of a KV head, and the launch, in which what all sequences
+        share is read once.
+
+        Args:
+            query: as of `cost`.
+            partition: of the KV heads that are served, as `_used` keeps it on a CPU.
+        """
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if keys lay in one segment and in buckets of one size."""
+        batch, heads, members, _ = query.shape
+        own = self._asked_of(query)
+        read, launch = self.model(query, own.partition)
+        buckets = own.buckets
+        probes = min(self.probes, buckets)
+        lists = heads * members if self.group == "each" else heads
+        rows = min(budget, sealed * probes / buckets)
+        launches = (
+            launch,
+            Launch("sort", entries=sorted_best(batch * heads * members, buckets, probes)),
+            Launch("operator", count=self.operators),
+        )
+        slots = min(rows, rows / self.span + probes / 2)
+        expected = "buckets hold as many rows each, in one segment"
+        return Scan(read + self._edges_read(lists // heads, probes), launches, lists, rows, slots, expected=expected)
+
+    def _asked_of(self, query: Tensor) -> Parameters:
+        """The layer's for queries of this shape, on the CPU."""
+        return copy.copy(self)._parameters(torch.empty(query.shape, dtype=query.dtype), query.shape[2])
+
+    def buckets_of(self, query: Tensor) -> int:
+        """C, of the layer's artefact, for queries of this shape."""
+        return self._asked_of(query).buckets
+
+    @staticmethod
+    def _edges_read(each: int, probes: int) -> int:
+        """Bytes of the bucket table that a KV head's lists, `each` of them, read of a segment."""
+        return 8 * each * probes
+
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
         if not self.edges.rows:
@@ -316,7 +359,7 @@ class Partitioned(Selector):
             length,
             self.span,
             (real * scored).expand(-1, chosen),
-            (real * (read + 8 * chosen // heads * probes * looked_at)).expand(-1, heads),
+            (real * (read + self._edges_read(chosen // heads, probes) * looked_at)).expand(-1, heads),
         )
 
 

@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
+from sparseattn.costs import Launch
 from sparseattn.kernels import codebooks
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.ranked import Ranked
@@ -46,6 +47,15 @@ class Coded(Ranked):
         tables = self.tables(query.float() / self.temperature(query.shape[3]))
         return codebooks.logits(tables, self.codes.visible, self.real.visible)
 
-    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
-        books = self.centroids.visible
-        return scanned * self.codes.full.shape[3] + (scanned > 0) * (books[0, 0].numel() * books.element_size())
+    @abstractmethod
+    def names(self, size: int) -> tuple[int, int]:
+        """Of keys of `size` channels: bytes of a row's names, and numbers in a KV head's codebooks."""
+
+    def reads(self, query: Tensor) -> tuple[int, int]:
+        row, books = self.names(query.shape[3])
+        return row, 2 * books
+
+    def scoring(self, query: Tensor, sealed: int) -> Launch:
+        row, books = self.names(query.shape[3])
+        every = query.shape[:3].numel()
+        return Launch("names", flops=2.0 * every * books, entries=every * sealed * row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, products
 from sparseattn.kernels import codebooks
 from sparseattn.selectors.base import Rows, check_least, check_share, half
 from sparseattn.selectors.calibrated import PROMPT, Calibrated
@@ -62,7 +63,7 @@ class DoubleSparsity(Calibrated):
     def taken(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         importance = parameters["importance"]
         size = importance.shape[1]
-        return {"which": importance.topk(min(self.channels or max(size // 4, 1), size)).indices}
+        return {"which": importance.topk(self._kept(size)).indices}
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)
@@ -92,7 +93,13 @@ class DoubleSparsity(Calibrated):
             logits = asked @ labels.float().mT
         return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
-    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
-        labels = self.labels.full
-        row = labels.shape[3] * self.bytes_of(labels) if self.bits == 16 else labels.shape[3] + 4
-        return scanned * row
+    def reads(self, query: Tensor) -> tuple[int, int]:
+        kept = self._kept(query.shape[3])
+        return kept * self.bytes_of(query) if self.bits == 16 else -(-kept // 2) + 4, 0
+
+    def scoring(self, query: Tensor, sealed: int) -> Launch:
+        return products(query, sealed, self._kept(query.shape[3]))
+
+    def _kept(self, size: int) -> int:
+        """Channels, of keys of `size`."""
+        return min(self.channels or max(size // 4, 1), size)

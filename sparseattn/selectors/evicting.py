@@ -10,6 +10,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best
 from sparseattn.storage import RowBuffer
@@ -62,6 +63,12 @@ class Evicting(Selector):
         worth.masked_fill_(~kept.mask(worth.shape[2]), -torch.inf)
         start, length = (x.expand(-1, heads, -1).contiguous() for x in (kept.start, kept.length))
         return Selection(start, length, 1, before, before * (worth.element_size() + more), whole=True)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """Of a step behind the first, which finds what that one left."""
+        rows = min(budget, sealed)
+        expected = "the first step has dropped what is beyond the budget"
+        return self.scan(query, [], 4 * rows, (sealed, rows), group="max", expected=expected)
 
     def held(self) -> Tensor:
         return (self.worth.data > -torch.inf).expand(-1, self.kv, -1)

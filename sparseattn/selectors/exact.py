@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan, products
 from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
 from sparseattn.storage import RowBuffer
@@ -60,6 +63,17 @@ class Exact(Selector):
         if not self.kept.rows:
             return Selection.none(query.shape[0], query.shape[1], query.device)
         return self._named(query, self.kept.data[..., :budget], int(fresh))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """Of a step that chooses."""
+        size = query.shape[3]
+        read = sealed * size * self.bytes_of(query)
+        scoring = replace(products(query, sealed, size), bytes=query.shape[0] * query.shape[1] * read)
+        expected = "" if self.refresh == 1 else "every step chooses"
+        found = sealed, min(budget, sealed)
+        return self.scan(
+            query, [scoring], read, found, group="max" if self.group == LAYER else self.group, expected=expected
+        )
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.estimates:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparseattn.costs import Launch, Scan, both
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.kascade import Kascade
@@ -184,6 +186,11 @@ class FreeKV(Wrapper):
             return _costing(read, _as_wide(made.scanned, read), made.scan_bytes)
         self.last.keep(read, query, anew)
         return _costing(read, _where(anew, _as_wide(made.scanned, read)), _where(anew, made.scan_bytes))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = self.inner.cost(query, sealed, budget)
+        expected = both(scan.expected, "every head chooses anew")
+        return replace(scan, launches=(*scan.launches, Launch("operator", count=self.operators)), expected=expected)
 
     def _anew(self, query: Tensor, budget: int) -> Tensor:
         """`[B,H]` bool: which KV heads read a choice of this step's query."""

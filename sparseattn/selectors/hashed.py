@@ -60,10 +60,10 @@ class Hashed(Selector):
         assert self.directions is not None, "directions are drawn with the first rows"
         return x.float() @ self.directions
 
-    def directions_read(self, heads: int) -> int:
-        """Bytes of directions that each of `heads` KV heads answers for: its own, or its part of the shared ones."""
-        assert self.directions is not None
-        return -(-self.directions.nbytes // heads)
+    def directions_read(self, heads: int, size: int) -> int:
+        """Bytes of directions that each of `heads` KV heads of `size` channels answers for: its own, or its part of the
+        shared ones."""
+        return -(-4 * (1 if self.shared else heads) * size * self.count // heads)
 
 
 def packed(bits: Tensor) -> Tensor:

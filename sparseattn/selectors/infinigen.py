@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sparseattn.calibration import CHUNK, outer
+from sparseattn.costs import Scan, products
 from sparseattn.kernels.scoring import best, vote
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_group, check_share, warn_of_keys_as_queries
@@ -67,7 +69,7 @@ class InfiniGen(Selector):
         real = rows.positions >= 0
         if not self.known.rows:
             self.known.append(torch.zeros_like(real[:, :1]))
-            self.turn.append(rows.keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size), dtype=torch.float32))
+            self.turn.append(rows.keys.new_zeros(batch, heads, size, self._kept(size), dtype=torch.float32))
         fresh = real.any(1) & ~self.known.data[:, 0]
         for b in fresh.nonzero()[:, 0].tolist():
             keys = rows.keys[b][:, real[b]]
@@ -100,11 +102,28 @@ class InfiniGen(Selector):
         count = near.double().mean((1, 2)).long().clamp(min=1)  # one number for all heads
         ids = best(vote(logits, self.group), budget)
         ids = ids.masked_fill(torch.arange(ids.shape[2], device=ids.device) >= count[:, None, None], -1)
-        kept = part.shape[3]
         scanned = real.sum(-1)[:, None]  # [B,1]
-        read = scanned * (kept * self.bytes_of(part)) + (scanned > 0) * (4 * size * kept)
+        row, once = self._reads(query)
+        read = scanned * row + (scanned > 0) * once
         chosen = heads * group if self.group == "each" else heads
         return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        row, once = self._reads(query)
+        read = sealed * row + once
+        launch = products(query, sealed, self._kept(query.shape[3]))
+        launch = replace(launch, bytes=query.shape[:2].numel() * read)
+        expected = "" if math.isinf(self.alpha) else "all of the budget is read"
+        return self.scan(query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected)
+
+    def _kept(self, size: int) -> int:
+        """r, of keys of `size` channels."""
+        return math.ceil(self.ratio * size)
+
+    def _reads(self, query: Tensor) -> tuple[int, int]:
+        """Bytes of a row, and of the turn, once for all."""
+        kept = self._kept(query.shape[3])
+        return kept * self.bytes_of(query), 4 * query.shape[3] * kept
 
 
 def _turn(queries: Tensor, keys: Tensor, count: int) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan, products
 from sparseattn.kernels.scoring import GROUPS, best_pages, vote
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least
@@ -100,7 +103,7 @@ class InfLLM(Selector):
         return self.rope
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
+        batch, heads, group, _ = query.shape
         if not self.real.rows:
             return Selection.none(batch, heads, query.device)
         means, real = self.means.visible, self.real.visible
@@ -117,5 +120,16 @@ class InfLLM(Selector):
         blocks = real.sum(-1)[:, None]  # [B,1]
         apart = self.group == "each"
         scanned = (blocks if apart else blocks * group).expand(-1, heads * group if apart else heads)
-        read = (blocks * (group * size * self.bytes_of(means))).expand(-1, heads)
+        read = (blocks * self._block_bytes(query)).expand(-1, heads)
         return Selection(start, length, self.page, scanned, read, whole=True)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        blocks = sealed // self.page
+        read = blocks * self._block_bytes(query)
+        launch = replace(products(query, blocks, query.shape[3]), bytes=query.shape[:2].numel() * read)
+        found, group = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
+        return self.scan(query, [launch], read, found, group=group, page=self.page)
+
+    def _block_bytes(self, query: Tensor) -> int:
+        """Of the representative keys of a block that a KV head reads for a query `[B,H,G,D]`."""
+        return query.shape[2] * query.shape[3] * self.bytes_of(query)

@@ -7,12 +7,14 @@ form, with anchors named by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparseattn.board import Choice
+from sparseattn.costs import Launch, Scan
 from sparseattn.hashes import file_hash
 from sparseattn.rope import Rope
 from sparseattn.selection import Selection, Tail
@@ -164,6 +166,12 @@ class Kascade(Wrapper):
         if self.board is not None and self.layer in self.chosen_anchors():
             self.board.put(self.layer, Choice(chosen, budget, self.shown))
         return chosen
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = self.inner.cost(query, sealed, budget)
+        if self.follows is None:
+            return scan
+        return replace(scan, read=0, launches=(Launch("operator", count=self.operators),), tail=0)
 
     def _read(self, anchor: int, query: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape

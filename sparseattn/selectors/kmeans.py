@@ -5,8 +5,12 @@ https://arxiv.org/abs/2502.08246
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from sparseattn.artefact import Partition
+from sparseattn.costs import Launch, products
 from sparseattn.selectors.buckets import Parameters, Partitioned
 
 
@@ -21,4 +25,14 @@ class KMeans(Partitioned):
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
         centroids = own.partition.centroids
         scores = own.plain(query, positions[:, None]) @ centroids.mT / self.temperature(query.shape[-1])  # [B,H,G,C]
-        return scores, own.buckets, centroids[0].nbytes
+        return scores, own.buckets, _bytes(centroids)
+
+    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+        read, buckets = _bytes(partition.centroids), partition.centroids.shape[1]
+        launch = products(query, buckets, query.shape[3])
+        return read, replace(launch, bytes=query.shape[1] * read)
+
+
+def _bytes(centroids: Tensor) -> int:
+    """Of those of one of the KV heads of `[H,C,D]`, which a step reads in float32."""
+    return 4 * centroids[0].numel()

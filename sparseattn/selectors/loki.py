@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, products
 from sparseattn.selectors.base import Rows, check_least
 from sparseattn.selectors.calibrated import PROMPT, Calibrated
 from sparseattn.storage import RowBuffer
@@ -49,7 +50,7 @@ class Loki(Calibrated):
 
     def taken(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         basis = parameters["basis"]
-        return {"basis": basis[..., : self.dimensions or max(basis.shape[1] // 4, 1)]}
+        return {"basis": basis[..., : self._kept(basis.shape[1])]}
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)
@@ -60,6 +61,13 @@ class Loki(Calibrated):
         asked = query.float() / self.temperature(query.shape[3]) @ self.basis.visible  # [B,H,G,d]
         return (asked @ self.low.visible.float()).masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
-    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
-        size, dimensions = self.basis.full.shape[2:]
-        return scanned * (dimensions * self.bytes_of(self.low.full)) + (scanned > 0) * (4 * size * dimensions)
+    def reads(self, query: Tensor) -> tuple[int, int]:
+        size, dimensions = query.shape[3], self._kept(query.shape[3])
+        return dimensions * self.bytes_of(query), 4 * size * dimensions
+
+    def scoring(self, query: Tensor, sealed: int) -> Launch:
+        return products(query, sealed, self._kept(query.shape[3]))
+
+    def _kept(self, size: int) -> int:
+        """d, of keys of `size` channels."""
+        return min(self.dimensions or max(size // 4, 1), size)

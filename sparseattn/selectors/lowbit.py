@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan
 from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
 from sparseattn.kernels.scoring import best_rows
@@ -147,6 +148,17 @@ class LowBit(PageSelector):
         read = groups * (self.scales // 4 * size)
         return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
 
+    def read(self, rows: Tensor, size: int) -> Tensor:
+        """Bytes that scoring so many rows reads, of whole groups."""
+        return rows * (4 * lowbit.words(size, self.bits)) + self.levels_bytes(rows // self.rows, size)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        batch, heads, members, size = query.shape
+        read, all_rows = int(self.read(torch.tensor(sealed), size)), batch * heads * sealed
+        scoring = Launch("codes", batch * heads * read, 2.0 * all_rows * members * size, all_rows)
+        best = min(budget, sealed) // self.page
+        return self.scan(query, [scoring], read, (sealed // self.page, best), group=self.group, page=self.page)
+
     def forget(self, first: int) -> None:
         """Forgets the rows from `first` on, a multiple of a group's."""
         for buffer in (self.codes, self.low, self.step):
@@ -185,5 +197,5 @@ class LowBit(PageSelector):
         """The pages `ids` `[B,Hs,S]`, and what choosing them cost."""
         heads, size = query.shape[1], query.shape[3]
         scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
-        read = scanned * lowbit.words(size, self.bits) * 4 + self.levels_bytes(scanned // self.rows, size)
+        read = self.read(scanned, size)
         return Selection.pages(ids, self.page, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, best, check_least
 from sparseattn.selectors.draws import draws, streams
@@ -108,7 +109,7 @@ class MagicPIG(Hashed):
         return packed(signs.movedim(-2, -1)).mT.short()
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, _ = query.shape
+        batch, heads, group, size = query.shape
         if not self.at.rows:
             return Selection.none(batch, heads, query.device)
         codes, at = self.codes.visible, self.at.visible
@@ -124,8 +125,17 @@ class MagicPIG(Hashed):
         cap = (drawn.sum(-1, keepdim=True) / max(ids.shape[2], 1)).clamp(min=1).log()  # [B,Hs,1]
         bias = torch.where(ids >= 0, cap - self._logarithm(query, ids), 0.0).float()
         real = (at >= 0).sum(-1, keepdim=True)  # [B,1]
-        read = 2 * self.tables * real + (real > 0) * self.directions_read(heads)
+        read = 2 * self.tables * real + (real > 0) * self.directions_read(heads, size)
         return Selection.tokens(ids, real.expand(-1, heads * group), read.expand(-1, heads), bias=bias)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        (batch, heads, group, size), rows = query.shape, min(budget, sealed)
+        read = 2 * self.tables * sealed + self.directions_read(heads, size)
+        hashing = products(query, self.count, size)
+        comparing = Launch("names", batch * heads * read, entries=batch * heads * group * sealed * self.tables)
+        weighing = Launch("walk", entries=batch * heads * group * rows)
+        expected = "as many rows collide as the budget lets be read"
+        return self.scan(query, [hashing, comparing, weighing], read, (sealed, rows), expected=expected)
 
     def _logarithm(self, query: Tensor, ids: Tensor) -> Tensor:
         """`[B,Hs,S]` float64: that of the probability with which rows `ids` were drawn, with the floor."""

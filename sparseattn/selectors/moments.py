@@ -5,10 +5,13 @@ The buckets are SAAP's, https://arxiv.org/abs/2502.08246.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from sparseattn.artefact import AUTO
+from sparseattn.artefact import AUTO, Partition
+from sparseattn.costs import Launch, products
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import CHUNK, Parameters, Partitioned
 from sparseattn.selectors.loaded import Loaded, Wanted, check_finite
@@ -90,7 +93,19 @@ class KeyMoments(RowBuffer):
     @property
     def read(self) -> int:
         """Bytes of one KV head of one sequence."""
-        return self.data[0, 0].nbytes
+        return self.bytes_of(*self.data.shape[2:])
+
+    @staticmethod
+    def bytes_of(buckets: int, numbers: int) -> int:
+        """Of so many buckets with so many numbers each."""
+        return 4 * buckets * numbers
+
+    @classmethod
+    def model(cls, query: Tensor, buckets: int) -> tuple[int, Launch]:
+        """As of `Partitioned.model`; every sequence has its own."""
+        batch, heads, _, size = query.shape
+        read = cls.bytes_of(buckets, 2 * size + 1)
+        return read, replace(products(query, buckets, 2 * size), bytes=batch * heads * read)
 
 
 class Moments(Partitioned):
@@ -119,3 +134,6 @@ class Moments(Partitioned):
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
         return self.moments.logits(query, self.temperature(query.shape[-1])), own.buckets, self.moments.read
+
+    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+        return KeyMoments.model(query, partition.centroids.shape[1])

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan
 from sparseattn.kernels.scoring import best_pages
 from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
@@ -38,12 +39,14 @@ class PageSelector(Selector):
     Attributes:
         entry_names: names of an entry's tensors. Each is an attribute, a `RowBuffer` of `[B,H,E,..]`, E entries.
         real: `[B,E]` bool, entries that are no padding.
+        kernel: kind of the launch that scores, see `costs.KINDS`.
         mass: whether a score estimates the logarithm of the sum of the page's exponentiated logits; else it is on the
             scale of one row's logit.
     """
 
     entry_names: tuple[str, ...] = ()
     mass: bool = False
+    kernel: str = "bounds"
     estimates = True
 
     def __init__(self, page: int, group: str) -> None:
@@ -146,6 +149,16 @@ class PageSelector(Selector):
             return Selection.none(query.shape[0], query.shape[1], query.device)
         entries = self._entries()
         return self._chosen(self.scores(query, entries, self.real.visible), entries, query.shape[1], budget)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        (batch, heads, members, size), count = query.shape, sealed // self.unit
+        twin = self.for_layer(self.layer, self.rope)
+        one = twin.entries(torch.zeros(1, 1, self.unit, size, dtype=query.dtype))
+        read = int(twin.bytes_read(one, torch.tensor([[count]])))
+        numbers = count * sum(part[0, 0].numel() for part in one.values())
+        pages = min(budget, sealed) // self.page
+        scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
+        return self.scan(query, [scoring], read, (sealed // self.page, pages), group=self.group, page=self.page)
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         self._check_budget(budget)

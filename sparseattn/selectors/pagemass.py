@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.paged import Entries, PageSelector
@@ -49,5 +50,15 @@ class PageMass(PageSelector):
         return dataclasses.replace(chosen, scanned=scanned)
 
     def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
-        keys = self.stored_keys()
-        return count * (self.page * keys.shape[-1] * self.bytes_of(keys))
+        return self._key_bytes(count, self.stored_keys())
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        read = int(self._key_bytes(torch.tensor(sealed // self.page), query))
+        launch = products(query, sealed, query.shape[3])
+        scoring = dataclasses.replace(launch, bytes=query.shape[0] * query.shape[1] * read)
+        pages = sealed // self.page, min(budget, sealed) // self.page
+        return self.scan(query, [scoring], read, pages, group=self.group, page=self.page)
+
+    def _key_bytes(self, pages: Tensor, keys: Tensor) -> Tensor:
+        """Of the keys `[..,D]` of so many pages."""
+        return pages * (self.page * keys.shape[-1] * self.bytes_of(keys))

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.scoring import best_rows
 from sparseattn.selection import Selection
@@ -180,10 +181,35 @@ class ParisKV(Selector):
     def _costs(self, ids: Tensor, heads: int, group: int) -> tuple[Tensor, Tensor]:
         """`scanned` `[B,Hs]` and `scan_bytes` `[B,H]`."""
         count, listed = self.real.visible.sum(-1, keepdim=True), (ids >= 0).sum(-1)  # [B,1], [B,L]
-        subspaces = self.names.full.shape[3]
-        row = self.codes.full.shape[3] + subspaces * self.bytes_of(self.weights.full)
-        read = count * subspaces + (count > 0) * (subspaces * PATTERNS * 4)
-        return count + listed, read + listed.unflatten(1, (heads, -1)).sum(2) * row
+        row, once, candidate = _reads(self.names.full.shape[3])
+        read = count * row + (count > 0) * once
+        return count + listed, read + listed.unflatten(1, (heads, -1)).sum(2) * candidate
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        batch, heads, members, size = query.shape
+        subspaces = _padded(size) // CHANNELS
+        row, once, candidate = _reads(subspaces)
+        share = float(self._shares(torch.tensor([sealed]))[1]) if self.candidates is None else self.candidates
+        lists = heads * members if self.group == "each" else heads
+        listed = min(max(budget, math.ceil(share * sealed)), sealed)
+        read = sealed * row + once + lists // heads * listed * candidate
+        asked = batch * heads * (1 if self.group == "sum" else members)
+        scoring = (
+            Launch("names", batch * heads * (sealed * row + once), entries=asked * sealed * subspaces),
+            Launch("sort", entries=sorted_best(batch * lists, sealed, listed)),
+            Launch("names", batch * lists * listed * candidate, entries=asked * listed * 4 * subspaces),
+        )
+        return self.scan(query, scoring, read, (listed, min(budget, sealed)), group=self.group)
+
+
+def _reads(subspaces: int) -> tuple[int, int, int]:
+    """Bytes of a row's names, of the counts, once per KV head, and of a candidate's code and weights."""
+    return subspaces, 4 * PATTERNS * subspaces, (CHANNELS // 2 + 2) * subspaces
+
+
+def _padded(size: int) -> int:
+    """D'."""
+    return max(1 << (size - 1).bit_length(), CHANNELS)
 
 
 def turned(x: Tensor, seed: int) -> Tensor:
@@ -191,7 +217,7 @@ def turned(x: Tensor, seed: int) -> Tensor:
 
     D' is the power of two from D on, 8 or more.
     """
-    size = max(1 << (x.shape[-1] - 1).bit_length(), CHANNELS)
+    size = _padded(x.shape[-1])
     x = torch.nn.functional.pad(x.float(), (0, size - x.shape[-1])) * _signs(seed, size, x.device)
     step = 1
     while step < size:  # sums and differences of single numbers, so that no sign depends on what else is turned

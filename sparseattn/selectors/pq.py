@@ -87,6 +87,10 @@ class PQ(Coded):
         names = codebooks.nearest(keys, self.centroids.data)
         return codebooks.paired(names) if self.bits == 4 else names
 
+    def names(self, size: int) -> tuple[int, int]:
+        subspaces = self._subspaces(size)
+        return -(-subspaces // 2) if self.bits == 4 else subspaces, size << self.bits
+
     def tables(self, query: Tensor) -> Tensor:
         return codebooks.tables(query, self.centroids.visible)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best
 from sparseattn.selectors.draws import draws, streams
@@ -33,6 +34,13 @@ class Random(Selector):
 
     def append(self, rows: Rows) -> None:
         self.at.append(rows.positions)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        batch, heads = query.shape[:2]
+        rows = min(budget, sealed)
+        sort = Launch("sort", entries=sorted_best(batch * heads, sealed, rows))
+        draw = Launch("product", bytes=8 * batch * sealed, entries=batch * heads * sealed)
+        return Scan(0, (draw, sort, Launch("operator", count=self.operators)), heads, rows, rows)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads = query.shape[:2]

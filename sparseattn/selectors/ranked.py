@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan
 from sparseattn.kernels.scoring import best_rows
 from sparseattn.selection import Selection, Weighed
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
@@ -38,8 +40,13 @@ class Ranked(Selector):
         real. A new tensor."""
 
     @abstractmethod
-    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
-        """Bytes that scoring `scanned` `[B,1]` rows of a KV head for `query` `[B,H,G,D]` reads, `[B,1]` int64."""
+    def reads(self, query: Tensor) -> tuple[int, int]:
+        """Bytes that scoring a row for `query` `[B,H,G,D]` reads, of which shape and dtype count alone; and those read
+        once for all rows of a KV head."""
+
+    @abstractmethod
+    def scoring(self, query: Tensor, sealed: int) -> Launch:
+        """The launch that scores so many rows, without its bytes."""
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         """The parameters of one sequence, by the names of their row buffers: `[H,..]` each.
@@ -76,6 +83,12 @@ class Ranked(Selector):
             return Selection.none(query.shape[0], query.shape[1], query.device)
         return self.named(query, self.logits(query), budget)
 
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        row, once = self.reads(query)
+        read, heads = sealed * row + once, query.shape[0] * query.shape[1]
+        scoring = replace(self.scoring(query, sealed), bytes=heads * read)
+        return self.scan(query, [scoring], read, (sealed, min(budget, sealed)), group=self.group)
+
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.real.rows:
             return Weighed.nothing(query)
@@ -88,7 +101,9 @@ class Ranked(Selector):
         ids = best_rows(vote(logits, self.group), budget)
         scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
         chosen = heads * group if self.group == "each" else heads
-        return Selection.tokens(ids, scanned.expand(-1, chosen), self.read(scanned, query).expand(-1, heads))
+        row, once = self.reads(query)
+        read = scanned * row + (scanned > 0) * once
+        return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
 
 
 def _alone(rows: Rows, b: int) -> Rows:

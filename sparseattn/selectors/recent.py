@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best, check_least
 from sparseattn.storage import RowBuffer
@@ -33,6 +34,12 @@ class Recent(Selector):
 
     def append(self, rows: Rows) -> None:
         self.real.append(rows.positions[:, :: self.page] >= 0)  # padding comes in whole pages
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        pages = min(budget, sealed) // self.page
+        sort = Launch("sort", entries=sorted_best(len(query), sealed // self.page, pages))
+        launches = sort, Launch("operator", count=self.operators)
+        return Scan(0, launches, query.shape[1], pages * self.page, pages)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         batch, heads = query.shape[:2]

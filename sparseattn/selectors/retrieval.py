@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan, walked
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.loaded import Loaded, check_finite, check_lists, check_no_order, check_scored, check_tensors
@@ -237,6 +238,9 @@ class RetrievalAttention(Selector):
         lists = torch.from_numpy(expanded).view(batch, heads * group)
         read = scored * size * self.bytes_of(self.stored_keys()) + lists * self.degree * 4
         return Selection.tokens(ids, scored, read.view(batch, heads, group).sum(-1))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walked(query, sealed, min(budget, sealed), self.beam, self.degree, self.bytes_of(query), self.operators)
 
     def _flat(self, group: int) -> tuple[Any, Tensor]:
         """The stored keys of all heads as one list of rows for compiled code, and where each query head's begin."""

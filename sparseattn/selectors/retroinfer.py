@@ -5,10 +5,14 @@ https://arxiv.org/abs/2505.02922. Letters: P clusters.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparseattn.costs import Scan, products
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, half, vote
 from sparseattn.selectors.estimation import check_zone, estimated, outside, summed
@@ -113,6 +117,18 @@ class RetroInfer(Selector):
         row = size * self.bytes_of(self.keys.full)
         read = outside(count, self._left(found), self.zone) * row + clusters * 8
         return Selection(found.start, found.length, self.span, clusters.repeat_interleave(each, 1), read)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if clusters held as many rows each, and a list's fourth span of three were a cluster's end."""
+        (batch, heads, _, size), clusters, rows = query.shape, sealed // self.cluster, min(budget, sealed)
+        tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
+        read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
+        ranking = products(query, clusters, size)
+        ranking = replace(ranking, bytes=2 * batch * heads * clusters * size)
+        found = clusters, -(-rows // self.cluster)
+        expected = "clusters hold as many rows each"
+        scan = self.scan(query, [ranking], read, found, group=self.group, expected=expected)
+        return replace(scan, rows=rows, slots=min(rows, 4 / 3 * found[1]), tail=tail)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.count.rows:

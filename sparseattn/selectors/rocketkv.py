@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, vote
 from sparseattn.selectors.snapkv import check_pooling, pooled_votes
@@ -134,7 +136,7 @@ class RocketKV(Selector):
         left = budget - torch.arange(ids.shape[2], device=ids.device) * self.span
         length = (ids >= 0) * left.clamp(max=self.span)
         scanned = self.real.visible.sum(-1, keepdim=True)  # [B,1]
-        read = scanned * (self._channels(size) * self.bytes_of(self.bounds.full))
+        read = scanned * (self._channels(size) * self.bytes_of(query))
         return Selection(
             (ids.clamp(min=0) * self.span).int(),
             length.int(),
@@ -143,6 +145,16 @@ class RocketKV(Selector):
             read.expand(-1, heads),
             whole=budget % self.span == 0,
         )
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if all rows were the prompt's, where it drops any."""
+        held = min(sealed, self._most()) if self.prompt else sealed
+        pages, channels, rows = held // self.span, self._channels(query.shape[3]), min(budget, held)
+        read = pages * channels * self.bytes_of(query)
+        launch = replace(products(query, pages, channels), bytes=query.shape[:2].numel() * read)
+        expected = "all rows are the prompt's" if self.prompt else ""
+        scan = self.scan(query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected)
+        return replace(scan, rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:
         """`[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf where a

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.artefact import AUTO, Partition
+from sparseattn.artefact import AUTO, Classifier, Partition
+from sparseattn.costs import Launch
 from sparseattn.kernels.scoring import chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
@@ -64,12 +65,7 @@ class SAAP(Partitioned):
         batch, heads, group, size = query.shape
         asked = own.plain(query, positions[:, None])
         logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
-        narrow = self.width == 2  # as `_used` would keep the weights then
-        read = sum(
-            part.numel() * (2 if narrow and part.ndim == 3 else part.element_size())
-            for part in classifier.tensors().values()
-        )
-        read //= heads
+        read = self._bytes(classifier, heads)
         logits = logits.view(batch, heads, group, -1)
         if self.context:
             logits = (1 - self.context) * logits + self.context * self.moments.logits(
@@ -77,6 +73,22 @@ class SAAP(Partitioned):
             )
             read += self.moments.read
         return logits, own.buckets, read
+
+    def _bytes(self, classifier: Classifier, heads: int) -> int:
+        """Of one of so many KV heads; where `width` is 2 weights count as `_used` would keep them then."""
+        narrow, parts = self.width == 2, classifier.tensors().values()
+        return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
+
+    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+        assert partition.classifier is not None
+        (_, heads, _, size), (_, buckets, hidden) = query.shape, partition.classifier.w2.shape
+        read = self._bytes(partition.classifier, heads)
+        flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
+        launch = Launch("classifier", bytes=heads * read, flops=flops)
+        if self.context:
+            own, added = KeyMoments.model(query, buckets)
+            read, launch = read + own, replace(launch, bytes=launch.bytes + added.bytes, flops=flops + added.flops)
+        return read, launch
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         classifier = partition.classifier
@@ -115,3 +127,6 @@ class PerfectBuckets(Partitioned):
         share.scatter_add_(3, bucket[:, :, None].expand_as(weights), weights)
         real = (~padding[:, :1]).sum(-1)  # [B,1]
         return share[..., :-1].log(), real, real * keys.shape[-1] * self.bytes_of(keys)
+
+    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+        raise ValueError(f"{self!r} is for measuring alone: no time of it is predicted")

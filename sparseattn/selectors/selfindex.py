@@ -63,6 +63,10 @@ class SelfIndex(Coded):
     def encode(self, keys: Tensor) -> Tensor:
         return codebooks.paired(_patterns(_filled(keys.float()) >= self.centre.data[:, :, None]))
 
+    def names(self, size: int) -> tuple[int, int]:
+        patterns = -(-size // CHANNELS)
+        return -(-patterns // 2), patterns * CHANNELS * PATTERNS
+
     def tables(self, query: Tensor) -> Tensor:
         return codebooks.tables(_filled(query), self.centroids.visible)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection, Tail, Weighed
 from sparseattn.selectors.base import Rows, check_least
 from sparseattn.selectors.ranked import Ranked
@@ -85,8 +88,15 @@ class SparQ(Ranked):
         logits = asked @ whole_channels(self.keys.visible, largest).float()
         return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
 
-    def read(self, scanned: Tensor, query: Tensor) -> Tensor:
-        return scanned * (min(self.channels, query.shape[3]) * self.bytes_of(self.keys.full))
+    def reads(self, query: Tensor) -> tuple[int, int]:
+        return min(self.channels, query.shape[3]) * self.bytes_of(query), 0
+
+    def scoring(self, query: Tensor, sealed: int) -> Launch:
+        return products(query, sealed, min(self.channels, query.shape[3]))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = super().cost(query, sealed, budget)
+        return replace(scan, tail=1) if self._adds(query) else scan
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.real.rows:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, both, products, sorted_best
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, half
 from sparseattn.selectors.buckets import Partitioned
@@ -179,6 +181,23 @@ class Tailed(Wrapper):
         if scanned is not None and self.zone < 1:
             scanned = scanned + (count > 0).sum(-1).repeat_interleave(scanned.shape[1] // heads, 1)
         return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = self.inner.cost(query, sealed, budget)
+        batch, heads, _, size = query.shape
+        if isinstance(self.inner, Partitioned):
+            groups = self.inner.buckets_of(query)
+        else:
+            groups = sealed // self.width_of_group
+        tail, read, launches = groups, scan.read, scan.launches
+        if self.zone < 1:
+            tail = math.ceil(self.zone * groups)
+            read += (groups - tail) * (size * self.bytes_of(torch.empty(0, dtype=half(query))) + 4)
+            ranking = replace(products(query, groups, size), bytes=2.0 * batch * heads * groups * size)
+            launches = (*launches, ranking, Launch("sort", entries=sorted_best(batch * scan.lists, groups, tail)))
+        expected = both(scan.expected, "no group that stands in is read whole")
+        launches = (*launches, Launch("operator", count=self.operators))
+        return replace(scan, read=read, launches=launches, tail=tail, expected=expected)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.count.rows:

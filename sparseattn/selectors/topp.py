@@ -5,11 +5,13 @@ https://arxiv.org/abs/2502.02770
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Scan, both
 from sparseattn.kernels import lowbit
 from sparseattn.mass import heaviest
 from sparseattn.selection import Selection
@@ -74,10 +76,9 @@ class TopP(TwoStage):
         batch, heads, _, size = query.shape
         if not self.inside.real.rows:
             return Selection.none(batch, heads, query.device)
-        real, span = self.inside.real.visible, self.pages.span
+        real = self.inside.real.visible
         stored = real.shape[1]
-        asked = self.propose if isinstance(self.propose, int) else math.ceil(self.propose * stored)
-        proposed = self.pages.select(query, positions, math.ceil(min(asked, stored) / span) * span)
+        proposed = self.pages.select(query, positions, self._asked(stored, budget))
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
@@ -87,6 +88,15 @@ class TopP(TwoStage):
         ids = self._pruned(logits, listed, page, budget)
         levels = self.inside.levels_bytes(lowbit.groups_of(listed, page, index[1].shape[2], stored), size)
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
+
+    def _asked(self, stored: int, budget: int) -> int:
+        asked = self.propose if isinstance(self.propose, int) else math.ceil(self.propose * stored)
+        return math.ceil(min(asked, stored) / self.pages.span) * self.pages.span
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if the budget were read: what is, follows p."""
+        scan = super().cost(query, sealed, budget)
+        return dataclasses.replace(scan, expected=both(scan.expected, "all of the budget is read"))
 
     def _pruned(self, logits: Tensor, listed: Tensor, page: int, budget: int) -> Tensor:
         """`[B,Hs,S]` int32: of proposed rows with `logits` `[B,H,G,P*page]` those that hold p, -1 in other places."""

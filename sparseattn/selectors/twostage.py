@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, check_least
@@ -124,8 +125,8 @@ class TwoStage(Selector):
         batch, heads, _, size = query.shape
         if not self.inside.real.rows:
             return Selection.none(batch, heads, query.device)
-        real, span = self.inside.real.visible, self.pages.span
-        asked = math.ceil(min(budget * self.times, real.shape[1]) / span) * span
+        real = self.inside.real.visible
+        asked = self._asked(real.shape[1], budget)
         proposed = self.pages.select(query, positions, asked)
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
@@ -137,6 +138,33 @@ class TwoStage(Selector):
         )  # [B,Hs,S], [B,L]
         levels = self.inside.levels_bytes(groups, size)
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
+
+    def _asked(self, stored: int, budget: int) -> int:
+        """Rows that the first stage is to propose of so many, in whole spans."""
+        return math.ceil(min(budget * self.times, stored) / self.pages.span) * self.pages.span
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if what is proposed were spread evenly, and query heads were proposed other rows each."""
+        batch, heads, members, size = query.shape
+        first = self.pages.cost(query, sealed, self._asked(sealed, budget))
+        rows, lists = first.rows, first.lists
+        if lists > heads and self.group != "each":
+            rows, lists = min(rows * members, sealed), heads
+        spans = self.rows / (first.rows / first.slots) if first.slots else 0.0
+        groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
+        codes = rows * 4 * lowbit.words(size, self.bits) + float(self.inside.levels_bytes(torch.tensor(groups), size))
+        second = Launch(
+            "listed",
+            bytes=batch * lists * codes,
+            flops=2.0 * batch * heads * members * rows * size,
+            entries=batch * lists * rows,
+        )
+        few, own = min(budget, rows), heads * members if self.group == "each" else heads
+        launches = (*first.launches, second, Launch("operator", count=self.operators))
+        expected = "; ".join(
+            filter(None, (first.expected, "proposed rows are spread evenly over the groups of levels"))
+        )
+        return Scan(first.read + codes * lists / heads, launches, own, few, few, first.tail, expected)
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
         self.pages.observe(selection, weights)

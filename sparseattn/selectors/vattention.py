@@ -11,6 +11,7 @@ import statistics
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, both, sorted_best
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.buckets import Partitioned
@@ -128,9 +129,7 @@ class VAttention(Wrapper):
             return Selection.none(batch, heads, query.device)
         real, keys = self.real.data, self.stored_keys()
         stored = real.shape[1]
-        exact = self.top if isinstance(self.top, int) else math.ceil(self.top * stored)
-        exact = max(min(exact, stored, budget // 2) // self.span * self.span, self.span)
-        chosen = self.inner.select(query, positions, exact)
+        chosen = self.inner.select(query, positions, self._exact(stored, budget))
         named = _of_each(chosen.mask(stored), heads, group)  # [B,H,G,N]
         total = real.sum(-1)[:, None, None]  # [B,1,1]
         left = budget - _of_each(chosen.attended[..., None], heads, group)[..., 0]  # [B,H,G]
@@ -165,6 +164,27 @@ class VAttention(Wrapper):
             *self._costs(chosen, query, base),
             bias=torch.cat([torch.zeros_like(start, dtype=torch.float32), bias.flatten(1, 2)], 2),
         )
+
+    def _exact(self, stored: int, budget: int) -> int:
+        """Rows that `inner` is to choose of so many."""
+        exact = self.top if isinstance(self.top, int) else math.ceil(self.top * stored)
+        return max(min(exact, stored, budget // 2) // self.span * self.span, self.span)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if the bound took all of the budget, and query heads chose other rows each."""
+        (batch, heads, group, size), rows = query.shape, min(budget, sealed)
+        inner = self.inner.cost(query, sealed, self._exact(sealed, budget))
+        base = min(max(math.ceil(self.rate * sealed), 2), rows)
+        weighed = min(inner.rows * inner.lists / heads, sealed) + base
+        added = weighed * size * self.bytes_of(query)
+        sampling = (
+            Launch("walk", batch * heads * added, entries=batch * heads * group * (inner.rows + base)),
+            Launch("sort", entries=sorted_best(batch * heads * group, sealed, rows)),
+            Launch("operator", count=self.operators),
+        )
+        expected = both(inner.expected, "all of the budget is read")
+        launches = (*inner.launches, *sampling)
+        return Scan(inner.read + added, launches, heads * group, rows, rows, expected=expected)
 
     def _needed(self, logits: Tensor, base: Tensor, known: Tensor, total: Tensor) -> Tensor:
         """`[B,H,G]` float32: draws that the bound takes.

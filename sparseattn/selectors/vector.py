@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseattn.costs import Launch, Scan, products, walked
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most
 from sparseattn.selectors.nearest import in_threads, load_faiss
@@ -144,6 +146,11 @@ class Flat(_Vector):
         found = torch.nn.functional.pad(best, (0, slots - count), value=-1)
         return found, [len(keys)] * len(asked), keys.numel() * self.bytes_of(keys)
 
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        read = sealed * query.shape[3] * self.bytes_of(query)
+        launch = replace(products(query, sealed, query.shape[3]), bytes=query.shape[:2].numel() * read)
+        return self.scan(query, [launch], read, (sealed, min(budget, sealed)))
+
 
 class IVF(_Vector):
     """k-means lists (faiss `IndexIVFFlat`): scores the centroids, then every key in the lists of the best ones.
@@ -176,13 +183,26 @@ class IVF(_Vector):
     def _grow(self, index: Any, keys: Any) -> Any:
         if index is None:
             faiss, (count, size) = load_faiss(), keys.shape
-            lists = self.lists or 1 << int(4 * count**0.5).bit_length() - 1
-            lists = max(min(lists, count // KEYS_PER_LIST), 1)
+            lists = self._made(count)
             index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, lists, faiss.METRIC_INNER_PRODUCT)
             index.cp.seed, index.cp.min_points_per_centroid = self.seed, 1  # below the minimum faiss prints a warning
             index.train(keys)
         index.add(keys)
         return index
+
+    def _made(self, count: int) -> int:
+        """Lists of so many keys."""
+        lists = self.lists or 1 << int(4 * count**0.5).bit_length() - 1
+        return max(min(lists, count // KEYS_PER_LIST), 1)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if lists held as many keys each, and all were the prompt's."""
+        lists = self._made(sealed)
+        scored = lists + sealed * min(self.probes, lists) / lists
+        read, every = 4.0 * query.shape[2] * scored * query.shape[3], query.shape[:3].numel()
+        launch = Launch("walk", query.shape[:2].numel() * read, entries=every * scored)
+        expected = "lists hold as many keys each"
+        return self.scan(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         index = self.table.indexes[b][h]
@@ -242,6 +262,9 @@ class HNSW(_Vector):
             index.hnsw.efConstruction = self.build_beam
         index.add(keys)
         return index
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walked(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4, self.operators)
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         faiss, index = load_faiss(), self.table.indexes[b][h]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sparseattn.costs import Scan
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector
 
@@ -22,6 +23,9 @@ class Window(Selector):
 
     def append(self, rows: Rows) -> None:
         return None
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(0, (), query.shape[1], 0, 0)
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return Selection.none(query.shape[0], query.shape[1], query.device)

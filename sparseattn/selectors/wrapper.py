@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sparseattn.costs import Scan
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector
 
@@ -38,6 +39,9 @@ class Wrapper(Selector):
 
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         return self.inner.select(query, positions, budget)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return self.inner.cost(query, sealed, budget)
 
     def keep(self, ids: Tensor) -> None:
         self.inner.keep(ids)
