@@ -53,7 +53,9 @@ class Plan(Roles):
         made: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(layers, name)
-        if not isinstance(model, Mapping) or not all(isinstance(model.get(key), str) for key in ("name", "fingerprint")):
+        if not isinstance(model, Mapping) or not all(
+            isinstance(model.get(key), str) for key in ("name", "fingerprint")
+        ):
             raise ValueError(
                 f'the model of a plan is {{"name": ..., "fingerprint": ...}}, both texts, got {reprlib.repr(model)}'
             )
@@ -79,7 +81,7 @@ class Plan(Roles):
         if (sink, window) != (self.sink, self.window):
             raise ValueError(
                 f"plan {self.name} was measured with a sink of {self.sink} and a window of {self.window} rows, got "
-                f"{sink} and {window}: give it these"
+                f"{sink} and {window}: give it those"
             )
 
     def record(self) -> dict[str, Any]:

@@ -200,7 +200,8 @@ class Roles:
         ValueError: no layer, a layer without heads, or what `Role` refuses; names layer and head.
     """
 
-    FORMAT, VERSION, KEYS, KIND = FORMAT, VERSION, KEYS, "roles"  # of the file
+    FORMAT, VERSION, KIND = FORMAT, VERSION, "roles"  # of the file
+    KEYS: tuple[str, ...] = KEYS
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, calibrate, capture, eval, info, inspect, models, recall, serve, train
+from sparseattn.cli import bench, calibrate, capture, eval, info, inspect, models, recall, recommend, serve, train
 
 
 def _version(asked: bool) -> None:
@@ -44,6 +44,7 @@ app.command("info")(info.info)
 app.command("inspect")(inspect.inspect)
 app.command("models")(models.models)
 app.command("recall")(recall.recall)
+app.command("recommend")(recommend.recommend)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)
 

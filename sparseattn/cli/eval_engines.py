@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
-from sparseattn.cli.eval_plan import Plan
+from sparseattn.cli.eval_plan import Wanted
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
 from sparseattn.integrations.vllm.offline import Offline, check_offline
 from sparseattn.integrations.vllm.serving import quarter_of_memory, servable
@@ -60,7 +60,7 @@ class Opened:
 
 
 def local(
-    plan: Plan,
+    plan: Wanted,
     name: str | None,
     chat: bool,
     stored: torch.dtype | None,
@@ -109,7 +109,7 @@ def local(
 
 @contextlib.contextmanager
 def switched(
-    plan: Plan,
+    plan: Wanted,
     name: str | None,
     chat: bool,
     dtype: str | None,
@@ -143,7 +143,7 @@ def switched(
 
 
 def settings_of_methods(
-    plan: Plan, specs: Sequence[str], rows: Mapping[str, int], given: Collection[str]
+    plan: Wanted, specs: Sequence[str], rows: Mapping[str, int], given: Collection[str]
 ) -> list[Settings]:
     """How vLLM is to serve each method but full attention, checked before any work.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,9 +74,7 @@ def observe(prefill: Prefill, tokens: Sequence[int], draws: int = 8, seed: int =
         u = torch.randn(p.shape, generator=draw, device=p.device) * p.sqrt()
         u -= p * u.sum(-1, keepdim=True)  # of covariance diag(p) - p p^T
         found.append(torch.autograd.grad(logits, leaves, u, retain_graph=s < draws - 1))
-    return {
-        index: one.seen(torch.cat([each[i] for each in found])) for i, (index, one) in enumerate(watched.items())
-    }
+    return {index: one.seen(torch.cat([each[i] for each in found])) for i, (index, one) in enumerate(watched.items())}
 
 
 class _Watched(SparseLayer):
@@ -97,9 +94,10 @@ class _Watched(SparseLayer):
         keys, values = (torch.cat([old, own], 2) for old, own in ((rows.keys, call.key), (rows.values, call.value)))
         seen = torch.ones(new, keys.shape[2], dtype=torch.bool, device=keys.device).tril(keys.shape[2] - new)
         group = named // heads
-        wide = (x.repeat_interleave(group, 1) for x in (keys, values)) if keys.is_cuda else (keys, values)
+        if each := keys.is_cuda:  # where a mask and grouped heads together leave only the kernel that stores all logits
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         out = F.scaled_dot_product_attention(
-            call.query, *wide, attn_mask=seen, scale=call.scale, enable_gqa=not keys.is_cuda and group > 1
+            call.query, keys, values, attn_mask=seen, scale=call.scale, enable_gqa=not each and group > 1
         )
         self.leaf = torch.zeros_like(out, dtype=torch.float32, requires_grad=True)
         shape = (batch, heads, group, new, size)

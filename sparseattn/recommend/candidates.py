@@ -18,7 +18,7 @@ METHODS = (
     "quad:bits=8",
     "clse:bits=8",
 )
-BUDGETS: tuple[Budget, ...] = (32, 64, 128, 256, 512, 1024)  # rows
+BUDGETS: tuple[Budget, ...] = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows
 
 
 def candidates(methods: Sequence[str], budgets: Sequence[Budget], context: int) -> list[list[Role]]:

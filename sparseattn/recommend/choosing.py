@@ -40,7 +40,10 @@ def choose(units: Sequence[Sequence[Option]], bound: float) -> list[int] | None:
     best = torch.zeros(STEPS + 1, dtype=torch.float64)  # least cost of the units so far within so many steps
     taken: list[torch.Tensor] = []
     kept = [efficient(options) for options in units]
-    sizes = [[round(min(options[i].loss / bound, 2.0) * STEPS) for i in which] for options, which in zip(units, kept, strict=True)]
+    sizes = [
+        [round(min(options[i].loss / bound, 2.0) * STEPS) for i in which]
+        for options, which in zip(units, kept, strict=True)
+    ]
     for options, which, steps in zip(units, kept, sizes, strict=True):
         found = torch.full((len(which), STEPS + 1), torch.inf, dtype=torch.float64)
         for row, (i, size) in enumerate(zip(which, steps, strict=True)):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparseattn.board import Board
 from sparseattn.cache import KVCache, unit_of
@@ -53,9 +51,7 @@ def measured(
     share = Share(roles[0].selector, None, roles[0])
     selector = share.fresh(layer, shape.rope, depth, shape.scale)
     selector.board = Board()
-    heads = SparseHeads(
-        share, KVCache(selector, sink=sink, window=window, seal=unit_of(selector), check=True), None
-    )
+    heads = SparseHeads(share, KVCache(selector, sink=sink, window=window, seal=unit_of(selector), check=True), None)
     heads.rows.append_from(prefill.rows(layer))
     heads.rows.seal()
     return [_point(heads, seen, role) for role in roles]

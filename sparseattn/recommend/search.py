@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparseattn.recommend.choosing import Option, choose
+from sparseattn.recommend.objective import Layer, Objective
 from sparseattn.roles import DENSE, Role, Roles
 
 NEAR = 0.9  # of the bound: so much of it used is enough
@@ -60,37 +61,43 @@ class Proposal:
         return all(role.method == DENSE for role in self.roles.distinct())
 
 
-def propose(choices: Mapping[int, Sequence[Choice]], limit: float, by_head: bool) -> Proposal:
-    """What costs least while the losses add up to `limit` at most; full attention is among each unit's choices.
+def propose(
+    layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], limit: float, by_head: bool, objective: Objective
+) -> Proposal:
+    """What costs least while the losses of layers add up to `limit` at most.
 
     Args:
-        choices: by layer; the first of each is full attention.
+        layers: of the model.
+        choices: by layer's number; full attention, which loses nothing, is among those of each.
         limit: nats a token.
-        by_head: whether the KV heads of a layer may differ.
+        by_head: whether the KV heads of a layer may differ too, where that costs less.
+        objective: says what costs.
     """
+    found = [_proposed(layers, choices, limit, heads, objective) for heads in ((False, True) if by_head else (False,))]
+    return min(found, key=lambda one: one.cost)
+
+
+def _proposed(
+    layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], limit: float, by_head: bool, objective: Objective
+) -> Proposal:
     units: list[list[Option]] = []
-    where: list[tuple[int, int | None]] = []
-    for layer, every in choices.items():
-        for head in range(len(every[0].cost_heads)) if by_head else (None,):
-            where.append((layer, head))
-            if head is None:
-                units.append([Option(sum(one.cost_heads), one.kl) for one in every])
-            else:
-                units.append([Option(one.cost_heads[head], one.kl_heads[head]) for one in every])
+    for layer in layers:
+        every = choices[layer.index]
+        if by_head:
+            units += [[Option(one.cost_heads[h], one.kl_heads[h]) for one in every] for h in range(layer.heads)]
+        else:
+            units.append([Option(sum(one.cost_heads), one.kl) for one in every])
     taken = choose(units, limit)
     assert taken is not None  # full attention loses nothing
-    picked = [units[i][j] for i, j in enumerate(taken)]
-    layers: dict[int, Any] = {}
-    for (layer, head), j in zip(where, taken, strict=True):
-        role = choices[layer][j].role
-        if head is None:
-            layers[layer] = role
-        else:
-            layers.setdefault(layer, []).append(role)
-    alike = {
-        layer: given[0] if isinstance(given, list) and len(set(given)) == 1 else given for layer, given in layers.items()
-    }
-    return Proposal(alike, sum(one.loss for one in picked), sum(one.cost for one in picked))
+    left = iter(taken)
+    given: dict[int, Any] = {}
+    cost = 0.0
+    for layer in layers:
+        every = choices[layer.index]
+        roles = [every[next(left)].role for _ in range(layer.heads if by_head else 1)]
+        given[layer.index] = roles[0] if len(set(roles)) == 1 else roles
+        cost += objective.layer(layer, given[layer.index], {one.role: one.cost_heads for one in every})
+    return Proposal(given, sum(units[i][j].loss for i, j in enumerate(taken)), cost)
 
 
 def search(

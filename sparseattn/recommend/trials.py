@@ -16,7 +16,7 @@ from sparseattn.recommend.records import Records
 from sparseattn.recommend.windows import Window
 from sparseattn.roles import Role, Roles
 from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.run import FORCED, Method, measure
+from sparseattn.tasks.run import Method, measure
 from sparseattn.tasks.tokens import Tokens
 
 FRONTIER, TRIAL = "frontier", "trial"
@@ -138,9 +138,7 @@ def averaged(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[Role, dict[st
         for point in line["points"]:
             role = Role(line["method"], parse_budget(point["budget"]))
             every.setdefault(line["layer"], {}).setdefault(role, []).append(point)
-    return {
-        layer: {role: _mean(points) for role, points in roles.items()} for layer, roles in sorted(every.items())
-    }
+    return {layer: {role: _mean(points) for role, points in roles.items()} for layer, roles in sorted(every.items())}
 
 
 def _mean(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -68,5 +68,7 @@ def shared(room: Sequence[int], wanted: int) -> list[int]:
     """`wanted` things over places with room for so many each, in proportion to the room."""
     total, given = sum(room), [0] * len(room)
     for n in range(wanted):  # to the place that is furthest behind its share
-        given[max(range(len(room)), key=lambda i: room[i] * (n + 1) / total - given[i] if given[i] < room[i] else -n)] += 1
+        given[
+            max(range(len(room)), key=lambda i: room[i] * (n + 1) / total - given[i] if given[i] < room[i] else -n)
+        ] += 1
     return given

@@ -13,6 +13,8 @@ from torch import Tensor
 from sparseattn.budget import Budget
 from sparseattn.fingerprints import fingerprint
 from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.routing import name_of
+from sparseattn.plans import Plan
 from sparseattn.roles import Method, Roles
 
 
@@ -77,9 +79,12 @@ class ModelDecoder:
             )
 
     def check_roles(self, roles: Roles) -> None:
-        """ValueError where roles do not fit the model."""
+        """ValueError where roles do not fit the model, or a plan was made for another or with other rows."""
         from sparseattn.integrations.transformers import SparseCache
 
+        if isinstance(roles, Plan):
+            roles.check_model(self.fingerprint(), name_of(self.model))
+            roles.check_rows(self.settings["sink"], self.settings["window"])
         SparseCache(self.model, roles=roles, budget=None, seal=self.seal, **self.settings)
 
     def fingerprint(self) -> str:

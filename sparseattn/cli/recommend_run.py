@@ -1,0 +1,323 @@
+"""Runs what `recommend` was asked for: frontiers of layers, a search, and a verification on windows held out."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseattn.budget import Budget, budget_record
+from sparseattn.cli.common import named_text, open_model, open_text, progress_bar
+from sparseattn.cli.eval_sources import OWN_KIND
+from sparseattn.cli.intervals import student
+from sparseattn.environment import machine as this_machine
+from sparseattn.environment import versions
+from sparseattn.integrations.vllm.serving import quarter_of_memory
+from sparseattn.machine import Machine
+from sparseattn.plans import Plan
+from sparseattn.recommend.bounds import Bound
+from sparseattn.recommend.candidates import candidates
+from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
+from sparseattn.recommend.records import Records
+from sparseattn.recommend.search import Choice, Proposal, propose, search
+from sparseattn.recommend.trials import FRONTIER, Settings, Trials, averaged
+from sparseattn.recommend.windows import Window, windows
+from sparseattn.roles import DENSE, Role
+from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.tasks.tokens import Tokens
+from sparseattn.texts import TEXTS
+
+ROUNDS = 3  # verifications at most, each of a tighter configuration
+
+
+class NoPlan(ValueError):
+    """No configuration keeps the bound, in a sentence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The options of the command, checked."""
+
+    model: str
+    texts: tuple[str, ...]
+    bound: Bound
+    machine: Machine | None
+    context: int | None
+    batch: int
+    methods: tuple[str, ...]
+    budgets: tuple[Budget, ...]
+    by_head: bool
+    length: int
+    last: int
+    search: int
+    held_out: int
+    draws: int
+    sink: int
+    window: int
+    name: str
+    dtype: torch.dtype | None
+    device: torch.device
+    chunk: int
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What came out.
+
+    Args:
+        plan: as saved.
+        layers: of the model.
+        choices: by layer, what each role was measured to do.
+        proposal: the one of the plan.
+        objective: what was to be small.
+        rounds: verifications, each with its target, the loss on the windows to choose by and that on those held out.
+    """
+
+    plan: Plan
+    layers: Sequence[Layer]
+    choices: dict[int, list[Choice]]
+    proposal: Proposal
+    objective: Objective
+    rounds: list[dict[str, Any]]
+
+
+def texts_of(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Name, kind and words of each text; a folder stands for its files.
+
+    Raises:
+        ValueError: no such text, a folder without files, or two texts of one name.
+    """
+    every: list[str] = []
+    for name in names:
+        source = named_text(name)
+        if isinstance(source, Path) and source.is_dir():
+            files = [str(path) for path in sorted(source.iterdir()) if path.is_file()]
+            if not files:
+                raise ValueError(f"the folder {name} holds no text file")
+            every += files
+        else:
+            every.append(name)
+    found: dict[str, tuple[str, str, str]] = {}
+    for one in dict.fromkeys(every):
+        name, words = open_text(one)
+        if name in found:
+            raise ValueError(f"two texts are called {name}: rename a file")
+        found[name] = name, TEXTS[one].kind if one in TEXTS else OWN_KIND, words
+    return list(found.values())
+
+
+def run(asked: Asked, path: Path) -> Found:
+    """Measures what the records at `path` lack, chooses, and verifies.
+
+    Raises:
+        ValueError: what does not fit the model, or records of other settings.
+        NoPlan: nothing keeps the bound.
+    """
+    texts = texts_of(asked.texts)
+    groups = candidates(asked.methods, asked.budgets, asked.length)
+    model, tokenizer = open_model(asked.model, asked.dtype, asked.device)
+    tokens = Tokens(tokenizer)
+    every = windows(
+        [(name, kind, tokens.ids(words)) for name, kind, words in texts],
+        tokens.start,
+        asked.length,
+        asked.last,
+        asked.search,
+        asked.held_out,
+    )
+    learns = any(role.selector.learns for group in groups for role in group)
+    decoder = ModelDecoder(model, sink=asked.sink, window=asked.window, chunk=asked.chunk, queries=learns)
+    decoder.check(asked.length, "--length")
+    wide = asked.dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
+    settings = _settings(asked, texts, decoder, wide)
+    records = Records(path, settings)
+    trials = Trials(
+        decoder,
+        tokens,
+        records,
+        Settings(asked.sink, asked.window, asked.draws, 2 if wide else None),
+        quarter_of_memory(),
+    )
+    layers = _layers(decoder)
+    searched = [one for one in every if not one.held_out]
+    _frontiers(trials, searched, groups, len(layers))
+    objective: Objective
+    if asked.machine is None and asked.context is None:
+        objective = MeasuredBytes(asked.length, 2 if wide else layers[0].dtype.itemsize)
+    else:
+        objective = Predicted(asked.context or asked.length, asked.batch, asked.sink, asked.window, asked.machine)
+    choices = _choices(layers, averaged(records.of(FRONTIER)), groups, objective)
+    rounds: list[dict[str, Any]] = []
+    proposal, held = _verified(asked, trials, every, layers, choices, objective, rounds)
+    plan = _plan(asked, settings, layers, choices, proposal, objective, rounds, held)
+    return Found(plan, layers, choices, proposal, objective, rounds)
+
+
+def _settings(asked: Asked, texts: Sequence[tuple[str, str, str]], decoder: ModelDecoder, wide: bool) -> dict[str, Any]:
+    """What measurements depend on: not the bound, the machine or the methods, of which more may come."""
+    return {
+        "model": asked.model,
+        "fingerprint": decoder.fingerprint(),
+        "dtype": str(decoder.model.dtype).removeprefix("torch."),
+        "bytes_of": 2 if wide else None,
+        "texts": [
+            {"name": name, "kind": kind, "sha256": hashlib.sha256(words.encode()).hexdigest()}
+            for name, kind, words in texts
+        ],
+        "length": asked.length,
+        "last": asked.last,
+        "windows": asked.search,
+        "held_out": asked.held_out,
+        "draws": asked.draws,
+        "sink": asked.sink,
+        "window": asked.window,
+        "budgets": [budget_record(budget) for budget in asked.budgets],
+    }
+
+
+def _layers(decoder: ModelDecoder) -> list[Layer]:
+    from sparseattn.integrations.transformers import SparseCache
+
+    found = SparseCache(decoder.model, "window", None).prepared.layers
+    return [Layer(i, found[i].heads, found[i].group, found[i].size, found[i].dtype) for i in decoder.sparse]
+
+
+def _frontiers(trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int) -> None:
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(searched) * layers * len(groups))
+        for n, one in enumerate(searched, 1):
+            where = f"{one.prompt.facts['text']} from token {one.prompt.facts['start']}"
+            bar.update(task, description=f"what each layer loses: window {n}/{len(searched)}, {where}")
+            trials.frontier(one, groups, lambda done: bar.advance(task, done))
+
+
+def _choices(
+    layers: Sequence[Layer],
+    means: dict[int, dict[Role, dict[str, Any]]],
+    groups: Sequence[Sequence[Role]],
+    objective: Objective,
+) -> dict[int, list[Choice]]:
+    asked = {role for group in groups for role in group}
+    found: dict[int, list[Choice]] = {}
+    for layer in layers:
+        nothing = [0.0] * layer.heads
+        dense = Role(DENSE)
+        found[layer.index] = [Choice(dense, 0.0, nothing, objective.heads(layer, dense, [1.0] * layer.heads))]
+        for role, mean in means[layer.index].items():
+            costs = objective.heads(layer, role, mean["bytes_heads"])
+            if role in asked and all(map(math.isfinite, costs)):
+                found[layer.index].append(Choice(role, mean["kl"], mean["kl_heads"], costs))
+    return found
+
+
+def _verified(
+    asked: Asked,
+    trials: Trials,
+    every: Sequence[Window],
+    layers: Sequence[Layer],
+    choices: dict[int, list[Choice]],
+    objective: Objective,
+    rounds: list[dict[str, Any]],
+) -> tuple[Proposal, list[dict[str, Any]]]:
+    """The configuration that keeps the bound on windows held out, and what was measured of it there."""
+    bound = asked.bound
+    searched, held_out = ([one for one in every if one.held_out == held] for held in (False, True))
+    target, start = bound.limit, None
+
+    def losses(proposal: Proposal, where: Sequence[Window], what: str) -> list[dict[str, Any]]:
+        found = []
+        with progress_bar() as bar:
+            task = bar.add_task(what, total=len(where))
+            for one in where:
+                found.append(trials.agreement(one, proposal.roles))
+                bar.advance(task)
+        return found
+
+    def loss(proposal: Proposal) -> float:
+        return _mean(
+            [bound.loss(one) for one in losses(proposal, searched, "search: a configuration, window by window")]
+        )
+
+    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
+    for n in range(ROUNDS):
+        best = search(
+            lambda limit: propose(layers, choices, limit, asked.by_head, objective), loss, target, bound.power, start
+        )
+        if best is None or best[0].cost >= full:
+            break
+        proposal, found = best
+        held = losses(proposal, held_out, f"verification {n + 1}, window by window")
+        verified = _mean([bound.loss(one) for one in held])
+        rounds.append({"target": target, "searched": found, "verified": verified, "cost": proposal.cost})
+        if verified <= bound.limit:
+            return proposal, held
+        start = proposal.kl * 0.9 * bound.limit / verified
+        target *= 0.95 * bound.limit / verified
+    tried = "".join(
+        f" {100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {objective.unit};"
+        for one in rounds
+    )
+    raise NoPlan(
+        f"no configuration was found that keeps {bound} on the windows held out and costs less than full attention"
+        f"{' (verified:' + tried.rstrip(';') + ')' if rounds else ''}: allow a larger --error, larger budgets or "
+        f"other methods"
+    )
+
+
+def _plan(
+    asked: Asked,
+    settings: dict[str, Any],
+    layers: Sequence[Layer],
+    choices: dict[int, list[Choice]],
+    proposal: Proposal,
+    objective: Objective,
+    rounds: Sequence[dict[str, Any]],
+    held: Sequence[dict[str, Any]],
+) -> Plan:
+    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
+    verified: dict[str, Any] = {"windows": len(held), "tokens": sum(one["scored_tokens"] for one in held)}
+    for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
+        values = [one[name] for one in held]
+        verified[name] = {"mean": _mean(values), "interval": student(values)}
+    objective_facts = {
+        "unit": objective.unit,
+        "plan": proposal.cost,
+        "full": full,
+        "context": asked.context or asked.length,
+        "batch": asked.batch,
+        "machine": None if asked.machine is None else asked.machine.name,
+        "predicted": asked.machine is not None or asked.context is not None,
+    }
+    made = {
+        "bound": asdict(asked.bound) | {"limit": asked.bound.limit},
+        **{k: v for k, v in settings.items() if k not in ("model", "fingerprint", "sink", "window", "budgets")},
+        "methods": list(asked.methods),
+        "budgets": settings["budgets"],
+        "by_head": asked.by_head,
+        "cost": objective_facts,
+        "predicted": {"kl": proposal.kl},
+        "searched": {asked.bound.measure: rounds[-1]["searched"]},
+        "rounds": list(rounds),
+        "verified": verified,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": this_machine(),
+        "versions": versions(),
+    }
+    return Plan(
+        proposal.layers,
+        asked.name,
+        model={"name": asked.model, "fingerprint": settings["fingerprint"]},
+        sink=asked.sink,
+        window=asked.window,
+        made=made,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
