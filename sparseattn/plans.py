@@ -68,9 +68,10 @@ class Plan(Roles):
         """Its name in tables."""
         return f"plan {self.name}"
 
-    def check_model(self, fingerprint: str, name: str) -> None:
-        """ValueError where the weights of the model `name` are not those that the plan was made for."""
-        if fingerprint != self.model["fingerprint"]:
+    def check_model(self, fingerprint: str, name: str, *others: str) -> None:
+        """ValueError where the weights of the model `name` are not those that the plan was made for; `others` are
+        further fingerprints that they may have."""
+        if self.model["fingerprint"] not in (fingerprint, *others):
             raise ValueError(
                 f"plan {self.name} was made for the weights of {self.model['name']} ({self.model['fingerprint']}), and "
                 f"{name} has others ({fingerprint}): make one for it with `sparseattn recommend --model {name}`"

@@ -317,7 +317,7 @@ class Roles:
                 runs = ((role, len(list(heads))) for role, heads in itertools.groupby(given))
                 what = f"[{', '.join(f'{role} x{count}' if count > 1 else str(role) for role, count in runs)}]"
             said.append(f"{ranges(indices)}: {what}")
-        return f"Roles({self.name}; {'; '.join(said)})"
+        return f"{type(self).__name__}({self.name}; {'; '.join(said)})"
 
     # -- the file ------------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,11 @@ from sparseattn.cli.recommend_show import page, say
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.files import write_atomic
+from sparseattn.integrations.vllm.settings import Settings, servable
 from sparseattn.locks import locked
 from sparseattn.machine import Machine
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
-from sparseattn.recommend.candidates import BUDGETS, METHODS
+from sparseattn.recommend.candidates import BUDGETS, METHODS, SERVED
 
 HEADS, LAYERS = BY = ("head", "layer")
 ANY, VLLM = ENGINES = ("transformers", "vllm")
@@ -103,6 +104,9 @@ def recommend(
     bound = Bound(measure, parse_error(error))
     one_of("--by", by, BY)
     one_of("--for", engine, ENGINES)
+    if engine == VLLM:
+        for method in selector or ():
+            servable(method)
     context = None if at is None else _rows(at)
     positive(
         {
@@ -125,9 +129,9 @@ def recommend(
         machine=None if machine is None else Machine.load(machine),
         context=context,
         batch=batch,
-        methods=tuple(selector or METHODS),
+        methods=tuple(selector or (SERVED if engine == VLLM else METHODS)),
         budgets=tuple(dict.fromkeys(parse_budget(part) for part in budget.split(","))),
-        by_head=by == HEADS,
+        by_head=by == HEADS and engine != VLLM,
         length=length,
         last=last,
         search=windows,
@@ -139,6 +143,7 @@ def recommend(
         dtype=None if dtype is None else stored_dtype(dtype, "--dtype"),
         device=usable_device(device),
         chunk=chunk,
+        vllm=engine == VLLM,
     )
     results_folder(out)
     with contextlib.ExitStack() as held:
@@ -149,6 +154,8 @@ def recommend(
             (out / "plan.json").unlink(missing_ok=True)
             write_atomic(out / "recommend.md", f"# No plan\n\n{why}\n".encode())
             raise
+        if asked.vllm:
+            Settings.of_plan(found.plan)
         found.plan.save(out / "plan.json")
         write_atomic(out / "recommend.md", page(found).encode())
         if json:

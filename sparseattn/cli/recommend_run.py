@@ -29,6 +29,7 @@ from sparseattn.recommend.search import Choice, Proposal, propose, search
 from sparseattn.recommend.trials import FRONTIER, Settings, Trials, averaged
 from sparseattn.recommend.windows import Window, windows
 from sparseattn.roles import DENSE, Role
+from sparseattn.selectors.paged import PageSelector
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.tokens import Tokens
 from sparseattn.texts import TEXTS
@@ -64,6 +65,7 @@ class Asked:
     dtype: torch.dtype | None
     device: torch.device
     chunk: int
+    vllm: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +122,7 @@ def run(asked: Asked, path: Path) -> Found:
         NoPlan: nothing keeps the bound.
     """
     texts = texts_of(asked.texts)
-    groups = candidates(asked.methods, asked.budgets, asked.length)
+    groups = candidates(asked.methods, asked.budgets, asked.length, windows=not asked.vllm)
     model, tokenizer = open_model(asked.model, asked.dtype, asked.device)
     tokens = Tokens(tokenizer)
     every = windows(
@@ -154,7 +156,8 @@ def run(asked: Asked, path: Path) -> Found:
         objective = Predicted(asked.context or asked.length, asked.batch, asked.sink, asked.window, asked.machine)
     choices = _choices(layers, averaged(records.of(FRONTIER)), groups, objective)
     rounds: list[dict[str, Any]] = []
-    proposal, held = _verified(asked, trials, every, layers, choices, objective, rounds)
+    families = _families(choices) if asked.vllm else [choices]
+    proposal, held = _verified(asked, trials, every, layers, families, objective, rounds)
     plan = _plan(asked, settings, layers, choices, proposal, objective, rounds, held)
     return Found(plan, layers, choices, proposal, objective, rounds)
 
@@ -216,12 +219,26 @@ def _choices(
     return found
 
 
+def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]:
+    """The choices that an engine can serve together: of one size of pages and of entries."""
+    shapes: dict[str, tuple[int, int] | None] = {}
+    for every in choices.values():
+        for one in every:
+            made = one.role.selector
+            shapes[one.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
+    sizes = sorted({shape for shape in shapes.values() if shape is not None})
+    return [
+        {layer: [one for one in every if shapes[one.role.method] in (None, size)] for layer, every in choices.items()}
+        for size in sizes
+    ]
+
+
 def _verified(
     asked: Asked,
     trials: Trials,
     every: Sequence[Window],
     layers: Sequence[Layer],
-    choices: dict[int, list[Choice]],
+    families: Sequence[dict[int, list[Choice]]],
     objective: Objective,
     rounds: list[dict[str, Any]],
 ) -> tuple[Proposal, list[dict[str, Any]]]:
@@ -244,10 +261,10 @@ def _verified(
             [bound.loss(one) for one in losses(proposal, searched, "search: a configuration, window by window")]
         )
 
-    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
+    full = sum(sum(families[0][layer.index][0].cost_heads) for layer in layers)
     for n in range(ROUNDS):
         best = search(
-            lambda limit: propose(layers, choices, limit, asked.by_head, objective), loss, target, bound.power, start
+            lambda limit: propose(layers, families, limit, asked.by_head, objective), loss, target, bound.power, start
         )
         if best is None or best[0].cost >= full:
             break

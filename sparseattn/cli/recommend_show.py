@@ -24,8 +24,8 @@ def sentences(found: Found) -> list[str]:
         f"Bound: {bound}, that is, {MEASURES[bound.measure][1]}, at most {100 * bound.most:g} %.",
         f"Cost of a step in the layers that can be sparse{predicted}: {_number(cost['plan'])} {what}, {share:.1%} of "
         f"full attention's {_number(cost['full'])}, at {cost['context']:,} rows and batch {cost['batch']}.",
-        f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {_interval(told)} nats "
-        f"a token, equal likeliest tokens {_interval(verified['same_top'], 100, 1)} %, NLL more "
+        f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {_interval(told)} "
+        f"nats a token, equal likeliest tokens {_interval(verified['same_top'], 100, 1)} %, NLL more "
         f"{_interval(verified['nll_difference'])}; bytes {_interval(verified['bytes_share'], 100, 1)} % of a sparse "
         f"layer's. The bound's measure ({name}) is {100 * bound.share(made['rounds'][-1]['verified']):.3g} %.",
         f"On the windows it was chosen by: {100 * bound.share(made['rounds'][-1]['searched']):.3g} %. The sum of the "
@@ -82,8 +82,8 @@ def page(found: Found) -> str:
         "## Setting",
         "",
         f"Texts: {texts}. {made['windows']} windows of {made['length']:,} tokens to choose by and {made['held_out']} "
-        f"to verify on, which share no token; the last {made['last']} tokens of each are decoded. Sink {found.plan.sink}, "
-        f"window {found.plan.window}, {made['dtype']}. Methods: {', '.join(made['methods'])}.",
+        f"to verify on, which share no token; the last {made['last']} tokens of each are decoded. Sink "
+        f"{found.plan.sink}, window {found.plan.window}, {made['dtype']}. Methods: {', '.join(made['methods'])}.",
         "",
         f"Made {made['created']} with {', '.join(f'{k} {v}' for k, v in made['versions'].items())}.",
         "",

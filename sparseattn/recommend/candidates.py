@@ -18,22 +18,26 @@ METHODS = (
     "quad:bits=8",
     "clse:bits=8",
 )
+SERVED = ("quest", "lowbit:page=16", "mean:bits=8", "quad:bits=8", "clse:bits=8")  # of these, those that vLLM can
 BUDGETS: tuple[Budget, ...] = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows
 
 
-def candidates(methods: Sequence[str], budgets: Sequence[Budget], context: int) -> list[list[Role]]:
+def candidates(
+    methods: Sequence[str], budgets: Sequence[Budget], context: int, windows: bool = True
+) -> list[list[Role]]:
     """Every method with the budgets that it can have; full attention is none of them, the window alone is.
 
     Args:
         methods: as `make_selector` reads them.
         budgets: rows beyond sink and window, or shares of the context.
         context: rows of a window; a budget in rows of half of them or more is left out.
+        windows: whether the window may be larger than it is, by a budget.
 
     Raises:
         ValueError: no such method, or one that none of the budgets fits.
     """
     budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
-    found = [[Role(WINDOW), *(Role(WINDOW, b) for b in budgets)]]
+    found = [[Role(WINDOW), *(Role(WINDOW, b) for b in budgets if windows)]]
     for method in dict.fromkeys(methods):
         if method in (DENSE, WINDOW):
             continue

@@ -62,18 +62,27 @@ class Proposal:
 
 
 def propose(
-    layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], limit: float, by_head: bool, objective: Objective
+    layers: Sequence[Layer],
+    families: Sequence[Mapping[int, Sequence[Choice]]],
+    limit: float,
+    by_head: bool,
+    objective: Objective,
 ) -> Proposal:
     """What costs least while the losses of layers add up to `limit` at most.
 
     Args:
         layers: of the model.
-        choices: by layer's number; full attention, which loses nothing, is among those of each.
+        families: choices by layer's number; full attention, which loses nothing, is among those of each. Choices of two
+            families do not go together.
         limit: nats a token.
         by_head: whether the KV heads of a layer may differ too, where that costs less.
         objective: says what costs.
     """
-    found = [_proposed(layers, choices, limit, heads, objective) for heads in ((False, True) if by_head else (False,))]
+    found = [
+        _proposed(layers, choices, limit, heads, objective)
+        for choices in families
+        for heads in ((False, True) if by_head else (False,))
+    ]
     return min(found, key=lambda one: one.cost)
 
 
