@@ -13,8 +13,9 @@ from sparseattn.cli.common import errors, leading_model, open_model, open_tokeni
 from sparseattn.cli.eval_plan import Wanted
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
 from sparseattn.integrations.vllm.offline import Offline, check_offline
-from sparseattn.integrations.vllm.serving import quarter_of_memory, servable
+from sparseattn.integrations.vllm.serving import check_plan, quarter_of_memory, servable
 from sparseattn.integrations.vllm.settings import Settings, parse
+from sparseattn.plans import Plan
 from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
 from sparseattn.tasks.agreement import AGREEMENT
@@ -29,6 +30,7 @@ INSIDE = (  # options, as the function has them, that need the model's inside
     *(
         "selector",
         "roles",
+        "plan",
         "budget",
         "protocol",
         "dense_layers",
@@ -131,6 +133,9 @@ def switched(
     """
     name = leading_model() if name is None else name
     folder, _ = servable(name)
+    for method in plan.methods:
+        if isinstance(method.selector, Plan):
+            check_plan(method.selector, folder, name)
     tokens = Tokens(open_tokenizer(name), chat)
     first = settings[0] if settings else None
     with Offline(folder, first, dtype or "auto", concurrency, quarter_of_memory()) as engine:
@@ -167,6 +172,10 @@ def settings_of_methods(
     for method in plan.methods[1:]:
         if method.written is not None and not isinstance(method.budget, int):
             raise ValueError(f"with --engine vllm a --budget is rows, got {method.written}")
+        if isinstance(method.selector, Plan):
+            method.selector.check_rows(rows["sink"], rows["window"])
+            found.append(Settings.of_plan(method.selector, above=0))
+            continue
         budget = method.budget if isinstance(method.budget, int) else 1
         found.append(parse({"selector": texts[method.label], "budget": budget, "above": 0, **rows}))
     check_offline()

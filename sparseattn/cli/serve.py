@@ -143,8 +143,10 @@ def serve(
 
 
 def _described(settings: Settings) -> str:
-    what = f"{settings.label}; sink {settings.sink}, window {settings.window}; dense up to {settings.above} rows"
-    return what if settings.layers is not None else f"{what} and in the first {settings.dense_layers} layers"
+    zones = f"sink {settings.sink} and window {settings.window}; dense up to {settings.above} rows"
+    if settings.layers is not None:
+        return f"{settings.called}; {zones}"
+    return f"{settings.selector}: {settings.budget} rows beyond {zones} and in the first {settings.dense_layers} layers"
 
 
 def _bracketed(host: str) -> str:

@@ -25,7 +25,8 @@ BUDGETS: tuple[Budget, ...] = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 def candidates(
     methods: Sequence[str], budgets: Sequence[Budget], context: int, windows: bool = True
 ) -> list[list[Role]]:
-    """Every method with the budgets that it can have; full attention is none of them, the window alone is.
+    """Every method with the budgets that it can have; full attention is none of them, the window alone is. The roles of
+    a list have one selector.
 
     Args:
         methods: as `make_selector` reads them.
@@ -37,7 +38,9 @@ def candidates(
         ValueError: no such method, or one that none of the budgets fits.
     """
     budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
-    found = [[Role(WINDOW), *(Role(WINDOW, b) for b in budgets if windows)]]
+    found = [[Role(WINDOW)]]
+    if windows:
+        found.append([Role(WINDOW, b) for b in budgets])
     for method in dict.fromkeys(methods):
         if method in (DENSE, WINDOW):
             continue

@@ -5,6 +5,7 @@ What was measured once is read from the records.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,8 +65,13 @@ class Trials:
         Args:
             done: called with the layers done, one method each.
         """
-        known = {(one["layer"], one["method"]) for one in self.records.of(FRONTIER) if one["window"] == window.number}
-        missing = [group for group in groups if any((i, group[0].method) not in known for i in self.decoder.sparse)]
+        known = {
+            (one["layer"], one["method"], _budgets(one["points"]))
+            for one in self.records.of(FRONTIER)
+            if one["window"] == window.number
+        }
+        names = {id(group): (group[0].method, _budgets(map(_budget, group))) for group in groups}
+        missing = [group for group in groups if any((i, *names[id(group)]) not in known for i in self.decoder.sparse)]
         done(len(self.decoder.sparse) * (len(groups) - len(missing)))
         if not missing:
             return
@@ -73,7 +79,7 @@ class Trials:
         seen = observe(prefill, window.prompt.question, self.settings.draws, window.number)
         for group in missing:
             for layer in self.decoder.sparse:
-                if (layer, group[0].method) not in known:
+                if (layer, *names[id(group)]) not in known:
                     self._layer(prefill, window, layer, seen[layer], group)
                 done(1)
 
@@ -93,7 +99,7 @@ class Trials:
         for point in points:
             facts = asdict(point)
             del facts["role"]
-            kept.append({"budget": budget_record(parse_budget(point.role.budget)), **facts})
+            kept.append({**_budget(point.role), **facts})
         place = {"window": window.number, "layer": layer, "method": group[0].method}
         self.records.add(FRONTIER, {**place, "points": kept})
 
@@ -129,6 +135,14 @@ class _Reading:
 
     def __init__(self, trials: Trials) -> None:
         self.read, self.index, self.start = trials.read, trials.decoder.index, trials.decoder.start
+
+
+def _budget(role: Role) -> dict[str, Any]:
+    return {"budget": budget_record(parse_budget(role.budget))}
+
+
+def _budgets(points: Iterable[Mapping[str, Any]]) -> str:
+    return json.dumps([point["budget"] for point in points])
 
 
 def averaged(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[Role, dict[str, Any]]]:

@@ -156,12 +156,18 @@ class ModelSession:
 
     def facts(self) -> dict[str, Any]:
         """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
-        bytes that were read, to choose too (None where the selector does not say); means over the tokens."""
+        bytes that were read, to choose too (None where the selector does not say); means over the tokens. Layers that
+        roles leave dense count, with all their rows."""
         stats = self._cache.stats()
         context = self._held / max(self._fed, 1)
-        share = stats.bytes_share if stats.sparse_calls else 1.0
+        share, rows = (stats.bytes_share, stats.rows) if stats.sparse_calls else (1.0, context)
+        if (roles := self._cache.roles) is not None:
+            sparse, dense = len(self._cache.sparse_layers), sum(map(roles.dense, self._decoder.sparse))
+            share, rows = (
+                (x * sparse + all_ * dense) / (sparse + dense) for x, all_ in ((share, 1.0), (rows, context))
+            )
         return {
-            "rows": stats.rows if stats.sparse_calls else context,
+            "rows": rows,
             "context": context,
             "bytes_share": None if math.isnan(share) else share,
             "sparse_calls": stats.sparse_calls,

@@ -102,11 +102,14 @@ class Settings:
         return [servable(text) for text in dict.fromkeys(texts)]
 
     @property
+    def called(self) -> str:
+        """The method, in a few words."""
+        return self.selector if self.layers is None else f"a plan of {len(self.layers)} layers"
+
+    @property
     def label(self) -> str:
-        """What is served, in a few words."""
-        if self.layers is None:
-            return f"{self.selector}, budget {self.budget}"
-        return f"a plan of {len(self.layers)} layers"
+        """The method with its budget."""
+        return f"{self.selector}, budget {self.budget}" if self.layers is None else self.called
 
     @property
     def shape(self) -> tuple[int, int]:
