@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from sparseattn.budget import Budget
@@ -38,22 +39,27 @@ def candidates(
         ValueError: no such method, or one that none of the budgets fits.
     """
     budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
+    if not budgets:
+        raise ValueError(f"no budget is below half of a window's {context} rows: give smaller ones, or longer windows")
     found = [[Role(WINDOW)]]
-    if windows:
-        found.append([Role(WINDOW, b) for b in budgets])
+    if windows and (recent := _fitting(WINDOW, budgets)):
+        found.append(recent)
     for method in dict.fromkeys(methods):
         if method in (DENSE, WINDOW):
             continue
         plain = Role(method)
         if not plain.selector.uses_budget:
             found.append([plain])
-            continue
-        fitting = []
-        for budget in budgets:
-            try:
-                fitting.append(Role(method, budget))
-            except ValueError:
-                if budget == budgets[-1] and not fitting:
-                    raise
-        found.append(fitting)
+        elif fitting := _fitting(method, budgets):
+            found.append(fitting)
+        else:
+            Role(method, budgets[-1])  # says why
+    return found
+
+
+def _fitting(method: str, budgets: Sequence[Budget]) -> list[Role]:
+    found = []
+    for budget in budgets:
+        with contextlib.suppress(ValueError):
+            found.append(Role(method, budget))
     return found
