@@ -91,7 +91,7 @@ def test_more_rows_lose_less_and_read_more(prefill: Prefill) -> None:
         assert lost == sorted(lost, reverse=True)
         assert read == sorted(read)
     (recent,) = measured(prefill, seen[1], 1, [Role("window", 32)], sink=2, window=8, depth=3)
-    assert 42 / 88 < recent.bytes_heads[0] < (42 + 16) / 88, "a wider window reads that alone, and what waits for a page"
+    assert 42 / 88 < recent.bytes_heads[0] < (42 + 16) / 88, "a wider window, and what waits for a page"
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_seconds_are_of_launches_which_heads_of_two_roles_do_not_share() -> None
     assert objective.unit == "seconds"
     assert sum(costs[quest]) < sum(costs[dense])
     assert objective.layer(layer, quest, costs) == pytest.approx(sum(costs[quest]))
-    mixed = objective.layer(layer, [dense, quest], costs)
+    mixed = objective.layer(layer, [dense, quest] * 4, costs)
     assert mixed > 0.5 * (sum(costs[quest]) + sum(costs[dense]))
     counted = Predicted(131072, 8, 4, 64, None)
     assert counted.unit == "bytes"

@@ -25,6 +25,7 @@ from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
 from sparseattn.recommend.candidates import BUDGETS, METHODS, SERVED
 
 HEADS, LAYERS = BY = ("head", "layer")
+PAGE = "recommend.md"
 ANY, VLLM = ENGINES = ("transformers", "vllm")
 
 
@@ -91,10 +92,11 @@ def recommend(
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for plan.json, recommend.md and the records, recommend.jsonl; what is there already is not "
-            "measured again."
+            help="Folder for plan.json, recommend.md, which says why, and the records, recommend.jsonl; what is there "
+            "already is not measured again."
         ),
     ] = Path("recommend"),
+    plan: Annotated[Path | None, typer.Option(help="Where to write the plan. Default: plan.json in --out.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The plan on standard output instead of tables.")] = False,
 ) -> None:
     """Choose a method and a budget for every layer of a model, and verify the whole on text that nothing was chosen by.
@@ -146,22 +148,25 @@ def recommend(
         vllm=engine == VLLM,
     )
     results_folder(out)
+    target = plan or out / "plan.json"
+    if not target.parent.is_dir():
+        raise ValueError(f"--plan is in a folder that does not exist: {target.parent}")
     with contextlib.ExitStack() as held:
         held.enter_context(locked(out / "recommend.lock", f"--out {out}"))
         try:
             found = run(asked, out / "recommend.jsonl")
         except NoPlan as why:
-            (out / "plan.json").unlink(missing_ok=True)
-            write_atomic(out / "recommend.md", f"# No plan\n\n{why}\n".encode())
+            target.unlink(missing_ok=True)
+            write_atomic(out / PAGE, f"# No plan\n\n{why}\n".encode())
             raise
         if asked.vllm:
             Settings.of_plan(found.plan)
-        found.plan.save(out / "plan.json")
-        write_atomic(out / "recommend.md", page(found).encode())
+        found.plan.save(target)
+        write_atomic(out / PAGE, page(found).encode())
         if json:
             typer.echo(json_module.dumps(found.plan.record()))
         else:
-            say(found, out)
+            say(found, target, out / PAGE)
 
 
 def _rows(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.tokens import Tokens
 from sparseattn.texts import TEXTS
 
+PLAN = "plan"  # the kind of a record
 ROUNDS = 3  # verifications at most, each of a tighter configuration
 
 
@@ -159,7 +161,17 @@ def run(asked: Asked, path: Path) -> Found:
     families = _families(choices) if asked.vllm else [choices]
     proposal, held = _verified(asked, trials, every, layers, families, objective, rounds)
     plan = _plan(asked, settings, layers, choices, proposal, objective, rounds, held)
+    _keep(records, plan)
     return Found(plan, layers, choices, proposal, objective, rounds)
+
+
+def _keep(records: Records, plan: Plan) -> None:
+    """Leaves the plan in the records, once."""
+    chosen = {"name": plan.name, "layers": plan.records()}
+    chosen |= {name: plan.made[name] for name in ("bound", "cost", "predicted", "rounds", "verified")}
+    chosen = json.loads(json.dumps(chosen))
+    if not any(all(one.get(name) == value for name, value in chosen.items()) for one in records.of(PLAN)):
+        records.add(PLAN, chosen)
 
 
 def _settings(asked: Asked, texts: Sequence[tuple[str, str, str]], decoder: ModelDecoder, wide: bool) -> dict[str, Any]:
@@ -181,6 +193,7 @@ def _settings(asked: Asked, texts: Sequence[tuple[str, str, str]], decoder: Mode
         "sink": asked.sink,
         "window": asked.window,
         "budgets": [budget_record(budget) for budget in asked.budgets],
+        "layers": [[one.index, one.heads, one.group, one.size] for one in _layers(decoder)],
     }
 
 
@@ -313,7 +326,11 @@ def _plan(
     }
     made = {
         "bound": asdict(asked.bound) | {"limit": asked.bound.limit},
-        **{k: v for k, v in settings.items() if k not in ("model", "fingerprint", "sink", "window", "budgets")},
+        **{
+            k: v
+            for k, v in settings.items()
+            if k not in ("model", "fingerprint", "sink", "window", "budgets", "layers")
+        },
         "methods": list(asked.methods),
         "budgets": settings["budgets"],
         "by_head": asked.by_head,

@@ -33,7 +33,7 @@ def sentences(found: Found) -> list[str]:
     ]
 
 
-def say(found: Found, out: Path) -> None:
+def say(found: Found, plan: Path, why: Path) -> None:
     """Prints what was found and where it lies."""
     screen = Screen()
     for line in sentences(found):
@@ -41,8 +41,7 @@ def say(found: Found, out: Path) -> None:
     for index in found.plan.layers:
         screen.print(f"  layer {index}: {_given(found.plan.layers[index])}", soft_wrap=True)
     screen.print(
-        f"{out / 'plan.json'}: for SparseCache(model, plan=...), `sparseattn eval --plan` and `sparseattn serve "
-        f"--plan`; why: {out / 'recommend.md'}",
+        f"{plan}: for SparseCache(model, plan=...), `sparseattn eval --plan` and `sparseattn serve --plan`; why: {why}",
         soft_wrap=True,
     )
 

@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from sparseattn.budget import Budget
 from sparseattn.roles import DENSE, WINDOW, Role
 
-# Methods of each kind that run without training: rows by keys of few bits, pages by bounds and by directions, both.
+# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
+# what is not read, and among the pages of another; clusters; pages by means and by directions.
 METHODS = (
     "lowbit",
-    "lowbit:bits=1",
-    "twostage",
-    "quest",
-    "quest:page=8,int8=True",
+    "lowbit:bits=1,scales=8",
+    "tailed:inner=lowbit,rows=64",
+    "tailed:inner=[lowbit:bits=1,scales=8],rows=64",
+    "twostage:pages=[mean:bits=8],times=4",
+    "selfindex",
+    "retroinfer",
     "mean:bits=8",
     "quad:bits=8",
-    "clse:bits=8",
 )
 SERVED = ("quest", "lowbit:page=16", "mean:bits=8", "quad:bits=8", "clse:bits=8")  # of these, those that vLLM can
-BUDGETS: tuple[Budget, ...] = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows
+BUDGETS: tuple[Budget, ...] = (32, 64, 96, 128, 192, 256, 512, 1024)  # rows
 
 
 def candidates(
