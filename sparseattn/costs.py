@@ -21,17 +21,19 @@ from sparseattn.budget import Budget, Reader, budget_of
 
 # What a launch runs, by which a machine knows its speed.
 KINDS = {
+    "step": "what a step does whatever the method, such as to look at the query",
     "operator": "a tensor operation on a few numbers: its launch is what it costs",
     "dense": "attention over every row, as torch computes it",
-    "attend": "attention over rows that are named; entries: slots",
+    "attend": "attention over rows named in runs, such as pages; entries: runs",
+    "gather": "attention over rows named one by one",
     "bounds": "products of the queries with the bounds of pages",
     "product": "products in float32 of the queries with a tensor of the keys' dtype; entries: scores made",
-    "codes": "products of the queries with keys of a few bits, and the group's vote; entries: rows scored",
-    "listed": "the same of listed rows; entries: rows listed",
+    "codes": "products of the queries with keys of a few bits, the group's vote, and the best rows",
+    "listed": "the same of listed rows",
     "names": "sums over tables by codes that name centroids; entries: names looked up",
-    "classifier": "a network of two layers that ranks buckets",
+    "classifier": "a network of two layers that ranks buckets; entries: its numbers",
     "sort": "the best of many scores; entries: scores",
-    "walk": "a search of a graph, key after key: entries: keys scored",
+    "walk": "scores of keys here and there, as of a search of a graph; entries: keys",
 }
 
 
@@ -95,7 +97,7 @@ class Scan:
         launches: of all sequences and heads.
         lists: Hs, lists of rows chosen: H, or H*G.
         rows: rows that a list names.
-        slots: spans that they lie in.
+        runs: that they lie in, each of rows that follow each other; as many as rows, where these are single.
         tail: rows of the selector's own that each KV head attends to besides.
         expected: what of this the data decide, so that a count is only expected, in words; "" for nothing.
     """
@@ -104,7 +106,7 @@ class Scan:
     launches: tuple[Launch, ...]
     lists: int
     rows: float
-    slots: float
+    runs: float
     tail: float = 0.0
     expected: str = ""
 
@@ -121,6 +123,7 @@ class Cost:
             as if no two chose the same.
         rows_bytes: of their keys and values.
         expected: what of it the data decide, in words.
+        host: whether a method searches in host memory, so that no GPU runs it.
     """
 
     launches: tuple[Launch, ...]
@@ -129,6 +132,7 @@ class Cost:
     rows: float
     rows_bytes: float
     expected: str = ""
+    host: bool = False
 
     @property
     def bytes(self) -> float:
@@ -162,26 +166,28 @@ def total(costs: Iterable[Cost]) -> Cost:
         sum(part.rows for part in parts),
         sum(part.rows_bytes for part in parts),
         "; ".join(dict.fromkeys(part.expected for part in parts if part.expected)),
+        any(part.host for part in parts),
     )
 
 
 def attention(
-    shape: Shape, lists: int, near: float, rows: float, slots: float, distinct: float, kind: str = "attend"
+    shape: Shape, lists: int, near: float, rows: float, runs: float, distinct: float, kind: str | None = None
 ) -> Launch:
     """The launch that attends: every query head of a list to its `rows` and to the `near` ones.
 
     Args:
         lists: Hs, H or H*G.
         near: rows that every query reads.
-        rows: that a list names, in so many `slots`.
+        rows: that a list names, in so many `runs`.
         distinct: rows that are read for a KV head, each once, the near ones among them.
+        kind: of the launch; None: "gather" where runs are single rows, else "attend".
     """
     heads = shape.batch * shape.heads
     return Launch(
-        kind,
+        kind or ("gather" if 0 < rows <= runs else "attend"),
         bytes=heads * distinct * shape.row_bytes,
         flops=4.0 * heads * shape.group * (near + rows) * shape.size,
-        entries=shape.batch * lists * slots,
+        entries=shape.batch * lists * runs,
     )
 
 
@@ -201,6 +207,8 @@ class Chooser(Reader, Protocol):
 
     @property
     def unit(self) -> int: ...
+    @property
+    def host(self) -> bool: ...
     def allowed(self, budget: int) -> int: ...
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan: ...
 
@@ -240,11 +248,11 @@ def step_cost(
     if sealed:
         allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
         scan = selector.cost(shape.query(), sealed, allowed)
-    named, slots = scan.rows, scan.slots
+    named, runs = scan.rows, scan.runs
     if rows is not None and named:
-        named, slots = rows, slots * rows / named
+        named, runs = rows, runs * rows / named
     distinct = near + min(named * scan.lists / shape.heads, sealed)
-    launches = [*scan.launches, attention(shape, scan.lists, near, named, slots, distinct)]
+    launches = [Launch("step"), *scan.launches, attention(shape, scan.lists, near, named, runs, distinct)]
     if scan.tail:
         launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail))
         distinct += scan.tail
@@ -256,44 +264,15 @@ def step_cost(
         distinct,
         heads * distinct * shape.row_bytes,
         scan.expected,
+        selector.host,
     )
 
 
-def products(query: Tensor, entries: int, size: int) -> Launch:
-    """Of queries `[B,H,G,D]` with so many vectors of `size` numbers in each KV head, in float32; without bytes."""
+def products(query: Tensor, entries: int, size: int, read: float = 0.0) -> Launch:
+    """Of queries `[B,H,G,D]` with so many vectors of `size` numbers in each KV head, in float32, for which each KV head
+    of each sequence reads `read` bytes."""
     scores = query.shape[:3].numel() * entries
-    return Launch("product", flops=2.0 * scores * size, entries=scores)
-
-
-# Of the links that a walk through a graph looks at, those that lead to keys not among the many that it knows by then:
-# RetrievalAttention scores so many on 8,000 to 32,000 keys of SmolLM2 and Gemma.
-NEW = 0.4
-
-
-def new_of(keys: float, drawn: float) -> float:
-    """How many different ones of so many `keys` there are expected to be among as many `drawn` at random."""
-    return keys * -math.expm1(-drawn / keys)
-
-
-def walked(query: Tensor, sealed: int, rows: int, beam: int, degree: int, width: int, operators: int) -> Scan:
-    """Of a search for each query head that walks a graph: as if it expanded as many keys as its beam holds.
-
-    Args:
-        query: `[B,H,G,D]`.
-        sealed: keys of the graph.
-        rows: read of what is found.
-        beam: keys kept during the search, `rows` at least.
-        degree: links of a key, of 4 bytes.
-        width: bytes of a number of a key.
-        operators: beside the walk.
-    """
-    batch, heads, group, size = query.shape
-    expanded = min(max(beam, rows), sealed)
-    scored = new_of(sealed, NEW * expanded * degree)
-    read = group * (scored * size * width + expanded * degree * 4)
-    walk = Launch("walk", batch * heads * read, entries=batch * heads * group * scored)
-    expected = f"a walk expands as many keys as its beam, and {NEW:.0%} of their links lead to new ones"
-    return Scan(read, (walk, Launch("operator", count=operators)), heads * group, rows, rows, expected=expected)
+    return Launch("product", query.shape[:2].numel() * read, 2.0 * scores * size, scores)
 
 
 def both(first: str, second: str) -> str:

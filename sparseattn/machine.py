@@ -52,6 +52,7 @@ class Machine:
         name: of the machine.
         bandwidth: bytes per second, of the memory that the KV cache lies in.
         speeds: dtype's name -> kind of launch -> its speed.
+        device: "cpu" or "cuda": a GPU runs no method that searches in host memory.
         predicted: whether figures are published ones, so that every time is a prediction; False: they were measured.
         source: where they are from.
         about: what else is known of a measurement: cores, versions, when.
@@ -60,6 +61,7 @@ class Machine:
     name: str
     bandwidth: float
     speeds: Mapping[str, Mapping[str, Speed]]
+    device: str
     predicted: bool
     source: str
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +96,8 @@ class Machine:
                 dtype: {kind: Speed(**one) for kind, one in kinds.items()} for dtype, kinds in record["speeds"].items()
             }
             made = cls(
-                **{name: record[name] for name in ("name", "bandwidth", "predicted", "source", "about")}, speeds=speeds
+                **{name: record[name] for name in ("name", "bandwidth", "device", "predicted", "source", "about")},
+                speeds=speeds,
             )
             every = [x for kinds in speeds.values() for one in kinds.values() for x in asdict(one).values()]
             numbers = [made.bandwidth, *every]
@@ -127,8 +130,11 @@ class Machine:
         """What a step takes.
 
         Raises:
-            MachineError: a dtype or a kind of launch that the machine's speeds do not tell.
+            MachineError: a dtype or a kind of launch that the machine's speeds do not tell; a method that searches in
+                host memory, on a GPU.
         """
+        if cost.host and self.device != "cpu":
+            raise MachineError(f"the method searches in host memory, so {self.name} does not run it: take a CPU")
         return sum(self.launch_seconds(launch, cost.dtype) for launch in cost.launches)
 
     def launch_seconds(self, launch: Launch, dtype: torch.dtype) -> float:
@@ -149,14 +155,18 @@ def measured_path() -> Path:
 # https://developer.nvidia.com/blog/cuda-graphs/, 3.4 us for a kernel that runs for 2.9, on a V100.
 GPU_LAUNCH = 3.4e-6
 HALF = ("bfloat16", "float16")
+IN_FLOAT32 = ("product", "names", "walk")  # whatever keys are
 
 
 def _gpu(name: str, bandwidth: float, tensor: float, vector: float, source: str) -> Machine:
     """By a data sheet: `tensor` operations per second of 16-bit tensor cores, dense, `vector` ones in float32."""
     speeds = {
-        dtype: {kind: Speed(GPU_LAUNCH, tensor if dtype in HALF else vector) for kind in KINDS} for dtype in DTYPES
+        dtype: {
+            kind: Speed(GPU_LAUNCH, tensor if dtype in HALF and kind not in IN_FLOAT32 else vector) for kind in KINDS
+        }
+        for dtype in DTYPES
     }
-    return Machine(name, bandwidth, speeds, True, source)
+    return Machine(name, bandwidth, speeds, "cuda", True, source)
 
 
 GPUS = {

@@ -30,6 +30,11 @@ ARROWS = {
     "selection": (),
     "board": ("selection",),
     "storage": (),
+    "costs": ("budget",),
+    "machine": ("costs", "files", "places"),
+    "launches": ("cache", "costs", "kernels", "selection", "selectors.base"),
+    "measuring": ("costs", "environment", "launches", "machine", "timing"),
+    "timing": (),
     "contract": ("selection", "selectors.base"),
     "zones": (),
     "queries": ("storage",),
@@ -48,7 +53,7 @@ ARROWS = {
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "similarity": ("tensorfiles",),
-    "selectors.base": ("board", "kernels.scoring", "selection", "storage", "rope"),
+    "selectors.base": ("board", "costs", "kernels.scoring", "selection", "storage", "rope"),
     "selectors": (
         *(
             "kernels",
@@ -59,6 +64,7 @@ ARROWS = {
             "artefact",
             "board",
             "calibration",
+            "costs",
             "estimates",
             "hashes",
             "selectors",

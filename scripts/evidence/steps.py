@@ -211,6 +211,16 @@ STEPS = (
         "scaling-cpu.json",
     ),
     Step(
+        "predicted-cpu",
+        "how far predicted steps are from steps that were measured on the same machine in the same hour",
+        "sparseattn machine --out OUT/cpu.json && python -m benchmarks.scaling --selector quest --selector saap "
+        "--selector lowbit --selector twostage --memory 2.05 --rounds 9 --results OUT --out OUT/scaling.png && "
+        "python -m benchmarks.predicted --machine OUT/cpu.json --record scaling-cpu --results OUT "
+        "--out OUT/predicted-cpu.json",
+        16,
+        "predicted-cpu.json",
+    ),
+    Step(
         "generate-cpu",
         "tokens a second with the reference model at 16,384 and 32,768 tokens",
         "python -m benchmarks.generate --tokens 16384,32768 --selector quest --selector saap --selector moments "

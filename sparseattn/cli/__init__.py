@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 import sparseattn
-from sparseattn.cli import bench, calibrate, capture, eval, info, inspect, models, recall, recommend, serve, train
+from sparseattn.cli import (
+    bench,
+    calibrate,
+    capture,
+    eval,
+    info,
+    inspect,
+    machine,
+    models,
+    recall,
+    recommend,
+    serve,
+    train,
+)
 
 
 def _version(asked: bool) -> None:
@@ -42,6 +55,7 @@ app.command("capture")(capture.capture)
 app.command("eval")(eval.evaluate)
 app.command("info")(info.info)
 app.command("inspect")(inspect.inspect)
+app.command("machine")(machine.machine)
 app.command("models")(models.models)
 app.command("recall")(recall.recall)
 app.command("recommend")(recommend.recommend)

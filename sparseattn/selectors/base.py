@@ -160,7 +160,7 @@ class Selector(ABC):
     reads_stored: bool = False
     uses_budget: bool = True
     estimates: bool = False
-    operators: int = 16
+    operators: int = 8
     width: int | None = None
     knob: str | None = None
     usual: tuple[str, ...] = ()
@@ -283,7 +283,7 @@ class Selector(ABC):
         """
         raise ValueError(f"{self!r} does not say what choosing costs (cost), so no time can be predicted")
 
-    def scan(
+    def ranked_cost(
         self,
         query: Tensor,
         scoring: Sequence[Launch],

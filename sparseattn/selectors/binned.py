@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +30,8 @@ class Binned(Hashed):
     `scanned`: hashes that the search looks at, of a search among the real rows alone. `scan_bytes`: these, the row
     numbers it reads, and the directions once per KV head.
     """
+
+    operators = 50
 
     def __init__(self, rows: int, seed: int) -> None:
         check_least(rows=(rows, 0))
@@ -102,7 +103,7 @@ class Binned(Hashed):
         return Selection.tokens(ids, looks.expand(-1, heads * group), read.expand(-1, heads))
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        (batch, heads, group, size), rows = query.shape, min(budget, sealed)
+        (heads, group, size), rows = query.shape[1:], min(budget, sealed)
         read = 4 * group * (2 * math.ceil(math.log2(sealed + 1)) + rows) + self.directions_read(heads, size)
-        hashing = replace(products(query, self.count, size), bytes=batch * heads * read)
+        hashing = products(query, self.count, size, read)
         return Scan(read, (hashing, Launch("operator", count=self.operators)), heads * group, rows, rows)

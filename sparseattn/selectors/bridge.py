@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan, new_of, products, sorted_best
+from sparseattn.costs import Launch, Scan, products, sorted_best
 from sparseattn.kernels.scoring import listed_scores
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
@@ -22,6 +21,7 @@ from sparseattn.selectors.loaded import (
     check_tensors,
 )
 from sparseattn.selectors.nearest import evenly, load_faiss, nearest, root_of_moment
+from sparseattn.selectors.walks import new_of
 from sparseattn.storage import RowBuffer
 
 
@@ -50,6 +50,7 @@ class QueryBridge(Selector):
         ImportError: faiss is missing.
     """
 
+    operators = 26
     knob = "probes"
     reads_stored = True
 
@@ -204,12 +205,12 @@ class QueryBridge(Selector):
         scored = new_of(sealed, listed)
         read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
         scoring = (
-            replace(products(query, guides, size), bytes=4.0 * every * guides * size),
+            products(query, guides, size, 4.0 * group * guides * size),
             Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
         expected = "lists have keys in common as at random"
-        return self.scan(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
+        return self.ranked_cost(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
 
 
 def _made(lists: Tensor) -> Tensor:

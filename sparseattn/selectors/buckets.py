@@ -320,9 +320,9 @@ class Partitioned(Selector):
             Launch("sort", entries=sorted_best(batch * heads * members, buckets, probes)),
             Launch("operator", count=self.operators),
         )
-        slots = min(rows, rows / self.span + probes / 2)
+        runs = min(rows, probes * rows / max(sealed * probes / buckets, 1))
         expected = "buckets hold as many rows each, in one segment"
-        return Scan(read + self._edges_read(lists // heads, probes), launches, lists, rows, slots, expected=expected)
+        return Scan(read + self._edges_read(lists // heads, probes), launches, lists, rows, runs, expected=expected)
 
     def _asked_of(self, query: Tensor) -> Parameters:
         """The layer's for queries of this shape, on the CPU."""

@@ -10,7 +10,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Scan
+from sparseattn.costs import Launch, Scan, sorted_best
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, best
 from sparseattn.storage import RowBuffer
@@ -31,6 +31,7 @@ class Evicting(Selector):
             dropped and for padding.
     """
 
+    operators = 24
     evicts = True
 
     def __init__(self) -> None:
@@ -66,9 +67,11 @@ class Evicting(Selector):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """Of a step behind the first, which finds what that one left."""
-        rows = min(budget, sealed)
+        rows, heads = min(budget, sealed), query.shape[:2].numel()
+        ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
+        launches = (ranking, Launch("operator", count=self.operators))
         expected = "the first step has dropped what is beyond the budget"
-        return self.scan(query, [], 4 * rows, (sealed, rows), group="max", expected=expected)
+        return Scan(4 * rows, launches, query.shape[1], rows, rows, expected=expected)
 
     def held(self) -> Tensor:
         return (self.worth.data > -torch.inf).expand(-1, self.kv, -1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -68,10 +66,10 @@ class Exact(Selector):
         """Of a step that chooses."""
         size = query.shape[3]
         read = sealed * size * self.bytes_of(query)
-        scoring = replace(products(query, sealed, size), bytes=query.shape[0] * query.shape[1] * read)
+        scoring = products(query, sealed, size, read)
         expected = "" if self.refresh == 1 else "every step chooses"
         found = sealed, min(budget, sealed)
-        return self.scan(
+        return self.ranked_cost(
             query, [scoring], read, found, group="max" if self.group == LAYER else self.group, expected=expected
         )
 

@@ -122,6 +122,7 @@ class FreeKV(Wrapper):
         ValueError: `tau` that is no cosine, or an inner method that drops rows or chooses for other layers.
     """
 
+    operators = 16
     usual = ("inner=Quest",)
 
     def __init__(self, inner: Selector | str = "quest", tau: float = 0.9, refresh: bool = False) -> None:

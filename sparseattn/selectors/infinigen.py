@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,6 +48,7 @@ class InfiniGen(Selector):
         ValueError: an argument out of its range; in `select`, nobody has foreseen the query.
     """
 
+    operators = 20
     foresees = True
 
     def __init__(self, ratio: float = 0.2, alpha: float = 4.0, group: str = "each", share: float = 0.25) -> None:
@@ -111,10 +111,11 @@ class InfiniGen(Selector):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         row, once = self._reads(query)
         read = sealed * row + once
-        launch = products(query, sealed, self._kept(query.shape[3]))
-        launch = replace(launch, bytes=query.shape[:2].numel() * read)
+        launch = products(query, sealed, self._kept(query.shape[3]), read)
         expected = "" if math.isinf(self.alpha) else "all of the budget is read"
-        return self.scan(query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected)
+        return self.ranked_cost(
+            query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected
+        )
 
     def _kept(self, size: int) -> int:
         """r, of keys of `size` channels."""

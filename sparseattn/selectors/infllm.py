@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -126,9 +124,9 @@ class InfLLM(Selector):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         blocks = sealed // self.page
         read = blocks * self._block_bytes(query)
-        launch = replace(products(query, blocks, query.shape[3]), bytes=query.shape[:2].numel() * read)
+        launch = products(query, blocks, query.shape[3], read)
         found, group = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
-        return self.scan(query, [launch], read, found, group=group, page=self.page)
+        return self.ranked_cost(query, [launch], read, found, group=group, page=self.page)
 
     def _block_bytes(self, query: Tensor) -> int:
         """Of the representative keys of a block that a KV head reads for a query `[B,H,G,D]`."""

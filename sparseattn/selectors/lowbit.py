@@ -47,6 +47,7 @@ class LowBit(PageSelector):
     `scan_bytes`: the codes and levels of every row, and the grid.
     """
 
+    operators = 10
     entry_names = ("codes", "low", "step")
     codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.lowbit`
     low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
@@ -154,10 +155,11 @@ class LowBit(PageSelector):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         batch, heads, members, size = query.shape
-        read, all_rows = int(self.read(torch.tensor(sealed), size)), batch * heads * sealed
-        scoring = Launch("codes", batch * heads * read, 2.0 * all_rows * members * size, all_rows)
-        best = min(budget, sealed) // self.page
-        return self.scan(query, [scoring], read, (sealed // self.page, best), group=self.group, page=self.page)
+        read, every = int(self.read(torch.tensor(sealed), size)), batch * heads
+        scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size)  # and finds the best
+        best, lists = min(budget, sealed) // self.page, heads * members if self.group == "each" else heads
+        launches = (scoring, Launch("operator", count=self.operators))
+        return Scan(read, launches, lists, best * self.page, best)
 
     def forget(self, first: int) -> None:
         """Forgets the rows from `first` on, a multiple of a group's."""

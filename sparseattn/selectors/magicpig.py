@@ -58,6 +58,7 @@ class MagicPIG(Hashed):
         ValueError: an argument out of its range.
     """
 
+    operators = 160
     biases = True
     reads_stored = True
     shared = True
@@ -135,7 +136,7 @@ class MagicPIG(Hashed):
         comparing = Launch("names", batch * heads * read, entries=batch * heads * group * sealed * self.tables)
         weighing = Launch("walk", entries=batch * heads * group * rows)
         expected = "as many rows collide as the budget lets be read"
-        return self.scan(query, [hashing, comparing, weighing], read, (sealed, rows), expected=expected)
+        return self.ranked_cost(query, [hashing, comparing, weighing], read, (sealed, rows), expected=expected)
 
     def _logarithm(self, query: Tensor, ids: Tensor) -> Tensor:
         """`[B,Hs,S]` float64: that of the probability with which rows `ids` were drawn, with the floor."""

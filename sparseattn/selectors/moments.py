@@ -5,8 +5,6 @@ The buckets are SAAP's, https://arxiv.org/abs/2502.08246.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -103,9 +101,9 @@ class KeyMoments(RowBuffer):
     @classmethod
     def model(cls, query: Tensor, buckets: int) -> tuple[int, Launch]:
         """As of `Partitioned.model`; every sequence has its own."""
-        batch, heads, _, size = query.shape
+        size = query.shape[3]
         read = cls.bytes_of(buckets, 2 * size + 1)
-        return read, replace(products(query, buckets, 2 * size), bytes=batch * heads * read)
+        return read, products(query, buckets, 2 * size, read)
 
 
 class Moments(Partitioned):

@@ -158,7 +158,7 @@ class PageSelector(Selector):
         numbers = count * sum(part[0, 0].numel() for part in one.values())
         pages = min(budget, sealed) // self.page
         scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
-        return self.scan(query, [scoring], read, (sealed // self.page, pages), group=self.group, page=self.page)
+        return self.ranked_cost(query, [scoring], read, (sealed // self.page, pages), group=self.group, page=self.page)
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         self._check_budget(budget)

@@ -66,6 +66,8 @@ class ParisKV(Selector):
         ValueError: a share that is none.
     """
 
+    operators = 90
+
     def __init__(
         self, collide: float | None = None, candidates: float | None = None, seed: int = 0, group: str = "sum"
     ) -> None:
@@ -199,7 +201,7 @@ class ParisKV(Selector):
             Launch("sort", entries=sorted_best(batch * lists, sealed, listed)),
             Launch("names", batch * lists * listed * candidate, entries=asked * listed * 4 * subspaces),
         )
-        return self.scan(query, scoring, read, (listed, min(budget, sealed)), group=self.group)
+        return self.ranked_cost(query, scoring, read, (listed, min(budget, sealed)), group=self.group)
 
 
 def _reads(subspaces: int) -> tuple[int, int, int]:

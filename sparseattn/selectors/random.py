@@ -25,6 +25,8 @@ class Random(Selector):
         seed: any integer.
     """
 
+    operators = 70
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.at = RowBuffer(1, spare=-1)  # [B,N] int64 positions of the rows

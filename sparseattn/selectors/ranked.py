@@ -26,6 +26,7 @@ class Ranked(Selector):
         known: `[B,1]` bool, a sequence has its parameters; of methods that learn.
     """
 
+    operators = 12
     by_row: tuple[str, ...]
     known: RowBuffer
     estimates = True
@@ -87,7 +88,7 @@ class Ranked(Selector):
         row, once = self.reads(query)
         read, heads = sealed * row + once, query.shape[0] * query.shape[1]
         scoring = replace(self.scoring(query, sealed), bytes=heads * read)
-        return self.scan(query, [scoring], read, (sealed, min(budget, sealed)), group=self.group)
+        return self.ranked_cost(query, [scoring], read, (sealed, min(budget, sealed)), group=self.group)
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
         if not self.real.rows:

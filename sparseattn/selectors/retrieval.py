@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Scan, walked
+from sparseattn.costs import Scan
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.loaded import Loaded, check_finite, check_lists, check_no_order, check_scored, check_tensors
 from sparseattn.selectors.nearest import load_faiss, root_of_moment
+from sparseattn.selectors.walks import walked
 from sparseattn.storage import RowBuffer
 
 METRICS = ("l2", "query")
@@ -51,6 +52,7 @@ class RetrievalAttention(Selector):
         ImportError: numba or faiss is missing.
     """
 
+    operators = 25
     knob = "beam"
     host = True
     reads_stored = True

@@ -50,6 +50,7 @@ class RetroInfer(Selector):
         ValueError: an argument out of its range.
     """
 
+    operators = 56
     tails = True
 
     def __init__(
@@ -119,16 +120,15 @@ class RetroInfer(Selector):
         return Selection(found.start, found.length, self.span, clusters.repeat_interleave(each, 1), read)
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if clusters held as many rows each, and a list's fourth span of three were a cluster's end."""
-        (batch, heads, _, size), clusters, rows = query.shape, sealed // self.cluster, min(budget, sealed)
+        """As if clusters held as many rows each."""
+        size, clusters, rows = query.shape[3], sealed // self.cluster, min(budget, sealed)
         tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
         read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
-        ranking = products(query, clusters, size)
-        ranking = replace(ranking, bytes=2 * batch * heads * clusters * size)
+        ranking = products(query, clusters, size, 2.0 * clusters * size)
         found = clusters, -(-rows // self.cluster)
         expected = "clusters hold as many rows each"
-        scan = self.scan(query, [ranking], read, found, group=self.group, expected=expected)
-        return replace(scan, rows=rows, slots=min(rows, 4 / 3 * found[1]), tail=tail)
+        scan = self.ranked_cost(query, [ranking], read, found, group=self.group, expected=expected)
+        return replace(scan, rows=rows, tail=tail)
 
     def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
         if not self.count.rows:

@@ -52,6 +52,8 @@ class RocketKV(Selector):
         ValueError: an argument out of its range.
     """
 
+    operators = 30
+
     def __init__(
         self,
         ratio: float = 16.0,
@@ -151,9 +153,11 @@ class RocketKV(Selector):
         held = min(sealed, self._most()) if self.prompt else sealed
         pages, channels, rows = held // self.span, self._channels(query.shape[3]), min(budget, held)
         read = pages * channels * self.bytes_of(query)
-        launch = replace(products(query, pages, channels), bytes=query.shape[:2].numel() * read)
+        launch = products(query, pages, channels, read)
         expected = "all rows are the prompt's" if self.prompt else ""
-        scan = self.scan(query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected)
+        scan = self.ranked_cost(
+            query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected
+        )
         return replace(scan, rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class SAAP(Partitioned):
         (_, heads, _, size), (_, buckets, hidden) = query.shape, partition.classifier.w2.shape
         read = self._bytes(partition.classifier, heads)
         flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
-        launch = Launch("classifier", bytes=heads * read, flops=flops)
+        numbers = sum(part.numel() for part in partition.classifier.tensors().values())
+        launch = Launch("classifier", bytes=heads * read, flops=flops, entries=numbers)
         if self.context:
             own, added = KeyMoments.model(query, buckets)
             read, launch = read + own, replace(launch, bytes=launch.bytes + added.bytes, flops=flops + added.flops)

@@ -43,6 +43,7 @@ class SparQ(Ranked):
     are held from one `select` to the next.
     """
 
+    operators = 20
     knob = "channels"
     by_row = ("keys",)
 

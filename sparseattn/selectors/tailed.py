@@ -56,6 +56,7 @@ class Tailed(Wrapper):
         ValueError: an argument out of its range, or an inner that biases or has a tail.
     """
 
+    operators = 24
     tails = True
     usual = ("inner=Quest",)
 
@@ -184,7 +185,7 @@ class Tailed(Wrapper):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         scan = self.inner.cost(query, sealed, budget)
-        batch, heads, _, size = query.shape
+        batch, size = query.shape[0], query.shape[3]
         if isinstance(self.inner, Partitioned):
             groups = self.inner.buckets_of(query)
         else:
@@ -193,7 +194,7 @@ class Tailed(Wrapper):
         if self.zone < 1:
             tail = math.ceil(self.zone * groups)
             read += (groups - tail) * (size * self.bytes_of(torch.empty(0, dtype=half(query))) + 4)
-            ranking = replace(products(query, groups, size), bytes=2.0 * batch * heads * groups * size)
+            ranking = products(query, groups, size, 2.0 * groups * size)
             launches = (*launches, ranking, Launch("sort", entries=sorted_best(batch * scan.lists, groups, tail)))
         expected = both(scan.expected, "no group that stands in is read whole")
         launches = (*launches, Launch("operator", count=self.operators))

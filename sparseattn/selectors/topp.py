@@ -45,6 +45,7 @@ class TopP(TwoStage):
         ValueError: an argument out of its range, or an inner selector that evicts or biases.
     """
 
+    operators = 50
     knob = "p"
     usual = ("inner=Quest",)
 

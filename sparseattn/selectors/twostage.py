@@ -51,6 +51,7 @@ class TwoStage(Selector):
         ValueError: an argument out of its range, or a first stage that evicts or biases.
     """
 
+    operators = 16
     knob = "times"
     usual = ("pages=Quest",)
 
@@ -150,14 +151,13 @@ class TwoStage(Selector):
         rows, lists = first.rows, first.lists
         if lists > heads and self.group != "each":
             rows, lists = min(rows * members, sealed), heads
-        spans = self.rows / (first.rows / first.slots) if first.slots else 0.0
+        spans = self.rows * first.runs / first.rows if first.rows else 0.0
         groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
         codes = rows * 4 * lowbit.words(size, self.bits) + float(self.inside.levels_bytes(torch.tensor(groups), size))
         second = Launch(
             "listed",
             bytes=batch * lists * codes,
             flops=2.0 * batch * heads * members * rows * size,
-            entries=batch * lists * rows,
         )
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
         launches = (*first.launches, second, Launch("operator", count=self.operators))

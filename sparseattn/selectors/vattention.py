@@ -63,6 +63,7 @@ class VAttention(Wrapper):
         ValueError: an argument out of its range, or an inner selector that cannot choose here.
     """
 
+    operators = 200
     biases = True
     needs_near = True
     reads_stored = True

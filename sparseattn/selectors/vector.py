@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan, products, walked
+from sparseattn.costs import Launch, Scan, products
 from sparseattn.selection import Selection
 from sparseattn.selectors.base import Rows, Selector, check_least, check_most
 from sparseattn.selectors.nearest import in_threads, load_faiss
+from sparseattn.selectors.walks import walked
 from sparseattn.storage import RowBuffer, State
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
@@ -89,6 +89,8 @@ class _Vector(Selector):
     Keys, queries and chosen rows are copied from and to a GPU; keys of other dtypes are searched in float32.
     """
 
+    operators = 50
+
     def __init__(self) -> None:
         load_faiss()
         self.real = RowBuffer(1)  # [B,N] bool, not padding
@@ -148,8 +150,8 @@ class Flat(_Vector):
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         read = sealed * query.shape[3] * self.bytes_of(query)
-        launch = replace(products(query, sealed, query.shape[3]), bytes=query.shape[:2].numel() * read)
-        return self.scan(query, [launch], read, (sealed, min(budget, sealed)))
+        launch = products(query, sealed, query.shape[3], read)
+        return self.ranked_cost(query, [launch], read, (sealed, min(budget, sealed)))
 
 
 class IVF(_Vector):
@@ -202,7 +204,7 @@ class IVF(_Vector):
         read, every = 4.0 * query.shape[2] * scored * query.shape[3], query.shape[:3].numel()
         launch = Launch("walk", query.shape[:2].numel() * read, entries=every * scored)
         expected = "lists hold as many keys each"
-        return self.scan(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
+        return self.ranked_cost(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
 
     def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
         index = self.table.indexes[b][h]

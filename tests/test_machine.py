@@ -1,0 +1,139 @@
+"""Machines: by data sheet, by file, measured; and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparseattn.cli import app
+from sparseattn.costs import KINDS, Cost, Launch, Shape, dense_cost, step_cost
+from sparseattn.machine import GPUS, Machine, MachineError, Speed
+from sparseattn.measuring import fastest_pass, fitted, measure
+from sparseattn.selectors import make_selector
+
+SHAPE = Shape(8, 8, 4, 128)
+
+
+def made(**speeds: Speed) -> Machine:
+    return Machine("mine", 1e10, {"bfloat16": speeds}, "cpu", False, "made up")
+
+
+def cost(*launches: Launch) -> Cost:
+    return Cost(launches, torch.bfloat16, 0, 0, 0)
+
+
+def test_a_launch_takes_what_binds_it() -> None:
+    machine = made(dense=Speed(1e-3, 1e12), sort=Speed(1e-4, None, 1e-8))
+    assert machine.seconds(cost(Launch("dense", 1e8, 1e9))) == pytest.approx(1e-3 + 1e-2)  # bytes
+    assert machine.seconds(cost(Launch("dense", 1e6, 1e11))) == pytest.approx(1e-3 + 1e-1)  # operations
+    two = cost(Launch("sort", entries=1e5, count=3), Launch("dense"))
+    assert machine.seconds(two) == pytest.approx(3e-4 + 1e-3 + 1e-3)
+
+
+def test_gpus_are_predictions_bound_by_their_memory() -> None:
+    full = dense_cost(SHAPE, 131_072)
+    for machine in GPUS.values():
+        assert machine.predicted
+        assert machine.seconds(full) == pytest.approx(full.bytes / machine.bandwidth, rel=0.01)
+        assert set(machine.speeds["bfloat16"]) == set(KINDS)
+    h100, h200 = (GPUS[name].seconds(full) for name in ("h100", "h200"))
+    assert h100 / h200 == pytest.approx(4.8 / 3.35, rel=0.01)
+
+
+def test_no_gpu_runs_what_searches_on_the_host() -> None:
+    walk = step_cost(make_selector("retrieval"), SHAPE, 8192, 256)
+    with pytest.raises(MachineError, match="host memory"):
+        Machine.load("h100").seconds(walk)
+
+
+def test_a_profile_is_a_file(tmp_path: Path) -> None:
+    machine = made(dense=Speed(1e-3, 1e12), sort=Speed(1e-4, None, 1e-8))
+    machine.save(tmp_path / "mine.json")
+    assert Machine.load(tmp_path / "mine.json") == machine
+    record = json.loads((tmp_path / "mine.json").read_text())
+    for broken in ({}, [], {**record, "bandwidth": -1}, {**record, "speeds": {"bfloat16": {"dense": {"fast": 1}}}}):
+        (tmp_path / "broken.json").write_text(json.dumps(broken))
+        with pytest.raises(MachineError, match="no profile of a machine"):
+            Machine.load(tmp_path / "broken.json")
+
+
+def test_what_a_machine_does_not_know_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path))
+    with pytest.raises(MachineError, match="run `sparseattn machine`"):
+        Machine.load("cpu")
+    with pytest.raises(MachineError, match="cpu, h100, h200, a100"):
+        Machine.load("b100")
+    with pytest.raises(MachineError, match="not for float32"):
+        made().seconds(Cost((Launch("dense"),), torch.float32, 0, 0, 0))
+    with pytest.raises(MachineError, match="no speed of 'dense'"):
+        made().seconds(cost(Launch("dense")))
+
+
+def test_speeds_are_found_again_from_times() -> None:
+    true = {"dense": Speed(2e-4, 4e10), "attend": Speed(5e-4, 3e10, 3e-7), "sort": Speed(1e-4, None, 5e-10)}
+    launches = [Launch("dense", flops=flops) for flops in (1e6, 1e8, 1e10)]
+    launches += [Launch("attend", 0, flops, runs) for flops, runs in ((1e6, 1), (1e8, 64), (1e8, 8), (1e9, 512))]
+    launches += [Launch("sort", entries=entries) for entries in (1e3, 1e5, 1e7)]
+    machine = made(**true)
+    seconds = [machine.launch_seconds(launch, torch.bfloat16) for launch in launches]
+    found = fitted(launches, seconds)
+    for kind, speed in true.items():
+        assert found[kind].launch == pytest.approx(speed.launch, rel=1e-6)
+        assert found[kind].flops == (None if speed.flops is None else pytest.approx(speed.flops, rel=1e-6))
+        assert found[kind].entry == pytest.approx(speed.entry, rel=1e-6)
+    # A kind that is faster at more work, by noise, costs its launch and nothing below 0.
+    odd = fitted([Launch("sort", entries=entries) for entries in (1e3, 1e4)], [2e-4, 1e-4])["sort"]
+    assert odd.launch > 0
+    assert odd.entry == 0
+
+
+def test_the_fastest_pass_counts() -> None:
+    assert fastest_pass([9, 9, 9, 1, 5, 2, 3, 3, 8], 3) == 2
+
+
+def test_a_measured_machine_knows_every_kind() -> None:
+    seen = []
+    machine = measure([torch.bfloat16], Shape(1, 1, 2, 16), 1, 1, lambda done, of: seen.append((done, of)))
+    assert not machine.predicted
+    assert set(machine.speeds["bfloat16"]) == set(KINDS)
+    assert machine.seconds(step_cost(make_selector("quest"), Shape(1, 1, 2, 16), 4096, 256)) > 0
+    assert seen[-1] == (3, 3)
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["machine", *arguments])
+    return done.output if done.exit_code == 0 else f"{done.exit_code}: {done.output}"
+
+
+def test_the_command_predicts_and_says_so() -> None:
+    steps = ["--selector", "quest", "--selector", "lowbit", "--context", "65536", "--batch", "4"]
+    told = json.loads(run("h100", *steps, "--json"))
+    assert told["predicted"] is True
+    assert "Datasheet" in told["source"]
+    seconds = {step["selector"]: step["seconds"] for step in told["steps"]}
+    assert seconds["quest"] < seconds["lowbit"] < seconds["dense"]
+    assert "predicted" in run("h100", *steps)
+    assert "predicted" in run("a100")
+    assert json.loads(run("h200", "--json"))["predicted"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["b100"], "a machine is one of"),
+        (["--shape", "8,4"], "three numbers"),
+        (["h100", "--dtype", "int8"], "--dtype is one of"),
+        (["--selector", "quest"], "name it"),
+        (["h100", "--out", "x.json"], "leave one of them out"),
+        (["h100", "--selector", "quest", "--budget", "8"], "less than one span"),
+        (["h100", "--selector", "retrieval"], "host memory"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(arguments: list[str], said: str) -> None:
+    out = " ".join(run(*arguments).split())
+    assert out.startswith("2: ")
+    assert said in out
