@@ -13,7 +13,8 @@ from sparseattn.budget import budget_label, parse_budget
 from sparseattn.cli import common
 from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, TEXT_HELP, in_a_sentence, results_folder
 from sparseattn.cli.eval_plan import one_of, positive
-from sparseattn.cli.recommend_run import Asked, NoPlan, run
+from sparseattn.cli.recommend_asked import Asked, NoPlan
+from sparseattn.cli.recommend_run import run
 from sparseattn.cli.recommend_show import page, say
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED, stored_dtype

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparseattn.budget import Budget, budget_record
-from sparseattn.cli.common import named_text, open_model, open_text, progress_bar
-from sparseattn.cli.eval_sources import OWN_KIND
-from sparseattn.cli.intervals import student
-from sparseattn.environment import machine as this_machine
-from sparseattn.environment import versions
+from sparseattn.cli.common import open_model, progress_bar
+from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
+from sparseattn.cli.recommend_made import keep, made_plan, mean, settings_of
 from sparseattn.integrations.vllm.serving import quarter_of_memory
-from sparseattn.machine import Machine
 from sparseattn.plans import Plan
-from sparseattn.recommend.bounds import Bound
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
 from sparseattn.recommend.records import Records
@@ -33,41 +25,8 @@ from sparseattn.roles import DENSE, Role
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.tokens import Tokens
-from sparseattn.texts import TEXTS
 
-PLAN = "plan"  # the kind of a record
 ROUNDS = 3  # verifications at most, each of a tighter configuration
-
-
-class NoPlan(ValueError):
-    """No configuration keeps the bound, in a sentence."""
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """The options of the command, checked."""
-
-    model: str
-    texts: tuple[str, ...]
-    bound: Bound
-    machine: Machine | None
-    context: int | None
-    batch: int
-    methods: tuple[str, ...]
-    budgets: tuple[Budget, ...]
-    by_head: bool
-    length: int
-    last: int
-    search: int
-    held_out: int
-    draws: int
-    sink: int
-    window: int
-    name: str
-    dtype: torch.dtype | None
-    device: torch.device
-    chunk: int
-    vllm: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,31 +48,6 @@ class Found:
     proposal: Proposal
     objective: Objective
     rounds: list[dict[str, Any]]
-
-
-def texts_of(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Name, kind and words of each text; a folder stands for its files.
-
-    Raises:
-        ValueError: no such text, a folder without files, or two texts of one name.
-    """
-    every: list[str] = []
-    for name in names:
-        source = named_text(name)
-        if isinstance(source, Path) and source.is_dir():
-            files = [str(path) for path in sorted(source.iterdir()) if path.is_file()]
-            if not files:
-                raise ValueError(f"the folder {name} holds no text file")
-            every += files
-        else:
-            every.append(name)
-    found: dict[str, tuple[str, str, str]] = {}
-    for one in dict.fromkeys(every):
-        name, words = open_text(one)
-        if name in found:
-            raise ValueError(f"two texts are called {name}: rename a file")
-        found[name] = name, TEXTS[one].kind if one in TEXTS else OWN_KIND, words
-    return list(found.values())
 
 
 def run(asked: Asked, path: Path) -> Found:
@@ -139,7 +73,8 @@ def run(asked: Asked, path: Path) -> Found:
     decoder = ModelDecoder(model, sink=asked.sink, window=asked.window, chunk=asked.chunk, queries=learns)
     decoder.check(asked.length, "--length")
     wide = asked.dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
-    settings = _settings(asked, texts, decoder, wide)
+    layers = _layers(decoder, wide)
+    settings = settings_of(asked, texts, decoder, wide, layers)
     records = Records(path, settings)
     trials = Trials(
         decoder,
@@ -148,7 +83,6 @@ def run(asked: Asked, path: Path) -> Found:
         Settings(asked.sink, asked.window, asked.draws, 2 if wide else None),
         quarter_of_memory(),
     )
-    layers = _layers(decoder)
     searched = [one for one in every if not one.held_out]
     _frontiers(trials, searched, groups, len(layers))
     objective: Objective
@@ -160,48 +94,20 @@ def run(asked: Asked, path: Path) -> Found:
     rounds: list[dict[str, Any]] = []
     families = _families(choices) if asked.vllm else [choices]
     proposal, held = _verified(asked, trials, every, layers, families, objective, rounds)
-    plan = _plan(asked, settings, layers, choices, proposal, objective, rounds, held)
-    _keep(records, plan)
+    plan = made_plan(asked, settings, layers, choices, proposal, objective, rounds, held)
+    keep(records, plan)
     return Found(plan, layers, choices, proposal, objective, rounds)
 
 
-def _keep(records: Records, plan: Plan) -> None:
-    """Leaves the plan in the records, once."""
-    chosen = {"name": plan.name, "layers": plan.records()}
-    chosen |= {name: plan.made[name] for name in ("bound", "cost", "predicted", "rounds", "verified")}
-    chosen = json.loads(json.dumps(chosen))
-    if not any(all(one.get(name) == value for name, value in chosen.items()) for one in records.of(PLAN)):
-        records.add(PLAN, chosen)
-
-
-def _settings(asked: Asked, texts: Sequence[tuple[str, str, str]], decoder: ModelDecoder, wide: bool) -> dict[str, Any]:
-    """What measurements depend on: not the bound, the machine or the methods, of which more may come."""
-    return {
-        "model": asked.model,
-        "fingerprint": decoder.fingerprint(),
-        "dtype": str(decoder.model.dtype).removeprefix("torch."),
-        "bytes_of": 2 if wide else None,
-        "texts": [
-            {"name": name, "kind": kind, "sha256": hashlib.sha256(words.encode()).hexdigest()}
-            for name, kind, words in texts
-        ],
-        "length": asked.length,
-        "last": asked.last,
-        "windows": asked.search,
-        "held_out": asked.held_out,
-        "draws": asked.draws,
-        "sink": asked.sink,
-        "window": asked.window,
-        "budgets": [budget_record(budget) for budget in asked.budgets],
-        "layers": [[one.index, one.heads, one.group, one.size] for one in _layers(decoder)],
-    }
-
-
-def _layers(decoder: ModelDecoder) -> list[Layer]:
+def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
+    """Those that can be sparse; of a model that was computed `wide` on purpose with the dtype that it keeps."""
     from sparseattn.integrations.transformers import SparseCache
 
     found = SparseCache(decoder.model, "window", None).prepared.layers
-    return [Layer(i, found[i].heads, found[i].group, found[i].size, found[i].dtype) for i in decoder.sparse]
+    return [
+        Layer(i, found[i].heads, found[i].group, found[i].size, torch.bfloat16 if wide else found[i].dtype)
+        for i in decoder.sparse
+    ]
 
 
 def _frontiers(trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int) -> None:
@@ -225,10 +131,10 @@ def _choices(
         nothing = [0.0] * layer.heads
         dense = Role(DENSE)
         found[layer.index] = [Choice(dense, 0.0, nothing, objective.heads(layer, dense, [1.0] * layer.heads))]
-        for role, mean in means[layer.index].items():
-            costs = objective.heads(layer, role, mean["bytes_heads"])
+        for role, point in means[layer.index].items():
+            costs = objective.heads(layer, role, point["bytes_heads"])
             if role in asked and all(map(math.isfinite, costs)):
-                found[layer.index].append(Choice(role, mean["kl"], mean["kl_heads"], costs))
+                found[layer.index].append(Choice(role, point["kl"], point["kl_heads"], costs))
     return found
 
 
@@ -270,7 +176,7 @@ def _verified(
         return found
 
     def loss(proposal: Proposal) -> float:
-        return _mean(
+        return mean(
             [bound.loss(one) for one in losses(proposal, searched, "search: a configuration, window by window")]
         )
 
@@ -283,7 +189,7 @@ def _verified(
             break
         proposal, found = best
         held = losses(proposal, held_out, f"verification {n + 1}, window by window")
-        verified = _mean([bound.loss(one) for one in held])
+        verified = mean([bound.loss(one) for one in held])
         rounds.append({"target": target, "searched": found, "verified": verified, "cost": proposal.cost})
         if verified <= bound.limit:
             return proposal, held
@@ -298,60 +204,3 @@ def _verified(
         f"{' (verified:' + tried.rstrip(';') + ')' if rounds else ''}: allow a larger --error, larger budgets or "
         f"other methods"
     )
-
-
-def _plan(
-    asked: Asked,
-    settings: dict[str, Any],
-    layers: Sequence[Layer],
-    choices: dict[int, list[Choice]],
-    proposal: Proposal,
-    objective: Objective,
-    rounds: Sequence[dict[str, Any]],
-    held: Sequence[dict[str, Any]],
-) -> Plan:
-    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
-    verified: dict[str, Any] = {"windows": len(held), "tokens": sum(one["scored_tokens"] for one in held)}
-    for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
-        values = [one[name] for one in held]
-        verified[name] = {"mean": _mean(values), "interval": student(values)}
-    objective_facts = {
-        "unit": objective.unit,
-        "plan": proposal.cost,
-        "full": full,
-        "context": asked.context or asked.length,
-        "batch": asked.batch,
-        "machine": None if asked.machine is None else asked.machine.name,
-        "predicted": asked.machine is not None or asked.context is not None,
-    }
-    made = {
-        "bound": asdict(asked.bound) | {"limit": asked.bound.limit},
-        **{
-            k: v
-            for k, v in settings.items()
-            if k not in ("model", "fingerprint", "sink", "window", "budgets", "layers")
-        },
-        "methods": list(asked.methods),
-        "budgets": settings["budgets"],
-        "by_head": asked.by_head,
-        "cost": objective_facts,
-        "predicted": {"kl": proposal.kl},
-        "searched": {asked.bound.measure: rounds[-1]["searched"]},
-        "rounds": list(rounds),
-        "verified": verified,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": this_machine(),
-        "versions": versions(),
-    }
-    return Plan(
-        proposal.layers,
-        asked.name,
-        model={"name": asked.model, "fingerprint": settings["fingerprint"]},
-        sink=asked.sink,
-        window=asked.window,
-        made=made,
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
