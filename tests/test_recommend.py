@@ -25,6 +25,7 @@ from sparseattn.recommend.frontier import measured
 from sparseattn.recommend.objective import Layer, MeasuredBytes, Predicted
 from sparseattn.recommend.records import Records
 from sparseattn.recommend.search import Choice, propose, search
+from sparseattn.recommend.single import between, singles
 from sparseattn.recommend.windows import shared, windows
 from sparseattn.roles import Role
 
@@ -183,6 +184,14 @@ def test_the_search_finds_the_limit_at_which_the_whole_keeps_the_bound(factor: f
     )
     assert found is not None
     assert 0.8 * 0.3 <= found[1] <= 0.3
+
+
+def test_one_method_for_all_layers_is_read_off_between_its_budgets() -> None:
+    assert between([(1.0, 100.0), (100.0, 1.0)], 10.0) == pytest.approx(10)
+    assert between([(1.0, 100.0), (100.0, 1.0)], 0.5) is None
+    found = singles(LAYERS, choices((1.0, 1.0, 1.0)), 1.2)  # three layers at 16 rows
+    assert found == {"exact": pytest.approx(3 * 2 * 16 / 256)}
+    assert singles(LAYERS, choices(), 100.0) == {"exact": None}
 
 
 def test_a_search_that_finds_nothing_says_so() -> None:

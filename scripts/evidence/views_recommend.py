@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +11,7 @@ from scripts.evidence.markdown import parts, percent, table, text, ticked
 from scripts.evidence.views_agreement import FULL, mean
 from scripts.evidence.views_traces import spec
 from sparseattn.cli.intervals import student
+from sparseattn.recommend.single import between
 
 Record: TypeAlias = "Mapping[str, Any]"
 Window: TypeAlias = "tuple[Any, ...]"
@@ -48,13 +47,9 @@ class Compared:
         best: tuple[str, float] | None = None
         for method in self.methods:
             budgets = [budget for label, budget in self.found if label == method]
-            points = sorted(self.of(method, budget, windows) for budget in budgets)
-            for (low, more), (high, fewer) in itertools.pairwise(points):
-                if low <= kl <= high and low > 0:
-                    part = math.log(kl / low) / math.log(high / low) if high > low else 0.0
-                    share = math.exp(math.log(more) + part * math.log(fewer / more))
-                    if best is None or share < best[1]:
-                        best = method, share
+            share = between((self.of(method, budget, windows) for budget in budgets), kl)
+            if share is not None and (best is None or share < best[1]):
+                best = method, share
         return best
 
     def ratio(self, plan: str, windows: Sequence[Window]) -> float | None:

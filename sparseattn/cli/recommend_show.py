@@ -7,6 +7,7 @@ from pathlib import Path
 from sparseattn.cli.common import Screen
 from sparseattn.cli.recommend_run import Found
 from sparseattn.recommend.bounds import MEASURES, Bound
+from sparseattn.recommend.single import singles
 from sparseattn.roles import Role
 
 
@@ -75,6 +76,19 @@ def page(found: Found) -> str:
         lines.append(
             f"| {n} | {one['target']:.4g} | {one['searched']:.4g} | {one['verified']:.4g} | {one['cost'] / full:.1%} |"
         )
+    lines += [
+        "",
+        "## Beside one method and budget for all layers",
+        "",
+        "By what the layers lose alone, at the plan's predicted KL: what each method costs with the budget for that,",
+        "read off the line between two budgets. `-`: the budgets measured do not enclose it.",
+        "",
+        "| method | share of full attention's cost |",
+        "| --- | ---: |",
+        f"| this plan | {made['cost']['plan'] / full:.1%} |",
+    ]
+    for method, other in singles(found.layers, found.choices, found.proposal.kl).items():
+        lines.append(f"| `{method}` | {'-' if other is None else f'{other / full:.1%}'} |")
     texts = ", ".join(f"{one['name']} ({one['kind']}, SHA-256 {one['sha256'][:12]})" for one in made["texts"])
     lines += [
         "",
