@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ GROUP = 64  # rows of codes that share levels
 HIDDEN, BUCKETS = 1024, 1024  # of the classifier
 SUBSPACES, CENTROIDS = 16, 256  # of codebooks
 OPERATORS = 8  # small operations in a probe of them
+CHAIN = ("step", "bounds", "sort", "operator", "attend")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ def probes_of(shape: Shape) -> list[Probe]:
     missing = set(KINDS) - {probe.launch.kind for probe in made}
     assert not missing, f"nothing measures {missing}"
     return made
+
+
+def chained(probes: Sequence[Probe]) -> list[int]:
+    """Places of the least probes of launches that follow each other in a step."""
+    kinds = [probe.launch.kind for probe in probes]
+    return [kinds.index(kind) for kind in CHAIN]
 
 
 def _query(shape: Shape) -> Tensor:

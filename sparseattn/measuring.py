@@ -3,7 +3,8 @@
 Every kind is timed at a few sizes. All calls take turns, round after round, so that what else runs falls on all alike.
 A pass is some rounds; of each call the median of a pass counts, and of the passes the fastest. From these times follow
 a kind's fixed cost and its costs for an operation and for an entry: those that, none below 0, miss them least in
-proportion (least squares).
+proportion (least squares). What only the first call from cold caches takes is found by calls that follow each other,
+and taken off those launches that come behind others in a step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from sparseattn import environment
 from sparseattn.costs import Launch, Shape
-from sparseattn.launches import probes_of
+from sparseattn.launches import chained, probes_of
 from sparseattn.machine import CPU, Machine, Speed
 from sparseattn.timing import Timer, last_cache
 
@@ -26,6 +27,7 @@ SHAPE = Shape(1, 8, 4, 128)  # of a layer of Llama 3 8B
 PASSES, ROUNDS = 6, 5
 WARM = 2  # rounds that do not count: code is compiled, storage allocated
 SWEPT = 256 << 20  # bytes read for the bandwidth
+FIRST = ("step", "dense")  # launches that no other of a step comes before
 
 
 def measure(
@@ -52,17 +54,22 @@ def measure(
     for dtype in dtypes:
         sized = Shape(shape.batch, shape.heads, shape.group, shape.size, dtype)
         probes = probes_of(sized)
-        taken: list[list[float]] = [[] for _ in probes]
+        places = chained(probes)
+        calls = [probe.call for probe in probes] + [lambda own=probes, at=places: [own[k].call() for k in at]]
+        taken: list[list[float]] = [[] for _ in calls]
         for number in range(-WARM, passes * rounds):
-            for probe, seconds in zip(probes, taken, strict=True):
-                one = timer(probe.call)
+            for call, seconds in zip(calls, taken, strict=True):
+                one = timer(call)
                 if number >= 0:
                     seconds.append(one)
             reading.append(timer(swept.sum))
             if progress is not None:
                 progress(next(done), len(dtypes) * (passes * rounds + WARM))
-        fastest = [fastest_pass(seconds, rounds) for seconds in taken]
-        speeds[str(dtype).removeprefix("torch.")] = fitted([probe.launch for probe in probes], fastest)
+        *fastest, together = (fastest_pass(seconds, rounds) for seconds in taken)
+        own = after_others(
+            [probe.launch for probe in probes], fastest, first_call([fastest[k] for k in places], together)
+        )
+        speeds[str(dtype).removeprefix("torch.")] = fitted([probe.launch for probe in probes], own)
     about: dict[str, Any] = {
         "shape": {"heads": shape.heads, "group": shape.group, "size": shape.size},
         "passes": passes,
@@ -79,6 +86,21 @@ def measure(
 def fastest_pass(seconds: Sequence[float], rounds: int) -> float:
     """The least median of so many rounds."""
     return min(statistics.median(seconds[first : first + rounds]) for first in range(0, len(seconds), rounds))
+
+
+def first_call(alone: Sequence[float], together: float) -> float:
+    """Seconds that only the first of several calls from cold caches takes, such as to fetch the interpreter's own code:
+    what calls take `alone` and not `together`, for each call but one; never more than the shortest call."""
+    return min(max(sum(alone) - together, 0.0) / (len(alone) - 1), *alone)
+
+
+def after_others(launches: Sequence[Launch], seconds: Sequence[float], first: float) -> list[float]:
+    """What launches take behind others of a step: `seconds` less what the `first` call alone takes, but of those that
+    come first in theirs; a tenth at least."""
+    return [
+        taken if launch.kind in FIRST else max(taken - first, taken / 10)
+        for launch, taken in zip(launches, seconds, strict=True)
+    ]
 
 
 def fitted(launches: Sequence[Launch], seconds: Sequence[float]) -> dict[str, Speed]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from sparseattn.cli import app
 from sparseattn.costs import KINDS, Cost, Launch, Shape, dense_cost, step_cost
 from sparseattn.machine import GPUS, Machine, MachineError, Speed
-from sparseattn.measuring import fastest_pass, fitted, measure
+from sparseattn.measuring import after_others, fastest_pass, first_call, fitted, measure
 from sparseattn.selectors import make_selector
 
 SHAPE = Shape(8, 8, 4, 128)
@@ -89,6 +89,16 @@ def test_speeds_are_found_again_from_times() -> None:
     odd = fitted([Launch("sort", entries=entries) for entries in (1e3, 1e4)], [2e-4, 1e-4])["sort"]
     assert odd.launch > 0
     assert odd.entry == 0
+
+
+def test_what_the_first_call_takes_counts_once() -> None:
+    alone, first = [3e-4, 2e-4, 5e-4], 1e-4
+    assert first_call(alone, sum(alone) - 2 * first) == pytest.approx(first)
+    assert first_call(alone, 2 * sum(alone)) == 0  # by noise
+    assert first_call(alone, 0) == min(alone)
+    launches = [Launch(kind) for kind in ("step", "sort", "dense", "bounds")]
+    own = after_others(launches, [3e-4, 2e-4, 9e-4, 5e-5], first)
+    assert own == pytest.approx([3e-4, 1e-4, 9e-4, 5e-6])
 
 
 def test_the_fastest_pass_counts() -> None:

@@ -296,7 +296,6 @@ class Partitioned(Selector):
             read for that per KV head, each an int or `[B,1]`.
         """
 
-    @abstractmethod
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
         """What ranking all of a layer's buckets takes: bytes of a KV head, and the launch, in which what all sequences
         share is read once.
@@ -304,7 +303,11 @@ class Partitioned(Selector):
         Args:
             query: as of `cost`.
             partition: of the KV heads that are served, as `_used` keeps it on a CPU.
+
+        Raises:
+            ValueError: a method that does not say.
         """
+        raise ValueError(f"{self!r} does not say what ranking buckets costs (model), so no time can be predicted")
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if keys lay in one segment and in buckets of one size."""

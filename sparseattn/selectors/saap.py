@@ -128,6 +128,3 @@ class PerfectBuckets(Partitioned):
         share.scatter_add_(3, bucket[:, :, None].expand_as(weights), weights)
         real = (~padding[:, :1]).sum(-1)  # [B,1]
         return share[..., :-1].log(), real, real * keys.shape[-1] * self.bytes_of(keys)
-
-    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
-        raise ValueError(f"{self!r} is for measuring alone: no time of it is predicted")
