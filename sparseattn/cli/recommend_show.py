@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sparseattn.cli.common import Screen
 from sparseattn.cli.recommend_run import Found
@@ -25,9 +28,9 @@ def sentences(found: Found) -> list[str]:
         f"Bound: {bound}, that is, {MEASURES[bound.measure][1]}, at most {100 * bound.most:g} %.",
         f"Cost of a step in the layers that can be sparse{predicted}: {_number(cost['plan'])} {what}, {share:.1%} of "
         f"full attention's {_number(cost['full'])}, at {cost['context']:,} rows and batch {cost['batch']}.",
-        f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {_interval(told)} "
-        f"nats a token, equal likeliest tokens {_interval(verified['same_top'], 100, 1)} %, NLL more "
-        f"{_interval(verified['nll_difference'])}; bytes {_interval(verified['bytes_share'], 100, 1)} % of a sparse "
+        f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {_interval(told, (0, math.inf))} "
+        f"nats a token, equal likeliest tokens {_interval(verified['same_top'], (0, 1), 100, 1)} %, NLL more "
+        f"{_interval(verified['nll_difference'])}; bytes {_interval(verified['bytes_share'], (0, 1), 100, 1)} % of a sparse "
         f"layer's. The bound's measure ({name}) is {100 * bound.share(made['rounds'][-1]['verified']):.3g} %.",
         f"On the windows it was chosen by: {100 * bound.share(made['rounds'][-1]['searched']):.3g} %. The sum of the "
         f"layers predicted a KL of {made['predicted']['kl']:.4f}.",
@@ -112,10 +115,12 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _interval(one: dict[str, object], times: float = 1, digits: int = 4) -> str:
-    mean, around = one["mean"], one["interval"]
-    assert isinstance(mean, float)
-    level = f"{times * mean:.{digits}f}"
-    if not isinstance(around, (list, tuple)):
+def _interval(
+    one: Mapping[str, Any], ends: tuple[float, float] = (-math.inf, math.inf), times: float = 1, digits: int = 4
+) -> str:
+    """A mean and its interval, within the `ends` that there can be."""
+    level, around = f"{times * one['mean']:.{digits}f}", one["interval"]
+    if around is None:
         return level
-    return f"{level} ({times * around[0]:.{digits}f} to {times * around[1]:.{digits}f})"
+    low, high = times * max(around[0], ends[0]), times * min(around[1], ends[1])
+    return f"{level} ({low:.{digits}f} to {high:.{digits}f})"
