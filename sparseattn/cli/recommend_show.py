@@ -23,15 +23,15 @@ def sentences(found: Found) -> list[str]:
     share = cost["plan"] / cost["full"]
     what = "bytes read of keys and values" if cost["unit"] == "bytes" else f"seconds on {cost['machine']}"
     predicted = ", predicted" if cost["predicted"] else ""
-    told = verified["kl"]
+    divergence = _interval(verified["kl"], (0, math.inf))
+    same, read = (_interval(verified[what], (0, 1), 100, 1) for what in ("same_top", "bytes_share"))
     return [
         f"Bound: {bound}, that is, {MEASURES[bound.measure][1]}, at most {100 * bound.most:g} %.",
         f"Cost of a step in the layers that can be sparse{predicted}: {_number(cost['plan'])} {what}, {share:.1%} of "
         f"full attention's {_number(cost['full'])}, at {cost['context']:,} rows and batch {cost['batch']}.",
-        f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {_interval(told, (0, math.inf))} "
-        f"nats a token, equal likeliest tokens {_interval(verified['same_top'], (0, 1), 100, 1)} %, NLL more "
-        f"{_interval(verified['nll_difference'])}; bytes {_interval(verified['bytes_share'], (0, 1), 100, 1)} % of a sparse "
-        f"layer's. The bound's measure ({name}) is {100 * bound.share(made['rounds'][-1]['verified']):.3g} %.",
+        f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {divergence} nats a "
+        f"token, equal likeliest tokens {same} %, NLL more {_interval(verified['nll_difference'])}; bytes {read} % of a "
+        f"sparse layer's. The bound's measure ({name}) is {100 * bound.share(made['rounds'][-1]['verified']):.3g} %.",
         f"On the windows it was chosen by: {100 * bound.share(made['rounds'][-1]['searched']):.3g} %. The sum of the "
         f"layers predicted a KL of {made['predicted']['kl']:.4f}.",
     ]
