@@ -24,13 +24,14 @@ def sentences(found: Found) -> list[str]:
     what = "bytes read of keys and values" if cost["unit"] == "bytes" else f"seconds on {cost['machine']}"
     predicted = ", predicted" if cost["predicted"] else ""
     divergence = _interval(verified["kl"], (0, math.inf))
+    more = _interval(verified["nll_difference"])
     same, read = (_interval(verified[what], (0, 1), 100, 1) for what in ("same_top", "bytes_share"))
     return [
         f"Bound: {bound}, that is, {MEASURES[bound.measure][1]}, at most {100 * bound.most:g} %.",
         f"Cost of a step in the layers that can be sparse{predicted}: {_number(cost['plan'])} {what}, {share:.1%} of "
         f"full attention's {_number(cost['full'])}, at {cost['context']:,} rows and batch {cost['batch']}.",
         f"Verified on {verified['windows']} windows held out ({verified['tokens']:,} tokens): KL {divergence} nats "
-        f"a token, equal likeliest tokens {same} %, NLL more {_interval(verified['nll_difference'])}; bytes {read} % of "
+        f"a token, equal likeliest tokens {same} %, NLL more {more}; bytes {read} % of "
         f"a sparse layer's. The bound's measure ({name}) is {100 * bound.share(made['rounds'][-1]['verified']):.3g} %.",
         f"On the windows it was chosen by: {100 * bound.share(made['rounds'][-1]['searched']):.3g} %. The sum of the "
         f"layers predicted a KL of {made['predicted']['kl']:.4f}.",
