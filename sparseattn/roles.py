@@ -27,7 +27,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from sparseattn.selectors.window import Window
 FORMAT, VERSION = "sparseattn-roles", 1
 DENSE, WINDOW = "dense", "window"
 KEYS = ("format", "version", "name", "layers", "meta")
+Some = TypeVar("Some", bound="Roles")
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +200,9 @@ class Roles:
         ValueError: no layer, a layer without heads, or what `Role` refuses; names layer and head.
     """
 
+    FORMAT, VERSION, KIND = FORMAT, VERSION, "roles"  # of the file
+    KEYS: tuple[str, ...] = KEYS
+
     def __init__(
         self,
         layers: Mapping[int, Given | Sequence[Given]] | Sequence[Given | Sequence[Given]],
@@ -313,17 +317,20 @@ class Roles:
                 runs = ((role, len(list(heads))) for role, heads in itertools.groupby(given))
                 what = f"[{', '.join(f'{role} x{count}' if count > 1 else str(role) for role, count in runs)}]"
             said.append(f"{ranges(indices)}: {what}")
-        return f"Roles({self.name}; {'; '.join(said)})"
+        return f"{type(self).__name__}({self.name}; {'; '.join(said)})"
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
-    def record(self) -> dict[str, Any]:
-        """What `save` writes."""
-        layers = {
+    def records(self) -> dict[str, Any]:
+        """The roles of each layer, as in a file."""
+        return {
             str(index): given.record() if isinstance(given, Role) else [role.record() for role in given]
             for index, given in self.layers.items()
         }
-        out = {"format": FORMAT, "version": VERSION, "name": self.name, "layers": layers}
+
+    def record(self) -> dict[str, Any]:
+        """What `save` writes."""
+        out = {"format": FORMAT, "version": VERSION, "name": self.name, "layers": self.records()}
         return {**out, "meta": self.meta} if self.meta else out
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -331,7 +338,7 @@ class Roles:
         write_atomic(path, (json.dumps(self.record(), indent=1) + "\n").encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Roles:
+    def load(cls: type[Some], path: str | os.PathLike[str]) -> Some:
         """Reads a file. A selector `package.module:Class` in it imports that module, as on the command line.
 
         Raises:
@@ -342,23 +349,38 @@ class Roles:
         try:
             return cls._of(_json(path.read_bytes()), path.stem)
         except ValueError as error:
-            raise ValueError(f"{path} is no file of roles that can be used: {error}") from None
+            raise ValueError(f"{path} is no file of {cls.KIND} that can be used: {error}") from None
 
     @classmethod
-    def _of(cls, record: Any, name: str) -> Roles:
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ValueError(f'it is a JSON object with "format": "{FORMAT}"')
-        if record.get("version") != VERSION:
-            raise ValueError(f"its version is {reprlib.repr(record.get('version'))}, this release reads {VERSION}")
-        if strange := [key for key in record if key not in KEYS]:
-            raise ValueError(f"it holds {', '.join(KEYS)}, and anything else in meta; got {reprlib.repr(strange[0])}")
+    def check_format(cls, record: Any) -> None:
+        """ValueError for what is no object of this format and version, or holds other keys."""
+        if not isinstance(record, dict) or record.get("format") != cls.FORMAT:
+            raise ValueError(f'it is a JSON object with "format": "{cls.FORMAT}"')
+        if record.get("version") != cls.VERSION:
+            raise ValueError(f"its version is {reprlib.repr(record.get('version'))}, this release reads {cls.VERSION}")
+        if strange := [key for key in record if key not in cls.KEYS]:
+            more = cls.KEYS[-1]
+            raise ValueError(
+                f"it holds {', '.join(cls.KEYS)}, and anything else in {more}; got {reprlib.repr(strange[0])}"
+            )
+
+    @classmethod
+    def _of(cls: type[Some], record: Any, name: str) -> Some:
+        cls.check_format(record)
         layers, meta = record.get("layers"), record.get("meta", {})
         if not isinstance(layers, dict) or not isinstance(meta, dict):
             raise ValueError("layers and meta are objects")
-        for key in layers:
-            if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
-                raise ValueError(f'the keys of layers are numbers of layers, such as "0", got {reprlib.repr(key)}')
-        return cls({int(key): given for key, given in layers.items()}, record.get("name", name), meta)
+        return cls(numbered(layers), record.get("name", name), meta)
+
+
+def numbered(layers: Any) -> dict[int, Any]:
+    """The layers of a file by number; ValueError for other keys."""
+    if not isinstance(layers, dict):
+        raise ValueError(f"layers are an object, got {reprlib.repr(layers)}")
+    for key in layers:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
+            raise ValueError(f'the keys of layers are numbers of layers, such as "0", got {reprlib.repr(key)}')
+    return {int(key): given for key, given in layers.items()}
 
 
 Method: TypeAlias = "Selector | Roles"

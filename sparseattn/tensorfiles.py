@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 
@@ -86,3 +87,25 @@ def load_tensors(
     elif content_hash(tensors, metadata) != metadata.get(HASH):
         raise TensorFileError(f"{path} is damaged: its tensors or metadata are not those that were written")
     return metadata, tensors
+
+
+def beginnings(path: str | os.PathLike[str], entries: int) -> dict[str, Tensor]:
+    """The first `entries` numbers of every tensor of a safetensors file, the rest of which is not read.
+
+    Raises:
+        ValueError: it is no such file.
+        OSError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                part = file.get_slice(name)
+                first, *others = part.get_shape() or [1]
+                rows = min(first, -(-entries // max(math.prod(others), 1)))
+                found[name] = (part[:rows] if part.get_shape() else file.get_tensor(name)).flatten()[:entries]
+    except SafetensorError as error:
+        raise ValueError(f"{os.fspath(path)} is no safetensors file: {error}") from error
+    return found

@@ -109,9 +109,12 @@ ARROWS = {
     "texts": ("files", "locks", "places", "wheels"),
     "integrations": (
         *("attention", "board", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
-        *("devices", "integrations", "files", "locks", "places", "roles", "wheels", "__version__"),
+        *("devices", "fingerprints", "integrations", "files", "locks", "places", "plans", "roles", "wheels"),
+        "__version__",
     ),
-    "integrations.vllm": ("integrations", "kernels", "selection", "selectors", "wheels"),
+    "integrations.vllm": (
+        *("fingerprints", "integrations", "kernels", "plans", "roles", "selection", "selectors", "wheels"),
+    ),
     "environment": ("devices", "kernels"),
     "curves": (),
     "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
@@ -134,7 +137,13 @@ ARROWS = {
     "heads": ("budget", "metrics", "ranks"),
     "exploring": ("budget", "inspection", "metrics", "roles", "selectors", "traces"),
     "inspection": ("checks", "kernels.scoring", "metrics", "ranks", "selectors", "traces"),
-    "tasks": ("budget", "files", "hashes", "integrations", "roles", "selectors"),
+    "tasks": ("budget", "files", "fingerprints", "hashes", "integrations", "plans", "roles", "selectors"),
+    "fingerprints": ("hashes", "tensorfiles"),
+    "plans": ("roles",),
+    "recommend": (
+        *("board", "budget", "cache", "costs", "files", "integrations", "machine", "roles", "selectors"),
+        "tasks",
+    ),
     "training": (
         *("artefact", "calibration", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles"),
         *("similarity", "traces"),

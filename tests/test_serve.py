@@ -15,11 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from sparseattn.cli import app
+from sparseattn.fingerprints import of_folder
 from sparseattn.integrations import models
 from sparseattn.integrations.vllm import installed, serving, supervise
+from sparseattn.integrations.vllm.settings import Settings, parse
+from sparseattn.plans import Plan
+from sparseattn.roles import Role
 
 
 @pytest.fixture
@@ -121,6 +127,27 @@ def test_it_becomes_vllm_with_the_settings_of_the_plugin(
     assert "SPARSEATTN_VLLM" not in environment, "the command line says it"
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment, "vLLM would heed it before --kv-cache-gib"
     assert f"http://127.0.0.1:{port}/v1 with quest:page=16: 512 rows" in done.stderr
+
+
+def test_serve_takes_a_plan(
+    packages: Path,
+    model: Path,
+    port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_file({"lm_head.weight": torch.ones(2, 3), "model.norm.weight": torch.arange(3.0)}, model / "model.safetensors")
+    plan, own = tmp_path / "plan.json", {"name": "tiny", "fingerprint": of_folder(model)[1]}
+    served = {0: "dense", 1: Role("quest", 64), 2: "window", 3: Role("mean:bits=8", 128)}
+    Plan(served, "mine", model=own).save(plan)
+    given = [model, "--port", port, "--kv-cache-gib", 0.5, "--plan", plan]
+    done, command, _ = serve(monkeypatch, *given)
+    settings = json.loads(told(command)["--additional-config"])["sparseattn"]
+    assert parse(settings) == Settings.of_plan(Plan.load(plan))
+    assert "with a plan of 4 layers; sink 4 and window 64" in done.stderr
+    assert "give --plan, or --budget, --selector" in refusal(monkeypatch, *given, "--selector", "quest", "--budget", 64)
+    Plan(served, "mine", model={"name": "some", "fingerprint": "0"}).save(plan)
+    assert "plan mine was made for the weights of some" in refusal(monkeypatch, *given)
 
 
 def test_none_serves_stock_vllm_and_needs_no_plugin(model: Path, port: int, tmp_path: Path, monkeypatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from scripts.evidence.step import Step
+from sparseattn.recommend.candidates import METHODS
 
 # What bench, agreement and questions compare; the bucket methods where an artefact ships, of SmolLM2.
 TRAINED = "--selector saap --selector kmeans --selector moments"
@@ -30,6 +32,7 @@ BESIDE = "--selector exact:group=softmax --selector quest --selector quest:page=
 COMPARED_BITS = (
     f"{BESIDE} --selector quest:group=softmax {FEW_BITS} --selector lowbit:bits=4 --selector lowbit:rows=32,scales=8"
 )
+ERRORS = ("0.3%", "1%", "3%")  # of plans
 UNSEEN = "--text workshop --text paradise-lost --text as-you-like-it"  # of kinds that no level was chosen on
 VLLM = ".venv-vllm/bin/python"  # `make vllm` makes it; with nothing else to run
 # The methods that the papers of SAAP, Quest and RetrievalAttention compare with.
@@ -221,6 +224,29 @@ def agreement(model: str, texts: str, length: int, windows: int, more: str, minu
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens",
         f"sparseattn eval --model {model} --dtype float32 --task agreement {named} --lengths {length} --last 64 "
         f"--samples {windows} {JUDGED} {more}{CONTROLS} --budget 64,256,1024 --out OUT",
+        minutes,
+        "eval.jsonl",
+    )
+
+
+def recommended(model: str, length: int, windows: int, minutes: float) -> Step:
+    """Plans at three errors, judged on texts of other kinds beside each of their methods for all layers."""
+    plans = [f"OUT/plan-{error}.json" for error in ERRORS]
+    made = [
+        f"sparseattn recommend --model {model} --dtype float32 --text workshop --text alice --length {length} "
+        f"--windows {windows} --error {error} --out OUT/recommend --plan {plan}"
+        for error, plan in zip(ERRORS, plans, strict=True)
+    ]
+    judged = (
+        f"sparseattn eval --model {model} --dtype float32 --task agreement --text paradise-lost --text as-you-like-it "
+        f"--text click --lengths {length} --last 64 --samples 2 {' '.join(f'--plan {plan}' for plan in plans)} "
+        f"{' '.join(f'--selector {shlex.quote(method)}' for method in METHODS)} --budget 32,64,128,256,512,1024 "
+        f"--no-figures --out OUT"
+    )
+    return Step(
+        f"recommend-{short(model)}",
+        f"plans for {model} at three errors beside the best method and budget for all layers, on texts no plan saw",
+        " && ".join([*made, judged]),
         minutes,
         "eval.jsonl",
     )

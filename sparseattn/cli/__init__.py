@@ -19,6 +19,7 @@ from sparseattn.cli import (
     machine,
     models,
     recall,
+    recommend,
     report_page,
     serve,
     train,
@@ -58,6 +59,7 @@ app.command("inspect")(inspect.inspect)
 app.command("machine")(machine.machine)
 app.command("models")(models.models)
 app.command("recall")(recall.recall)
+app.command("recommend")(recommend.recommend)
 app.command("report")(report_page.report)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)

@@ -58,6 +58,9 @@ ROLES_HELP = (
 )
 
 
+PLAN_HELP = "Plan, a file that `sparseattn recommend` wrote for this model, compared as one method; repeat for more."
+
+
 KV_BITS_HELP = (
     "Bits of a number of sealed rows' keys and values: 16 as they come; 8 or 4 rounded as in KIVI, which methods that "
     "score stored keys refuse. Several with commas are compared."
@@ -142,13 +145,16 @@ def _fail(sentence: str) -> None:
     raise typer.Exit(2)
 
 
-def open_roles(paths: Iterable[Path] | None) -> list[Roles]:
-    """The roles of `--roles`; ValueError for a file of none, and for two of one name that are not the same."""
+def open_roles(paths: Iterable[Path] | None, kind: type[Roles] = Roles) -> list[Roles]:
+    """The roles of `--roles`, or of another kind; ValueError for a file of none, and for two of one name that are not
+    the same."""
     found: dict[str, Roles] = {}
     for path in paths or ():
-        one = Roles.load(path)
+        one = kind.load(path)
         if repr(found.setdefault(one.label(), one)) != repr(one):
-            raise ValueError(f"two files of --roles are called {one.name}, the second is {path}: name one otherwise")
+            raise ValueError(
+                f"two files of --{kind.KIND} are called {one.name}, the second is {path}: name one otherwise"
+            )
     return list(found.values())
 
 

@@ -16,6 +16,7 @@ from sparseattn.cli.common import (
     KV_BITS_HELP,
     LEAD,
     MODEL_HELP,
+    PLAN_HELP,
     ROLES_HELP,
     SELECTOR_HELP,
     TEXT_HELP,
@@ -24,7 +25,7 @@ from sparseattn.cli.common import (
     results_folder,
 )
 from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
-from sparseattn.cli.eval_plan import ALL_LAYERS, Plan, one_of, positive
+from sparseattn.cli.eval_plan import ALL_LAYERS, Wanted, one_of, positive
 from sparseattn.cli.eval_report import Row, marked
 from sparseattn.cli.eval_run import measured
 from sparseattn.cli.eval_show import show
@@ -33,6 +34,7 @@ from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.integrations.models import REFERENCE
 from sparseattn.locks import locked
+from sparseattn.plans import Plan
 from sparseattn.tasks import TASKS
 from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.engines import Engine
@@ -90,6 +92,7 @@ def evaluate(
         typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
+    plan: Annotated[list[Path] | None, typer.Option(help=PLAN_HELP)] = None,
     budget: Annotated[
         str,
         typer.Option(help="Rows beyond sink and window: numbers, shares of the context, a mass (mass:0.95), or all."),
@@ -176,9 +179,11 @@ def evaluate(
 
     A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
     """
-    specs = [] if endpoint or (roles and not selector) else selector or (SERVED if engine == VLLM else SELECTED)
+    specs = (
+        [] if endpoint or ((roles or plan) and not selector) else selector or (SERVED if engine == VLLM else SELECTED)
+    )
     positive({"--chunk": chunk, "--seal": seal, "--concurrency": concurrency})
-    plan = Plan.of(
+    wanted = Wanted.of(
         tasks=task or ("" if prompts else GENERATED),
         lengths=lengths,
         depths=depths,
@@ -187,7 +192,7 @@ def evaluate(
         protocols=protocol,
         selectors=specs,
         budgets=budget,
-        roles=open_roles(roles),
+        roles=[*open_roles(roles), *open_roles(plan, Plan)],
         layers=sparse_layers or [ALL_LAYERS],
         rounding=common.kv_bits(kv_bits),
         seal=seal,
@@ -199,13 +204,13 @@ def evaluate(
     stored = None if dtype is None else stored_dtype(dtype, "--dtype")
     one_of("--engine", engine, ENGINES)
     rows = {"sink": sink, "window": window, "dense_layers": dense_layers}
-    where = addresses(endpoint, given(context), plan.tasks) if endpoint else []
+    where = addresses(endpoint, given(context), wanted.tasks) if endpoint else []
     if where and engine != LOCAL:
         raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
     if concurrency is not None and not where and engine == LOCAL:
         raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
-    to_serve = settings_of_methods(plan, specs, rows, given(context)) if engine == VLLM else []
-    if bool(text) != (AGREEMENT in plan.tasks):
+    to_serve = settings_of_methods(wanted, specs, rows, given(context)) if engine == VLLM else []
+    if bool(text) != (AGREEMENT in wanted.tasks):
         raise ValueError(f"--task {AGREEMENT} and --text go together")
     if figures:
         from sparseattn.cli import plots  # noqa: F401 (fails at once if matplotlib is missing, before any work)
@@ -218,10 +223,10 @@ def evaluate(
         if where:
             opened = held.enter_context(served(where, model, chat, concurrency or AT_ONCE))
         elif engine == VLLM:
-            opened = held.enter_context(switched(plan, model, chat, dtype, to_serve, concurrency or AT_ONCE))
+            opened = held.enter_context(switched(wanted, model, chat, dtype, to_serve, concurrency or AT_ONCE))
         else:
-            opened = local(plan, model, chat, stored, place, rows, seal, chunk)
-        asked = sources(plan, files, opened.engine, opened.tokens)
+            opened = local(wanted, model, chat, stored, place, rows, seal, chunk)
+        asked = sources(wanted, files, opened.engine, opened.tokens)
         settings = {
             **opened.settings,
             "chat": chat,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
-from sparseattn.cli.eval_plan import Plan
+from sparseattn.cli.eval_plan import Wanted
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
 from sparseattn.integrations.vllm.offline import Offline, check_offline
-from sparseattn.integrations.vllm.serving import quarter_of_memory, servable
+from sparseattn.integrations.vllm.serving import check_plan, quarter_of_memory, servable
 from sparseattn.integrations.vllm.settings import Settings, parse
+from sparseattn.plans import Plan
 from sparseattn.roles import Roles
 from sparseattn.selectors import make_selector
 from sparseattn.tasks.agreement import AGREEMENT
@@ -29,6 +30,7 @@ INSIDE = (  # options, as the function has them, that need the model's inside
     *(
         "selector",
         "roles",
+        "plan",
         "budget",
         "protocol",
         "dense_layers",
@@ -60,7 +62,7 @@ class Opened:
 
 
 def local(
-    plan: Plan,
+    plan: Wanted,
     name: str | None,
     chat: bool,
     stored: torch.dtype | None,
@@ -109,7 +111,7 @@ def local(
 
 @contextlib.contextmanager
 def switched(
-    plan: Plan,
+    plan: Wanted,
     name: str | None,
     chat: bool,
     dtype: str | None,
@@ -131,6 +133,9 @@ def switched(
     """
     name = leading_model() if name is None else name
     folder, _ = servable(name)
+    for method in plan.methods:
+        if isinstance(method.selector, Plan):
+            check_plan(method.selector, folder, name)
     tokens = Tokens(open_tokenizer(name), chat)
     first = settings[0] if settings else None
     with Offline(folder, first, dtype or "auto", concurrency, quarter_of_memory()) as engine:
@@ -143,7 +148,7 @@ def switched(
 
 
 def settings_of_methods(
-    plan: Plan, specs: Sequence[str], rows: Mapping[str, int], given: Collection[str]
+    plan: Wanted, specs: Sequence[str], rows: Mapping[str, int], given: Collection[str]
 ) -> list[Settings]:
     """How vLLM is to serve each method but full attention, checked before any work.
 
@@ -167,6 +172,10 @@ def settings_of_methods(
     for method in plan.methods[1:]:
         if method.written is not None and not isinstance(method.budget, int):
             raise ValueError(f"with --engine vllm a --budget is rows, got {method.written}")
+        if isinstance(method.selector, Plan):
+            method.selector.check_rows(rows["sink"], rows["window"])
+            found.append(Settings.of_plan(method.selector, above=0))
+            continue
         budget = method.budget if isinstance(method.budget, int) else 1
         found.append(parse({"selector": texts[method.label], "budget": budget, "above": 0, **rows}))
     check_offline()

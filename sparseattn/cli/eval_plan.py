@@ -23,7 +23,7 @@ ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole 
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Wanted:
     """What to measure, whatever the model and the files.
 
     Args:
@@ -69,7 +69,7 @@ class Plan:
         last: int,
         answer_tokens: int | None,
         max_length: int | None,
-    ) -> Plan:
+    ) -> Wanted:
         """Of the options as they were given.
 
         Raises:

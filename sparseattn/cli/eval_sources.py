@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparseattn.cli.common import open_text
-from sparseattn.cli.eval_plan import Plan
+from sparseattn.cli.eval_plan import Wanted
 from sparseattn.tasks import TASKS, Example, Filler, example
 from sparseattn.tasks.agreement import AGREEMENT
 from sparseattn.tasks.engines import Engine
@@ -101,7 +101,7 @@ class Source:
     make: Callable[[], Iterable[Prompt]]
 
 
-def sources(plan: Plan, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
+def sources(plan: Wanted, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
     """All that is asked; what does not fit the model is refused here, before anything is measured.
 
     Raises:
@@ -115,7 +115,7 @@ def sources(plan: Plan, files: Files, engine: Engine, tokens: Tokens) -> list[So
     return found
 
 
-def _generated(name: str, plan: Plan, filler: Filler, engine: Engine, tokens: Tokens) -> Source:
+def _generated(name: str, plan: Wanted, filler: Filler, engine: Engine, tokens: Tokens) -> Source:
     """A task over the grid of lengths and depths."""
     depths = list(plan.depths) if TASKS[name].uses_depth else [0.0]
     make_one = functools.partial(example, name, count=tokens.count, filler=filler, spare=tokens.spare)
@@ -133,7 +133,7 @@ def _generated(name: str, plan: Plan, filler: Filler, engine: Engine, tokens: To
     return Source(name, len(plan.lengths) * len(depths) * plan.samples, make)
 
 
-def _own(examples: Sequence[Example], plan: Plan, engine: Engine, tokens: Tokens) -> Source:
+def _own(examples: Sequence[Example], plan: Wanted, engine: Engine, tokens: Tokens) -> Source:
     """A file of the user's, cut to `--max-length` where that is given."""
     limit, longest, most = plan.answer_tokens or OWN_TOKENS, plan.max_length, engine.positions
     if longest is not None and most is not None and longest > most:
@@ -153,7 +153,7 @@ def _own(examples: Sequence[Example], plan: Plan, engine: Engine, tokens: Tokens
     return Source(examples[0].task, len(examples), make)
 
 
-def _windows(text: Passage, plan: Plan, tokens: Tokens) -> Source:
+def _windows(text: Passage, plan: Wanted, tokens: Tokens) -> Source:
     """Windows of a text, evenly spread over it."""
     ids = tokens.ids(text.words)
     spare = len(tokens.start)

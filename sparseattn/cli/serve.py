@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sparseattn.cli.common import MODEL_HELP, errors, in_a_sentence, model_progress, plain, say_terms
+from sparseattn.cli.eval import given
 from sparseattn.cli.eval_plan import one_of, positive
 from sparseattn.dtypes import STORED
 from sparseattn.integrations.vllm import installed, serving
 from sparseattn.integrations.vllm.settings import Settings, parse
+from sparseattn.plans import Plan
 
 STOCK = "none"  # the --selector that leaves vLLM as it is
 GIB = 1 << 30
@@ -20,6 +23,7 @@ GIB = 1 << 30
 
 @in_a_sentence
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     more: Annotated[
         list[str] | None,
@@ -35,6 +39,13 @@ def serve(
     budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048,
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = Settings.sink,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = Settings.window,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plan, a file that `sparseattn recommend --for vllm` wrote for this model: selector and budget of "
+            "every layer, sink and window."
+        ),
+    ] = None,
     dense_layers: Annotated[int, typer.Option(help="First layers that stay dense.")] = Settings.dense_layers,
     above: Annotated[
         int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")
@@ -61,8 +72,15 @@ def serve(
 
     A second Ctrl-C, or SIGTERM, ends it at once.
     """
-    settings = None
-    if selector != STOCK:
+    settings, planned = None, None
+    if plan is not None:
+        said = {"selector", "budget", "sink", "window", "dense_layers"} & given(context)
+        if said:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(said))
+            raise ValueError(f"a plan says what each layer does: give --plan, or {options}")
+        planned = Plan.load(plan)
+        settings = Settings.of_plan(planned, above)
+    elif selector != STOCK:
         settings = parse(
             {
                 "selector": selector,
@@ -110,6 +128,8 @@ def serve(
     say_terms(model)
     with model_progress() as progress:
         source, called = serving.servable(model, progress)
+    if planned is not None:
+        serving.check_plan(planned, source, model)
     if cache is None and engine.cpu and serving.SPACE not in environment:
         cache = serving.quarter_of_memory()
         _say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
@@ -123,10 +143,10 @@ def serve(
 
 
 def _described(settings: Settings) -> str:
-    return (
-        f"{settings.selector}: {settings.budget} rows beyond sink {settings.sink} and window {settings.window}; dense "
-        f"up to {settings.above} rows and in the first {settings.dense_layers} layers"
-    )
+    zones = f"sink {settings.sink} and window {settings.window}; dense up to {settings.above} rows"
+    if settings.layers is not None:
+        return f"{settings.called}; {zones}"
+    return f"{settings.selector}: {settings.budget} rows beyond {zones} and in the first {settings.dense_layers} layers"
 
 
 def _bracketed(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from sparseattn.attention import decode
 from sparseattn.board import Board
 from sparseattn.budget import Budget, budget_of
 from sparseattn.cache import GROUP, KVCache, unit_of
+from sparseattn.fingerprints import fingerprint
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.layers import AttentionLayer
 from sparseattn.integrations.routing import name_of
 from sparseattn.integrations.upstream import DynamicLayer
+from sparseattn.plans import Plan
 from sparseattn.roles import Roles, Share, ranges
 
 
@@ -28,6 +31,21 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
     raise ValueError(
         f"dense_layers is how many of the first layers stay dense, 0 to {layers}, or a list of layers, got {given!r}"
     )
+
+
+def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object) -> Plan:
+    """The plan, of a file perhaps.
+
+    Raises:
+        ValueError: it was made for other weights, or something is `beside` it that chooses too.
+    """
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if beside is not None:
+        raise ValueError(
+            f"plan {found.name} names the method of every layer: give it, roles or a selector, got {beside!r}"
+        )
+    found.check_model(fingerprint(model.named_parameters()), name_of(model))
+    return found
 
 
 def dense_by_roles(

@@ -90,6 +90,15 @@ class Prefill:
         made._real = held._real
         return made
 
+    def rows(self, layer: int) -> KVCache:
+        """The prompt's rows in a layer that attends to the whole context, in order and none of them sealed."""
+        return self._cache.sparse_layers[layer].rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept of the prompt in layers that attend to the whole context."""
+        return sum(sum(layer.rows.nbytes.values()) for layer in self._cache.sparse_layers.values())
+
     def __repr__(self) -> str:
         return f"Prefill({name_of(self._cache.model)}): {self.tokens} tokens"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import torch
 from torch import Tensor
 
 from sparseattn.attention import decode
@@ -33,7 +34,7 @@ class SparseHeads:
         # Rows chosen, read anyway and stored, summed over calls; a tensor on a GPU, for which no step waits.
         self._chosen: float | Tensor = 0.0
         self._always, self._stored = 0.0, 0.0
-        self._read: float | Tensor = 0.0
+        self._read: float | Tensor = 0.0  # shares, by KV head
 
     @property
     def budget(self) -> Budget:
@@ -55,7 +56,11 @@ class SparseHeads:
         """Bytes read to choose and to attend over those of all rows as they came, mean over calls, sequences and KV
         heads; NaN without any, where the cache was made without `check`, and where the selector does not say what it
         reads."""
-        return float(self._read) / self.calls if self.calls and self.rows.check else math.nan
+        return float(torch.as_tensor(self._read).mean()) / self.calls if self.calls and self.rows.check else math.nan
+
+    def bytes_by_head(self) -> Tensor:
+        """`[h]` float64: `bytes_share` of each KV head."""
+        return torch.as_tensor(self._read, dtype=torch.float64).cpu() / self.calls
 
     def of(self, x: Tensor) -> Tensor:
         """Its heads of `[B,H,...]`."""
@@ -92,20 +97,20 @@ class SparseHeads:
         if self.rows.check:  # a comparison, which pays for looking
             self._read = self._read + self._share_read(chosen, stored, stored - sealed)
 
-    def _share_read(self, chosen: Selection, stored: float, always: float) -> float | Tensor:
-        """Bytes read to choose and to attend over those of all rows as they came, mean over KV heads; NaN where the
-        selector is silent.
+    def _share_read(self, chosen: Selection, stored: float, always: float) -> Tensor:
+        """`[h]`: bytes read to choose and to attend over those of all rows as they came, mean over sequences; NaN where
+        the selector is silent.
 
         Query heads that choose apart read a row once that several of them chose.
         """
         if chosen.scan_bytes is None:
-            return math.nan
+            return torch.full(self.rows.keys.shape[1:2], math.nan, dtype=torch.float64)
         keys, tail = self.rows.keys, self.rows.latest_tail
         heads, row = keys.shape[1], 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
         read = self.rows.bytes_named(chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
         if tail is not None:
             read = read + row * tail.selection.distinct(heads, tail.keys.shape[2]) + tail.selection.bias_bytes(heads)
-        return (always + read.double().mean() / row) / stored
+        return (always + read.double().mean(0) / row) / stored
 
     def clone(self) -> SparseHeads:
         """An independent copy that counts anew."""

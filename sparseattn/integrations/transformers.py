@@ -22,7 +22,7 @@ from torch import Tensor
 from sparseattn.board import Board
 from sparseattn.budget import Budget
 from sparseattn.cache import GROUP, KVCache, unit_of
-from sparseattn.integrations import plan
+from sparseattn.integrations import plan as checks
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.prepared import PREPARED, prepare, restore
 from sparseattn.integrations.routing import name_of
@@ -30,11 +30,13 @@ from sparseattn.integrations.sparse_heads import SparseHeads
 from sparseattn.integrations.sparse_layer import Run, SparseLayer
 from sparseattn.integrations.stats import LayerStats, Stats
 from sparseattn.integrations.upstream import Cache, DynamicCache
+from sparseattn.plans import Plan
 from sparseattn.roles import Roles, Share
 from sparseattn.selectors import Selector, as_selector
 
 __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
 
+SINK, WINDOW = 4, 64  # rows that every query reads, where nothing else is said
 Method: TypeAlias = "Selector | str"
 PerLayer: TypeAlias = "Mapping[int | str, Any]"
 
@@ -59,6 +61,8 @@ class SparseCache(Cache):
         roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
             They name every layer that attends to the whole context. A layer all of whose heads are dense stays as it
             is; one of several roles has a `KVCache` for each, whose dense heads read every row.
+        plan: roles that were chosen for this model, instead: a `Plan`, or the path of its file, whose sink and window
+            are taken.
         sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative
             decoding `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
@@ -73,7 +77,8 @@ class SparseCache(Cache):
         ModelError: a model whose attention cannot be routed or that does what sparse attention does not compute
             (soft-capped logits, learned sinks), or in which no layer is left to be sparse.
         ValueError: an unknown selector, a budget or artefact that does not fit a layer, a layer that is not there,
-            roles of another number of layers or heads, a selector beside roles.
+            roles of another number of layers or heads, a selector beside roles, a plan for another model's weights or
+            with another sink or window than the ones given.
             Every layer's selector is tried on a few rows, so that this comes before any work is lost.
     """
 
@@ -84,8 +89,9 @@ class SparseCache(Cache):
         budget: Budget | PerLayer = 1024,
         *,
         roles: Roles | str | os.PathLike[str] | None = None,
-        sink: int = 4,
-        window: int = 64,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        sink: int = SINK,
+        window: int = WINDOW,
         seal: int | None = 1024,
         rollback: int = 0,
         dense_layers: int | Sequence[int] = 0,
@@ -103,6 +109,11 @@ class SparseCache(Cache):
         if roles is not None and selector != "quest":
             raise ValueError(f"roles name the selector of every layer: give them or a selector, got {selector!r} too")
         self.roles = roles if roles is None or isinstance(roles, Roles) else Roles.load(roles)
+        if plan is not None:
+            self.roles = made = checks.planned(plan, model, self.roles or (None if selector == "quest" else selector))
+            if (sink, window) != (SINK, WINDOW):
+                made.check_rows(sink, window)
+            sink, window = made.sink, made.window
         self._prepared_before = model in PREPARED
         self.model = model
         self.selector, self.budget, self.sparse_from = selector, budget, sparse_from
@@ -124,13 +135,13 @@ class SparseCache(Cache):
         self.prepared = prepare(model)
         try:
             layers = DynamicCache(config=model.config).layers
-            self.dense_layers = plan.dense_layers(dense_layers, len(layers))
+            self.dense_layers = checks.dense_layers(dense_layers, len(layers))
             found = self.prepared.layers
             if self.roles is not None:
-                self.dense_layers = plan.dense_by_roles(self.roles, model, layers, found, self.dense_layers)
-            sparse = plan.sparse_layers(model, layers, found, self.dense_layers)
+                self.dense_layers = checks.dense_by_roles(self.roles, model, layers, found, self.dense_layers)
+            sparse = checks.sparse_layers(model, layers, found, self.dense_layers)
             for name, given in (("selector", selector), ("budget", budget)):
-                plan.check_mapping(name, given, sparse)
+                checks.check_mapping(name, given, sparse)
             for index in sparse:
                 layers[index] = self._layer(index, len(layers), impl)
         except BaseException:
@@ -140,7 +151,7 @@ class SparseCache(Cache):
         super().__init__(layers=layers)
 
     def _layer(self, index: int, depth: int, impl: str | None) -> SparseLayer:
-        what, budget = self.prepared.layers[index], plan.of_layer(self.budget, index)
+        what, budget = self.prepared.layers[index], checks.of_layer(self.budget, index)
         shares, parts = self._shares(index), []
         try:
             for share in shares:
@@ -148,7 +159,7 @@ class SparseCache(Cache):
                 selector.board = self.board
                 seal = unit_of(selector, *self._rounding) if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
-                plan.try_out(
+                checks.try_out(
                     share,
                     index,
                     depth,
@@ -172,7 +183,7 @@ class SparseCache(Cache):
     def _shares(self, index: int) -> list[Share]:
         """Which heads of a sparse layer have which method."""
         if self.roles is None:
-            return [Share(as_selector(plan.of_layer(self.selector, index)))]
+            return [Share(as_selector(checks.of_layer(self.selector, index)))]
         return self.roles.shares(index, self.prepared.layers[index].heads)
 
     # -- what ran --------------------------------------------------------------------------------------------------
@@ -241,11 +252,11 @@ class SparseCache(Cache):
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
             twin.budget = budget
-            plan.check_mapping("budget", budget, list(twin.sparse_layers))
+            checks.check_mapping("budget", budget, list(twin.sparse_layers))
             for index, layer in twin.sparse_layers.items():
                 for part in layer.parts:
-                    part.asked = plan.of_layer(budget, index)
-                    plan.check_budget(index, part.asked, part.share)
+                    part.asked = checks.of_layer(budget, index)
+                    checks.check_budget(index, part.asked, part.share)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sparseattn.budget import Budget
-from sparseattn.hashes import tensors_hash
+from sparseattn.fingerprints import fingerprint
 from sparseattn.integrations.errors import ModelError
+from sparseattn.integrations.routing import name_of
+from sparseattn.plans import Plan
 from sparseattn.roles import Method, Roles
-
-TRACE = 64  # entries of each parameter that tell a model from another
 
 
 class ModelDecoder:
@@ -79,15 +79,17 @@ class ModelDecoder:
             )
 
     def check_roles(self, roles: Roles) -> None:
-        """ValueError where roles do not fit the model."""
+        """ValueError where roles do not fit the model, or a plan was made for another or with other rows."""
         from sparseattn.integrations.transformers import SparseCache
 
+        if isinstance(roles, Plan):
+            roles.check_model(self.fingerprint(), name_of(self.model))
+            roles.check_rows(self.settings["sink"], self.settings["window"])
         SparseCache(self.model, roles=roles, budget=None, seal=self.seal, **self.settings)
 
     def fingerprint(self) -> str:
-        """A hash of the beginning of every parameter, to tell retrained weights of the same name apart."""
-        parts = {name: value.detach().flatten()[:TRACE].float() for name, value in self.model.named_parameters()}
-        return tensors_hash(parts)[:16]
+        """To tell retrained weights of the same name apart."""
+        return fingerprint(self.model.named_parameters())
 
     def read(self, tokens: Sequence[int]) -> Any:
         """A dense prefill."""
@@ -154,12 +156,18 @@ class ModelSession:
 
     def facts(self) -> dict[str, Any]:
         """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
-        bytes that were read, to choose too (None where the selector does not say); means over the tokens."""
+        bytes that were read, to choose too (None where the selector does not say); means over the tokens. Layers that
+        roles leave dense count, with all their rows."""
         stats = self._cache.stats()
         context = self._held / max(self._fed, 1)
-        share = stats.bytes_share if stats.sparse_calls else 1.0
+        share, rows = (stats.bytes_share, stats.rows) if stats.sparse_calls else (1.0, context)
+        if (roles := self._cache.roles) is not None:
+            sparse, dense = len(self._cache.sparse_layers), sum(map(roles.dense, self._decoder.sparse))
+            share, rows = (
+                (x * sparse + all_ * dense) / (sparse + dense) for x, all_ in ((share, 1.0), (rows, context))
+            )
         return {
-            "rows": stats.rows if stats.sparse_calls else context,
+            "rows": rows,
             "context": context,
             "bytes_share": None if math.isnan(share) else share,
             "sparse_calls": stats.sparse_calls,

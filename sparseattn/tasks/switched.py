@@ -42,7 +42,7 @@ class Serving:
         self.facts = {
             "engine": f"vllm {engine.version}",
             "concurrency": engine.concurrency,
-            "selector": None if settings is None else settings.selector,
+            "selector": None if settings is None else settings.called,
         }
 
     def measure(self, prompts: Iterable[Prompt], known: Collection[Key]) -> Generator[dict[str, Any], None, None]:

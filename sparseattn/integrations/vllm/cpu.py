@@ -35,13 +35,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparseattn.integrations.vllm.counters import Counter
 from sparseattn.integrations.vllm.engine import check_shape, settings_of, why_dense
-from sparseattn.integrations.vllm.layers import EARLY, plan_layers
+from sparseattn.integrations.vllm.layers import EARLY, PLANNED, plan_layers
 from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.integrations.vllm.settings import Settings
 from sparseattn.integrations.vllm.store import Store, entry_bytes
 from sparseattn.kernels import blocks, blocks_cpu
 from sparseattn.selectors.paged import PageSelector
-from sparseattn.selectors.window import Window
 
 logger = init_logger("vllm.sparseattn")
 AT_ONCE = 1024  # entries whose keys are unpacked together
@@ -116,7 +115,8 @@ class Served:
         in_order: whether these are the first R.
         table, always, tails: see `blocks.attend`.
         rest: metadata of the other requests, in which ours attend to one row; None: there are no others.
-        read, held: rows that a KV head reads and has, in all.
+        pages, near: `[R]`, pages to choose from, and rows that a KV head reads in any case.
+        held: rows of all of them.
     """
 
     tokens: Tensor
@@ -126,8 +126,13 @@ class Served:
     always: Tensor
     tails: Tensor
     rest: CPUAttentionMetadata | None
-    read: int
+    pages: Any
+    near: Any
     held: int
+
+    def read(self, page: int, most: int) -> int:
+        """Rows that a KV head of a layer reads, of all requests, which chooses `most` pages of `page` rows at most."""
+        return int((np.minimum(self.pages, most) * page + self.near).sum())
 
 
 @dataclass
@@ -180,21 +185,21 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         self.settings = settings if self.sparse else None
         if self.settings is None:
             return
-        page, unit, self.budget = self.settings.shape
+        page, unit = self.settings.shape
         self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         for impl in self.sparse:
             impl.packing = packing
         warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
-        entry = entry_bytes(self.sparse[0].selector, self.num_kv_heads, self.head_dim, self.dtype)
+        self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
+        entries = [entry_bytes(impl.selector, self.num_kv_heads, self.head_dim, self.dtype) for impl in self.sparse]
         places = (self.vllm_config.cache_config.num_gpu_blocks or 0) * self.block_size // unit
         dense = {reason for reason in why.values() if reason is not None}
         logger.info(
-            "sparseattn: %s, budget %d, sink %d, window %d, sequences above %d rows, in %d of %d layers%s; blocks of "
-            "%d (%s); index %.0f MiB",
-            self.settings.selector,
-            self.settings.budget,
+            "sparseattn: %s, sink %d, window %d, sequences above %d rows, in %d of %d layers%s; blocks of %d (%s); "
+            "index %.0f MiB",
+            self.settings.label,
             self.settings.sink,
             self.settings.window,
             self.settings.above,
@@ -203,7 +208,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             f" (dense: {', '.join(sorted(dense))})" if dense else "",
             self.block_size,
             self.isa,
-            entry * places * len(self.sparse) / 2**20,
+            sum(entries) * places / 2**20,
         )
 
     def build(
@@ -236,7 +241,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
 
     def _due(self, stock: CPUAttentionMetadata) -> Tensor | None:
         """`[n]`: entries to be made in this step, of long sequences, whether they decode or are read; None: none."""
-        if self.settings is None or isinstance(self.sparse[0].selector, Window):
+        if self.settings is None or not self.indexed:
             return None
         self._know((int(stock.block_table.max()) + 1) * (self.zones.block // self.zones.unit) - 1)
         places = blocks_cpu.due(
@@ -278,10 +283,9 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
             rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=self._schedule(stock, fewer))
         pages = (table >= 0).sum(1) * (zone.unit // zone.page)
         near = ((always >= 0).sum(1) - 1) * zone.page + tails
-        read = int((np.minimum(pages, self.budget) * zone.page + near).sum())
         tokens = torch.from_numpy(starts[:-1][which].astype(np.int64))
         table, always, tails = (torch.from_numpy(part) for part in (table, always, tails))
-        return Served(tokens, count, every, table, always, tails, rest, read, int(own.sum()))
+        return Served(tokens, count, every, table, always, tails, rest, pages, near, int(own.sum()))
 
     def _schedule(self, stock: CPUAttentionMetadata, rows: Tensor) -> Tensor:
         return ops.cpu_attn_get_scheduler_metadata(
@@ -315,11 +319,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.store: Store | None = None
         self.packing = ""
         self.sparse = settings is not None and dense is None
-        self.full = self.sparse or dense == EARLY
+        self.full = self.sparse or dense in (EARLY, PLANNED)
         self.counter = Counter.of_process()
-        if settings is not None:
-            self.selector = settings.make().for_layer(extract_layer_index(name))
-            self.page, self.unit, self.pages = settings.shape
+        if settings is not None and dense is None:
+            index = extract_layer_index(name)
+            self.selector, self.pages = settings.make(index).for_layer(index), settings.pages(index)
+            self.page, self.unit = settings.shape
 
     def forward(
         self,
@@ -365,7 +370,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             query, output, kv_cache, self.packing, self.page, self.unit, served.always, served.tails, served.table,
             scores, self.pages, served.tokens, self.scale,
         )  # fmt: skip
-        self.counter.add(sparse_calls=served.count, rows_read=served.read * heads, rows_held=served.held * heads)
+        read = served.read(self.page, self.pages)
+        self.counter.add(sparse_calls=served.count, rows_read=read * heads, rows_held=served.held * heads)
         return output
 
     def _index(self, kv_cache: Tensor) -> Store:

@@ -32,6 +32,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import (
@@ -108,14 +109,14 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.supports_draft_decode_metadata_update = False
         logger.warning_once("sparseattn's CUDA backend is experimental: not run on a GPU")
-        selector, block = settings.make(), kv_cache_spec.block_size
-        page, unit, self.pages = settings.shape
+        block = kv_cache_spec.block_size
+        page, unit = settings.shape
         check_shape(settings, block)
         self.zones, self.above = Zones(page, unit, block, settings.sink, settings.window), settings.above
-        indexed = isinstance(selector, PageSelector)
+        indexed = any(isinstance(made, PageSelector) for made in settings.each())
         self.eager = Eager(self.zones, indexed)
         self.fixed: Fixed | None = None
-        self.dense, self.sparse = len(layer_names), take(vllm_config, kv_cache_spec, layer_names, settings, selector)
+        self.dense, self.sparse = len(layer_names), take(vllm_config, kv_cache_spec, layer_names, settings)
         self.unfitted = list(self.sparse)
         if self.sparse and self.decode_cudagraph_enabled:
             requests, most = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
@@ -123,7 +124,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        looked_at = type(given(vllm_config).make()) in GRAPHS
+        looked_at = all(type(made) in GRAPHS for made in given(vllm_config).each())
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if looked_at else AttentionCGSupport.NEVER
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SparseMetadata:
@@ -174,13 +175,13 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
     def _count(self, common: CommonAttentionMetadata, metadata: SparseMetadata, sparse: Tensor) -> None:
         """What the step's layers do, counted here: a graph that is replayed counts nothing. On the host alone."""
         layers, rows = len(self.sparse), common.seq_lens_cpu_upper_bound[sparse]
-        heads = layers * self.kv_cache_spec.num_kv_heads
+        heads = self.kv_cache_spec.num_kv_heads
         dense = bool((~sparse & (common.query_start_loc_cpu.diff() > 0)).any())
         Counter.of_process().add(
             sparse_calls=len(rows) * layers,
             dense_calls=self.dense - layers + dense * layers,
-            rows_read=reads(self.zones, rows, self.pages) * heads,
-            rows_held=int(rows.sum()) * heads,
+            rows_read=sum(reads(self.zones, rows, layer.impl.sparse.pages) for layer in self.sparse) * heads,
+            rows_held=int(rows.sum()) * layers * heads,
             entries_made=0 if metadata.places is None else len(metadata.places) * layers,
         )
 
@@ -269,7 +270,6 @@ def take(
     spec: AttentionSpec,
     names: list[str],
     settings: Settings,
-    selector: PageSelector | Window,
 ) -> list[Attention]:
     """Makes layers of a cache's group sparse, and says which."""
     layers = get_layers_from_vllm_config(vllm_config, Attention, names)
@@ -277,13 +277,14 @@ def take(
     taken, reasons = [], set()
     for name, layer in layers.items():
         if (why := every[name]) is None:
-            layer.impl.sparse = SparseLayer(selector, spec.block_size, settings.shape[2])
+            index = extract_layer_index(name)
+            layer.impl.sparse = SparseLayer(settings.make(index), spec.block_size, settings.pages(index))
             taken.append(layer)
         else:
             reasons.add(why)
     logger.info_once(
-        "sparseattn: %d of %d layers decode by %s, budget %d, where a sequence has more than %d rows%s",
-        *(len(taken), len(names), settings.selector, settings.budget, settings.above),
+        "sparseattn: %d of %d layers decode by %s, where a sequence has more than %d rows%s",
+        *(len(taken), len(names), settings.label, settings.above),
         f"; a layer is dense where {', or '.join(sorted(reasons))}" if reasons else "",
     )
     return taken

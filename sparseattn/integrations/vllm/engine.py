@@ -93,12 +93,12 @@ def _check_model(vllm_config: Any, settings: Settings) -> None:
 
 def check_shape(settings: Settings, block: int) -> None:
     """ValueError where pages do not fit blocks, or registers."""
-    page, unit, _ = settings.shape
+    page, unit = settings.shape
     if page % 16:
-        raise ValueError(f"in vLLM, pages are a multiple of 16 rows, got {page} from {settings.selector!r}")
+        raise ValueError(f"in vLLM, pages are a multiple of 16 rows, got {page} from {settings.called!r}")
     if block % unit:
         raise ValueError(
-            f"a block of the engine holds whole entries of the index: {settings.selector!r} has entries of {unit} rows "
+            f"a block of the engine holds whole entries of the index: {settings.called!r} has entries of {unit} rows "
             f"and this engine blocks of {block}; start vLLM with a --block-size that is a multiple of {unit}"
         )
 

@@ -7,11 +7,14 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 
 from sparseattn.integrations.vllm.engine import nothing_sparse
 from sparseattn.integrations.vllm.settings import Settings
 
-EARLY = "it is one of the first of full attention"  # why a layer that could be sparse is not
+# Why a layer that could be sparse is not.
+EARLY = "it is one of the first of full attention"
+PLANNED = "the plan leaves it dense"
 
 
 def plan_layers(
@@ -19,7 +22,8 @@ def plan_layers(
 ) -> dict[str, str | None]:
     """Why each attention layer of this process stays dense, by name; None where it is sparse.
 
-    The model's first `dense_layers` of full attention stay dense; those of an earlier pipeline rank count.
+    The model's first `dense_layers` of full attention stay dense, where those of an earlier pipeline rank count, and
+    those that a plan leaves dense.
 
     Args:
         settings: of the engine.
@@ -27,7 +31,7 @@ def plan_layers(
         why_dense_layer: says of a layer, given the configuration, why a backend cannot serve it sparsely; None: it can.
 
     Raises:
-        ValueError: every layer of the model would stay dense.
+        ValueError: every layer of the model would stay dense, or a plan says nothing of one.
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     why = {name: why_dense_layer(layer, vllm_config) for name, layer in layers.items()}
@@ -36,6 +40,9 @@ def plan_layers(
     before, _ = vllm_config.model_config.get_layers_start_end_indices(parallel)
     for name in full[: max(settings.dense_layers - before, 0)]:
         why[name] = EARLY
+    for name in full:
+        if why[name] is None and settings.is_dense(extract_layer_index(name)):
+            why[name] = PLANNED
     if parallel.pipeline_parallel_size == 1 and all(why.values()):
         raise ValueError(nothing_sparse(settings, "; ".join(f"{name}: {reason}" for name, reason in why.items())))
     return why

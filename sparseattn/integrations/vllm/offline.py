@@ -79,7 +79,7 @@ class Offline:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM
 
-        told: dict[str, Any] = {} if first is None else {KEY: vars(first)}
+        told: dict[str, Any] = {} if first is None else {KEY: first.told()}
         self.version, self.concurrency = version, concurrency
         self._stock = first is None
         self._llm = LLM(

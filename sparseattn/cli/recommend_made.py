@@ -1,0 +1,118 @@
+"""What `recommend` leaves: the settings of its records, and the plan with what it was made for and what was found."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sparseattn.budget import budget_record
+from sparseattn.cli.intervals import student
+from sparseattn.cli.recommend_asked import Asked
+from sparseattn.environment import machine, versions
+from sparseattn.plans import Plan
+from sparseattn.recommend.objective import Layer, Objective
+from sparseattn.recommend.records import Records
+from sparseattn.recommend.search import Choice, Proposal
+from sparseattn.tasks.decoder import ModelDecoder
+
+PLAN = "plan"  # the kind of a record
+
+
+def settings_of(
+    asked: Asked,
+    texts: Sequence[tuple[str, str, str]],
+    decoder: ModelDecoder,
+    wide: bool,
+    layers: Sequence[Layer],
+) -> dict[str, Any]:
+    """What measurements depend on: not the bound, the machine or the methods, of which more may come."""
+    return {
+        "model": asked.model,
+        "fingerprint": decoder.fingerprint(),
+        "dtype": str(decoder.model.dtype).removeprefix("torch."),
+        "bytes_of": 2 if wide else None,
+        "texts": [
+            {"name": name, "kind": kind, "sha256": hashlib.sha256(words.encode()).hexdigest()}
+            for name, kind, words in texts
+        ],
+        "length": asked.length,
+        "last": asked.last,
+        "windows": asked.search,
+        "held_out": asked.held_out,
+        "draws": asked.draws,
+        "sink": asked.sink,
+        "window": asked.window,
+        "budgets": [budget_record(budget) for budget in asked.budgets],
+        "layers": [[one.index, one.heads, one.group, one.size] for one in layers],
+    }
+
+
+def made_plan(
+    asked: Asked,
+    settings: dict[str, Any],
+    layers: Sequence[Layer],
+    choices: dict[int, list[Choice]],
+    proposal: Proposal,
+    objective: Objective,
+    rounds: Sequence[dict[str, Any]],
+    held: Sequence[dict[str, Any]],
+) -> Plan:
+    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
+    verified: dict[str, Any] = {"windows": len(held), "tokens": sum(one["scored_tokens"] for one in held)}
+    for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
+        values = [one[name] for one in held]
+        verified[name] = {"mean": mean(values), "interval": student(values)}
+    objective_facts = {
+        "unit": objective.unit,
+        "plan": proposal.cost,
+        "full": full,
+        "context": asked.context or asked.length,
+        "batch": asked.batch,
+        "machine": None if asked.machine is None else asked.machine.name,
+        "predicted": asked.machine is not None or asked.context is not None,
+    }
+    made = {
+        "bound": asdict(asked.bound) | {"limit": asked.bound.limit},
+        **{
+            k: v
+            for k, v in settings.items()
+            if k not in ("model", "fingerprint", "sink", "window", "budgets", "layers")
+        },
+        "methods": list(asked.methods),
+        "budgets": settings["budgets"],
+        "by_head": asked.by_head,
+        "cost": objective_facts,
+        "predicted": {"kl": proposal.kl},
+        "searched": {asked.bound.measure: rounds[-1]["searched"]},
+        "rounds": list(rounds),
+        "verified": verified,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    return Plan(
+        proposal.layers,
+        asked.name,
+        model={"name": asked.model, "fingerprint": settings["fingerprint"]},
+        sink=asked.sink,
+        window=asked.window,
+        made=made,
+    )
+
+
+def keep(records: Records, plan: Plan) -> None:
+    """Leaves the plan in the records, once."""
+    chosen = {"name": plan.name, "layers": plan.records()}
+    chosen |= {name: plan.made[name] for name in ("bound", "cost", "predicted", "rounds", "verified")}
+    chosen = json.loads(json.dumps(chosen))
+    if not any(all(one.get(name) == value for name, value in chosen.items()) for one in records.of(PLAN)):
+        records.add(PLAN, chosen)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of one value or more."""
+    return sum(values) / len(values)

@@ -1,0 +1,206 @@
+"""Runs what `recommend` was asked for: frontiers of layers, a search, and a verification on windows held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseattn.cli.common import open_model, progress_bar
+from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
+from sparseattn.cli.recommend_made import keep, made_plan, mean, settings_of
+from sparseattn.integrations.vllm.serving import quarter_of_memory
+from sparseattn.plans import Plan
+from sparseattn.recommend.candidates import candidates
+from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
+from sparseattn.recommend.records import Records
+from sparseattn.recommend.search import Choice, Proposal, propose, search
+from sparseattn.recommend.trials import FRONTIER, Settings, Trials, averaged
+from sparseattn.recommend.windows import Window, windows
+from sparseattn.roles import DENSE, Role
+from sparseattn.selectors.paged import PageSelector
+from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.tasks.tokens import Tokens
+
+ROUNDS = 3  # verifications at most, each of a tighter configuration
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What came out.
+
+    Args:
+        plan: as saved.
+        layers: of the model.
+        choices: by layer, what each role was measured to do.
+        proposal: the one of the plan.
+        objective: what was to be small.
+        rounds: verifications, each with its target, the loss on the windows to choose by and that on those held out.
+    """
+
+    plan: Plan
+    layers: Sequence[Layer]
+    choices: dict[int, list[Choice]]
+    proposal: Proposal
+    objective: Objective
+    rounds: list[dict[str, Any]]
+
+
+def run(asked: Asked, path: Path) -> Found:
+    """Measures what the records at `path` lack, chooses, and verifies.
+
+    Raises:
+        ValueError: what does not fit the model, or records of other settings.
+        NoPlan: nothing keeps the bound.
+    """
+    texts = texts_of(asked.texts)
+    groups = candidates(asked.methods, asked.budgets, asked.length, windows=not asked.vllm)
+    model, tokenizer = open_model(asked.model, asked.dtype, asked.device)
+    tokens = Tokens(tokenizer)
+    every = windows(
+        [(name, kind, tokens.ids(words)) for name, kind, words in texts],
+        tokens.start,
+        asked.length,
+        asked.last,
+        asked.search,
+        asked.held_out,
+    )
+    learns = any(role.selector.learns for group in groups for role in group)
+    decoder = ModelDecoder(model, sink=asked.sink, window=asked.window, chunk=asked.chunk, queries=learns)
+    decoder.check(asked.length, "--length")
+    wide = asked.dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
+    layers = _layers(decoder, wide)
+    settings = settings_of(asked, texts, decoder, wide, layers)
+    records = Records(path, settings)
+    trials = Trials(
+        decoder,
+        tokens,
+        records,
+        Settings(asked.sink, asked.window, asked.draws, 2 if wide else None),
+        quarter_of_memory(),
+    )
+    searched = [one for one in every if not one.held_out]
+    _frontiers(trials, searched, groups, len(layers))
+    objective: Objective
+    if asked.machine is None and asked.context is None:
+        objective = MeasuredBytes(asked.length, 2 if wide else layers[0].dtype.itemsize)
+    else:
+        objective = Predicted(asked.context or asked.length, asked.batch, asked.sink, asked.window, asked.machine)
+    choices = _choices(layers, averaged(records.of(FRONTIER)), groups, objective)
+    rounds: list[dict[str, Any]] = []
+    families = _families(choices) if asked.vllm else [choices]
+    proposal, held = _verified(asked, trials, every, layers, families, objective, rounds)
+    plan = made_plan(asked, settings, layers, choices, proposal, objective, rounds, held)
+    keep(records, plan)
+    return Found(plan, layers, choices, proposal, objective, rounds)
+
+
+def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
+    """Those that can be sparse; of a model that was computed `wide` on purpose with the dtype that it keeps."""
+    from sparseattn.integrations.transformers import SparseCache
+
+    found = SparseCache(decoder.model, "window", None).prepared.layers
+    return [
+        Layer(i, found[i].heads, found[i].group, found[i].size, torch.bfloat16 if wide else found[i].dtype)
+        for i in decoder.sparse
+    ]
+
+
+def _frontiers(trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int) -> None:
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(searched) * layers * len(groups))
+        for n, one in enumerate(searched, 1):
+            where = f"{one.prompt.facts['text']} from token {one.prompt.facts['start']}"
+            bar.update(task, description=f"what each layer loses: window {n}/{len(searched)}, {where}")
+            trials.frontier(one, groups, lambda done: bar.advance(task, done))
+
+
+def _choices(
+    layers: Sequence[Layer],
+    means: dict[int, dict[Role, dict[str, Any]]],
+    groups: Sequence[Sequence[Role]],
+    objective: Objective,
+) -> dict[int, list[Choice]]:
+    asked = {role for group in groups for role in group}
+    found: dict[int, list[Choice]] = {}
+    for layer in layers:
+        nothing = [0.0] * layer.heads
+        dense = Role(DENSE)
+        found[layer.index] = [Choice(dense, 0.0, nothing, objective.heads(layer, dense, [1.0] * layer.heads))]
+        for role, point in means[layer.index].items():
+            costs = objective.heads(layer, role, point["bytes_heads"])
+            if role in asked and all(map(math.isfinite, costs)):
+                found[layer.index].append(Choice(role, point["kl"], point["kl_heads"], costs))
+    return found
+
+
+def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]:
+    """The choices that an engine can serve together: of one size of pages and of entries."""
+    shapes: dict[str, tuple[int, int] | None] = {}
+    for every in choices.values():
+        for one in every:
+            made = one.role.selector
+            shapes[one.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
+    sizes = sorted({shape for shape in shapes.values() if shape is not None})
+    return [
+        {layer: [one for one in every if shapes[one.role.method] in (None, size)] for layer, every in choices.items()}
+        for size in sizes
+    ]
+
+
+def _verified(
+    asked: Asked,
+    trials: Trials,
+    every: Sequence[Window],
+    layers: Sequence[Layer],
+    families: Sequence[dict[int, list[Choice]]],
+    objective: Objective,
+    rounds: list[dict[str, Any]],
+) -> tuple[Proposal, list[dict[str, Any]]]:
+    """The configuration that keeps the bound on windows held out, and what was measured of it there."""
+    bound = asked.bound
+    searched, held_out = ([one for one in every if one.held_out == held] for held in (False, True))
+    target, start = bound.limit, None
+
+    def losses(proposal: Proposal, where: Sequence[Window], what: str) -> list[dict[str, Any]]:
+        found = []
+        with progress_bar() as bar:
+            task = bar.add_task(what, total=len(where))
+            for one in where:
+                found.append(trials.agreement(one, proposal.roles))
+                bar.advance(task)
+        return found
+
+    def loss(proposal: Proposal) -> float:
+        return mean(
+            [bound.loss(one) for one in losses(proposal, searched, "search: a configuration, window by window")]
+        )
+
+    full = sum(sum(families[0][layer.index][0].cost_heads) for layer in layers)
+    for n in range(ROUNDS):
+        best = search(
+            lambda limit: propose(layers, families, limit, asked.by_head, objective), loss, target, bound.power, start
+        )
+        if best is None or best[0].cost >= full:
+            break
+        proposal, found = best
+        held = losses(proposal, held_out, f"verification {n + 1}, window by window")
+        verified = mean([bound.loss(one) for one in held])
+        rounds.append({"target": target, "searched": found, "verified": verified, "cost": proposal.cost})
+        if verified <= bound.limit:
+            return proposal, held
+        start = proposal.kl * 0.9 * bound.limit / verified
+        target *= 0.95 * bound.limit / verified
+    tried = "".join(
+        f" {100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {objective.unit};"
+        for one in rounds
+    )
+    raise NoPlan(
+        f"no configuration was found that keeps {bound} on the windows held out and costs less than full attention"
+        f"{' (verified:' + tried.rstrip(';') + ')' if rounds else ''}: allow a larger --error, larger budgets or "
+        f"other methods"
+    )

@@ -1,0 +1,1 @@
+"""Which method and budget each layer of a model should have: measured, chosen and verified."""

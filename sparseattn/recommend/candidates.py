@@ -1,0 +1,67 @@
+"""What a layer may do: full attention, the window, and each method at each budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from sparseattn.budget import Budget
+from sparseattn.roles import DENSE, WINDOW, Role
+
+# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
+# what is not read, and among the pages of another; clusters; pages by means and by directions.
+METHODS = (
+    "lowbit",
+    "lowbit:bits=1,scales=8",
+    "tailed:inner=lowbit,rows=64",
+    "tailed:inner=[lowbit:bits=1,scales=8],rows=64",
+    "twostage:pages=[mean:bits=8],times=4",
+    "selfindex",
+    "retroinfer",
+    "mean:bits=8",
+    "quad:bits=8",
+)
+SERVED = ("quest", "lowbit:page=16", "mean:bits=8", "quad:bits=8", "clse:bits=8")  # of these, those that vLLM can
+BUDGETS: tuple[Budget, ...] = (32, 64, 96, 128, 192, 256, 512, 1024)  # rows
+
+
+def candidates(
+    methods: Sequence[str], budgets: Sequence[Budget], context: int, windows: bool = True
+) -> list[list[Role]]:
+    """Every method with the budgets that it can have; full attention is none of them, the window alone is. The roles of
+    a list have one selector.
+
+    Args:
+        methods: as `make_selector` reads them.
+        budgets: rows beyond sink and window, or shares of the context.
+        context: rows of a window; a budget in rows of half of them or more is left out.
+        windows: whether the window may be larger than it is, by a budget.
+
+    Raises:
+        ValueError: no such method, or one that none of the budgets fits.
+    """
+    budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
+    if not budgets:
+        raise ValueError(f"no budget is below half of a window's {context} rows: give smaller ones, or longer windows")
+    found = [[Role(WINDOW)]]
+    if windows and (recent := _fitting(WINDOW, budgets)):
+        found.append(recent)
+    for method in dict.fromkeys(methods):
+        if method in (DENSE, WINDOW):
+            continue
+        plain = Role(method)
+        if not plain.selector.uses_budget:
+            found.append([plain])
+        elif fitting := _fitting(method, budgets):
+            found.append(fitting)
+        else:
+            Role(method, budgets[-1])  # says why
+    return found
+
+
+def _fitting(method: str, budgets: Sequence[Budget]) -> list[Role]:
+    found = []
+    for budget in budgets:
+        with contextlib.suppress(ValueError):
+            found.append(Role(method, budget))
+    return found

@@ -1,0 +1,155 @@
+"""A role for each layer or head whose losses add up to a limit, and the limit at which the whole keeps a bound.
+
+Losses of layers, each measured alone and to second order, add up to what the whole does only roughly: errors of layers
+meet. So the limit is moved until what is measured of the whole keeps the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparseattn.recommend.choosing import Option, choose
+from sparseattn.recommend.objective import Layer, Objective
+from sparseattn.roles import DENSE, Role, Roles
+
+NEAR = 0.9  # of the bound: so much of it used is enough
+TRIES = 6  # configurations that are measured at most
+STEP = 8.0  # by how much a limit may move at once
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer may do, in the mean over windows.
+
+    Args:
+        role: method and budget.
+        kl, kl_heads: as of `frontier.Point`.
+        cost_heads: what a step costs, of each KV head.
+    """
+
+    role: Role
+    kl: float
+    kl_heads: Sequence[float]
+    cost_heads: Sequence[float]
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A configuration.
+
+    Args:
+        layers: as of `Roles`.
+        kl: nats a token by which it moves predictions, as the sum of its layers says.
+        cost: of a step, of all layers.
+    """
+
+    layers: dict[int, Any]
+    kl: float
+    cost: float
+
+    @property
+    def roles(self) -> Roles:
+        """As a method."""
+        return Roles(self.layers, "proposal")
+
+    @property
+    def all_dense(self) -> bool:
+        """Whether nothing is sparse."""
+        return all(role.method == DENSE for role in self.roles.distinct())
+
+
+def propose(
+    layers: Sequence[Layer],
+    families: Sequence[Mapping[int, Sequence[Choice]]],
+    limit: float,
+    by_head: bool,
+    objective: Objective,
+) -> Proposal:
+    """What costs least while the losses of layers add up to `limit` at most.
+
+    Args:
+        layers: of the model.
+        families: choices by layer's number; full attention, which loses nothing, is among those of each. Choices of two
+            families do not go together.
+        limit: nats a token.
+        by_head: whether the KV heads of a layer may differ too, where that costs less.
+        objective: says what costs.
+    """
+    found = [
+        _proposed(layers, choices, limit, heads, objective)
+        for choices in families
+        for heads in ((False, True) if by_head else (False,))
+    ]
+    return min(found, key=lambda one: one.cost)
+
+
+def _proposed(
+    layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], limit: float, by_head: bool, objective: Objective
+) -> Proposal:
+    units: list[list[Option]] = []
+    for layer in layers:
+        every = choices[layer.index]
+        if by_head:
+            units += [[Option(one.cost_heads[h], one.kl_heads[h]) for one in every] for h in range(layer.heads)]
+        else:
+            units.append([Option(sum(one.cost_heads), one.kl) for one in every])
+    taken = choose(units, limit)
+    assert taken is not None  # full attention loses nothing
+    left = iter(taken)
+    given: dict[int, Any] = {}
+    cost = 0.0
+    for layer in layers:
+        every = choices[layer.index]
+        roles = [every[next(left)].role for _ in range(layer.heads if by_head else 1)]
+        given[layer.index] = roles[0] if len(set(roles)) == 1 else roles
+        cost += objective.layer(layer, given[layer.index], {one.role: one.cost_heads for one in every})
+    return Proposal(given, sum(units[i][j].loss for i, j in enumerate(taken)), cost)
+
+
+def search(
+    proposed: Callable[[float], Proposal],
+    measured: Callable[[Proposal], float],
+    bound: float,
+    power: float = 1.0,
+    start: float | None = None,
+) -> tuple[Proposal, float] | None:
+    """The cheapest configuration found of which the measured loss is `bound` at most, with that loss.
+
+    Args:
+        proposed: a configuration for a limit in nats.
+        measured: the loss of a configuration as a whole, in the bound's measure.
+        bound: above 0.
+        power: by which nats grow with the measure: 1 for nats, 2 for a share of tokens that differ.
+        start: the first limit, in nats; default the bound's.
+
+    Returns:
+        None where every configuration that was measured is above the bound.
+    """
+    limit = start if start is not None else bound**power
+    low, high = 0.0, math.inf  # limits known to keep the bound, and not to
+    best: tuple[Proposal, float] | None = None
+    known: dict[str, float] = {}
+    for _ in range(TRIES):
+        one = proposed(limit)
+        name = one.roles.source()
+        if name in known:
+            break
+        loss = known[name] = measured(one)
+        if loss <= bound:
+            low = max(low, limit)
+            if best is None or one.cost < best[0].cost:
+                best = one, loss
+            if loss >= NEAR * bound:
+                break
+        else:
+            high = min(high, limit)
+        aimed = 0.5 * (NEAR + 1) * bound
+        ratio = STEP if loss <= 0 else min(max((aimed / loss) ** power, 1 / STEP), STEP)
+        following = limit * ratio
+        if not low < following < high:
+            following = math.sqrt(low * high) if low and high < math.inf else following
+        limit = following
+    return best

@@ -1,0 +1,162 @@
+"""Measures windows: what every role does in every layer of one, and what a configuration does to predictions of one.
+
+What was measured once is read from the records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparseattn.budget import budget_record, parse_budget
+from sparseattn.integrations.observed import LayerSeen, observe
+from sparseattn.recommend.frontier import measured
+from sparseattn.recommend.records import Records
+from sparseattn.recommend.windows import Window
+from sparseattn.roles import Role, Roles
+from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.tasks.run import Method, measure
+from sparseattn.tasks.tokens import Tokens
+
+FRONTIER, TRIAL = "frontier", "trial"
+KEPT = ("kl", "same_top", "nll", "nll_difference", "scored_tokens", "rows", "context", "bytes_share")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How windows are decoded.
+
+    Args:
+        sink, window: as in `KVCache`.
+        draws: backward passes for what an error is worth.
+        width: bytes of an element that rows are counted in; None: those of the model.
+    """
+
+    sink: int
+    window: int
+    draws: int
+    width: int | None
+
+
+class Trials:
+    """Measures with one model.
+
+    Args:
+        decoder: the model, with the `sink` and `window` of `settings`.
+        tokens: its tokenizer.
+        records: what was measured.
+        settings: as said.
+        memory: bytes of keys and values of prompts that may be kept for the next configuration.
+    """
+
+    def __init__(
+        self, decoder: ModelDecoder, tokens: Tokens, records: Records, settings: Settings, memory: int = 0
+    ) -> None:
+        self.decoder, self.tokens, self.records, self.settings = decoder, tokens, records, settings
+        self._memory, self._held = memory, dict[tuple[int, ...], Any]()
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def frontier(self, window: Window, groups: Sequence[Sequence[Role]], done: Callable[[int], None]) -> None:
+        """Records every role in every layer, for a window; `groups` are of one method each.
+
+        Args:
+            done: called with the layers done, one method each.
+        """
+        known = {
+            (one["layer"], one["method"], _budgets(one["points"]))
+            for one in self.records.of(FRONTIER)
+            if one["window"] == window.number
+        }
+        names = {id(group): (group[0].method, _budgets(map(_budget, group))) for group in groups}
+        missing = [group for group in groups if any((i, *names[id(group)]) not in known for i in self.decoder.sparse)]
+        done(len(self.decoder.sparse) * (len(groups) - len(missing)))
+        if not missing:
+            return
+        prefill = self.read(window.prompt.context)
+        seen = observe(prefill, window.prompt.question, self.settings.draws, window.number)
+        for group in missing:
+            for layer in self.decoder.sparse:
+                if (layer, *names[id(group)]) not in known:
+                    self._layer(prefill, window, layer, seen[layer], group)
+                done(1)
+
+    def _layer(self, prefill: Any, window: Window, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
+        for role in group:
+            role.selector.width = self.settings.width
+        points = measured(
+            prefill,
+            seen,
+            layer,
+            group,
+            sink=self.settings.sink,
+            window=self.settings.window,
+            depth=self.decoder.config.num_hidden_layers,
+        )
+        kept = []
+        for point in points:
+            facts = asdict(point)
+            del facts["role"]
+            kept.append({**_budget(point.role), **facts})
+        place = {"window": window.number, "layer": layer, "method": group[0].method}
+        self.records.add(FRONTIER, {**place, "points": kept})
+
+    # -- configurations ----------------------------------------------------------------------------------------------
+
+    def agreement(self, window: Window, roles: Roles) -> dict[str, Any]:
+        """How far the predictions of a window by a configuration are from full attention's, as `tasks.agreement`."""
+        source = roles.source()
+        for one in self.records.of(TRIAL):
+            if (one["window"], one["source"]) == (window.number, source):
+                return one
+        if self.settings.width is not None:
+            roles.count_in(self.settings.width)
+        (found,) = measure(window.prompt, [Method(roles)], (), _Reading(self), self.tokens)
+        place = {"window": window.number, "held_out": window.held_out, "source": source}
+        return self.records.add(TRIAL, {**place, **{name: found[name] for name in KEPT}})
+
+    def read(self, tokens: Sequence[int]) -> Any:
+        """A dense prefill, kept while there is memory for it."""
+        name = tuple(tokens)
+        if name not in self._held:
+            made = self.decoder.read(tokens)
+            size = made.nbytes
+            if size > self._memory:
+                return made
+            self._memory -= size
+            self._held[name] = made
+        return self._held[name]
+
+
+class _Reading:
+    """A decoder whose prefills are those of the trials."""
+
+    def __init__(self, trials: Trials) -> None:
+        self.read, self.index, self.start = trials.read, trials.decoder.index, trials.decoder.start
+
+
+def _budget(role: Role) -> dict[str, Any]:
+    return {"budget": budget_record(parse_budget(role.budget))}
+
+
+def _budgets(points: Iterable[Mapping[str, Any]]) -> str:
+    return json.dumps([point["budget"] for point in points])
+
+
+def averaged(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[Role, dict[str, Any]]]:
+    """Layer -> role -> the means over windows of what `Trials.frontier` recorded."""
+    every: dict[int, dict[Role, list[Mapping[str, Any]]]] = {}
+    for line in lines:
+        for point in line["points"]:
+            role = Role(line["method"], parse_budget(point["budget"]))
+            every.setdefault(line["layer"], {}).setdefault(role, []).append(point)
+    return {layer: {role: _mean(points) for role, points in roles.items()} for layer, roles in sorted(every.items())}
+
+
+def _mean(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    n = len(points)
+    heads = ("kl_heads", "error_heads", "bytes_heads")
+    means = {name: [sum(each) / n for each in zip(*(one[name] for one in points), strict=True)] for name in heads}
+    return {"kl": sum(one["kl"] for one in points) / n, **means}
