@@ -104,15 +104,16 @@ def points(record: Record) -> list[Point]:
         method, bits = rounding(asked[0])
         budget = None if asked[1] is None else int(asked[1])
         measured = (mean(windows, name) for name in ("kl", "same_top", "rows", "bytes_share"))
-        label = spec(method).replace(_folder(spec(method)), "")
+        label = _without_file(spec(method))
         found.append(Point(family(asked[0]), label + (f", {bits} bits" if bits < 16 else ""), budget, *measured))
     return found
 
 
-def _folder(name: str) -> str:
-    """The artefact among a method's arguments, which says where a run put it."""
-    inside = name.partition(":")[2].split(",")
-    return next((f"{one}," for one in inside if one.startswith("artefact=")), "")
+def _without_file(name: str) -> str:
+    """A method without its artefact, which says where a run put it."""
+    method, _, given = name.partition(":")
+    kept = ",".join(one for one in given.split(",") if not one.startswith("artefact="))
+    return f"{method}:{kept}" if kept else method
 
 
 def family(label: str) -> str:
