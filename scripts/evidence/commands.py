@@ -229,12 +229,12 @@ def agreement(model: str, texts: str, length: int, windows: int, more: str, minu
     )
 
 
-def recommended(model: str, length: int, windows: int, minutes: float) -> Step:
+def recommended(model: str, length: int, windows: int, more: str, minutes: float) -> Step:
     """Plans at three errors, judged on texts of other kinds beside each of their methods for all layers."""
     plans = [f"OUT/plan-{error}.json" for error in ERRORS]
     made = [
         f"sparseattn recommend --model {model} --dtype float32 --text workshop --text alice --length {length} "
-        f"--windows {windows} --error {error} --out OUT/recommend --plan {plan}"
+        f"--windows {windows} {more}--error {error} --out OUT/recommend --plan {plan}"
         for error, plan in zip(ERRORS, plans, strict=True)
     ]
     judged = (
