@@ -43,7 +43,7 @@ from sparseattn.tasks.records import Records
 from sparseattn.tasks.scoring import EDITION, SCORINGS
 
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
-SERVED = ("quest", "lowbit:page=16", "window")  # by vLLM
+SERVED = ("quest", "lowbit:bits=1,page=16", "window")  # by vLLM
 LOCAL, VLLM = ENGINES = ("local", "vllm")
 GENERATED = "passkey,kv"
 AT_ONCE = 4  # requests at a server

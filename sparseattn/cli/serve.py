@@ -32,10 +32,10 @@ def serve(
     selector: Annotated[
         str,
         typer.Option(
-            help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:page=16; window; "
+            help=f"NAME[:arg=value,...] of a method whose index is by page, such as lowbit:bits=1,page=16 or quest; window; "
             f"package.module:Class; {STOCK} serves vLLM's own attention."
         ),
-    ] = "quest",
+    ] = "lowbit:bits=1,page=16",
     budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048,
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = Settings.sink,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = Settings.window,
