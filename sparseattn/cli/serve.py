@@ -32,8 +32,8 @@ def serve(
     selector: Annotated[
         str,
         typer.Option(
-            help=f"NAME[:arg=value,...] of a method whose index is by page, such as lowbit:bits=1,page=16 or quest; window; "
-            f"package.module:Class; {STOCK} serves vLLM's own attention."
+            help=f"NAME[:arg=value,...] of a method whose index is by page, such as lowbit:bits=1,page=16 or quest; "
+            f"window; package.module:Class; {STOCK} serves vLLM's own attention."
         ),
     ] = "lowbit:bits=1,page=16",
     budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048,
