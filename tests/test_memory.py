@@ -138,6 +138,18 @@ def filled(name: str, dtype: torch.dtype, batch: int = 2, apart: str | None = No
     return cache, query
 
 
+@pytest.mark.parametrize(("bits", "group", "size"), [(8, 32, 40), (4, 16, 15)])
+def test_rounded_rows_take_what_the_page_says(bits: int, group: int, size: int) -> None:
+    _, keys, values = heads(2, 2, 2, 400, size, torch.bfloat16)
+    cache = KVCache("quest", sink=4, window=16, seal=32, bits=bits, group=group)
+    cache.append(keys, values)
+    cache.seal()
+    near = cache.sink + cache.window + (400 - cache.sink - cache.window) % cache.unit
+    letters = {"B": 2, "H": 2, "D": size, "e": 2, "U": near, "Z": 400 - near, "q": bits, "g": group}
+    formula = next(row[3].strip("`") for row in rows_of("Held") if row[0] == "all with `bits`")
+    assert cache.nbytes["kv"] == value(formula, letters)
+
+
 def waiting_queries(cache: KVCache, b: int) -> int:
     """Queries of sequence b's rows that are not sealed; its tokens are at positions 0, 1, 2, .."""
     rows, sealed = int(cache.lengths[b]), int(cache.sealed[b])

@@ -69,7 +69,10 @@ PAGE_SCORES = (
     "--selector quad:bits=4 --selector quad:rest=True --selector clse --selector clse:bits=8 "
     "--selector clse:bits=4,rest=True --selector clse:rank=4,bits=8 --selector clse:rank=8,bits=4 --selector ellipsoid "
     "--selector ellipsoid:bits=4 --selector ellipsoid:rank=2,deviations=1.0,rest=True "
-    "--selector ellipsoid:rank=15,deviations=1.0 --selector lowbit:page=16 --selector pagemass"
+    "--selector ellipsoid:rank=15,deviations=1.0 --selector lowbit:page=16 --selector pagemass "
+    "--selector quest:page=8,int8=True --selector unique:page=8 --selector quad:page=8,bits=4 "
+    "--selector clse:page=8,bits=4 --selector mean:page=4,bits=8 --selector lowbit:bits=1,page=16 "
+    "--selector lowbit:page=8 --selector lowbit:bits=1,page=8"
 )
 
 # Methods of 2025 and 2026 beside those that their papers compare with, and keys of few bits.
@@ -162,7 +165,7 @@ def pages(model: str, text: str, tokens: int, layers: str, minutes: float) -> tu
             f"pages-{short(model)}",
             f"scores of pages at equal rows, on {model}'s keys of the text {text}",
             f"{first} && sparseattn bench OUT/{text}.safetensors {PAGE_SCORES} --selector quest:group=softmax "
-            "--selector exact:group=softmax --budget 64,256,1024 --no-figures --out OUT",
+            "--selector exact:group=softmax --budget 64,256,1024 --by-layer --no-figures --out OUT",
             minutes,
             "bench.jsonl",
         ),

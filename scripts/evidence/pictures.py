@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from scripts.evidence import field
 from scripts.evidence.condensing import rows
 from scripts.evidence.step import REPOSITORY
 from scripts.evidence.views_inspect import inspection
@@ -266,6 +267,12 @@ PICTURES: dict[str, Picture] = {
         agreement,
         "KL divergence of Gemma from full attention against rows and bytes, by methods that drop rows, by text",
         "../rivals-agreement-gemma3.png",
+    ),
+    "field": Picture(
+        ("field-smollm2", "field-gemma3"),
+        field.draw,
+        "KL divergence of SmolLM2 and Gemma from full attention against bytes read, the best of each family of methods",
+        "../field.png",
     ),
     "eval-accuracy": Picture(
         ("eval-reference-cpu",),

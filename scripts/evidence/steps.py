@@ -33,6 +33,7 @@ from scripts.evidence.commands import (
     rounded_agreement,
     tails,
 )
+from scripts.evidence.field import field
 from scripts.evidence.step import Step
 
 STEPS = (
@@ -324,6 +325,8 @@ STEPS = (
     frontier("gemma3-270m", "as-you-like-it", 16384, "5,11,17", 6),
     *by_mass("smollm2", "workshop", "paradise-lost", "2,10,18,26", (9, 12, 4, 8)),
     *by_mass("gemma3-270m", "as-you-like-it", "workshop", "5,11,17", (6, 8, 3, 5)),
+    field("smollm2", 4096, ",".join(map(str, range(30))), 5, True, 40),
+    field("gemma3-270m", 8192, "5,11,17", 2, False, 25),
     Step(
         "bench-all",
         "every method as it is by default, at equal rows and at equal bytes, in one run",

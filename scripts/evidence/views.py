@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scripts.evidence import (
+    field,
     views_agreement,
     views_asked,
     views_frontier,
@@ -42,6 +43,8 @@ VIEWS: dict[str, View] = {
     "bench-heads": views_traces.heads,
     "bench-changing": views_traces.changing,
     "demo-printed": views_traces.printed,
+    "field-findings": field.findings,
+    "field-tables": field.tables,
     "frontier-findings": views_frontier.findings,
     "frontier-equal": views_rivals.at_equal,
     "inspect-findings": views_inspect.findings,
@@ -114,5 +117,6 @@ VIEWS: dict[str, View] = {
     "training-heads": views_training.heads,
     **{f"picture-{name}": one.line for name, one in PICTURES.items()},
     "picture-agreement-readme": PICTURES["agreement-lowbit-smollm2"].at("docs/agreement-lowbit-smollm2.png"),
+    "picture-field-readme": PICTURES["field"].at("docs/field.png"),
     "picture-agreement-index": PICTURES["agreement-lowbit-smollm2"].at("agreement-lowbit-smollm2.png"),
 }

@@ -48,10 +48,7 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
             for k, method in enumerate(methods):
                 points = sorted((one.mean(cost), one.mean(quality)) for one in results if one.label == method)
                 axis.plot(*zip(*points, strict=True), **style(k, method))
-            axis.set_xscale("log")
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_major_formatter(SHARE if cost == "bytes_share" else COUNT)
-            axis.xaxis.set_minor_formatter(NullFormatter())
+            logarithmic(axis, SHARE if cost == "bytes_share" else COUNT)
             axis.grid(alpha=0.3)
             if quality == "relative_error":
                 axis.axhline(0.01, color="grey", linestyle="--", linewidth=1)
@@ -230,10 +227,7 @@ def agreement(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                     if (around := intervals.student(kl)) is not None:
                         low, high = max(around[0], floor), max(around[1], floor)
                         axis.vlines(x, low, high, color=look["color"], linewidth=1, alpha=0.7)
-            axis.set_xscale("log")
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_major_formatter(unit)
-            axis.xaxis.set_minor_formatter(NullFormatter())
+            logarithmic(axis, unit)
             if any(mean > 0 for mean in means):  # without a value, a logarithmic axis is an error
                 axis.set_yscale("log")
                 axis.set_ylim(bottom=floor)
@@ -422,6 +416,14 @@ def panel_grid(rows: int, columns: int, size: tuple[float, float], labels: Seque
     wide, high = max(6.5, 0.6 + columns * (size[0] + beside)), 0.7 + rows * max(size[1], 0.5 + height)
     figure = Figure(figsize=(wide, high), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+
+
+def logarithmic(axis: Any, unit: FuncFormatter) -> None:
+    """A logarithmic x-axis with few numbers."""
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(unit)
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, path: Path) -> None:
