@@ -120,6 +120,7 @@ class KVCache:
         self.bits, self.group, self.exact = bits, group, exact
         if bits is not None:
             checks.roundable(selector, bits, group, fixed)
+        checks.levels(selector, bits, group)
         self.selector = selector
         check_seal(selector, seal, bits, group)
         checks.loose(selector)
@@ -227,6 +228,9 @@ class KVCache:
     def sealed_codes(self) -> CodedRows | None:
         """With `bits` the sealed rows as a step reads them, a view; None without, and before the first seal."""
         self._require_rows()
+        return self._codes()
+
+    def _codes(self) -> CodedRows | None:
         codes = self._stored.codes
         return codes.held if codes is not None and self._stored.zones.zone else None
 
@@ -374,8 +378,11 @@ class KVCache:
         self.append(heads(keys), heads(values), None if queries is None else heads(queries), positions)
 
     def _show(self) -> None:
-        """Brings the selector's view of the stored keys up to date; there is none of keys of a few bits."""
+        """Brings the selector's view of the stored keys up to date; of keys of a few bits only what asks for it has
+        one."""
         if self.bits is not None:
+            if self.selector.rounded_group is not None:
+                self.selector.rounded = self._codes()
             return
         storage, places = self._stored.indexed()
         stored = self.selector.stored

@@ -179,6 +179,17 @@ def roundable(selector: Selector, bits: int, group: int, fixed: bool) -> None:
         )
 
 
+def levels(selector: Selector, bits: int | None, group: int) -> None:
+    """The cache rounds keys in the groups whose levels the selector reads, if it reads any; else ValueError."""
+    wanted = selector.rounded_group
+    if wanted is not None and (bits is None or group != wanted):
+        got = "rows that are not rounded" if bits is None else f"groups of {group} rows"
+        raise ValueError(
+            f"{selector!r} reads the levels of rounded keys in groups of {wanted} rows, got {got}: give the cache "
+            f"bits=8 or bits=4, and group={wanted}"
+        )
+
+
 def compactable(selector: Selector, fixed: bool, bits: int | None = None) -> None:
     """Rows that the selector drops can be freed; else ValueError."""
     if bits is not None:

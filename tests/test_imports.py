@@ -48,7 +48,7 @@ ARROWS = {
     "calibration": ("artefact", "rope", "tensorfiles"),
     "kernels": ("dtypes", "selection", "kernels", "tensors"),
     "similarity": ("tensorfiles",),
-    "selectors.base": ("board", "kernels.scoring", "selection", "storage", "rope"),
+    "selectors.base": ("board", "kernels.coded", "kernels.scoring", "selection", "storage", "rope"),
     "selectors": (
         *(
             "kernels",

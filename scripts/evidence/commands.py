@@ -165,7 +165,7 @@ def pages(model: str, text: str, tokens: int, layers: str, minutes: float) -> tu
             f"pages-{short(model)}",
             f"scores of pages at equal rows, on {model}'s keys of the text {text}",
             f"{first} && sparseattn bench OUT/{text}.safetensors {PAGE_SCORES} --selector quest:group=softmax "
-            "--selector exact:group=softmax --budget 64,256,1024 --by-layer --no-figures --out OUT",
+            f"--selector exact:group=softmax --budget 64,256,1024 {EQUAL} --by-layer --no-figures --out OUT",
             minutes,
             "bench.jsonl",
         ),

@@ -116,7 +116,6 @@ VIEWS: dict[str, View] = {
     "training-memory": views_training.memory,
     "training-heads": views_training.heads,
     **{f"picture-{name}": one.line for name, one in PICTURES.items()},
-    "picture-agreement-readme": PICTURES["agreement-lowbit-smollm2"].at("docs/agreement-lowbit-smollm2.png"),
     "picture-field-readme": PICTURES["field"].at("docs/field.png"),
-    "picture-agreement-index": PICTURES["agreement-lowbit-smollm2"].at("agreement-lowbit-smollm2.png"),
+    "picture-field-index": PICTURES["field"].at("field.png"),
 }

@@ -24,6 +24,7 @@ from sparseattn.selectors.infllm import InfLLM
 from sparseattn.selectors.kascade import Kascade
 from sparseattn.selectors.kdeformer import KDEformer
 from sparseattn.selectors.kmeans import KMeans
+from sparseattn.selectors.levels import Levels
 from sparseattn.selectors.loki import Loki
 from sparseattn.selectors.lowbit import LowBit
 from sparseattn.selectors.magicpig import MagicPIG
@@ -78,6 +79,7 @@ __all__ = [
     "KDEformer",
     "KMeans",
     "Kascade",
+    "Levels",
     "Loki",
     "LowBit",
     "MagicPIG",

@@ -22,12 +22,13 @@ from sparseattn.storage import State
 
 if TYPE_CHECKING:
     from sparseattn.board import Board
+    from sparseattn.kernels.coded import CodedRows
     from sparseattn.rope import Rope
 
 Self = TypeVar("Self", bound="Selector")
 
 # What parts are told as well.
-TOLD = ("layer", "heads", "rope", "stored", "width", "ahead", "near", "depth", "scale", "board")
+TOLD = ("layer", "heads", "rope", "stored", "rounded", "width", "ahead", "near", "depth", "scale", "board")
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 
 
@@ -131,6 +132,10 @@ class Selector(ABC):
             are taken. None outside a cache, and in one of rows of few bits; see `reads_stored`.
         reads_stored: whether it reads `stored`, or a part does: a cache of rows of few bits (`KVCache(bits=)`), which
             keeps no keys, refuses it.
+        rounded: the sealed rows as a cache of rows of few bits keeps them, in stored order, kept current for methods
+            that ask for it by `rounded_group`; None elsewhere.
+        rounded_group: rows of a group of rounded keys whose levels it reads off `rounded`, or a part does: other caches
+            refuse it. None: it reads none.
         foresees: whether `select` goes by `ahead`, or a part's does.
         ahead: `[B,H,G,D]`, after RoPE: what this layer's projection makes of the input of the attention layer before,
             for the step about to be taken. `KVCache.foresee` tells it, and it holds for one `select`; `clone`,
@@ -156,6 +161,7 @@ class Selector(ABC):
     foresees: bool = False
     needs_near: bool = False
     reads_stored: bool = False
+    rounded_group: int | None = None
     uses_budget: bool = True
     estimates: bool = False
     width: int | None = None
@@ -168,6 +174,7 @@ class Selector(ABC):
     rope: Rope | None = None
     scale: float | None = None
     stored: Tensor | None = None
+    rounded: CodedRows | None = None
     ahead: Tensor | None = None
     board: Board | None = None
     near: Tensor | None = None
@@ -189,6 +196,7 @@ class Selector(ABC):
             self.foresees = self.foresees or value.foresees
             self.needs_near = self.needs_near or value.needs_near
             self.reads_stored = self.reads_stored or value.reads_stored
+            self.rounded_group = self.rounded_group or value.rounded_group
         elif name in TOLD:
             for _, part in self.parts():
                 setattr(part, name, value)
@@ -401,7 +409,7 @@ class Selector(ABC):
             setattr(twin, name, made(state))
         for name, part in self.parts():
             setattr(twin, name, made_part(part))
-        twin.stored = twin.ahead = twin.near = None  # behind the parts, which are told
+        twin.stored = twin.rounded = twin.ahead = twin.near = None  # behind the parts, which are told
         return twin
 
     def reorder(self, index: Tensor) -> None:
@@ -414,7 +422,7 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.stored = self.ahead = self.near = None
+        self.stored = self.rounded = self.ahead = self.near = None
         for _, state in self._states():
             state.reset()
         for _, part in self.parts():
