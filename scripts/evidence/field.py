@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from scripts.evidence.commands import EQUAL_ASKED, UNSEEN, short
+from scripts.evidence.commands import UNSEEN, short
 from scripts.evidence.markdown import bullets, parts, percent, significant, table, text, ticked
 from scripts.evidence.step import Step
 from scripts.evidence.views_agreement import Agreed, mean
@@ -35,13 +35,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "dropping rows": ("h2o", "tova", "snapkv", "pyramidkv"),
     "sampling": ("magicpig", "vattention"),
     "top-p": ("topp",),
-    "estimated tails": ("tailed:rows=64", "retroinfer"),
+    "estimated tails": ("tailed:rows=64", "tailed:inner=lowbit,rows=64", "retroinfer"),
     "reuse": ("freekv", f"{KASCADE},anchors=COUNT", f"{KASCADE},anchors=COUNT,inner=lowbit"),
     CONTROLS: ("recent", "random", "window"),
 }
 TRAINED = ("kmeans", "moments", "saap")  # on SmolLM2
 PAGES = "--selector quest:page=32 --selector clse:page=32,bits=8"  # whose pages are groups of rounded keys
 BUDGETS = "64,256,1024"
+EQUALLY = "--window 91 --seal 64"  # of 32 tokens behind a prefill, the first of which ends it: groups of 64 are full
 CLOSE = (0.1, 0.03, 0.01)  # nats a token
 
 
@@ -58,8 +59,8 @@ def field(model: str, length: int, layers: str, anchors: int, trained: bool, min
     every = [one for name, specs in FAMILIES.items() for one in specs if trained or one not in TRAINED]
     methods = " ".join(f"--selector '{one.replace('COUNT', str(anchors))}'" for one in every)
     asked = (
-        f"sparseattn eval --model {model} --dtype float32 --task agreement {UNSEEN} --lengths {length} --last 64 "
-        f"--samples 1 --budget {BUDGETS} {EQUAL_ASKED} --out OUT"
+        f"sparseattn eval --model {model} --dtype float32 --task agreement {UNSEEN} --lengths {length} --last 32 "
+        f"--samples 1 --budget {BUDGETS} {EQUALLY} --out OUT"
     )
     return Step(
         f"field-{short(model)}",
