@@ -62,6 +62,21 @@ def frontier(records: Sequence[Record], path: Path) -> None:
     plots.frontier([_evaluation(one) for one in rows(records[0])], path)
 
 
+# Of the scores of pages, those that a picture has room for.
+PAGE_SCORES = (
+    *("Exact(group='softmax')", "PageMass", "Quest", "Quest(page=8, int8=True)", "Unique", "Mean(page=4, bits=8)"),
+    *("Quad(page=8, bits=4)", "Clse(bits=8)", "Clse(page=8, bits=4)", "Ellipsoid(bits=4)"),
+    *("LowBit(page=8)", "LowBit(bits=1, page=8)"),
+)
+
+
+def page_scores(records: Sequence[Record], path: Path) -> None:
+    """`frontier` of `PAGE_SCORES`."""
+    from sparseattn.cli import plots
+
+    plots.frontier([_evaluation(one) for one in rows(records[0]) if one["label"] in PAGE_SCORES], path)
+
+
 def _evaluation(one: Record) -> Evaluation:
     """A measurement as `bench` has it, of its means alone."""
     means = {name.removeprefix("mean."): value for name, value in one.items() if name.startswith("mean.")}
@@ -228,13 +243,13 @@ PICTURES: dict[str, Picture] = {
     ),
     "pages-smollm2": Picture(
         ("pages-smollm2",),
-        frontier,
+        page_scores,
         "Recovered mass and output error of SmolLM2 against bytes read and rows attended, by page scores",
         "../pages-smollm2.png",
     ),
     "pages-gemma3": Picture(
         ("pages-gemma3",),
-        frontier,
+        page_scores,
         "Recovered mass and output error of Gemma against bytes read and rows attended, by page scores",
         "../pages-gemma3.png",
     ),
