@@ -78,6 +78,14 @@ PAGE_SCORES = (
     "--selector lowbit:page=8 --selector lowbit:bits=1,page=8"
 )
 
+# Methods without graphs whose step is timed: scores of pages, and what is made around others.
+TIMED = (
+    "--selector quest --selector quest:page=8,int8=True --selector unique --selector mean:page=4,bits=8 "
+    "--selector quad:page=8,bits=4 --selector clse:page=8,bits=4 --selector ellipsoid:bits=4 --selector lowbit "
+    "--selector lowbit:page=8 --selector lowbit:bits=1,page=8 --selector topp --selector tailed:inner=lowbit,rows=64 "
+    "--selector retroinfer --selector rocketkv --selector quest:page=32@bits=8 --selector quest:page=32"
+)
+
 # Methods of 2025 and 2026 beside those that their papers compare with, and keys of few bits.
 FRONTIER = (
     "--selector exact:group=softmax --selector quest --selector quest:group=softmax --selector sparq "

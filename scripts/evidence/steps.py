@@ -9,6 +9,7 @@ from scripts.evidence.commands import (
     EQUAL,
     GRAPHS,
     JUDGED,
+    TIMED,
     TRAINED,
     VLLM,
     WITHOUT_GRAPH,
@@ -179,6 +180,14 @@ STEPS = (
         "--results OUT",
         2,
         "speed-int8-cpu.json",
+    ),
+    Step(
+        "speed-frontier-cpu",
+        "one decode step by scores of pages and by methods made around others",
+        f"python -m benchmarks.speed --rows 131072 --dtype bfloat16 {TIMED} --rounds 9 --cycles 1 --name speed-frontier "
+        "--results OUT",
+        8,
+        "speed-frontier-cpu.json",
     ),
     Step(
         "speed-graph-cpu",

@@ -100,6 +100,7 @@ VIEWS: dict[str, View] = {
     "saap-order": views_saap.order,
     "saap-findings": views_saap.findings,
     "speed-short": views_speed.short,
+    "speed-around": views_speed.around,
     "speed-table": views_speed.long,
     "speed-notes": views_speed.notes,
     "speed-choosing": views_speed.choosing,

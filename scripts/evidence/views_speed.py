@@ -108,6 +108,22 @@ def long(speed: Record, int8: Record, graph: Record) -> str:
     return parts(words, table(head, lines))
 
 
+def around(speed: Record) -> str:
+    """Choosing, attending and the whole step, the shortest step first."""
+    words = text(
+        f"The table times {setting_of(speed)}, bfloat16 and budget {speed['budget']:,}, on {machine_of(speed)} with "
+        "caches emptied before each call; medians in milliseconds. Building is the index of the whole context, in "
+        "seconds."
+    )
+    (one,) = speed["results"]
+    lines = []
+    for method in sorted(one["selectors"], key=lambda method: float(method["seconds"]["step"]["median"])):
+        times = [significant(1e3 * method["seconds"][part]["median"]) for part in ("select", "attend", "step")]
+        built = significant(method["prefill_seconds"]["index"])
+        lines.append([ticked(method["selector"]), *times, _times(method["speed_up"]["median"]), built])
+    return parts(words, table(["", "choosing", "attending", "step", "to dense", "building"], lines))
+
+
 def notes(speed: Record, int8: Record, graph: Record) -> str:
     """What is to be known of the table."""
     quest, again, saap = timed(speed, "quest"), timed(int8, "quest"), timed(speed, "saap")
