@@ -184,8 +184,8 @@ STEPS = (
     Step(
         "speed-frontier-cpu",
         "one decode step by scores of pages and by methods made around others",
-        f"python -m benchmarks.speed --rows 131072 --dtype bfloat16 {TIMED} --rounds 9 --cycles 1 --name speed-frontier "
-        "--results OUT",
+        f"python -m benchmarks.speed --rows 131072 --dtype bfloat16 {TIMED} --rounds 9 --cycles 1 "
+        "--name speed-frontier --results OUT",
         8,
         "speed-frontier-cpu.json",
     ),
