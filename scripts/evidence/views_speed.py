@@ -119,7 +119,7 @@ def around(speed: Record) -> str:
     lines = []
     for method in sorted(one["selectors"], key=lambda method: float(method["seconds"]["step"]["median"])):
         times = [significant(1e3 * method["seconds"][part]["median"]) for part in ("select", "attend", "step")]
-        built = significant(method["prefill_seconds"]["index"]["median"])
+        built = significant(method["prefill_seconds"]["index"]["wall"])
         lines.append([ticked(method["selector"]), *times, _times(method["speed_up"]["median"]), built])
     return parts(words, table(["", "choosing", "attending", "step", "to dense", "building"], lines))
 
