@@ -375,7 +375,7 @@ def _part(
         other *= other
         if kind == CLSE:
             at = coordinate_at + place * coordinate_step
-            if rank * page % (2 * FEW) == 0:
+            if page >= FEW and rank * page % (2 * FEW) == 0:
                 _unpack(coordinates, at, bits, numbers, number + 1 + rank, rank, page, wide, held)
             else:
                 for t in range(page):
