@@ -232,15 +232,15 @@ def _names(shape: Shape) -> list[Probe]:
 
 def _classifier(shape: Shape) -> list[Probe]:
     made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float32
-    few = scoring.FEW
+    few = scoring.FEW[kind.itemsize]
     for heads, hidden, vectors in (
         (1, 64, 1),
         (shape.heads, HIDDEN, 1),
-        (shape.heads, HIDDEN, few // 2),
+        (shape.heads, HIDDEN, few // 4),
         (shape.heads, HIDDEN, few),
         (1, 64, few + 1),
         (shape.heads, HIDDEN, 2 * few),
-        (shape.heads, HIDDEN, 8 * few),
+        (shape.heads, HIDDEN, 4 * few),
     ):
         first = torch.randn(heads, hidden, shape.size).to(kind)
         second = torch.randn(heads, BUCKETS, hidden).to(kind)

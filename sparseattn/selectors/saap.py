@@ -85,7 +85,7 @@ class SAAP(Partitioned):
         read = self._bytes(partition.classifier, heads)
         flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
         numbers = sum(part.numel() for part in partition.classifier.tensors().values())
-        many = query.shape[:3].numel() // len(partition.classifier.w1) > FEW
+        many = query.shape[:3].numel() // len(partition.classifier.w1) > FEW[min(query.dtype.itemsize, 4)]
         launch = Launch("network" if many else "classifier", bytes=heads * read, flops=flops, entries=numbers)
         if self.context:
             own, added = KeyMoments.model(query, buckets)
