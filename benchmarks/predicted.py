@@ -1,8 +1,9 @@
 """Predicted against measured: the steps of `benchmarks.scaling`, and what the model of the machine says of each.
 
-``python -m benchmarks.predicted`` from the repository root reads the machine's profile (`sparseattn machine`) and the
-records of `benchmarks.scaling`, and writes ``benchmarks/results/predicted-cpu.json``. It measures nothing: the profile
-knows none of the points that it is judged by.
+``python -m benchmarks.predicted`` from the repository root reads the machine's profile and a record of
+`benchmarks.scaling`, and writes ``benchmarks/results/predicted-cpu.json``. It measures nothing: the profile knows none
+of the points that it is judged by. `benchmarks.scaling --machine` measures the machine between the points, so that the
+speed of both is that of the same minutes; `sparseattn machine` measures it at another time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sparseattn.selectors import make_selector
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.buckets import Partitioned
 
-RECORDS = ("scaling-cpu", "scaling-lowbit-cpu")
+RECORDS = ("scaling-cpu",)
 BOUND = 0.25  # of the measured time, by which a prediction may be off
 
 
@@ -46,7 +47,7 @@ def predicted(record: Mapping[str, Any], machine: Machine, folder: Path) -> Iter
             shape = Shape(batch, heads, group, size, _dtype(point["dtype"]))
             rows, seconds = point["rows"], point["seconds"]
             method = Method.of(point["selector"], argparse.Namespace(**_sizes(record)))
-            selector = _selector(method, shape, folder, record)
+            selector = _selector(method, shape, folder, point)
             cost = step_cost(selector, shape, rows, point["budget"], sink=method.sink, window=method.window)
             full = dense_cost(shape, rows)
             took = {"step": seconds["step"], "dense": seconds["dense:" + point["dense"]]}
@@ -86,12 +87,14 @@ def _sizes(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: record[name] for name in ("sink", "window", "budget")}, "bits": None}
 
 
-def _selector(method: Method, shape: Shape, folder: Path, record: Mapping[str, Any]) -> Selector:
-    """The method for layer 0; a bucket method with an artefact of the benchmark's shapes."""
+def _selector(method: Method, shape: Shape, folder: Path, point: Mapping[str, Any]) -> Selector:
+    """The method for layer 0; a bucket method with an artefact of the point's shapes."""
     if not issubclass(method.kind, Partitioned):
         return make_selector(method.spec).for_layer(0)
-    buckets, hidden = record.get("buckets", 1024), record.get("hidden", 1024)
-    path = folder / f"{shape.heads}-{shape.size}.safetensors"
+    if "artefact" not in point:
+        raise ValueError(f"the record does not say how many buckets {method.spec} has: make it anew")
+    buckets, hidden = (point["artefact"][name] for name in ("buckets", "hidden"))
+    path = folder / f"{shape.heads}-{shape.size}-{buckets}-{hidden}.safetensors"
     if not path.exists():
         heads, size = shape.heads, shape.size
         shapes = {"w1": (hidden, size), "b1": (hidden,), "w2": (buckets, hidden), "b2": (buckets,)}

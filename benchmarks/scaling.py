@@ -39,9 +39,11 @@ from sparseattn.cli.common import integers
 from sparseattn.cli.lines import name_ends, room, style
 from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.environment import machine
+from sparseattn.measuring import Measuring
 from sparseattn.selectors.buckets import Partitioned
 
 SELECTED = ("quest", "saap")
+BETWEEN = 2  # rounds of measuring the machine after each point
 PARTS = ("step", "select", "attend", "dense")
 SWEEPS = {  # what changes -> its sizes, and what else differs from the options
     "rows": "8192,32768,131072,524288,1048576",
@@ -111,8 +113,9 @@ def run(
             inputs = Inputs(shape)
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "artefact.safetensors"
+                trained = {}
                 if any(issubclass(method.kind, Partitioned) for method in methods):
-                    inputs.artefact(path, options.buckets, options.hidden)
+                    trained = inputs.artefact(path, options.buckets, options.hidden)
                 bench = Bench(inputs, path, timer, copy, options)
                 for method in methods:
                     cache = filled(method, inputs, path, options).cache
@@ -124,6 +127,7 @@ def run(
                             "selector": method.spec,
                             "budget": budget_record(budget),
                             **shape.as_dict(),
+                            **({"artefact": trained} if issubclass(method.kind, Partitioned) else {}),
                             **figures,
                         }
                         result["points"].append(point)
@@ -219,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--memory", type=float, help="GiB of keys and values at most; default a quarter of what there is")
     out.add_argument("--out", type=Path, help="picture; default docs/scaling-DEVICE.png")
+    out.add_argument("--machine", type=Path, help="measure this CPU between the points; profile to write")
     add_common(out)
     return out
 
@@ -237,6 +242,8 @@ def settle(options: argparse.Namespace) -> list[Method]:
     stored_dtype(options.dtype, "--dtype")
     options.budget, options.cycles = parse_budget(options.budget), 0
     settle_common(options, least)
+    if options.machine is not None and torch.device(options.device).type != "cpu":
+        raise ValueError(f"--machine measures a CPU, and --device is {options.device}: leave one of them out")
     if options.memory is None:
         on_gpu = torch.device(options.device).type == "cuda"
         there = torch.cuda.mem_get_info(options.device)[0] / 2**30 if on_gpu else machine()["memory_gib"]
@@ -262,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"scaling-{device}.json"
     drawn = options.out or Path(__file__).parent.parent / "docs" / f"scaling-{device}.png"
+    measuring = None if options.machine is None else Measuring([stored_dtype(options.dtype, "--dtype")])
     progress, begun = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     record: dict[str, Any] = header(options, "how a decode step grows with context, batch and budget")
     record |= {"memory_gib": round(options.memory, 2), "sweeps": {}}
@@ -271,8 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record["memory_mib"] = round(peak_memory() / 2**20, 1)
         record["load"]["after"] = os.getloadavg()
         records.save(record, path)
+        if measuring is not None and not complete:
+            for _ in range(BETWEEN):
+                measuring.round()
 
     write(run(options, methods, lambda words: progress.print(words, soft_wrap=True), write), complete=True)
+    if measuring is not None:
+        measuring.machine().save(options.machine)
     try:
         picture(record, drawn)
         words = f"picture: {drawn}"

@@ -1,6 +1,7 @@
-"""Takes the documents' pictures of the page that `sparseattn report` writes: `python -m scripts.screenshots PAGE`.
+"""Takes the documents' pictures of pages that `sparseattn report` writes: `python -m scripts.screenshots PAGE...`.
 
-It needs the extra `browser` and Chromium (`apt-get install chromium`). The page should be the demo's (`make demo`).
+It needs the extra `browser` and Chromium (`apt-get install chromium`). The pages should be the demo's (`make demo`) and
+that of a folder of `recommend`; of each those pictures are taken that it has.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
 WIDTH = 1280
-# Picture -> the element whose beginning it shows, its height in pixels, and the theme.
+# Picture -> what a page of it has, the element whose beginning it shows, its height in pixels, and the theme.
 PICTURES = {
-    "report-page.png": ("body", 900, "light"),
-    "report-explorer.png": ("#explorer figure", 1010, "light"),
+    "report-page.png": ("#explorer", "body", 900, "light"),
+    "report-explorer.png": ("#explorer", "#explorer figure", 1010, "light"),
+    "report-plan.png": ("figure.given", "#plan", 740, "light"),
 }
 
 
@@ -28,11 +30,15 @@ def take(page_file: Path) -> list[Path]:
     made = []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, (element, height, theme) in PICTURES.items():
+        for name, (needed, element, height, theme) in PICTURES.items():
             size = {"width": WIDTH, "height": height}
             page = browser.new_page(viewport=size, color_scheme=theme, reduced_motion="reduce")
             page.goto(page_file.resolve().as_uri())
-            page.wait_for_selector("figure.explorer[data-ready=yes]")
+            page.wait_for_selector("html[data-ready=yes]")
+            if not page.locator(needed).count():
+                continue
+            if page.locator("#explorer").count():
+                page.wait_for_selector("figure.explorer[data-ready=yes]")
             box = page.locator(element).first.bounding_box()
             clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(height, box["height"])}
             page.screenshot(path=DOCS / name, clip=clip, full_page=True)
@@ -42,5 +48,6 @@ def take(page_file: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for path in take(Path(sys.argv[1])):
-        print(path)
+    for page_file in map(Path, sys.argv[1:]):
+        for path in take(page_file):
+            print(path)

@@ -19,19 +19,22 @@ from torch import Tensor
 
 from sparseattn.budget import Budget, Reader, budget_of
 
+MEMORY_PAGE = 4096  # bytes whose address is looked up at once
+
 # What a launch runs, by which a machine knows its speed.
 KINDS = {
     "step": "what a step does whatever the method, such as to look at the query",
     "operator": "a tensor operation on a few numbers: its launch is what it costs",
     "dense": "attention over every row, as torch computes it",
     "attend": "attention over rows named in runs, such as pages; entries: runs",
-    "gather": "attention over rows named one by one",
+    "gather": "attention over rows named one by one; entries: pages of memory that they lie in",
     "bounds": "products of the queries with the bounds of pages",
     "product": "products in float32 of the queries with a tensor of the keys' dtype; entries: scores made",
-    "codes": "products of the queries with keys of a few bits, the group's vote, and the best rows",
+    "codes": "products of the queries with keys of a few bits, the group's vote, and the best; entries: their sort",
     "listed": "the same of listed rows",
     "names": "sums over tables by codes that name centroids; entries: names looked up",
-    "classifier": "a network of two layers that ranks buckets; entries: its numbers",
+    "classifier": "a network of two layers that ranks buckets, for few queries; entries: its numbers",
+    "network": "the same for many queries",
     "sort": "the best of many scores; entries: scores",
     "walk": "scores of keys here and there, as of a search of a graph; entries: keys",
 }
@@ -171,7 +174,14 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 def attention(
-    shape: Shape, lists: int, near: float, rows: float, runs: float, distinct: float, kind: str | None = None
+    shape: Shape,
+    lists: int,
+    near: float,
+    rows: float,
+    runs: float,
+    distinct: float,
+    held: float,
+    kind: str | None = None,
 ) -> Launch:
     """The launch that attends: every query head of a list to its `rows` and to the `near` ones.
 
@@ -180,26 +190,40 @@ def attention(
         near: rows that every query reads.
         rows: that a list names, in so many `runs`.
         distinct: rows that are read for a KV head, each once, the near ones among them.
+        held: rows that these are among.
         kind: of the launch; None: "gather" where runs are single rows, else "attend".
     """
-    heads = shape.batch * shape.heads
+    heads, single = shape.batch * shape.heads, 0 < rows <= runs
     return Launch(
-        kind or ("gather" if 0 < rows <= runs else "attend"),
+        kind or ("gather" if single else "attend"),
         bytes=heads * distinct * shape.row_bytes,
         flops=4.0 * heads * shape.group * (near + rows) * shape.size,
-        entries=shape.batch * lists * runs,
+        entries=shape.batch * lists * (memory_pages(shape, rows, held) if single else runs),
     )
+
+
+def memory_pages(shape: Shape, rows: float, held: float) -> float:
+    """Pages of memory of 4 KiB in which keys and values of so many rows lie, of one KV head, where they are spread
+    among `held` rows as at random."""
+    pages = max(held * shape.row_bytes / 2 / MEMORY_PAGE, 1.0)
+    return 2 * pages * (1 - math.exp(-rows / pages))
 
 
 def dense_cost(shape: Shape, context: int) -> Cost:
     """Of full attention over `context` rows, as torch computes it."""
-    launch = attention(shape, shape.heads, context, 0, 0, context, "dense")
+    launch = attention(shape, shape.heads, context, 0, 0, context, context, "dense")
     return Cost((launch,), shape.dtype, 0.0, context, launch.bytes)
 
 
 def sorted_best(lists: float, many: float, few: float) -> float:
     """Entries of a sort that finds the best `few` of `many` scores for each list, and puts these in order."""
     return lists * (many + (few * math.log2(few) if few > 1 else 0.0))
+
+
+def picked(lists: float, many: float, few: float) -> float:
+    """Entries that are handled one by one to find the best `few` of `many` scores for each list, in no order: where
+    these are scattered, next to none of the others."""
+    return lists * min(many, 8 * few)
 
 
 class Chooser(Reader, Protocol):
@@ -252,9 +276,9 @@ def step_cost(
     if rows is not None and named:
         named, runs = rows, runs * rows / named
     distinct = near + min(named * scan.lists / shape.heads, sealed)
-    launches = [Launch("step"), *scan.launches, attention(shape, scan.lists, near, named, runs, distinct)]
+    launches = [Launch("step"), *scan.launches, attention(shape, scan.lists, near, named, runs, distinct, sealed)]
     if scan.tail:
-        launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail))
+        launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail, scan.tail))
         distinct += scan.tail
     heads = shape.batch * shape.heads
     return Cost(

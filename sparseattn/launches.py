@@ -1,16 +1,18 @@
-"""Calls that are what each kind of launch is, at a few sizes, on random rows: what `sparseattn.measuring` times."""
+"""Calls that are what each kind of launch is, at a few sizes, on random rows, and whole steps of a short context: what
+`sparseattn.measuring` times."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseattn.attention import decode
 from sparseattn.cache import KVCache
-from sparseattn.costs import KINDS, Launch, Shape, attention, products, sorted_best
+from sparseattn.costs import KINDS, Cost, Launch, Shape, attention, picked, products, sorted_best, step_cost
 from sparseattn.kernels import attend, codebooks, lowbit, scoring
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors.base import half
@@ -21,7 +23,12 @@ GROUP = 64  # rows of codes that share levels
 HIDDEN, BUCKETS = 1024, 1024  # of the classifier
 SUBSPACES, CENTROIDS = 16, 256  # of codebooks
 OPERATORS = 8  # small operations in a probe of them
-CHAIN = ("step", "bounds", "sort", "operator", "attend")
+CHAIN = ("bounds", "sort", "operator", "attend")
+STEPS = ("quest", "lowbit", "twostage")  # of each way to choose
+CONTEXT, BUDGET, SINK, WINDOW = 2048, 256, 4, 64  # of whole steps
+MANY = 16  # sequences
+
+_Index = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,36 @@ class Probe:
     call: Callable[[], Any]
 
 
+@dataclass(frozen=True)
+class Step:
+    """A whole decode step, and what it is made of by formula."""
+
+    cost: Cost
+    call: Callable[[], Any]
+
+
+def steps_of(shape: Shape) -> list[Step]:
+    """Steps in which the memory does not bind."""
+    made, query = [], _query(shape)
+    keys, values = _rows(shape, CONTEXT), _rows(shape, CONTEXT)
+    for name in STEPS:
+        cache = KVCache(name, sink=SINK, window=WINDOW)
+        cache.append(keys, values)
+        cost = step_cost(cache.selector, shape, CONTEXT, BUDGET, sink=SINK, window=WINDOW)
+
+        def call(cache: KVCache = cache) -> Tensor:
+            return decode(query, cache, BUDGET)
+
+        made.append(Step(cost, call))
+    return made
+
+
 def probes_of(shape: Shape) -> list[Probe]:
-    """Every kind at a few sizes."""
+    """Every kind but a step's own at a few sizes."""
     made: list[Probe] = []
-    for make in (_step, _operators, _dense, _attend, _bounds, _products, _codes, _names, _classifier, _sort, _walk):
+    for make in (_operators, _dense, _attend, _bounds, _products, _codes, _names, _classifier, _sort, _walk):
         made += make(shape)
-    missing = set(KINDS) - {probe.launch.kind for probe in made}
+    missing = set(KINDS) - {"step"} - {probe.launch.kind for probe in made}
     assert not missing, f"nothing measures {missing}"
     return made
 
@@ -62,12 +93,6 @@ def _spread(shape: Shape) -> Tensor:
     return torch.ones(shape.batch, shape.heads, HELD, shape.size, dtype=shape.dtype)
 
 
-def _step(shape: Shape) -> list[Probe]:
-    cache, query = KVCache("window", sink=4, window=64), _query(shape)
-    cache.append(_rows(shape, 128), _rows(shape, 128))
-    return [Probe(Launch("step"), lambda: cache.select(query, 1))]
-
-
 def _operators(shape: Shape) -> list[Probe]:
     mask = torch.ones(shape.batch, 64, dtype=torch.bool)
 
@@ -84,7 +109,7 @@ def _dense(shape: Shape) -> list[Probe]:
     query, made = _query(shape), []
     for rows in (1024, 8192, 32768):
         keys, values = _rows(shape, rows), _rows(shape, rows)
-        launch = attention(shape, shape.heads, rows, 0, 0, rows, "dense")
+        launch = attention(shape, shape.heads, rows, 0, 0, rows, rows, "dense")
 
         def call(keys: Tensor = keys, values: Tensor = values) -> Tensor:
             return torch.softmax(query @ keys.mT * shape.size**-0.5, -1) @ values
@@ -94,27 +119,28 @@ def _dense(shape: Shape) -> list[Probe]:
 
 
 def _attend(shape: Shape) -> list[Probe]:
-    held, near, query, made = HELD, 64, _query(shape), []
+    near, query, made = 64, _query(shape), []
     keys, values = _spread(shape), _spread(shape)
-    bounds = Bounds.of(shape.batch, held, sealed=held - near)
-    for rows, run in (
-        (PAGE, PAGE),
-        (1024, PAGE),
-        (8192, PAGE),
-        (1024, LONG),
-        (8192, LONG),
-        (64, 1),
-        (1024, 1),
-        (4096, 1),
+    for held, rows, run in (
+        (HELD, PAGE, PAGE),
+        (HELD, 1024, PAGE),
+        (HELD, 8192, PAGE),
+        (HELD, 1024, LONG),
+        (HELD, 8192, LONG),
+        (HELD, 64, 1),
+        (HELD, 1024, 1),
+        (HELD, 4096, 1),
+        (HELD // 32, 1024, 1),  # several in a page of memory
     ):
-        span = min(run, PAGE)
+        span, bounds = min(run, PAGE), Bounds.of(shape.batch, held, sealed=held - near)
         first = torch.rand(shape.batch, shape.heads, (held - near) // run).topk(rows // run).indices * (run // span)
         ids = first[..., None] + torch.arange(run // span)
-        selection = Selection.pages(ids.flatten(2), span)
-        launch = attention(shape, shape.heads, near, rows, rows / run, near + rows)
+        ids = ids.flatten(2)
+        selection = Selection.pages(ids.sort().values if run == 1 else ids, span)  # as kernels name them
+        launch = attention(shape, shape.heads, near, rows, rows / run, near + rows, held)
 
-        def call(selection: Selection = selection) -> Any:
-            return attend(query, keys, values, selection, bounds)
+        def call(selection: Selection = selection, bounds: Bounds = bounds, held: int = held) -> Any:
+            return attend(query, keys[:, :, :held], values[:, :, :held], selection, bounds)
 
         made.append(Probe(launch, call))
     return made
@@ -149,27 +175,44 @@ def _products(shape: Shape) -> list[Probe]:
 
 
 def _codes(shape: Shape) -> list[Probe]:
-    query, made = _query(shape), []
-    heads = shape.batch * shape.heads
-    for rows in (1024, 16384, 65536):
-        keys = _rows(shape, rows)
-        packed, low, step = lowbit.quantise(keys, GROUP, 2, "bins", half(keys))
-        real = torch.ones(shape.batch, rows, dtype=torch.bool)
-        launch = Launch("codes", 0.0, 2.0 * heads * shape.group * rows * shape.size)
+    many = replace(shape, batch=MANY * shape.batch)
+    made = []
+    for of, rows, best in ((shape, 1024, 64), (shape, 16384, 512), (shape, 163_840, 64), (many, 4096, 1024)):
+        index, query = _index(of, rows), _query(of)
+        work = picked(of.batch * of.heads, rows, best)
+        launch = Launch("codes", 0.0, 2.0 * query.numel() * rows, work)
 
-        def call(packed: Tensor = packed, low: Tensor = low, step: Tensor = step, real: Tensor = real) -> Tensor:
-            return lowbit.best(query, packed, low, step, real, 2, "softmax", 512)
+        def call(index: _Index = index, query: Tensor = query, best: int = best) -> Selection:
+            ids = lowbit.best(query, *index, 2, "softmax", best)
+            scanned = index[-1].sum(-1)[:, None].expand(-1, ids.shape[1])
+            return Selection.pages(ids, 1, scanned, scanned)
 
         made.append(Probe(launch, call))
-    for listed in (64, 512, 2048):
-        pages = torch.rand(shape.batch, shape.heads, rows // PAGE).topk(listed).indices
-        launch = Launch("listed", 0.0, 2.0 * heads * shape.group * listed * PAGE * shape.size)
+    for of, rows, listed, best in (
+        (shape, 65536, 64, 64),
+        (shape, 65536, 512, 64),
+        (shape, 65536, 2048, 512),
+        (many, 4096, 128, 1024),
+    ):
+        index, query = _index(of, rows), _query(of)
+        pages = torch.rand(of.batch, of.heads, rows // PAGE).topk(listed).indices
+        work = picked(of.batch * of.heads, listed * PAGE, best)
+        launch = Launch("listed", 0.0, 2.0 * query.numel() * listed * PAGE, work)
 
-        def call_listed(pages: Tensor = pages) -> Any:
-            return lowbit.best_listed(query, packed, low, step, real, 2, "softmax", pages, PAGE, 512)
+        def call_listed(
+            index: _Index = index, query: Tensor = query, pages: Tensor = pages, best: int = best
+        ) -> Selection:
+            return Selection.tokens(lowbit.best_listed(query, *index, 2, "softmax", pages, PAGE, best)[0])
 
         made.append(Probe(launch, call_listed))
     return made
+
+
+def _index(shape: Shape, rows: int) -> _Index:
+    """Codes of two bits of so many rows, their levels, and which rows are real."""
+    keys = _rows(shape, rows)
+    packed, low, step = lowbit.quantise(keys, GROUP, 2, "bins", half(keys))
+    return packed, low, step, torch.ones(shape.batch, rows, dtype=torch.bool)
 
 
 def _names(shape: Shape) -> list[Probe]:
@@ -189,22 +232,26 @@ def _names(shape: Shape) -> list[Probe]:
 
 def _classifier(shape: Shape) -> list[Probe]:
     made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float32
-    for heads, hidden, many in (
+    few = scoring.FEW[kind.itemsize]
+    for heads, hidden, vectors in (
         (1, 64, 1),
         (shape.heads, HIDDEN, 1),
-        (shape.heads, HIDDEN, 8),
-        (shape.heads, HIDDEN, 64),
+        (shape.heads, HIDDEN, few // 4),
+        (shape.heads, HIDDEN, few),
+        (1, 64, few + 1),
+        (shape.heads, HIDDEN, 2 * few),
+        (shape.heads, HIDDEN, 4 * few),
     ):
         first = torch.randn(heads, hidden, shape.size).to(kind)
         second = torch.randn(heads, BUCKETS, hidden).to(kind)
-        x = torch.randn(heads, shape.group * many, shape.size)
-        flops = 2.0 * heads * shape.group * many * hidden * (shape.size + BUCKETS)
+        x = torch.randn(heads, vectors, shape.size)
+        flops = 2.0 * heads * vectors * hidden * (shape.size + BUCKETS)
 
         def call(first: Tensor = first, second: Tensor = second, x: Tensor = x) -> Tensor:
             return scoring.linear(scoring.linear(x, first, relu=True), second)
 
-        launch = Launch("classifier", first.nbytes + second.nbytes, flops, first.numel() + second.numel())
-        made.append(Probe(launch, call))
+        name = "network" if vectors > few else "classifier"
+        made.append(Probe(Launch(name, first.nbytes + second.nbytes, flops, first.numel() + second.numel()), call))
     return made
 
 

@@ -43,6 +43,13 @@ class Speed:
     flops: float | None = None
     entry: float = 0.0
 
+    def seconds(self, launch: Launch, bandwidth: float) -> float:
+        """What one launch, or `count` equal ones, takes, of a memory of so many bytes per second."""
+        work = launch.entries * self.entry
+        if self.flops is not None:
+            work += launch.flops / self.flops
+        return launch.count * self.launch + max(launch.bytes / bandwidth, work)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -139,11 +146,7 @@ class Machine:
 
     def launch_seconds(self, launch: Launch, dtype: torch.dtype) -> float:
         """What one launch, or `count` equal ones, takes."""
-        speed = self.speed(launch, dtype)
-        work = launch.entries * speed.entry
-        if speed.flops is not None:
-            work += launch.flops / speed.flops
-        return launch.count * speed.launch + max(launch.bytes / self.bandwidth, work)
+        return self.speed(launch, dtype).seconds(launch, self.bandwidth)
 
 
 def measured_path() -> Path:

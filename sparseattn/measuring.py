@@ -1,10 +1,11 @@
 """Measures the machine that this runs on: the speed of each kind of launch, on random rows, from cold caches.
 
-Every kind is timed at a few sizes. All calls take turns, round after round, so that what else runs falls on all alike.
-A pass is some rounds; of each call the median of a pass counts, and of the passes the fastest. From these times follow
-a kind's fixed cost and its costs for an operation and for an entry: those that, none below 0, miss them least in
-proportion (least squares). What only the first call from cold caches takes is found by calls that follow each other,
-and taken off those launches that come behind others in a step.
+Every kind is timed at a few sizes. All calls take turns, round after round, so that what else runs falls on all alike,
+and of each call the median counts: where the bandwidth of a shared machine comes and goes, the usual one. From these
+times follow a kind's fixed cost and its costs for an operation and for an entry: those that, none below 0, miss them
+least in proportion (least squares). What only the first call from cold caches takes is found by calls that follow each
+other, and taken off those launches that come behind others in a step. Then small steps are timed whole: what they take
+beyond their launches is what a step costs itself.
 """
 
 from __future__ import annotations
@@ -13,79 +14,125 @@ import itertools
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sparseattn import environment
 from sparseattn.costs import Launch, Shape
-from sparseattn.launches import chained, probes_of
+from sparseattn.launches import Probe, Step, chained, probes_of, steps_of
 from sparseattn.machine import CPU, Machine, Speed
 from sparseattn.timing import Timer, last_cache
 
 SHAPE = Shape(1, 8, 4, 128)  # of a layer of Llama 3 8B
-PASSES, ROUNDS = 6, 5
+DTYPES = torch.bfloat16, torch.float32
+ROUNDS = 30
 WARM = 2  # rounds that do not count: code is compiled, storage allocated
 SWEPT = 256 << 20  # bytes read for the bandwidth
-FIRST = ("step", "dense")  # launches that no other of a step comes before
+FIRST = ("dense",)  # launches that no other of a step comes before
+
+
+class Measuring:
+    """A measurement, round by round: `Measuring(dtypes)`, `round()` as often as there is time, `machine()`.
+
+    Args:
+        dtypes: of keys and values.
+        shape: of the layer whose steps are to be predicted best; its dtype means nothing.
+    """
+
+    def __init__(self, dtypes: Sequence[torch.dtype] = DTYPES, shape: Shape = SHAPE) -> None:
+        self.shape = shape
+        self.load = os.getloadavg() if hasattr(os, "getloadavg") else ()
+        self.rounds = 0
+        self._begun = 0
+        self._timer = Timer("cpu", 2 * last_cache(torch.device("cpu")))
+        self._swept = torch.ones(SWEPT // 4)
+        self._reading: list[float] = []
+        self._parts = [_Part(replace(shape, dtype=dtype)) for dtype in dtypes]
+
+    def round(self) -> None:
+        """Times every call once; the first rounds do not count."""
+        counts = self._begun >= WARM
+        self._begun += 1
+        self.rounds += counts
+        for part in self._parts:
+            for call, seconds in zip(part.calls, part.seconds, strict=True):
+                taken = self._timer(call)
+                if counts:
+                    seconds.append(taken)
+        taken = self._timer(self._swept.sum)
+        if counts:
+            self._reading.append(taken)
+
+    def machine(self) -> Machine:
+        """The CPU's profile, by the rounds so far.
+
+        Raises:
+            ValueError: none has counted yet.
+        """
+        if not self.rounds:
+            raise ValueError(f"no round has counted yet: call round() more than {WARM} times")
+        bandwidth = SWEPT / statistics.median(self._reading)
+        speeds = {str(part.shape.dtype).removeprefix("torch."): part.speeds(bandwidth) for part in self._parts}
+        about: dict[str, Any] = {
+            "shape": {"heads": self.shape.heads, "group": self.shape.group, "size": self.shape.size},
+            "rounds": self.rounds,
+            "threads": torch.get_num_threads(),
+            "load": self.load,
+            "machine": environment.machine(),
+            "versions": environment.versions(),
+        }
+        return Machine(CPU, bandwidth, speeds, "cpu", False, "measured by sparseattn machine", about)
+
+
+class _Part:
+    """The calls of one dtype, and their seconds so far."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.probes: list[Probe] = probes_of(shape)
+        self.steps: list[Step] = steps_of(shape)
+        self.places = chained(self.probes)
+        chain = [self.probes[k].call for k in self.places]
+        self.calls: list[Callable[[], Any]] = [
+            *(probe.call for probe in self.probes),
+            *(step.call for step in self.steps),
+            lambda: [call() for call in chain],
+        ]
+        self.seconds: list[list[float]] = [[] for _ in self.calls]
+
+    def speeds(self, bandwidth: float) -> dict[str, Speed]:
+        *usual, together = (statistics.median(seconds) for seconds in self.seconds)
+        alone, whole = usual[: len(self.probes)], usual[len(self.probes) :]
+        launches = [probe.launch for probe in self.probes]
+        found = fitted(launches, after_others(launches, alone, first_call([alone[k] for k in self.places], together)))
+        rest = [
+            taken - sum(found[one.kind].seconds(one, bandwidth) for one in step.cost.launches if one.kind != "step")
+            for step, taken in zip(self.steps, whole, strict=True)
+        ]
+        return {"step": Speed(max(statistics.median(rest), 0.0)), **found}
 
 
 def measure(
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    dtypes: Sequence[torch.dtype] = DTYPES,
     shape: Shape = SHAPE,
-    passes: int = PASSES,
     rounds: int = ROUNDS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Machine:
     """The CPU's profile.
 
     Args:
-        dtypes: of keys and values.
-        shape: of the layer whose steps are to be predicted best; its dtype means nothing.
-        passes: of which the fastest counts.
-        rounds: of a pass, in which all calls take turns.
+        dtypes, shape: see `Measuring`.
+        rounds: that count.
         progress: called with rounds done and all of them.
     """
-    timer = Timer("cpu", 2 * last_cache(torch.device("cpu")))
-    swept = torch.ones(SWEPT // 4)
-    before = os.getloadavg() if hasattr(os, "getloadavg") else ()
-    done = itertools.count(1)
-    speeds, reading = {}, []
-    for dtype in dtypes:
-        sized = Shape(shape.batch, shape.heads, shape.group, shape.size, dtype)
-        probes = probes_of(sized)
-        places = chained(probes)
-        calls = [probe.call for probe in probes] + [lambda own=probes, at=places: [own[k].call() for k in at]]
-        taken: list[list[float]] = [[] for _ in calls]
-        for number in range(-WARM, passes * rounds):
-            for call, seconds in zip(calls, taken, strict=True):
-                one = timer(call)
-                if number >= 0:
-                    seconds.append(one)
-            reading.append(timer(swept.sum))
-            if progress is not None:
-                progress(next(done), len(dtypes) * (passes * rounds + WARM))
-        *fastest, together = (fastest_pass(seconds, rounds) for seconds in taken)
-        own = after_others(
-            [probe.launch for probe in probes], fastest, first_call([fastest[k] for k in places], together)
-        )
-        speeds[str(dtype).removeprefix("torch.")] = fitted([probe.launch for probe in probes], own)
-    about: dict[str, Any] = {
-        "shape": {"heads": shape.heads, "group": shape.group, "size": shape.size},
-        "passes": passes,
-        "rounds": rounds,
-        "threads": torch.get_num_threads(),
-        "load": before,
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-    }
-    bandwidth = SWEPT / fastest_pass(reading, rounds)
-    return Machine(CPU, bandwidth, speeds, "cpu", False, "measured by sparseattn machine", about)
-
-
-def fastest_pass(seconds: Sequence[float], rounds: int) -> float:
-    """The least median of so many rounds."""
-    return min(statistics.median(seconds[first : first + rounds]) for first in range(0, len(seconds), rounds))
+    measuring = Measuring(dtypes, shape)
+    for done in range(1, rounds + WARM + 1):
+        measuring.round()
+        if progress is not None:
+            progress(done, rounds + WARM)
+    return measuring.machine()
 
 
 def first_call(alone: Sequence[float], together: float) -> float:

@@ -297,6 +297,8 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     assert "Verified on 3 windows held out (24 tokens)" in page
     lines = (tmp_path / "recommend.jsonl").read_bytes()
     assert lines.count(b'"frontier"') == 2 * 4 * 4
+    (where,) = (json.loads(line) for line in lines.splitlines() if b'"versions"' in line)
+    assert where["versions"]["torch"] == torch.__version__
     again = run(*SHORT, "--error", "10%", "--out", tmp_path, "--json")
     assert (tmp_path / "recommend.jsonl").read_bytes() == lines, "nothing was measured again"
     assert json.loads(again.stdout)["layers"] == plan.records()
@@ -342,6 +344,8 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
         (["--context", "128m"], "--context is rows such as 32768 or 128k"),
         (["--for", "vllm"], "'lowbit' cannot be served: it chooses single rows"),
         (["--machine", "b300"], "a machine is one of"),
+        (["--selector", "infinigen"], "'infinigen' goes by the query of the layer before"),
+        (["--selector", "kascade:anchors=[0]"], "goes by the choice of another layer"),
         (["--windows", "0"], "--windows is 1 or more"),
         (["--length", "20000"], "positions, --length takes 20000"),
         (["--text", "bob"], "bob is neither a file nor a text known by name"),

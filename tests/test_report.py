@@ -76,13 +76,18 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     views = {name: [view["kind"] for view in one["views"]] for name, one in sections.items()}
     assert views["frontier"] == ["lines", "heat", "table"]
     assert views["needs"] == ["heat"]
-    assert views["plan"] == ["lines", "heat", "table"]
-    lines, heat, table = sections["plan"]["views"]
+    assert views["plan"] == ["given", "lines", "heat", "table"]
+    given, lines, heat, table = sections["plan"]["views"]
     assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines["points"]] == [
         ("Quest", "budget 16", 1.5 / 16),
         ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
     ], "what is measured in every layer"
     assert heat["panels"][0]["values"]["kl"] == [[0.09375, 0.09375], [0.0625, None]]
+    (plan,) = given["plans"]
+    assert plan["layers"][1] == {
+        "layer": 1,
+        "heads": [{"method": "Quest", "budget": "64"}, {"method": "dense", "budget": ""}],
+    }
     assert table["rows"][1:] == [
         ["made up-1%", "1", "KV head 0", "Quest", "64"],
         ["made up-1%", "1", "KV head 1", "dense", ""],

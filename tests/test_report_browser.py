@@ -83,7 +83,7 @@ def test_the_page_opens_from_the_disk_at_every_width_and_theme(
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is cut off at the side"
     assert page.locator("main > section").count() == 9
     assert page.locator(".lead p").count() == 7
-    for kind, count in (("lines", 5), ("heat", 6), ("table", 6), ("facts", 1), ("explorer", 1)):
+    for kind, count in (("lines", 5), ("heat", 6), ("given", 1), ("table", 6), ("facts", 1), ("explorer", 1)):
         assert page.locator(f"figure.{kind}").count() == count, kind
     assert page.locator("figure.lines svg, figure.heat svg").count() >= 12
     ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
@@ -113,6 +113,10 @@ def test_a_method_switched_off_leaves_plots_maps_and_tables(opened: Callable[...
     assert lines_of(page) == []
     page.get_by_role("button", name="all", exact=True).click()
     assert lines_of(page) == ["Quest", "Exact", "Window"]
+    cells = page.locator("#plan figure.given g[aria-label=cell] rect")
+    before = cells.count()
+    page.locator("input[data-method=Quest]").uncheck()
+    assert 0 < cells.count() < before, "what is dense stays"
 
 
 def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None:

@@ -222,9 +222,9 @@ STEPS = (
     ),
     Step(
         "predicted-cpu",
-        "how far predicted steps are from steps that were measured on the same machine in the same hour",
-        "sparseattn machine --out OUT/cpu.json && python -m benchmarks.scaling --selector quest --selector saap "
-        "--selector lowbit --selector twostage --memory 2.05 --rounds 9 --results OUT --out OUT/scaling.png && "
+        "how far predicted steps are from steps that were measured on the same machine in the same minutes",
+        "python -m benchmarks.scaling --selector quest --selector saap --selector lowbit --selector twostage "
+        "--memory 2.05 --rounds 9 --machine OUT/cpu.json --results OUT --out OUT/scaling.png && "
         "python -m benchmarks.predicted --machine OUT/cpu.json --record scaling-cpu --results OUT "
         "--out OUT/predicted-cpu.json",
         16,

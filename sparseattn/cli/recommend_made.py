@@ -19,7 +19,7 @@ from sparseattn.recommend.records import Records
 from sparseattn.recommend.search import Choice, Proposal
 from sparseattn.tasks.decoder import ModelDecoder
 
-PLAN = "plan"  # the kind of a record
+PLAN, MADE = "plan", "made"  # kinds of a record
 
 
 def settings_of(
@@ -102,6 +102,13 @@ def made_plan(
         window=asked.window,
         made=made,
     )
+
+
+def say_where(records: Records) -> None:
+    """Leaves in the records what measures from here on: versions and machine, unless what was measured last says so."""
+    where = json.loads(json.dumps({"versions": versions(), "machine": machine()}))
+    if not any(all(one[name] == where[name] for name in where) for one in records.of(MADE)[-1:]):
+        records.add(MADE, {"date": datetime.date.today().isoformat(), **where})
 
 
 def keep(records: Records, plan: Plan) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from sparseattn.cli.common import open_model, progress_bar
 from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
-from sparseattn.cli.recommend_made import keep, made_plan, mean, settings_of
+from sparseattn.cli.recommend_made import keep, made_plan, mean, say_where, settings_of
 from sparseattn.integrations.vllm.serving import quarter_of_memory
 from sparseattn.plans import Plan
 from sparseattn.recommend.candidates import candidates
@@ -76,6 +76,7 @@ def run(asked: Asked, path: Path) -> Found:
     layers = _layers(decoder, wide)
     settings = settings_of(asked, texts, decoder, wide, layers)
     records = Records(path, settings)
+    say_where(records)
     trials = Trials(
         decoder,
         tokens,

@@ -209,7 +209,9 @@ def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -
 
 # -- buckets ---------------------------------------------------------------------------------------------------------
 
-FEW = 16  # vectors for which reading the weights is what a linear layer costs; torch multiplies more of them faster
+# Bytes of a weight -> vectors up to which reading the weights is what a linear layer costs. More of them torch
+# multiplies faster, once it has turned weights of 16 bits into float32 ones.
+FEW = {2: 64, 4: 16}
 
 
 def linear(
@@ -227,7 +229,7 @@ def linear(
     Returns:
         `[A,n,C]` float32.
     """
-    if impl is None and (x.shape[1] > FEW or x.is_cuda or x.requires_grad or weight.requires_grad):
+    if impl is None and (x.shape[1] > FEW[weight.itemsize] or x.is_cuda or x.requires_grad or weight.requires_grad):
         impl = "torch"
     if bias is None:
         bias = weight.new_zeros(weight.shape[:2], dtype=torch.float32)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sparseattn.budget import Budget
 from sparseattn.roles import DENSE, WINDOW, Role
+from sparseattn.selectors.kascade import Kascade
 
 # Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
 # what is not read, and among the pages of another; clusters; pages by means and by directions.
@@ -38,7 +39,7 @@ def candidates(
         windows: whether the window may be larger than it is, by a budget.
 
     Raises:
-        ValueError: no such method, or one that none of the budgets fits.
+        ValueError: no such method, one that none of the budgets fits, or one that no layer can have without another.
     """
     budgets = [b for b in budgets if not isinstance(b, int) or b < context / 2]
     if not budgets:
@@ -50,6 +51,7 @@ def candidates(
         if method in (DENSE, WINDOW):
             continue
         plain = Role(method)
+        _check_alone(plain)
         if not plain.selector.uses_budget:
             found.append([plain])
         elif fitting := _fitting(method, budgets):
@@ -57,6 +59,17 @@ def candidates(
         else:
             Role(method, budgets[-1])  # says why
     return found
+
+
+def _check_alone(role: Role) -> None:
+    """ValueError for a method that goes by another layer: what each layer loses is measured with the others full."""
+    for part in role.selector.within():
+        if part.foresees or isinstance(part, Kascade):
+            why = "the query of the layer before" if part.foresees else "the choice of another layer"
+            raise ValueError(
+                f"{role.method!r} goes by {why}, and layers are measured one by one: take methods by which each layer "
+                f"chooses for itself"
+            )
 
 
 def _fitting(method: str, budgets: Sequence[Budget]) -> list[Role]:

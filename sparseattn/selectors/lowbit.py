@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan
+from sparseattn.costs import Launch, Scan, picked
 from sparseattn.kernels import grid as grids
 from sparseattn.kernels import lowbit
 from sparseattn.kernels.scoring import best_rows
@@ -156,8 +156,9 @@ class LowBit(PageSelector):
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         batch, heads, members, size = query.shape
         read, every = int(self.read(torch.tensor(sealed), size)), batch * heads
-        scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size)  # and finds the best
         best, lists = min(budget, sealed) // self.page, heads * members if self.group == "each" else heads
+        work = picked(batch * lists, sealed // self.page, best)
+        scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size, work)
         launches = (scoring, Launch("operator", count=self.operators))
         return Scan(read, launches, lists, best * self.page, best)
 

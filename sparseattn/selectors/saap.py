@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.artefact import AUTO, Classifier, Partition
 from sparseattn.costs import Launch
-from sparseattn.kernels.scoring import chosen
+from sparseattn.kernels.scoring import FEW, chosen
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.buckets import Parameters, Partitioned
 from sparseattn.selectors.loaded import Loaded, Wanted
@@ -85,7 +85,8 @@ class SAAP(Partitioned):
         read = self._bytes(partition.classifier, heads)
         flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
         numbers = sum(part.numel() for part in partition.classifier.tensors().values())
-        launch = Launch("classifier", bytes=heads * read, flops=flops, entries=numbers)
+        many = query.shape[:3].numel() // len(partition.classifier.w1) > FEW[min(query.dtype.itemsize, 4)]
+        launch = Launch("network" if many else "classifier", bytes=heads * read, flops=flops, entries=numbers)
         if self.context:
             own, added = KeyMoments.model(query, buckets)
             read, launch = read + own, replace(launch, bytes=launch.bytes + added.bytes, flops=flops + added.flops)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan
+from sparseattn.costs import Launch, Scan, picked
 from sparseattn.kernels import lowbit
 from sparseattn.selection import Selection, Tail
 from sparseattn.selectors.base import Rows, Selector, check_least
@@ -154,12 +154,13 @@ class TwoStage(Selector):
         spans = self.rows * first.runs / first.rows if first.rows else 0.0
         groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
         codes = rows * 4 * lowbit.words(size, self.bits) + float(self.inside.levels_bytes(torch.tensor(groups), size))
+        few, own = min(budget, rows), heads * members if self.group == "each" else heads
         second = Launch(
             "listed",
             bytes=batch * lists * codes,
             flops=2.0 * batch * heads * members * rows * size,
+            entries=picked(batch * own, rows, few),
         )
-        few, own = min(budget, rows), heads * members if self.group == "each" else heads
         launches = (*first.launches, second, Launch("operator", count=self.operators))
         expected = "; ".join(
             filter(None, (first.expected, "proposed rows are spread evenly over the groups of levels"))

@@ -16,7 +16,7 @@ from sparseattn.cli.page.views import Section
 LICENCES = {"vendor/d3.min.js": "vendor/LICENSE-d3", "vendor/plot.umd.min.js": "vendor/LICENSE-plot"}
 SCRIPTS = (  # in this order
     *(*LICENCES, "page.js", "probe.js"),
-    *("lines.js", "heat.js", "table.js", "facts.js"),
+    *("lines.js", "heat.js", "given.js", "table.js", "facts.js"),
     *("attention.js", "explorer-choices.js", "explorer-rows.js", "explorer-text.js", "explorer.js"),
 )
 # Seven shapes go through ten colours, so that 70 methods differ.

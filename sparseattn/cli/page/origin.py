@@ -35,6 +35,7 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
         for one in source.records:
             if isinstance(meta := one.get("trace_meta"), Mapping):
                 traces.setdefault(f"trace {one.get('trace', one.get('source', ''))}", _flat(meta))
+        for one in [one for one in source.records if "versions" in one] or source.records[:1]:
             by = json.dumps([one.get("versions"), one.get("machine")], sort_keys=True)
             files = made.setdefault(by, [])
             if str(source.path) not in files:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparseattn.budget import budget_label
 from sparseattn.cli.page.folders import Record
-from sparseattn.cli.page.views import Heat, Lines, Measure, Section, Table, View
+from sparseattn.cli.page.views import Given, Heat, Lines, Measure, Section, Table, View
 from sparseattn.selectors import make_selector
 
 FILE = "recommend.jsonl"
@@ -20,6 +20,9 @@ LOSS = (
 )
 
 
+GIVEN = "A column a layer, a row a KV head, or one row where heads agree; the number is the budget."
+
+
 def section(records: Sequence[Record]) -> Section:
     """Frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
     points = _points([one for one in records if one[KIND] == "frontier"])
@@ -27,7 +30,8 @@ def section(records: Sequence[Record]) -> Section:
     methods = dict.fromkeys(method for method, _, _ in points)
     views: list[View] = [_frontier(points), _map(points)] if points else []
     if plans:
-        views.append(_table(plans))
+        given = _given(plans[::-1])
+        views = [Given("What the plan gives each layer", given, GIVEN), *views, _table(given)]
     said = [_said(one) for one in reversed(plans)]
     return Section("plan", "Which method each layer gets", said, views, tuple(methods))
 
@@ -90,18 +94,41 @@ def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
     return Heat("What each layer loses", "layer", "method", ("budget",), LOSS, panels, True, note)
 
 
-def _table(plans: Sequence[Record]) -> Table:
-    columns = [Measure(name, name, "text") for name in ("plan", "layer", "heads", "method", "budget")]
-    rows = []
+def _given(plans: Sequence[Record]) -> list[dict[str, Any]]:
+    """By plan and layer, the method and the budget of each KV head; of one, where heads agree."""
+    found = []
     for plan in plans:
+        layers = []
         for layer, given in plan["layers"].items():
-            roles = given if isinstance(given, list) else [given]
-            for head, role in enumerate(roles):
-                role = {"method": role} if isinstance(role, str) else role
-                budget = "" if "budget" not in role else budget_label(role["budget"])
-                heads = "all" if len(roles) == 1 else f"KV head {head}"
-                rows.append([plan["name"], str(layer), heads, _name(role["method"]), budget])
-    return Table("What each plan gives each layer", columns, rows, method=3)
+            roles = [role if isinstance(role, dict) else {"method": role} for role in _list(given)]
+            heads = [
+                {"method": _name(role["method"]), "budget": budget_label(role["budget"]) if "budget" in role else ""}
+                for role in roles
+            ]
+            layers.append({"layer": int(layer), "heads": heads})
+        found.append({"name": plan["name"], "layers": layers})
+    return found
+
+
+def _list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def _table(given: Sequence[Mapping[str, Any]]) -> Table:
+    columns = [Measure(name, name, "text") for name in ("plan", "layer", "heads", "method", "budget")]
+    rows = [
+        [
+            plan["name"],
+            str(layer["layer"]),
+            "all" if len(layer["heads"]) == 1 else f"KV head {head}",
+            one["method"],
+            one["budget"],
+        ]
+        for plan in given
+        for layer in plan["layers"]
+        for head, one in enumerate(layer["heads"])
+    ]
+    return Table("What each plan gives each layer, as a table", columns, rows, method=3)
 
 
 def _said(plan: Record) -> str:

@@ -79,6 +79,20 @@ class Heat:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What plans give each layer and KV head, in the colours of methods.
+
+    Args:
+        plans: `name`, and `layers`, each with its number `layer` and `heads`: `method` and `budget`, a text, of each.
+    """
+
+    kind: ClassVar[str] = "given"
+    title: str
+    plans: Sequence[Mapping[str, Any]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows that can be sorted and filtered; `method` is the column by which switched-off methods leave, or None."""
 
@@ -110,7 +124,7 @@ class Explorer:
     note: str = ""
 
 
-View: TypeAlias = "Lines | Heat | Table | Facts | Explorer"
+View: TypeAlias = "Lines | Heat | Given | Table | Facts | Explorer"
 
 
 @dataclass(frozen=True)
