@@ -32,3 +32,10 @@ def usable_device(name: torch.device | str | None = None) -> torch.device:
     if not (such and (device.index or 0) < torch.accelerator.device_count()):
         raise ValueError(f"device {name}: torch sees no {such}{device.type.upper()} device here")
     return device
+
+
+def quarter_of_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes: a fourth of this machine's memory, or of what is free on a GPU now."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 4
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -109,10 +109,11 @@ class Machine:
             every = [x for kinds in speeds.values() for one in kinds.values() for x in asdict(one).values()]
             numbers = [made.bandwidth, *every]
             fits = all(x is None or (not isinstance(x, bool) and x >= 0) for x in numbers) and made.bandwidth > 0
+            fits = fits and all(one.flops != 0 for kinds in speeds.values() for one in kinds.values())
         except (KeyError, TypeError, AttributeError) as error:
             raise MachineError(f"its fields are not those that `sparseattn machine` writes ({error})") from None
         if not fits or not speeds:
-            raise MachineError("bandwidth, seconds and operations per second are numbers of 0 or more")
+            raise MachineError("seconds are numbers of 0 or more, bandwidth and operations per second above 0")
         return made
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,12 +124,15 @@ class Machine:
         """Writes the profile, whole or not at all."""
         write_atomic(path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
 
+    def of_dtype(self, name: str) -> Mapping[str, Speed]:
+        """The speeds of a dtype; MachineError for one that was not measured."""
+        if name not in self.speeds:
+            raise MachineError(f"{self.name} has speeds for {', '.join(self.speeds)}, not for {name}")
+        return self.speeds[name]
+
     def speed(self, launch: Launch, dtype: torch.dtype) -> Speed:
         """Of a launch; MachineError for a dtype or a kind that was not measured."""
-        name = str(dtype).removeprefix("torch.")
-        kinds = self.speeds.get(name)
-        if kinds is None:
-            raise MachineError(f"{self.name} has speeds for {', '.join(self.speeds)}, not for {name}")
+        kinds = self.of_dtype(str(dtype).removeprefix("torch."))
         if launch.kind not in kinds:
             raise MachineError(f"{self.name} has no speed of {launch.kind!r}: measure it anew")
         return kinds[launch.kind]

@@ -30,6 +30,7 @@ DTYPES = torch.bfloat16, torch.float32
 ROUNDS = 30
 WARM = 2  # rounds that do not count: code is compiled, storage allocated
 SWEPT = 256 << 20  # bytes read for the bandwidth
+EVICTED = 256 << 20  # bytes written before a call: with less, what finds addresses is still in a cache
 FIRST = ("dense",)  # launches that no other of a step comes before
 
 
@@ -46,7 +47,7 @@ class Measuring:
         self.load = os.getloadavg() if hasattr(os, "getloadavg") else ()
         self.rounds = 0
         self._begun = 0
-        self._timer = Timer("cpu", 2 * last_cache(torch.device("cpu")))
+        self._timer = Timer("cpu", max(EVICTED, 2 * last_cache(torch.device("cpu"))))
         self._swept = torch.ones(SWEPT // 4)
         self._reading: list[float] = []
         self._parts = [_Part(replace(shape, dtype=dtype)) for dtype in dtypes]

@@ -68,7 +68,9 @@ def _recall(told: Trace) -> list[dict[str, Any]]:
 
 def recommended() -> list[dict[str, Any]]:
     """Two layers of two KV heads by two methods, the second of which is measured in one layer alone, and a plan."""
-    made: list[dict[str, Any]] = [{"record": "settings", "model": "made up", "length": 2048, "windows": 2}]
+    rows = {"sink": 4, "window": 64, "windows": 2, "held_out": 3, "layers": [[0, 2, 2, 16], [1, 2, 2, 16]]}
+    made: list[dict[str, Any]] = [{"record": "settings", "model": "made up", "length": 2048, **rows}]
+    made.append({"record": "made", **CONTEXT})
     for window, layer, method in ((0, 0, "quest"), (1, 0, "quest"), (0, 1, "quest"), (1, 1, "quest"), (0, 0, "exact")):
         points = [
             {
@@ -79,7 +81,7 @@ def recommended() -> list[dict[str, Any]]:
             }
             for budget in (16, 64)
         ]
-        made.append({"record": "frontier", "window": window, "layer": layer, "method": method, "points": points})
+        made.append({"record": "frontier", "number": window, "layer": layer, "method": method, "points": points})
     verified = {"windows": 3, "kl": {"mean": 0.0125}, "same_top": {"mean": 0.96}}
     cost = {"plan": 1e6, "full": 4e6, "unit": "bytes", "predicted": False}
     layers = {"0": "window", "1": [{"method": "quest", "budget": 64}, "dense"]}

@@ -33,7 +33,7 @@ ARROWS = {
     "storage": (),
     "costs": ("budget",),
     "machine": ("costs", "files", "places"),
-    "launches": ("cache", "costs", "kernels", "selection", "selectors.base"),
+    "launches": ("attention", "cache", "costs", "kernels", "selection", "selectors.base"),
     "measuring": ("costs", "environment", "launches", "machine", "timing"),
     "timing": (),
     "contract": ("selection", "selectors.base"),

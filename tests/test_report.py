@@ -86,8 +86,10 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     (plan,) = given["plans"]
     assert plan["layers"][1] == {
         "layer": 1,
+        "agree": False,
         "heads": [{"method": "Quest", "budget": "64"}, {"method": "dense", "budget": ""}],
     }
+    assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "Window", "budget": ""}] * 2}
     assert table["rows"][1:] == [
         ["made up-1%", "1", "KV head 0", "Quest", "64"],
         ["made up-1%", "1", "KV head 1", "dense", ""],
@@ -114,6 +116,9 @@ def test_the_page_holds_every_setting_and_version(page: str, folders: Path) -> N
     assert bench["budget"] == "16; 64"
     assert groups["trace tale"] == {"model": "made up", "text name": "tale.txt"}
     assert groups[str(folders / "eval" / "eval.jsonl")]["model"] == "made up"
+    recommended = groups[str(folders / "recommend" / "recommend.jsonl")]
+    assert (recommended["window"], recommended["held_out"], recommended["date"]) == ("64", "3", "2026-11-23")
+    assert not {"source", "number", "points"} & set(recommended)
     (made_by,) = (facts for name, facts in groups.items() if name.startswith("versions and machine of"))
     assert (made_by["sparseattn"], made_by["cores"]) == ("0.1.0", "2")
     explored = groups["the attention of tale"]

@@ -22,6 +22,9 @@ SHOWN = {"budget": 16, "queries": 4, "sink": 2, "window": 8}
 SELECTORS = ("quest", "lowbit", "exact")
 
 
+WIDTHS = pytest.mark.parametrize("width", [1280, 400])
+
+
 @pytest.fixture(scope="module")
 def page_file(once: Callable[[str, Callable[[Path], None]], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders, out = once("report-records", records.fill), tmp_path_factory.mktemp("page")
@@ -96,8 +99,11 @@ def test_the_page_opens_from_the_disk_at_every_width_and_theme(
     assert page.locator("#theme").inner_text().lower() == theme
 
 
-def test_a_method_switched_off_leaves_plots_maps_and_tables(opened: Callable[..., Any]) -> None:
-    page = opened()
+@WIDTHS
+def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: Callable[..., Any]) -> None:
+    page = opened(width)
+    if width < 800:
+        page.locator(".methods summary").click()  # folded away where there is no room beside
     switch = page.locator("input[data-method=Exact]")
     rows = page.locator("#frontier tbody tr")
     assert lines_of(page) == ["Quest", "Exact", "Window"]
@@ -149,10 +155,11 @@ def test_tables_are_sorted_and_filtered(opened: Callable[..., Any]) -> None:
     assert view.locator(".count").inner_text() == "1 of 5 rows"
 
 
-def test_a_token_clicked_shows_its_rows(opened: Callable[..., Any]) -> None:
+@WIDTHS
+def test_a_token_clicked_shows_its_rows(width: int, opened: Callable[..., Any]) -> None:
     """Those that the method read, and of the needed ones those that it did not, of the token, layer and head chosen."""
     found = explore(records.trace(), SELECTORS, 16, queries=4, sink=2, window=8)
-    page = opened()
+    page = opened(width)
     view = page.locator("#explorer")
     view.get_by_role("button", name="Show the whole text").click()
     view.get_by_label("layer 1, head 2: ").click()

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from sparseattn.cli import app
+from sparseattn.devices import quarter_of_memory
 from sparseattn.fingerprints import of_folder
 from sparseattn.integrations import models
 from sparseattn.integrations.vllm import installed, serving, supervise
@@ -177,7 +178,7 @@ def test_on_a_cpu_the_cache_has_a_size_that_is_said(
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     done, command, _ = serve(monkeypatch, model, "--port", port)
-    assert told(command)["--kv-cache-memory-bytes"] == str(serving.quarter_of_memory())
+    assert told(command)["--kv-cache-memory-bytes"] == str(quarter_of_memory())
     assert "a quarter of this machine's memory" in done.stderr
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     done, command, environment = serve(monkeypatch, model, "--port", port)

@@ -308,7 +308,14 @@ STEPS = (
     ),
     reuse("smollm2", 4096, ",".join(map(str, range(30))), (2, 3, 4, 5, 8), 15),
     reuse("gemma3-270m", 8192, "5,11,17", (1, 2), 5),
-    recommended("smollm2", 4096, 4, "", 45),
+    Step(
+        "recommend-took",
+        "how long one plan for SmolLM2 takes",
+        "sparseattn recommend --model smollm2 --text workshop --error 1% --out OUT/recommend --plan OUT/plan.json",
+        12,
+        "plan.json",
+    ),
+    recommended("smollm2", 4096, 4, "", 35),
     # Three layers of one KV head: budgets close to each other, and more tokens, cost little.
     recommended("gemma3-270m", 8192, 8, "--last 64 --budget 32,48,64,80,96,128,160,192,256,320,384,512,768,1024 ", 40),
     dropping_agreement("smollm2", 4096, 5),

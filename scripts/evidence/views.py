@@ -71,6 +71,7 @@ VIEWS: dict[str, View] = {
     "recall-growing": views_recall.growing,
     "recall-synthetic": views_recall.synthetic,
     "recommend-equal": views_recommend.equal,
+    "recommend-took": views_recommend.took,
     "recommend-findings": views_recommend.findings,
     "reuse-steps": views_reuse.steps,
     "reuse-depth": views_reuse.depth,

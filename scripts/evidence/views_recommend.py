@@ -42,7 +42,7 @@ class Compared:
     def single(self, kl: float, windows: Sequence[Window]) -> tuple[str, float] | None:
         """The method that has a divergence for the fewest bytes with one budget for all layers, and these bytes.
 
-        Between two budgets by the line through them, in logarithms; None where no method's budgets enclose it.
+        See `single.between`; None where every method loses more at all its budgets.
         """
         best: tuple[str, float] | None = None
         for method in self.methods:
@@ -95,8 +95,8 @@ def equal(record: Record) -> str:
     about = (
         f"{one['model']}, {one['length']:,} tokens, {len(found.windows)} windows of {texts}, {one['scored_tokens']} "
         f"tokens of each. In brackets 95 % intervals over windows. Bytes are those of all layers that can be sparse, "
-        f"with what is read to choose; those of the best single method are read off the line between its budgets, in "
-        f"logarithms, at the plan's KL."
+        f"with what is read to choose; those of the best single method are the least at which it loses no more than "
+        f"the plan, read off the line between its budgets, in logarithms."
     )
     return parts(text(about), table(head, out))
 
@@ -107,15 +107,30 @@ def _saved(ratio: float | None, spread: tuple[float, float] | None) -> str:
     return percent(1 - ratio) + (f" ({percent(1 - spread[1])} to {percent(1 - spread[0])})" if spread else "")
 
 
+def took(record: Record) -> str:
+    """How long one plan takes, from nothing."""
+    made = record["made"]
+    machine = made["machine"]
+    return text(
+        f"For {record['model']['name']} the first command takes {made['seconds'] / 60:.0f} minutes on "
+        f"{machine['cores']} cores ({machine['processor']}), with {len(made['methods'])} methods at "
+        f"{len(made['budgets'])} budgets in {len(record['layers'])} layers; its plan reads "
+        f"{percent(made['cost']['plan'] / made['cost']['full'])} of full attention's bytes."
+    )
+
+
 def findings(*records: Record) -> str:
     """In a sentence, whether plans read fewer bytes than the best single method."""
-    every = []
+    sentences = []
     for record in records:
         found = Compared(record)
-        every += [ratio for plan in found.plans if (ratio := found.ratio(plan, found.windows)) is not None]
-    fewer = [1 - ratio for ratio in every]
-    won = sum(one > 0 for one in fewer)
+        fewer = [1 - ratio for plan in found.plans if (ratio := found.ratio(plan, found.windows)) is not None]
+        alone = len(found.plans) - len(fewer)
+        told = f"{found.rows[0]['model']}: {sum(one > 0 for one in fewer)} of {len(found.plans)} plans read fewer bytes"
+        if fewer:
+            told += f", {percent(min(fewer))} to {percent(max(fewer))}"
+        sentences.append(told + (f"; {alone} lose less than any single method does" if alone else "") + ".")
     return text(
-        f"On texts that no plan saw, {won} of {len(every)} plans read fewer bytes than the best single method with one "
-        f"budget for all layers at the same KL: {percent(min(fewer))} to {percent(max(fewer))} fewer."
+        "On texts that no plan saw, beside the best single method with one budget for all layers at the same KL. "
+        + " ".join(sentences)
     )

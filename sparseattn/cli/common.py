@@ -326,3 +326,11 @@ def open_tokenizer(name: str) -> Any:
     say_terms(name)
     with model_progress() as progress:
         return load_tokenizer(name, progress)
+
+
+def row_count(text: str, option: str) -> int:
+    """`"128k"` or `"131072"` as rows; ValueError for another text."""
+    number, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    if not number.isdecimal():
+        raise ValueError(f"{option} is rows such as 32768 or 128k, got {text!r}")
+    return int(number) * factor

@@ -11,9 +11,10 @@ import torch
 
 from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
 from sparseattn.cli.eval_plan import Wanted
+from sparseattn.devices import quarter_of_memory
 from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
 from sparseattn.integrations.vllm.offline import Offline, check_offline
-from sparseattn.integrations.vllm.serving import check_plan, quarter_of_memory, servable
+from sparseattn.integrations.vllm.serving import check_plan, servable
 from sparseattn.integrations.vllm.settings import Settings, parse
 from sparseattn.plans import Plan
 from sparseattn.roles import Roles

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from sparseattn.budget import budget_label, parse_budget
-from sparseattn.cli.common import Screen, errors, in_a_sentence, integers, progress_bar
+from sparseattn.cli.common import Screen, errors, in_a_sentence, integers, progress_bar, row_count
 from sparseattn.costs import KINDS, Cost, Shape, dense_cost, step_cost
 from sparseattn.files import naming
 from sparseattn.machine import CPU, DTYPES, GPUS, Machine, measured_path
@@ -40,7 +40,7 @@ def machine(
     selector: Annotated[
         list[str] | None, typer.Option(help="Methods whose steps to predict, more than once; see `sparseattn info`.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Rows of each sequence to predict with.")] = 131_072,
+    context: Annotated[str, typer.Option(help="Rows of each sequence to predict with, such as 128k.")] = "128k",
     batch: Annotated[int, typer.Option(help="Sequences to predict with.")] = 1,
     budget: Annotated[str, typer.Option(help="Rows beyond sink and window that a step reads, or a share.")] = "2048",
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
@@ -65,7 +65,7 @@ def machine(
         raise ValueError(f"--out is for measuring this CPU, and {name} is shown: leave one of them out")
     known = Machine.load(name)
     if selector:
-        return _predicted(known, of, selector, context, budget, json)
+        return _predicted(known, of, selector, row_count(context, "--context"), budget, json)
     _show(known, dtype, json)
 
 
@@ -94,7 +94,7 @@ def _show(known: Machine, dtype: str, json: bool) -> None:
     table = Table(title=_title(known), title_justify="left", box=SIMPLE_HEAD)
     for column in ("launch", "us", "Gflop/s", "ns an entry", "what"):
         table.add_column(column, justify="left" if column in ("launch", "what") else "right")
-    for kind, speed in known.speeds[dtype].items():
+    for kind, speed in known.of_dtype(dtype).items():
         rate = "" if speed.flops is None else f"{speed.flops / 1e9:.1f}"
         entry = f"{speed.entry * 1e9:.2f}" if speed.entry else ""
         table.add_row(kind, f"{speed.launch * 1e6:.1f}", rate, entry, KINDS.get(kind, ""))

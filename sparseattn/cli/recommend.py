@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from sparseattn.budget import budget_label, parse_budget
+from sparseattn.budget import Budget, budget_label, parse_budget
 from sparseattn.cli import common
-from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, TEXT_HELP, in_a_sentence, results_folder
+from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, TEXT_HELP, in_a_sentence, results_folder, row_count
 from sparseattn.cli.eval_plan import one_of, positive
 from sparseattn.cli.recommend_asked import Asked, NoPlan
 from sparseattn.cli.recommend_run import run
 from sparseattn.cli.recommend_show import page, say
+from sparseattn.cli.report_page import write_report
 from sparseattn.devices import usable_device
 from sparseattn.dtypes import STORED, stored_dtype
 from sparseattn.files import write_atomic
@@ -26,7 +27,7 @@ from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
 from sparseattn.recommend.candidates import BUDGETS, METHODS, SERVED
 
 HEADS, LAYERS = BY = ("head", "layer")
-PAGE = "recommend.md"
+REPORT = "report.html"
 ANY, VLLM = ENGINES = ("transformers", "vllm")
 
 
@@ -70,9 +71,12 @@ def recommend(
         str, typer.Option(help="Rows beyond sink and window, or shares of the context, that a layer may have.")
     ] = ",".join(map(budget_label, BUDGETS)),
     by: Annotated[
-        str,
-        typer.Option(help="What a method and a budget is chosen for: each KV head, or each layer with all its heads."),
-    ] = HEADS,
+        str | None,
+        typer.Option(
+            help="What a method and a budget is chosen for: each KV head (head), or each layer with all its heads "
+            "(layer). Default: head, but layer for vLLM, which serves no other."
+        ),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option("--for", help="transformers: SparseCache; vllm: what vLLM serves, by layer, one size of page."),
@@ -85,7 +89,11 @@ def recommend(
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
     name: Annotated[
-        str | None, typer.Option(help="What tables call the plan. Default: the model and the error.")
+        str | None,
+        typer.Option(
+            help="What tables call the plan. Default: the model, the error, and what of --machine, --context, "
+            "--batch, --by and --for is given."
+        ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(STORED)}; as stored by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
@@ -93,11 +101,16 @@ def recommend(
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for plan.json, recommend.md, which says why, and the records, recommend.jsonl; what is there "
-            "already is not measured again."
+            help="Folder for plan.json, plan.md, which says why, report.html, and the records, recommend.jsonl; what "
+            "is there already is not measured again."
         ),
     ] = Path("recommend"),
-    plan: Annotated[Path | None, typer.Option(help="Where to write the plan. Default: plan.json in --out.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write the plan, and beside it the page of why, as .md. Default: plan.json in --out."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="The plan on standard output instead of tables.")] = False,
 ) -> None:
     """Choose a method and a budget for every layer of a model, and verify the whole on text that nothing was chosen by.
@@ -105,12 +118,17 @@ def recommend(
     Interrupt it as you like: the same command goes on.
     """
     bound = Bound(measure, parse_error(error))
-    one_of("--by", by, BY)
+    one_of("--by", by or HEADS, BY)
     one_of("--for", engine, ENGINES)
+    budgets = tuple(dict.fromkeys(_budget(part) for part in budget.split(",")))
     if engine == VLLM:
+        if by == HEADS:
+            raise ValueError("--by head is not for vLLM, where the KV heads of a layer agree: leave it out")
+        if wrong := [one for one in budgets if not isinstance(one, int)]:
+            raise ValueError(f"in vLLM a budget is rows, got {budget_label(wrong[0])}: give such as --budget 64,256")
         for method in selector or ():
             servable(method)
-    context = None if at is None else _rows(at)
+    context = None if at is None else row_count(at, "--context")
     positive(
         {
             "--context": context,
@@ -133,8 +151,8 @@ def recommend(
         context=context,
         batch=batch,
         methods=tuple(selector or (SERVED if engine == VLLM else METHODS)),
-        budgets=tuple(dict.fromkeys(parse_budget(part) for part in budget.split(","))),
-        by_head=by == HEADS and engine != VLLM,
+        budgets=budgets,
+        by_head=by in (None, HEADS) and engine != VLLM,
         length=length,
         last=last,
         search=windows,
@@ -142,7 +160,7 @@ def recommend(
         draws=draws,
         sink=sink,
         window=window,
-        name=name or f"{Path(model).name}-{error}",
+        name=name or _name(model, error, machine, at, batch, by, engine),
         dtype=None if dtype is None else stored_dtype(dtype, "--dtype"),
         device=usable_device(device),
         chunk=chunk,
@@ -150,6 +168,7 @@ def recommend(
     )
     results_folder(out)
     target = plan or out / "plan.json"
+    because = target.with_suffix(".md")
     if not target.parent.is_dir():
         raise ValueError(f"--plan is in a folder that does not exist: {target.parent}")
     with contextlib.ExitStack() as held:
@@ -157,22 +176,37 @@ def recommend(
         try:
             found = run(asked, out / "recommend.jsonl")
         except NoPlan as why:
-            target.unlink(missing_ok=True)
-            write_atomic(out / PAGE, f"# No plan\n\n{why}\n".encode())
+            write_atomic(because, f"# No plan\n\n{why}\n".encode())
+            if target.exists():
+                raise NoPlan(f"{why}. {target} is of an earlier run") from None
             raise
         if asked.vllm:
             Settings.of_plan(found.plan)
         found.plan.save(target)
-        write_atomic(out / PAGE, page(found).encode())
+        write_atomic(because, page(found).encode())
+        drawn = write_report([out], out / REPORT)
         if json:
             typer.echo(json_module.dumps(found.plan.record()))
         else:
-            say(found, target, out / PAGE)
+            say(found, target, because, drawn)
 
 
-def _rows(text: str) -> int:
-    """`"128k"` or `"131072"` as rows."""
-    number, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
-    if not number.isdecimal():
-        raise ValueError(f"--context is rows such as 32768 or 128k, got {text!r}")
-    return int(number) * factor
+def _budget(text: str) -> Budget:
+    found = parse_budget(text)
+    if found is None:
+        raise ValueError(
+            f"--budget has rows, shares or masses, got {text!r}: full attention is always among the choices"
+        )
+    return found
+
+
+def _name(model: str, error: str, machine: str | None, at: str | None, batch: int, by: str | None, engine: str) -> str:
+    """With what makes it another plan than the one without."""
+    more = {
+        "" if machine is None else Path(machine).stem: machine is not None,
+        at or "": at is not None,
+        f"batch{batch}": batch > 1,
+        by or "": by is not None,
+        engine: engine != ANY,
+    }
+    return "-".join([Path(model).name, error, *(word for word, said in more.items() if said)])

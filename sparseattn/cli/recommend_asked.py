@@ -46,6 +46,11 @@ class Asked:
     chunk: int
     vllm: bool
 
+    @property
+    def predicted(self) -> bool:
+        """Whether costs are predicted by formula, not measured on the windows."""
+        return self.machine is not None or self.context is not None or self.batch > 1
+
 
 def texts_of(names: Sequence[str]) -> list[tuple[str, str, str]]:
     """Name, kind and words of each text; a folder stands for its files.

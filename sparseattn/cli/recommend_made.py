@@ -60,7 +60,9 @@ def made_plan(
     objective: Objective,
     rounds: Sequence[dict[str, Any]],
     held: Sequence[dict[str, Any]],
+    seconds: float,
 ) -> Plan:
+    """With what it was made for; `seconds` that this run took, without what earlier ones left in the records."""
     full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
     verified: dict[str, Any] = {"windows": len(held), "tokens": sum(one["scored_tokens"] for one in held)}
     for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
@@ -73,7 +75,7 @@ def made_plan(
         "context": asked.context or asked.length,
         "batch": asked.batch,
         "machine": None if asked.machine is None else asked.machine.name,
-        "predicted": asked.machine is not None or asked.context is not None,
+        "predicted": asked.predicted,
     }
     made = {
         "bound": asdict(asked.bound) | {"limit": asked.bound.limit},
@@ -90,6 +92,7 @@ def made_plan(
         "searched": {asked.bound.measure: rounds[-1]["searched"]},
         "rounds": list(rounds),
         "verified": verified,
+        "seconds": round(seconds, 1),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +12,23 @@ from typing import Any
 
 import torch
 
-from sparseattn.cli.common import open_model, progress_bar
+from sparseattn.cli.common import errors, open_model, progress_bar
 from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
 from sparseattn.cli.recommend_made import keep, made_plan, mean, say_where, settings_of
-from sparseattn.integrations.vllm.serving import quarter_of_memory
+from sparseattn.devices import quarter_of_memory
+from sparseattn.machine import Machine
 from sparseattn.plans import Plan
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
 from sparseattn.recommend.records import Records
-from sparseattn.recommend.search import Choice, Proposal, propose, search
-from sparseattn.recommend.trials import FRONTIER, Settings, Trials, averaged
+from sparseattn.recommend.search import Choice, Proposal, propose
+from sparseattn.recommend.settling import settle
+from sparseattn.recommend.trials import Settings, Trials, averaged
 from sparseattn.recommend.windows import Window, windows
-from sparseattn.roles import DENSE, Role
+from sparseattn.roles import DENSE, Role, Share
 from sparseattn.selectors.paged import PageSelector
 from sparseattn.tasks.decoder import ModelDecoder
 from sparseattn.tasks.tokens import Tokens
-
-ROUNDS = 3  # verifications at most, each of a tighter configuration
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,8 @@ class Found:
         choices: by layer, what each role was measured to do.
         proposal: the one of the plan.
         objective: what was to be small.
-        rounds: verifications, each with its target, the loss on the windows to choose by and that on those held out.
+        rounds: see `settling.Settled`.
+        serves: whether vLLM can serve it.
     """
 
     plan: Plan
@@ -48,6 +51,7 @@ class Found:
     proposal: Proposal
     objective: Objective
     rounds: list[dict[str, Any]]
+    serves: bool
 
 
 def run(asked: Asked, path: Path) -> Found:
@@ -57,6 +61,7 @@ def run(asked: Asked, path: Path) -> Found:
         ValueError: what does not fit the model, or records of other settings.
         NoPlan: nothing keeps the bound.
     """
+    begun = time.monotonic()
     texts = texts_of(asked.texts)
     groups = candidates(asked.methods, asked.budgets, asked.length, windows=not asked.vllm)
     model, tokenizer = open_model(asked.model, asked.dtype, asked.device)
@@ -82,22 +87,23 @@ def run(asked: Asked, path: Path) -> Found:
         tokens,
         records,
         Settings(asked.sink, asked.window, asked.draws, 2 if wide else None),
-        quarter_of_memory(),
+        quarter_of_memory(asked.device),
     )
     searched = [one for one in every if not one.held_out]
-    _frontiers(trials, searched, groups, len(layers))
     objective: Objective
-    if asked.machine is None and asked.context is None:
-        objective = MeasuredBytes(asked.length, 2 if wide else layers[0].dtype.itemsize)
-    else:
+    if asked.predicted:
         objective = Predicted(asked.context or asked.length, asked.batch, asked.sink, asked.window, asked.machine)
-    choices = _choices(layers, averaged(records.of(FRONTIER)), groups, objective)
-    rounds: list[dict[str, Any]] = []
+        _doubt(asked.machine, layers[0])
+        _check_costs(objective, layers, groups)
+    else:
+        objective = MeasuredBytes(asked.length, 2 if wide else layers[0].dtype.itemsize)
+    _frontiers(trials, searched, groups, len(layers))
+    choices = _choices(layers, averaged(trials.frontiers(groups)), groups, objective)
     families = _families(choices) if asked.vllm else [choices]
-    proposal, held = _verified(asked, trials, every, layers, families, objective, rounds)
-    plan = made_plan(asked, settings, layers, choices, proposal, objective, rounds, held)
+    proposal, held, rounds = _verified(asked, trials, every, layers, families, objective)
+    plan = made_plan(asked, settings, layers, choices, proposal, objective, rounds, held, time.monotonic() - begun)
     keep(records, plan)
-    return Found(plan, layers, choices, proposal, objective, rounds)
+    return Found(plan, layers, choices, proposal, objective, rounds, asked.vllm)
 
 
 def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
@@ -105,10 +111,41 @@ def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
     from sparseattn.integrations.transformers import SparseCache
 
     found = SparseCache(decoder.model, "window", None).prepared.layers
+    depth = decoder.config.num_hidden_layers
     return [
-        Layer(i, found[i].heads, found[i].group, found[i].size, torch.bfloat16 if wide else found[i].dtype)
-        for i in decoder.sparse
+        Layer(
+            i,
+            one.heads,
+            one.group,
+            one.size,
+            torch.bfloat16 if wide else one.dtype,
+            functools.partial(Share.fresh, layer=i, rope=one.rope, depth=depth, scale=one.scale),
+        )
+        for i, one in ((i, found[i]) for i in decoder.sparse)
     ]
+
+
+def _doubt(machine: Machine | None, layer: Layer) -> None:
+    """Says where a profile was measured with another shape than the layer's."""
+    shape = None if machine is None else machine.about.get("shape")
+    own = {"heads": layer.heads, "group": layer.group, "size": layer.size}
+    if shape is not None and shape != own:
+        measured, wanted = (",".join(str(one[name]) for name in own) for one in (shape, own))
+        errors.print(
+            f"sparseattn: the profile was measured with --shape {measured}, and layers are {wanted}: a profile by "
+            f"`sparseattn machine --shape {wanted} --out FILE` predicts them better",
+            soft_wrap=True,
+        )
+
+
+def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence[Sequence[Role]]) -> None:
+    """ValueError, before anything is measured, for a method whose step nothing predicts there."""
+    for group in groups:
+        for layer in layers:
+            try:
+                objective.heads(layer, group[-1], [])
+            except (ValueError, NotImplementedError) as why:
+                raise ValueError(f"what {group[-1].method!r} costs in layer {layer.index} is not known: {why}") from why
 
 
 def _frontiers(trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int) -> None:
@@ -147,6 +184,8 @@ def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]
             made = one.role.selector
             shapes[one.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
     sizes = sorted({shape for shape in shapes.values() if shape is not None})
+    if not sizes:
+        return [choices]
     return [
         {layer: [one for one in every if shapes[one.role.method] in (None, size)] for layer, every in choices.items()}
         for size in sizes
@@ -160,12 +199,11 @@ def _verified(
     layers: Sequence[Layer],
     families: Sequence[dict[int, list[Choice]]],
     objective: Objective,
-    rounds: list[dict[str, Any]],
-) -> tuple[Proposal, list[dict[str, Any]]]:
-    """The configuration that keeps the bound on windows held out, and what was measured of it there."""
+) -> tuple[Proposal, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The configuration that keeps the bound on windows held out, what was measured of it there, and the rounds."""
     bound = asked.bound
     searched, held_out = ([one for one in every if one.held_out == held] for held in (False, True))
-    target, start = bound.limit, None
+    held: list[dict[str, Any]] = []
 
     def losses(proposal: Proposal, where: Sequence[Window], what: str) -> list[dict[str, Any]]:
         found = []
@@ -181,27 +219,29 @@ def _verified(
             [bound.loss(one) for one in losses(proposal, searched, "search: a configuration, window by window")]
         )
 
+    def verify(proposal: Proposal, n: int) -> float:
+        held[:] = losses(proposal, held_out, f"verification {n}, window by window")
+        return mean([bound.loss(one) for one in held])
+
     full = sum(sum(families[0][layer.index][0].cost_heads) for layer in layers)
-    for n in range(ROUNDS):
-        best = search(
-            lambda limit: propose(layers, families, limit, asked.by_head, objective), loss, target, bound.power, start
-        )
-        if best is None or best[0].cost >= full:
-            break
-        proposal, found = best
-        held = losses(proposal, held_out, f"verification {n + 1}, window by window")
-        verified = mean([bound.loss(one) for one in held])
-        rounds.append({"target": target, "searched": found, "verified": verified, "cost": proposal.cost})
-        if verified <= bound.limit:
-            return proposal, held
-        start = proposal.kl * 0.9 * bound.limit / verified
-        target *= 0.95 * bound.limit / verified
+    settled = settle(
+        lambda limit: propose(layers, families, limit, asked.by_head, objective),
+        loss,
+        verify,
+        bound.limit,
+        bound.power,
+        full,
+    )
+    if settled.proposal is not None:
+        return settled.proposal, held, settled.rounds
+    unit = f"{'predicted ' if asked.predicted else ''}{objective.unit}"
+    unit += f" on {asked.machine.name}" if asked.machine is not None else ""
     tried = "".join(
-        f" {100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {objective.unit};"
-        for one in rounds
+        f" {100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit};"
+        for one in settled.rounds
     )
     raise NoPlan(
         f"no configuration was found that keeps {bound} on the windows held out and costs less than full attention"
-        f"{' (verified:' + tried.rstrip(';') + ')' if rounds else ''}: allow a larger --error, larger budgets or "
+        f"{' (verified:' + tried.rstrip(';') + ')' if tried else ''}: allow a larger --error, larger budgets or "
         f"other methods"
     )

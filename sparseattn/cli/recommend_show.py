@@ -38,7 +38,7 @@ def sentences(found: Found) -> list[str]:
     ]
 
 
-def say(found: Found, plan: Path, why: Path) -> None:
+def say(found: Found, plan: Path, why: Path, drawn: Path) -> None:
     """Prints what was found and where it lies."""
     screen = Screen()
     for line in sentences(found):
@@ -46,7 +46,9 @@ def say(found: Found, plan: Path, why: Path) -> None:
     for index in found.plan.layers:
         screen.print(f"  layer {index}: {_given(found.plan.layers[index])}", soft_wrap=True)
     screen.print(
-        f"{plan}: for SparseCache(model, plan=...), `sparseattn eval --plan` and `sparseattn serve --plan`; why: {why}",
+        f"{plan}: for SparseCache(model, plan=...) and `sparseattn eval --plan`"
+        + (", and for `sparseattn serve --plan`" if found.serves else "; what vLLM serves is made by --for vllm")
+        + f". Why: {why}; to look at: {drawn}",
         soft_wrap=True,
     )
 
@@ -54,11 +56,12 @@ def say(found: Found, plan: Path, why: Path) -> None:
 def page(found: Found) -> str:
     """The page of why, in Markdown."""
     made = found.plan.made
+    told = " predicted" if made["cost"]["predicted"] else ""
     lines = [f"# Plan {found.plan.name} for {found.plan.model['name']}", "", *(f"{one}\n" for one in sentences(found))]
     lines += [
         "## Layers",
         "",
-        "| layer | roles | predicted KL | share of full attention's cost |",
+        f"| layer | roles | predicted KL | share of full attention's{told} cost |",
         "| --- | --- | ---: | ---: |",
     ]
     for layer in found.layers:
@@ -72,7 +75,7 @@ def page(found: Found) -> str:
         "",
         "## What the windows said",
         "",
-        "| round | bound aimed at | windows chosen by | windows held out | cost |",
+        f"| round | bound aimed at | windows chosen by | windows held out |{told} cost |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
     full = made["cost"]["full"]
@@ -85,9 +88,9 @@ def page(found: Found) -> str:
         "## Beside one method and budget for all layers",
         "",
         "By what the layers lose alone, at the plan's predicted KL: what each method costs with the budget for that,",
-        "read off the line between two budgets. `-`: the budgets measured do not enclose it.",
+        "read off the line between two budgets. `-`: all its budgets lose more.",
         "",
-        "| method | share of full attention's cost |",
+        f"| method | share of full attention's{told} cost |",
         "| --- | ---: |",
         f"| this plan | {made['cost']['plan'] / full:.1%} |",
     ]

@@ -12,6 +12,7 @@ import typer
 from sparseattn.cli.common import MODEL_HELP, errors, in_a_sentence, model_progress, plain, say_terms
 from sparseattn.cli.eval import given
 from sparseattn.cli.eval_plan import one_of, positive
+from sparseattn.devices import quarter_of_memory
 from sparseattn.dtypes import STORED
 from sparseattn.integrations.vllm import installed, serving
 from sparseattn.integrations.vllm.settings import Settings, parse
@@ -131,7 +132,7 @@ def serve(
     if planned is not None:
         serving.check_plan(planned, source, model)
     if cache is None and engine.cpu and serving.SPACE not in environment:
-        cache = serving.quarter_of_memory()
+        cache = quarter_of_memory()
         _say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
     if serving.has_chat_template(source, server.more) is False:
         _say(f"{model} has no chat template: ask by /v1/completions, or name one behind -- by --chat-template")

@@ -22,7 +22,14 @@ METHODS = (
     "mean:bits=8",
     "quad:bits=8",
 )
-SERVED = ("quest", "lowbit:page=16", "mean:bits=8", "quad:bits=8", "clse:bits=8")  # of these, those that vLLM can
+SERVED = (
+    "quest",
+    "lowbit:bits=1,page=16",
+    "lowbit:page=16",
+    "mean:bits=8",
+    "quad:bits=8",
+    "clse:bits=8",
+)  # of these, those that vLLM can
 BUDGETS: tuple[Budget, ...] = (32, 64, 96, 128, 192, 256, 512, 1024)  # rows
 
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from sparseattn.costs import Cost, Shape, dense_cost, step_cost, total
 from sparseattn.machine import Machine
-from sparseattn.roles import DENSE, Role
+from sparseattn.roles import DENSE, Role, Share
+from sparseattn.selectors.base import Heads, Selector
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer of the model has: its number, KV heads, query heads for each, head size, and the dtype of keys."""
+    """A layer of the model.
+
+    Args:
+        index: its number.
+        heads, group, size: KV heads, query heads of each, and head size.
+        dtype: of keys.
+        fresh: a share of its heads -> the selector, told of the layer.
+    """
 
     index: int
     heads: int
     group: int
     size: int
     dtype: torch.dtype
+    fresh: Callable[[Share], Selector] = field(default=lambda share: share.selector, compare=False)
 
 
 class Objective(Protocol):
@@ -97,7 +106,15 @@ class Predicted:
         shape = Shape(self.batch, heads, layer.group, layer.size, layer.dtype)
         if role.method == DENSE:
             return dense_cost(shape, self.context)
-        return step_cost(role.selector, shape, self.context, role.budget, sink=self.sink, window=self.window)
+        served = None if heads == layer.heads else Heads(tuple(range(heads)), layer.heads)
+        return step_cost(
+            layer.fresh(Share(role.selector, served)),
+            shape,
+            self.context,
+            role.budget,
+            sink=self.sink,
+            window=self.window,
+        )
 
     def _of(self, cost: Cost) -> float:
         return cost.bytes if self.machine is None else self.machine.seconds(cost)

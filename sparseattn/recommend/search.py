@@ -17,7 +17,9 @@ from sparseattn.roles import DENSE, Role, Roles
 
 NEAR = 0.9  # of the bound: so much of it used is enough
 TRIES = 6  # configurations that are measured at most
+LOOKS = 60  # proposals at most, those that were measured already among them
 STEP = 8.0  # by how much a limit may move at once
+CLOSE = 0.97  # of a limit: from there on another configuration may be proposed
 
 
 @dataclass(frozen=True)
@@ -132,24 +134,36 @@ def search(
     low, high = 0.0, math.inf  # limits known to keep the bound, and not to
     best: tuple[Proposal, float] | None = None
     known: dict[str, float] = {}
-    for _ in range(TRIES):
+    for _ in range(LOOKS):
         one = proposed(limit)
         name = one.roles.source()
-        if name in known:
-            break
-        loss = known[name] = measured(one)
-        if loss <= bound:
+        again, loss = name in known, known.get(name, 0.0)
+        if not again:
+            if len(known) == TRIES:
+                break
+            loss = known[name] = measured(one)
+        if loss > bound:
+            high = min(high, limit, max(one.kl, low))  # limits in between propose the same
+        else:
             low = max(low, limit)
             if best is None or one.cost < best[0].cost:
                 best = one, loss
             if loss >= NEAR * bound:
                 break
-        else:
-            high = min(high, limit)
-        aimed = 0.5 * (NEAR + 1) * bound
-        ratio = STEP if loss <= 0 else min(max((aimed / loss) ** power, 1 / STEP), STEP)
-        following = limit * ratio
-        if not low < following < high:
-            following = math.sqrt(low * high) if low and high < math.inf else following
-        limit = following
+        if high <= low / CLOSE or (again and loss <= bound and high == math.inf):
+            break
+        limit = _next(limit, loss, bound, power, low, high, again)
     return best
+
+
+def _next(limit: float, loss: float, bound: float, power: float, low: float, high: float, again: bool) -> float:
+    """A limit between `low` and `high`: by the loss at this one, or where that is of a configuration known already, so
+    that another comes."""
+    if again:
+        return CLOSE * high if loss > bound else math.sqrt(low * high)
+    aimed = 0.5 * (NEAR + 1) * bound
+    ratio = STEP if loss <= 0 else min(max((aimed / loss) ** power, 1 / STEP), STEP)
+    following = limit * ratio
+    if not low < following < high:
+        following = math.sqrt(low * high) if low and high < math.inf else CLOSE * high if loss > bound else following
+    return following

@@ -11,17 +11,20 @@ from sparseattn.recommend.search import Choice
 
 
 def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
-    """The cost at a loss, by the line through the (loss, cost) on both sides of it, in logarithms; None beyond them."""
-    for (low, more), (high, fewer) in itertools.pairwise(sorted(points)):
+    """The least cost at a loss: by the line through the (loss, cost) on both sides of it, in logarithms, or of a point
+    that loses less and costs less still; None where every point loses more."""
+    known = sorted(points)
+    found = [cost for loss, cost in known if loss <= at]
+    for (low, more), (high, fewer) in itertools.pairwise(known):
         if 0 < low <= at <= high:
             part = math.log(at / low) / math.log(high / low) if high > low else 0.0
-            return math.exp(math.log(more) + part * math.log(fewer / more))
-    return None
+            found.append(math.exp(math.log(more) + part * math.log(fewer / more)))
+    return min(found, default=None)
 
 
 def singles(layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], kl: float) -> dict[str, float | None]:
     """Method -> what it costs in all layers with the budget at which their losses add up to `kl`, by rising cost; None
-    where its budgets do not enclose that."""
+    where all its budgets lose more."""
     first = choices[layers[0].index]
     points: dict[str, list[tuple[float, float]]] = {}
     for role in (one.role for one in first):

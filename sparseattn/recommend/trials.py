@@ -5,6 +5,7 @@ What was measured once is read from the records.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -66,11 +67,11 @@ class Trials:
             done: called with the layers done, one method each.
         """
         known = {
-            (one["layer"], one["method"], _budgets(one["points"]))
+            (one["layer"], one["source"], _budgets(one["points"]))
             for one in self.records.of(FRONTIER)
-            if one["window"] == window.number
+            if one["number"] == window.number
         }
-        names = {id(group): (group[0].method, _budgets(map(_budget, group))) for group in groups}
+        names = {id(group): (_source(group[0]), _budgets(map(_budget, group))) for group in groups}
         missing = [group for group in groups if any((i, *names[id(group)]) not in known for i in self.decoder.sparse)]
         done(len(self.decoder.sparse) * (len(groups) - len(missing)))
         if not missing:
@@ -82,6 +83,11 @@ class Trials:
                 if (layer, *names[id(group)]) not in known:
                     self._layer(prefill, window, layer, seen[layer], group)
                 done(1)
+
+    def frontiers(self, groups: Sequence[Sequence[Role]]) -> list[dict[str, Any]]:
+        """What was recorded of these methods, as they are now."""
+        sources = {_source(group[0]) for group in groups}
+        return [one for one in self.records.of(FRONTIER) if one["source"] in sources]
 
     def _layer(self, prefill: Any, window: Window, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
         for role in group:
@@ -100,7 +106,7 @@ class Trials:
             facts = asdict(point)
             del facts["role"]
             kept.append({**_budget(point.role), **facts})
-        place = {"window": window.number, "layer": layer, "method": group[0].method}
+        place = {"number": window.number, "layer": layer, "method": group[0].method, "source": _source(group[0])}
         self.records.add(FRONTIER, {**place, "points": kept})
 
     # -- configurations ----------------------------------------------------------------------------------------------
@@ -109,12 +115,12 @@ class Trials:
         """How far the predictions of a window by a configuration are from full attention's, as `tasks.agreement`."""
         source = roles.source()
         for one in self.records.of(TRIAL):
-            if (one["window"], one["source"]) == (window.number, source):
+            if (one["number"], one["source"]) == (window.number, source):
                 return one
         if self.settings.width is not None:
             roles.count_in(self.settings.width)
         (found,) = measure(window.prompt, [Method(roles)], (), _Reading(self), self.tokens)
-        place = {"window": window.number, "held_out": window.held_out, "source": source}
+        place = {"number": window.number, "source": source}
         return self.records.add(TRIAL, {**place, **{name: found[name] for name in KEPT}})
 
     def read(self, tokens: Sequence[int]) -> Any:
@@ -135,6 +141,11 @@ class _Reading:
 
     def __init__(self, trials: Trials) -> None:
         self.read, self.index, self.start = trials.read, trials.decoder.index, trials.decoder.start
+
+
+def _source(role: Role) -> str:
+    """What the method's numbers depend on: its configuration, and the files that it takes."""
+    return hashlib.sha256(f"{role.method} {role.selector.source()}".encode()).hexdigest()[:16]
 
 
 def _budget(role: Role) -> dict[str, Any]:

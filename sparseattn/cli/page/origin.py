@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from sparseattn.cli.page import views
 from sparseattn.cli.page.folders import Record, Source
+from sparseattn.cli.page.recommended import KIND
 from sparseattn.cli.page.views import Section
 from sparseattn.environment import machine, versions
 
@@ -22,6 +23,8 @@ MEASURED = {
     *("points", "rounds", "verified", "predicted", "cost"),
 }
 APART = ("versions", "machine", "trace_meta")  # in groups of their own
+SETTINGS = "settings"
+SAID = (SETTINGS, "made")  # lines of `recommend.jsonl` that say how the others were measured
 MOST = 12  # different values that are listed
 
 
@@ -52,7 +55,11 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
 
 def _settings(records: Sequence[Record]) -> dict[str, str]:
     """Name -> its values over the lines."""
-    flat = [_flat({k: v for k, v in one.items() if k not in MEASURED and k not in APART}) for one in records]
+    flat = [
+        _flat({k: v for k, v in one.items() if k not in MEASURED and k not in APART})
+        for one in records
+        if one.get(KIND, SETTINGS) in SAID
+    ]
     names = dict.fromkeys(name for one in flat for name in one)
     said = {"records": f"{len(records):,}"}
     for name in names:

@@ -20,7 +20,7 @@ LOSS = (
 )
 
 
-GIVEN = "A column a layer, a row a KV head, or one row where heads agree; the number is the budget."
+GIVEN = "A column a layer, a row a KV head; the number is the budget."
 
 
 def section(records: Sequence[Record]) -> Section:
@@ -30,7 +30,8 @@ def section(records: Sequence[Record]) -> Section:
     methods = dict.fromkeys(method for method, _, _ in points)
     views: list[View] = [_frontier(points), _map(points)] if points else []
     if plans:
-        given = _given(plans[::-1])
+        heads = {layer[0]: layer[1] for one in records if one[KIND] == "settings" for layer in one.get("layers", ())}
+        given = _given(plans[::-1], heads)
         views = [Given("What the plan gives each layer", given, GIVEN), *views, _table(given)]
     said = [_said(one) for one in reversed(plans)]
     return Section("plan", "Which method each layer gets", said, views, tuple(methods))
@@ -94,18 +95,23 @@ def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
     return Heat("What each layer loses", "layer", "method", ("budget",), LOSS, panels, True, note)
 
 
-def _given(plans: Sequence[Record]) -> list[dict[str, Any]]:
-    """By plan and layer, the method and the budget of each KV head; of one, where heads agree."""
+def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, Any]]:
+    """By plan and layer, the method and the budget of each KV head.
+
+    Args:
+        heads: of each layer.
+    """
     found = []
     for plan in plans:
         layers = []
         for layer, given in plan["layers"].items():
             roles = [role if isinstance(role, dict) else {"method": role} for role in _list(given)]
-            heads = [
+            each = [
                 {"method": _name(role["method"]), "budget": budget_label(role["budget"]) if "budget" in role else ""}
                 for role in roles
             ]
-            layers.append({"layer": int(layer), "heads": heads})
+            agree = len(each) == 1
+            layers.append({"layer": int(layer), "agree": agree, "heads": each * heads[int(layer)] if agree else each})
         found.append({"name": plan["name"], "layers": layers})
     return found
 
@@ -120,13 +126,13 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
         [
             plan["name"],
             str(layer["layer"]),
-            "all" if len(layer["heads"]) == 1 else f"KV head {head}",
+            "all" if layer["agree"] else f"KV head {head}",
             one["method"],
             one["budget"],
         ]
         for plan in given
         for layer in plan["layers"]
-        for head, one in enumerate(layer["heads"])
+        for head, one in enumerate(layer["heads"][: 1 if layer["agree"] else None])
     ]
     return Table("What each plan gives each layer, as a table", columns, rows, method=3)
 
@@ -134,7 +140,8 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
 def _said(plan: Record) -> str:
     cost, verified = plan["cost"], plan["verified"]
     predicted = " (predicted)" if cost["predicted"] else ""
-    told = f"{cost['plan'] / cost['full']:.0%} of full attention's {cost['unit']}{predicted}"
+    told = f"{cost['plan'] / cost['full']:.0%} of full attention's {cost['unit']}"
+    told += (f" on {cost['machine']}" if cost.get("machine") else "") + predicted
     kl, same = (verified[name]["mean"] for name in ("kl", "same_top"))
     return (
         f"The plan {plan['name']} costs {told}. On {verified['windows']} windows held out its predictions differ by "

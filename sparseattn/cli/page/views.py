@@ -83,7 +83,8 @@ class Given:
     """What plans give each layer and KV head, in the colours of methods.
 
     Args:
-        plans: `name`, and `layers`, each with its number `layer` and `heads`: `method` and `budget`, a text, of each.
+        plans: `name`, and `layers`, each with its number `layer`, whether its heads `agree`, and `heads`: `method` and
+            `budget`, a text, of each.
     """
 
     kind: ClassVar[str] = "given"

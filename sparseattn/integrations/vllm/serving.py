@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -178,8 +177,3 @@ def has_chat_template(source: str, more: Sequence[str]) -> bool | None:
         return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
     except (OSError, ValueError):
         return None
-
-
-def quarter_of_memory() -> int:
-    """Bytes: a fourth of this machine's memory, the default of a KV cache on a CPU."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

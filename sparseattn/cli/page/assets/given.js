@@ -6,11 +6,11 @@ views.given = (figure, view) => {
   const host = make("div", { class: "plot" });
   if (view.plans.length > 1) {
     const names = view.plans.map((plan) => plan.name);
-    const pick = (name) => {
-      shown = view.plans.find((plan) => plan.name === name);
+    const pick = (i) => {
+      shown = view.plans[i];
       draw();
     };
-    figure.append(make("div", { class: "bar" }, choice("Plan", names, pick)));
+    figure.append(make("div", { class: "bar" }, choice("Plan", Object.keys(names), pick, names)));
   }
   figure.append(host);
 

@@ -1,0 +1,62 @@
+"""Searches, verifies on what was held out, and searches again with a tighter target until the bound is kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sparseattn.recommend.search import Proposal, search
+
+ROUNDS = 3  # verifications at most
+TIGHTER, NATS = 0.95, 0.9  # of the target that would just do: the next one, and the limit that its search begins with
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """What came out.
+
+    Args:
+        proposal: that keeps the bound; None: none that costs less than full attention does.
+        rounds: verifications, each with its `target`, the loss `searched` on the windows to choose by and that
+            `verified` on those held out, both in the bound's measure, and its `cost`.
+    """
+
+    proposal: Proposal | None
+    rounds: list[dict[str, Any]]
+
+
+def settle(
+    proposed: Callable[[float], Proposal],
+    searched: Callable[[Proposal], float],
+    verified: Callable[[Proposal, int], float],
+    bound: float,
+    power: float,
+    full: float,
+) -> Settled:
+    """The cheapest configuration found that keeps the bound where it was held out.
+
+    Args:
+        proposed: a configuration for a limit in nats.
+        searched: its loss on the windows to choose by.
+        verified: its loss on the windows held out, in a round.
+        bound: of both, above 0.
+        power: see `search`.
+        full: what full attention costs.
+    """
+    rounds: list[dict[str, Any]] = []
+    target, start = bound, None
+    for n in range(1, ROUNDS + 1):
+        best = search(proposed, searched, target, power, start)
+        if best is None or best[0].cost >= full:
+            break
+        one, found = best
+        held = verified(one, n)
+        rounds.append({"target": target, "searched": found, "verified": held, "cost": one.cost})
+        if held <= bound:
+            return Settled(one, rounds)
+        # By what the windows to choose by say of this configuration: by the target, which it may be far below, the
+        # same would come again.
+        target = TIGHTER * min(target, found) * bound / held if found > 0 else target / 2
+        start = one.kl * (NATS * bound / held) ** power
+    return Settled(None, rounds)
