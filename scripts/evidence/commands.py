@@ -207,7 +207,7 @@ def rounded_agreement(model: str, length: int, minutes: float) -> Step:
         f"agreement-{short(model)}-rows8",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by rows of 8 and 4 bits",
         f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
-        f"--lengths {length} --last 64 --samples 2 {ROUNDED_ASKED} --budget 256,1024 --out OUT",
+        f"--lengths {length} --last 64 --samples {samples} {ROUNDED_ASKED} --budget 256,1024 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -237,7 +237,7 @@ def agreement(model: str, texts: str, length: int, windows: int, more: str, minu
     )
 
 
-def recommended(model: str, length: int, windows: int, more: str, minutes: float) -> Step:
+def recommended(model: str, length: int, windows: int, samples: int, more: str, minutes: float) -> Step:
     """Plans at three errors, judged on texts of other kinds beside each of their methods for all layers."""
     plans = [f"OUT/plan-{error}.json" for error in ERRORS]
     made = [
@@ -247,7 +247,7 @@ def recommended(model: str, length: int, windows: int, more: str, minutes: float
     ]
     judged = (
         f"sparseattn eval --model {model} --dtype float32 --task agreement --text paradise-lost --text as-you-like-it "
-        f"--text click --lengths {length} --last 64 --samples 2 {' '.join(f'--plan {plan}' for plan in plans)} "
+        f"--text click --lengths {length} --last 64 --samples {samples} {' '.join(f'--plan {plan}' for plan in plans)} "
         f"{' '.join(f'--selector {shlex.quote(method)}' for method in METHODS)} --budget 32,64,128,256,512,1024 "
         f"--no-figures --out OUT"
     )
@@ -334,7 +334,7 @@ def dropping_agreement(model: str, length: int, minutes: float) -> Step:
         f"rivals-agreement-{short(model)}",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by methods that drop rows",
         f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
-        f"--lengths {length} --last 64 --samples 2 {DROPPING} --selector recent --selector quest --selector exact "
+        f"--lengths {length} --last 64 --samples {samples} {DROPPING} --selector recent --selector quest --selector exact "
         "--budget 64,256,1024 --out OUT",
         minutes,
         "eval.jsonl",
