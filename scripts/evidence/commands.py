@@ -207,7 +207,7 @@ def rounded_agreement(model: str, length: int, minutes: float) -> Step:
         f"agreement-{short(model)}-rows8",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by rows of 8 and 4 bits",
         f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
-        f"--lengths {length} --last 64 --samples {samples} {ROUNDED_ASKED} --budget 256,1024 --out OUT",
+        f"--lengths {length} --last 64 --samples 2 {ROUNDED_ASKED} --budget 256,1024 --out OUT",
         minutes,
         "eval.jsonl",
     )
@@ -334,7 +334,7 @@ def dropping_agreement(model: str, length: int, minutes: float) -> Step:
         f"rivals-agreement-{short(model)}",
         f"agreement of {model}'s predictions with full attention's at {length:,} tokens, by methods that drop rows",
         f"sparseattn eval --model {model} --dtype float32 --task agreement --text workshop --text paradise-lost "
-        f"--lengths {length} --last 64 --samples {samples} {DROPPING} --selector recent --selector quest --selector exact "
+        f"--lengths {length} --last 64 --samples 2 {DROPPING} --selector recent --selector quest --selector exact "
         "--budget 64,256,1024 --out OUT",
         minutes,
         "eval.jsonl",

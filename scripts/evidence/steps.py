@@ -317,7 +317,9 @@ STEPS = (
     ),
     recommended("smollm2", 4096, 4, 2, "", 35),
     # Three layers of one KV head: budgets close to each other, and more tokens, cost little.
-    recommended("gemma3-270m", 8192, 8, 3, "--last 64 --budget 32,48,64,80,96,128,160,192,256,320,384,512,768,1024 ", 40),
+    recommended(
+        "gemma3-270m", 8192, 8, 3, "--last 64 --budget 32,48,64,80,96,128,160,192,256,320,384,512,768,1024 ", 40
+    ),
     dropping_agreement("smollm2", 4096, 5),
     dropping_agreement("gemma3-270m", 4096, 3),
     dropping_bare(),
