@@ -16,7 +16,7 @@ WIDTH = 1280
 PICTURES = {
     "report-page.png": ("#explorer", "body", 900, "light"),
     "report-explorer.png": ("#explorer", "#explorer figure", 1010, "light"),
-    "report-plan.png": ("figure.given", "#plan", 740, "light"),
+    "report-plan.png": ("figure.given", "body", 1010, "light"),
 }
 
 
