@@ -55,7 +55,14 @@ def test_a_profile_is_a_file(tmp_path: Path) -> None:
     machine.save(tmp_path / "mine.json")
     assert Machine.load(tmp_path / "mine.json") == machine
     record = json.loads((tmp_path / "mine.json").read_text())
-    for broken in ({}, [], {**record, "bandwidth": -1}, {**record, "speeds": {"bfloat16": {"dense": {"fast": 1}}}}):
+    still = {"bfloat16": {"dense": {"launch": 1e-3, "flops": 0}}}
+    for broken in (
+        {},
+        [],
+        {**record, "bandwidth": -1},
+        {**record, "speeds": still},
+        {**record, "speeds": {"bfloat16": {"dense": {"fast": 1}}}},
+    ):
         (tmp_path / "broken.json").write_text(json.dumps(broken))
         with pytest.raises(MachineError, match="no profile of a machine"):
             Machine.load(tmp_path / "broken.json")
@@ -136,6 +143,8 @@ def test_the_command_predicts_and_says_so() -> None:
         (["--shape", "8,4"], "three numbers"),
         (["h100", "--dtype", "int8"], "--dtype is one of"),
         (["--selector", "quest"], "name it"),
+        (["--batch", "8"], "--batch is for steps of a machine: name it"),
+        (["h100", "--selector", "quest", "--context", "128m"], "--context is rows such as 32768 or 128k"),
         (["h100", "--out", "x.json"], "leave one of them out"),
         (["h100", "--selector", "quest", "--budget", "8"], "less than one span"),
         (["h100", "--selector", "retrieval"], "host memory"),

@@ -353,6 +353,7 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     assert lines.count(b'"frontier"') == 2 * 4 * 4
     (where,) = (json.loads(line) for line in lines.splitlines() if b'"versions"' in line)
     assert where["versions"]["torch"] == torch.__version__
+    assert [one["versions"] for one in made["measured"]] == [where["versions"]]
     again = run(*SHORT, "--error", "10%", "--out", tmp_path, "--json")
     assert (tmp_path / "recommend.jsonl").read_bytes() == lines, "nothing was measured again"
     assert json.loads(again.stdout)["layers"] == plan.records()

@@ -20,6 +20,8 @@ from sparseattn.measuring import measure
 from sparseattn.rope import Rope
 from sparseattn.selectors import make_selector
 
+ONE = 1  # sequence
+TOLD = {"--dtype": "bfloat16", "--context": "128k", "--budget": "2048"}  # of steps, by default
 ZONES = 4, 64  # sink and window
 BUSY = 0.5  # load for each core, before, from which on a measurement is in doubt
 
@@ -36,13 +38,19 @@ def machine(
     shape: Annotated[
         str, typer.Option(help="KV heads, query heads of each, and head size, to measure or predict with.")
     ] = "8,4,128",
-    dtype: Annotated[str, typer.Option(help=f"Of keys and values to predict with: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"Of keys and values to predict with: {', '.join(DTYPES)}.")] = TOLD[
+        "--dtype"
+    ],
     selector: Annotated[
         list[str] | None, typer.Option(help="Methods whose steps to predict, more than once; see `sparseattn info`.")
     ] = None,
-    context: Annotated[str, typer.Option(help="Rows of each sequence to predict with, such as 128k.")] = "128k",
-    batch: Annotated[int, typer.Option(help="Sequences to predict with.")] = 1,
-    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that a step reads, or a share.")] = "2048",
+    context: Annotated[str, typer.Option(help="Rows of each sequence to predict with, such as 128k.")] = TOLD[
+        "--context"
+    ],
+    batch: Annotated[int, typer.Option(help="Sequences to predict with.")] = ONE,
+    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that a step reads, or a share.")] = TOLD[
+        "--budget"
+    ],
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Measure how fast this CPU runs what decode steps are made of, in about a minute, or show a machine's figures and
@@ -58,8 +66,11 @@ def machine(
     heads, group, size = sizes
     of = Shape(batch, heads, group, size, DTYPES[dtype])
     if name is None:
-        if selector:
-            raise ValueError("--selector predicts steps of a machine: name it, such as `sparseattn machine h100`")
+        given = {"--dtype": dtype, "--context": context, "--budget": budget}
+        of_steps = [option for option, value in given.items() if value != TOLD[option]]
+        of_steps += ["--selector"] * bool(selector) + ["--batch"] * (batch != ONE)
+        if of_steps:
+            raise ValueError(f"{of_steps[0]} is for steps of a machine: name it, such as `sparseattn machine h100`")
         return _measured(Shape(1, heads, group, size), measured_path() if out is None else out, json)
     if out is not None:
         raise ValueError(f"--out is for measuring this CPU, and {name} is shown: leave one of them out")

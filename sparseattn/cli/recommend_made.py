@@ -61,8 +61,14 @@ def made_plan(
     rounds: Sequence[dict[str, Any]],
     held: Sequence[dict[str, Any]],
     seconds: float,
+    measured: Sequence[dict[str, Any]],
 ) -> Plan:
-    """With what it was made for; `seconds` that this run took, without what earlier ones left in the records."""
+    """With what it was made for.
+
+    Args:
+        seconds: that this run took, without what earlier ones left in the records.
+        measured: records of versions and machines that measured.
+    """
     full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
     verified: dict[str, Any] = {"windows": len(held), "tokens": sum(one["scored_tokens"] for one in held)}
     for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
@@ -92,6 +98,7 @@ def made_plan(
         "searched": {asked.bound.measure: rounds[-1]["searched"]},
         "rounds": list(rounds),
         "verified": verified,
+        "measured": [{name: one[name] for name in ("date", "versions", "machine")} for one in measured],
         "seconds": round(seconds, 1),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),

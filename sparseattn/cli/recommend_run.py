@@ -14,7 +14,7 @@ import torch
 
 from sparseattn.cli.common import errors, open_model, progress_bar
 from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
-from sparseattn.cli.recommend_made import keep, made_plan, mean, say_where, settings_of
+from sparseattn.cli.recommend_made import MADE, keep, made_plan, mean, say_where, settings_of
 from sparseattn.devices import quarter_of_memory
 from sparseattn.machine import Machine
 from sparseattn.plans import Plan
@@ -101,7 +101,9 @@ def run(asked: Asked, path: Path) -> Found:
     choices = _choices(layers, averaged(trials.frontiers(groups)), groups, objective)
     families = _families(choices) if asked.vllm else [choices]
     proposal, held, rounds = _verified(asked, trials, every, layers, families, objective)
-    plan = made_plan(asked, settings, layers, choices, proposal, objective, rounds, held, time.monotonic() - begun)
+    plan = made_plan(
+        asked, settings, layers, choices, proposal, objective, rounds, held, time.monotonic() - begun, records.of(MADE)
+    )
     keep(records, plan)
     return Found(plan, layers, choices, proposal, objective, rounds, asked.vllm)
 
