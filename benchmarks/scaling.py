@@ -34,6 +34,7 @@ from benchmarks.measure import Timer, peak_memory
 from benchmarks.methods import Method, check_fit
 from benchmarks.rounds import Copy
 from benchmarks.step import filled
+from sparseattn import costs
 from sparseattn.budget import budget_record, parse_budget
 from sparseattn.cli.common import integers
 from sparseattn.cli.lines import name_ends, room, style
@@ -43,7 +44,7 @@ from sparseattn.measuring import Measuring
 from sparseattn.selectors.buckets import Partitioned
 
 SELECTED = ("quest", "saap")
-BETWEEN = 2  # rounds of measuring the machine after each point
+BETWEEN, LEAST = 2, 10  # rounds of measuring the machine after each point, and in all
 PARTS = ("step", "select", "attend", "dense")
 SWEEPS = {  # what changes -> its sizes, and what else differs from the options
     "rows": "8192,32768,131072,524288,1048576",
@@ -257,6 +258,11 @@ def settle(options: argparse.Namespace) -> list[Method]:
     return methods
 
 
+def measured_with(options: argparse.Namespace) -> tuple[list[torch.dtype], costs.Shape]:
+    """The dtype and the shape of a layer by which the machine is measured."""
+    return [stored_dtype(options.dtype, "--dtype")], costs.Shape(1, options.heads, options.group, options.size)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     command = parser()
     options = command.parse_args(arguments)
@@ -269,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"scaling-{device}.json"
     drawn = options.out or Path(__file__).parent.parent / "docs" / f"scaling-{device}.png"
-    measuring = None if options.machine is None else Measuring([stored_dtype(options.dtype, "--dtype")])
+    measuring = None if options.machine is None else Measuring(*measured_with(options))
     progress, begun = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     record: dict[str, Any] = header(options, "how a decode step grows with context, batch and budget")
     record |= {"memory_gib": round(options.memory, 2), "sweeps": {}}
@@ -285,7 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     write(run(options, methods, lambda words: progress.print(words, soft_wrap=True), write), complete=True)
     if measuring is not None:
-        measuring.machine().save(options.machine)
+        while measuring.rounds < LEAST:
+            measuring.round()
+        measuring.machine("measured by benchmarks.scaling between its points").save(options.machine)
     try:
         picture(record, drawn)
         words = f"picture: {drawn}"

@@ -17,7 +17,7 @@ from sparseattn.kernels import attend, codebooks, lowbit, scoring
 from sparseattn.selection import Bounds, Selection
 from sparseattn.selectors.base import half
 
-HELD = 131_072  # rows of which some are attended to: their addresses are spread as in a long context
+HELD = 98_304  # rows of which some are attended to: their addresses are spread as in a long context
 PAGE, LONG = 16, 128  # rows of a page, and of a bucket
 GROUP = 64  # rows of codes that share levels
 HIDDEN, BUCKETS = 1024, 1024  # of the classifier
@@ -25,8 +25,8 @@ SUBSPACES, CENTROIDS = 16, 256  # of codebooks
 OPERATORS = 8  # small operations in a probe of them
 CHAIN = ("bounds", "sort", "operator", "attend")
 STEPS = ("quest", "lowbit", "twostage")  # of each way to choose
-CONTEXT, BUDGET, SINK, WINDOW = 2048, 256, 4, 64  # of whole steps
-MANY = 16  # sequences
+CONTEXT, BUDGET, SINK, WINDOW = 2048, 192, 4, 64  # of whole steps
+MANY = 12  # sequences
 
 _Index = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -65,8 +65,9 @@ def steps_of(shape: Shape) -> list[Step]:
 
 def probes_of(shape: Shape) -> list[Probe]:
     """Every kind but a step's own at a few sizes."""
-    made: list[Probe] = []
-    for make in (_operators, _dense, _attend, _bounds, _products, _codes, _names, _classifier, _sort, _walk):
+    keys, values = _spread(shape), _spread(shape)
+    made = [*_attend(shape, keys, values), *_walk(shape, keys)]
+    for make in (_operators, _dense, _bounds, _products, _codes, _names, _classifier, _sort):
         made += make(shape)
     missing = set(KINDS) - {"step"} - {probe.launch.kind for probe in made}
     assert not missing, f"nothing measures {missing}"
@@ -107,7 +108,7 @@ def _operators(shape: Shape) -> list[Probe]:
 
 def _dense(shape: Shape) -> list[Probe]:
     query, made = _query(shape), []
-    for rows in (1024, 8192, 32768):
+    for rows in (1024, 6144, 24576):
         keys, values = _rows(shape, rows), _rows(shape, rows)
         launch = attention(shape, shape.heads, rows, 0, 0, rows, rows, "dense")
 
@@ -118,9 +119,8 @@ def _dense(shape: Shape) -> list[Probe]:
     return made
 
 
-def _attend(shape: Shape) -> list[Probe]:
+def _attend(shape: Shape, keys: Tensor, values: Tensor) -> list[Probe]:
     near, query, made = 64, _query(shape), []
-    keys, values = _spread(shape), _spread(shape)
     for held, rows, run in (
         (HELD, PAGE, PAGE),
         (HELD, 1024, PAGE),
@@ -130,7 +130,7 @@ def _attend(shape: Shape) -> list[Probe]:
         (HELD, 64, 1),
         (HELD, 1024, 1),
         (HELD, 4096, 1),
-        (HELD // 32, 1024, 1),  # several in a page of memory
+        (HELD // 24, 1024, 1),  # several in a page of memory
     ):
         span, bounds = min(run, PAGE), Bounds.of(shape.batch, held, sealed=held - near)
         first = torch.rand(shape.batch, shape.heads, (held - near) // run).topk(rows // run).indices * (run // span)
@@ -267,8 +267,8 @@ def _sort(shape: Shape) -> list[Probe]:
     return made
 
 
-def _walk(shape: Shape) -> list[Probe]:
-    query, keys, made = _query(shape), _spread(shape), []
+def _walk(shape: Shape, keys: Tensor) -> list[Probe]:
+    query, made = _query(shape), []
     for count in (64, 2048):
         ids = torch.rand(shape.batch, shape.heads * shape.group, HELD).topk(count).indices.sort().values.int()
         launch = Launch("walk", entries=ids.numel())

@@ -20,7 +20,7 @@ from sparseattn.costs import KINDS, Cost, Launch
 from sparseattn.files import write_atomic
 from sparseattn.places import cache_folder
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 CPU = "cpu"  # the name of the machine that was measured here
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -62,7 +62,7 @@ class Machine:
         device: "cpu" or "cuda": a GPU runs no method that searches in host memory.
         predicted: whether figures are published ones, so that every time is a prediction; False: they were measured.
         source: where they are from.
-        about: what else is known of a measurement: cores, versions, when.
+        about: what else is known of a measurement: its date, cores, versions, load.
     """
 
     name: str
@@ -97,7 +97,9 @@ class Machine:
     def of(cls, record: Any) -> Machine:
         """From `as_dict`; MachineError for anything else."""
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise MachineError(f"it is a JSON object with format {FORMAT}, as `sparseattn machine` writes it")
+            raise MachineError(
+                f"it is a JSON object with format {FORMAT}, as this release's `sparseattn machine` writes it"
+            )
         try:
             speeds = {
                 dtype: {kind: Speed(**one) for kind, one in kinds.items()} for dtype, kinds in record["speeds"].items()

@@ -10,6 +10,7 @@ beyond their launches is what a step costs itself.
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import statistics
@@ -66,8 +67,8 @@ class Measuring:
         if counts:
             self._reading.append(taken)
 
-    def machine(self) -> Machine:
-        """The CPU's profile, by the rounds so far.
+    def machine(self, source: str = "measured by sparseattn machine") -> Machine:
+        """The CPU's profile, by the rounds so far; `source` says what measured.
 
         Raises:
             ValueError: none has counted yet.
@@ -77,6 +78,7 @@ class Measuring:
         bandwidth = SWEPT / statistics.median(self._reading)
         speeds = {str(part.shape.dtype).removeprefix("torch."): part.speeds(bandwidth) for part in self._parts}
         about: dict[str, Any] = {
+            "date": datetime.date.today().isoformat(),
             "shape": {"heads": self.shape.heads, "group": self.shape.group, "size": self.shape.size},
             "rounds": self.rounds,
             "threads": torch.get_num_threads(),
@@ -84,7 +86,7 @@ class Measuring:
             "machine": environment.machine(),
             "versions": environment.versions(),
         }
-        return Machine(CPU, bandwidth, speeds, "cpu", False, "measured by sparseattn machine", about)
+        return Machine(CPU, bandwidth, speeds, "cpu", False, source, about)
 
 
 class _Part:

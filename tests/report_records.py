@@ -81,7 +81,9 @@ def recommended() -> list[dict[str, Any]]:
             }
             for budget in (16, 64)
         ]
-        made.append({"record": "frontier", "number": window, "layer": layer, "method": method, "points": points})
+        made.append(
+            {"record": "frontier", "number": window, "layer": layer, "method": method, "source": "0", "points": points}
+        )
     verified = {"windows": 3, "kl": {"mean": 0.0125}, "same_top": {"mean": 0.96}}
     cost = {"plan": 1e6, "full": 4e6, "unit": "bytes", "predicted": False}
     layers = {"0": "window", "1": [{"method": "quest", "budget": 64}, "dense"]}

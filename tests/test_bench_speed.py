@@ -17,13 +17,14 @@ from cases import full, heads
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
 
-from benchmarks import dense, nearest, rounds, scaling, speed, step
+from benchmarks import dense, nearest, predicted, rounds, scaling, speed, step
 from benchmarks.bench import Bench
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Temporaries, Timer, spread
 from benchmarks.methods import Method
-from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector
+from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector, measuring
 from sparseattn.artefact import Artefact
+from sparseattn.machine import Machine
 from sparseattn.rope import Rope
 
 ROOT = Path(__file__).parent.parent
@@ -291,10 +292,16 @@ def test_the_record_of_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert str(titles[0]).startswith("600 rows, 1 x 2 KV heads, G 2, D 16, float32, cpu")
 
 
-def test_the_record_of_scaling(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_record_of_scaling_and_what_was_predicted_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(measuring, "EVICTED", 1 << 10)  # times mean nothing here
+    monkeypatch.setattr(measuring, "last_cache", lambda device: 1 << 10)
     sizes = ("--rows-sizes", "300,600,100000000", "--batch-sizes", "1,3", "--budget-sizes", "32,64", "--rows", "300")
     arguments = [*TINY, *sizes, "--batch-rows", "300", "--budget", "64", "--dtype", "float32", "--memory", "0.01"]
+    profile = tmp_path / "mine.json"
+    arguments += ["--machine", str(profile)]
     scaling.main([*arguments, "--results", str(tmp_path), "--out", str(tmp_path / "s.png"), "--json"])
     record = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "scaling-cpu.json").read_text()) == record
@@ -317,6 +324,28 @@ def test_the_record_of_scaling(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert {(one["batch"], one["rows"]) for one in sweeps["batch"]["points"]} == {(1, 300), (3, 300)}
     assert {one["budget"] for one in sweeps["budget"]["points"]} == {32, 64}
     assert len(scaling.tables(record)) == 3
+    machine = Machine.load(profile)
+    assert machine.about["shape"] == {name: record[name] for name in ("heads", "group", "size")}
+    assert machine.about["rounds"] >= scaling.LEAST
+    assert set(machine.speeds) == {"float32"}
+    judge = ["--machine", str(profile), "--results", str(tmp_path)]
+    predicted.main([*judge, "--json"])
+    judged = json.loads(capsys.readouterr().out)
+    assert sum(one["points"] for name, one in judged["summary"].items() if name != "dense") == 12
+    for point in judged["points"]:
+        if point["selector"] == "quest":
+            assert point["bytes"]["measured"] == point["bytes"]["predicted"]
+        assert point["error"]["step"] == pytest.approx(
+            point["predicted"]["step"] / point["measured"]["step"] - 1, abs=1e-3
+        )
+    assert len(predicted.tables(judged)) == 2
+    for sweep in sweeps.values():
+        for point in sweep["points"]:
+            point.pop("artefact", None)
+    (tmp_path / "scaling-cpu.json").write_text(json.dumps(record))
+    with pytest.raises(SystemExit):
+        predicted.main(judge)
+    assert "does not say how many buckets saap has" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_record_of_nearest(tmp_path: Path) -> None:

@@ -126,11 +126,11 @@ def findings(*records: Record) -> str:
         found = Compared(record)
         fewer = [1 - ratio for plan in found.plans if (ratio := found.ratio(plan, found.windows)) is not None]
         alone = len(found.plans) - len(fewer)
-        told = f"{found.rows[0]['model']}: {sum(one > 0 for one in fewer)} of {len(found.plans)} plans read fewer bytes"
+        told = f"for {found.rows[0]['model']} {sum(one > 0 for one in fewer)} of {len(found.plans)} read fewer bytes"
         if fewer:
-            told += f", {percent(min(fewer))} to {percent(max(fewer))}"
-        sentences.append(told + (f"; {alone} lose less than any single method does" if alone else "") + ".")
+            told += f" ({percent(min(fewer))} to {percent(max(fewer))})"
+        sentences.append(told + (f", and no single method loses as little as {alone} of them" if alone else ""))
     return text(
-        "On texts that no plan saw, beside the best single method with one budget for all layers at the same KL. "
-        + " ".join(sentences)
+        "Plans were judged on texts that they never saw, beside the best single method with one budget for all layers, "
+        f"at equal KL: {'; '.join(sentences)}."
     )

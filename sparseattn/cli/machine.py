@@ -20,8 +20,7 @@ from sparseattn.measuring import measure
 from sparseattn.rope import Rope
 from sparseattn.selectors import make_selector
 
-ONE = 1  # sequence
-TOLD = {"--dtype": "bfloat16", "--context": "128k", "--budget": "2048"}  # of steps, by default
+TOLD = {"--dtype": "bfloat16", "--context": "128k", "--budget": "2048", "--batch": "1"}  # by default
 ZONES = 4, 64  # sink and window
 BUSY = 0.5  # load for each core, before, from which on a measurement is in doubt
 
@@ -47,7 +46,7 @@ def machine(
     context: Annotated[str, typer.Option(help="Rows of each sequence to predict with, such as 128k.")] = TOLD[
         "--context"
     ],
-    batch: Annotated[int, typer.Option(help="Sequences to predict with.")] = ONE,
+    batch: Annotated[int, typer.Option(help="Sequences to predict with.")] = int(TOLD["--batch"]),
     budget: Annotated[str, typer.Option(help="Rows beyond sink and window that a step reads, or a share.")] = TOLD[
         "--budget"
     ],
@@ -65,12 +64,14 @@ def machine(
         raise ValueError(f"--dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
     heads, group, size = sizes
     of = Shape(batch, heads, group, size, DTYPES[dtype])
+    given = {"--context": context, "--budget": budget, "--batch": str(batch)}
+    if not selector and (unused := [option for option, value in given.items() if value != TOLD[option]]):
+        raise ValueError(f"{unused[0]} is for steps that are predicted: name their methods by --selector")
     if name is None:
-        given = {"--dtype": dtype, "--context": context, "--budget": budget}
-        of_steps = [option for option, value in given.items() if value != TOLD[option]]
-        of_steps += ["--selector"] * bool(selector) + ["--batch"] * (batch != ONE)
-        if of_steps:
-            raise ValueError(f"{of_steps[0]} is for steps of a machine: name it, such as `sparseattn machine h100`")
+        if selector:
+            raise ValueError("--selector predicts steps of a machine: name it, such as `sparseattn machine h100`")
+        if dtype != TOLD["--dtype"]:
+            raise ValueError("--dtype is for what is shown of a machine: all that profiles have are measured")
         return _measured(Shape(1, heads, group, size), measured_path() if out is None else out, json)
     if out is not None:
         raise ValueError(f"--out is for measuring this CPU, and {name} is shown: leave one of them out")

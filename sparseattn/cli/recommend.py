@@ -26,6 +26,7 @@ from sparseattn.machine import Machine
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
 from sparseattn.recommend.candidates import BUDGETS, METHODS, SERVED
 
+KL = "kl"
 HEADS, LAYERS = BY = ("head", "layer")
 REPORT = "report.html"
 ANY, VLLM = ENGINES = ("transformers", "vllm")
@@ -46,7 +47,7 @@ def recommend(
         typer.Option(
             help="What --error bounds. " + "; ".join(f"{name}: {about}" for name, (_, about) in MEASURES.items())
         ),
-    ] = "kl",
+    ] = KL,
     machine: Annotated[
         str | None,
         typer.Option(
@@ -64,7 +65,8 @@ def recommend(
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{SELECTOR_HELP} Default: {' '.join(METHODS)}. Full attention and the window are always among them."
+            help=f"{SELECTOR_HELP} Default: {' '.join(METHODS)}; for vLLM {' '.join(SERVED)}. Full attention and the "
+            "window are always among them."
         ),
     ] = None,
     budget: Annotated[
@@ -91,8 +93,8 @@ def recommend(
     name: Annotated[
         str | None,
         typer.Option(
-            help="What tables call the plan. Default: the model, the error, and what of --machine, --context, "
-            "--batch, --by and --for is given."
+            help="What tables call the plan. Default: the model, the error, and what of --measure, --machine, "
+            "--context, --by, --batch and --for is given."
         ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Of the model: {', '.join(STORED)}; as stored by default.")] = None,
@@ -160,7 +162,7 @@ def recommend(
         draws=draws,
         sink=sink,
         window=window,
-        name=name or _name(model, error, machine, at, batch, by, engine),
+        name=name or _name(model, error, measure, machine, at, batch, by, engine),
         dtype=None if dtype is None else stored_dtype(dtype, "--dtype"),
         device=usable_device(device),
         chunk=chunk,
@@ -168,6 +170,8 @@ def recommend(
     )
     results_folder(out)
     target = plan or out / "plan.json"
+    if target.suffix != ".json":
+        raise ValueError(f"--plan ends in .json, since the page of why lies beside it, got {target}")
     because = target.with_suffix(".md")
     if not target.parent.is_dir():
         raise ValueError(f"--plan is in a folder that does not exist: {target.parent}")
@@ -176,9 +180,9 @@ def recommend(
         try:
             found = run(asked, out / "recommend.jsonl")
         except NoPlan as why:
-            write_atomic(because, f"# No plan\n\n{why}\n".encode())
             if target.exists():
                 raise NoPlan(f"{why}. {target} is of an earlier run") from None
+            write_atomic(because, f"# No plan\n\n{why}\n".encode())
             raise
         if asked.vllm:
             Settings.of_plan(found.plan)
@@ -200,13 +204,13 @@ def _budget(text: str) -> Budget:
     return found
 
 
-def _name(model: str, error: str, machine: str | None, at: str | None, batch: int, by: str | None, engine: str) -> str:
+def _name(
+    model: str, error: str, measure: str, machine: str | None, at: str | None, batch: int, by: str | None, engine: str
+) -> str:
     """With what makes it another plan than the one without."""
-    more = {
-        "" if machine is None else Path(machine).stem: machine is not None,
-        at or "": at is not None,
-        f"batch{batch}": batch > 1,
-        by or "": by is not None,
-        engine: engine != ANY,
-    }
-    return "-".join([Path(model).name, error, *(word for word, said in more.items() if said)])
+    said = [Path(model).name, error]
+    said += [measure] * (measure != KL)
+    said += [Path(one).stem for one in (machine,) if one is not None]
+    said += [one for one in (at, by) if one is not None]
+    said += [f"batch{batch}"] * (batch > 1)
+    return "-".join([*said, *[engine] * (engine != ANY)])

@@ -19,6 +19,7 @@ from sparseattn.recommend.records import Records
 from sparseattn.recommend.search import Choice, Proposal
 from sparseattn.tasks.decoder import ModelDecoder
 
+FORMAT = 2  # of the records
 PLAN, MADE = "plan", "made"  # kinds of a record
 
 
@@ -31,6 +32,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """What measurements depend on: not the bound, the machine or the methods, of which more may come."""
     return {
+        "format": FORMAT,
         "model": asked.model,
         "fingerprint": decoder.fingerprint(),
         "dtype": str(decoder.model.dtype).removeprefix("torch."),
@@ -88,7 +90,7 @@ def made_plan(
         **{
             k: v
             for k, v in settings.items()
-            if k not in ("model", "fingerprint", "sink", "window", "budgets", "layers")
+            if k not in ("format", "model", "fingerprint", "sink", "window", "budgets", "layers")
         },
         "methods": list(asked.methods),
         "budgets": settings["budgets"],

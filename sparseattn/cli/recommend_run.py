@@ -81,13 +81,13 @@ def run(asked: Asked, path: Path) -> Found:
     layers = _layers(decoder, wide)
     settings = settings_of(asked, texts, decoder, wide, layers)
     records = Records(path, settings)
-    say_where(records)
     trials = Trials(
         decoder,
         tokens,
         records,
         Settings(asked.sink, asked.window, asked.draws, 2 if wide else None),
         quarter_of_memory(asked.device),
+        say_where,
     )
     searched = [one for one in every if not one.held_out]
     objective: Objective

@@ -7,7 +7,7 @@ meet. So the limit is moved until what is measured of the whole keeps the bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ NEAR = 0.9  # of the bound: so much of it used is enough
 TRIES = 6  # configurations that are measured at most
 LOOKS = 60  # proposals at most, those that were measured already among them
 STEP = 8.0  # by how much a limit may move at once
-CLOSE = 0.97  # of a limit: from there on another configuration may be proposed
+CLOSE = 0.99  # of a limit: from there on another configuration may be proposed
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def search(
     measured: Callable[[Proposal], float],
     bound: float,
     power: float = 1.0,
-    start: float | None = None,
+    most: float = math.inf,
+    failed: Collection[str] = (),
 ) -> tuple[Proposal, float] | None:
     """The cheapest configuration found of which the measured loss is `bound` at most, with that loss.
 
@@ -125,21 +126,22 @@ def search(
         measured: the loss of a configuration as a whole, in the bound's measure.
         bound: above 0.
         power: by which nats grow with the measure: 1 for nats, 2 for a share of tokens that differ.
-        start: the first limit, in nats; default the bound's.
+        most: the largest limit worth trying, in nats.
+        failed: sources of configurations (`Roles.source`) that keep no bound, whatever is measured.
 
     Returns:
         None where every configuration that was measured is above the bound.
     """
-    limit = start if start is not None else bound**power
-    low, high = 0.0, math.inf  # limits known to keep the bound, and not to
+    limit = min(bound**power, NEAR * most)
+    low, high = 0.0, most  # limits known to keep the bound, and not to
     best: tuple[Proposal, float] | None = None
-    known: dict[str, float] = {}
+    known = dict.fromkeys(failed, math.inf)
     for _ in range(LOOKS):
         one = proposed(limit)
         name = one.roles.source()
         again, loss = name in known, known.get(name, 0.0)
         if not again:
-            if len(known) == TRIES:
+            if len(known) == TRIES + len(failed):
                 break
             loss = known[name] = measured(one)
         if loss > bound:
@@ -150,8 +152,10 @@ def search(
                 best = one, loss
             if loss >= NEAR * bound:
                 break
-        if high <= low / CLOSE or (again and loss <= bound and high == math.inf):
+        if high <= low / CLOSE:
             break
+        if again and loss <= bound and high == math.inf and name == proposed(math.inf).roles.source():
+            break  # nothing costs less
         limit = _next(limit, loss, bound, power, low, high, again)
     return best
 
@@ -160,7 +164,9 @@ def _next(limit: float, loss: float, bound: float, power: float, low: float, hig
     """A limit between `low` and `high`: by the loss at this one, or where that is of a configuration known already, so
     that another comes."""
     if again:
-        return CLOSE * high if loss > bound else math.sqrt(low * high)
+        if loss > bound:
+            return CLOSE * high
+        return math.sqrt(low * high) if high < math.inf else STEP * limit
     aimed = 0.5 * (NEAR + 1) * bound
     ratio = STEP if loss <= 0 else min(max((aimed / loss) ** power, 1 / STEP), STEP)
     following = limit * ratio

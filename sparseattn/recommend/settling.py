@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from sparseattn.recommend.search import Proposal, search
 
 ROUNDS = 3  # verifications at most
-TIGHTER, NATS = 0.95, 0.9  # of the target that would just do: the next one, and the limit that its search begins with
+TIGHTER = 0.95  # of the target that would just do
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +46,10 @@ def settle(
         full: what full attention costs.
     """
     rounds: list[dict[str, Any]] = []
-    target, start = bound, None
+    failed: list[str] = []
+    target, most = bound, math.inf
     for n in range(1, ROUNDS + 1):
-        best = search(proposed, searched, target, power, start)
+        best = search(proposed, searched, target, power, most, failed)
         if best is None or best[0].cost >= full:
             break
         one, found = best
@@ -55,8 +57,8 @@ def settle(
         rounds.append({"target": target, "searched": found, "verified": held, "cost": one.cost})
         if held <= bound:
             return Settled(one, rounds)
-        # By what the windows to choose by say of this configuration: by the target, which it may be far below, the
-        # same would come again.
-        target = TIGHTER * min(target, found) * bound / held if found > 0 else target / 2
-        start = one.kl * (NATS * bound / held) ** power
+        failed.append(one.roles.source())
+        # By what the windows to choose by say of this one, which may be far below the target; below 0 they say nothing.
+        target = TIGHTER * (min(target, found) if found > 0 else target) * bound / held
+        most = one.kl * (bound / held) ** power
     return Settled(None, rounds)

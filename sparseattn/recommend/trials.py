@@ -50,13 +50,21 @@ class Trials:
         records: what was measured.
         settings: as said.
         memory: bytes of keys and values of prompts that may be kept for the next configuration.
+        begin: called with the records before the first that is added.
     """
 
     def __init__(
-        self, decoder: ModelDecoder, tokens: Tokens, records: Records, settings: Settings, memory: int = 0
+        self,
+        decoder: ModelDecoder,
+        tokens: Tokens,
+        records: Records,
+        settings: Settings,
+        memory: int = 0,
+        begin: Callable[[Records], None] = lambda records: None,
     ) -> None:
         self.decoder, self.tokens, self.records, self.settings = decoder, tokens, records, settings
         self._memory, self._held = memory, dict[tuple[int, ...], Any]()
+        self._begin, self._begun = begin, False
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
@@ -107,7 +115,7 @@ class Trials:
             del facts["role"]
             kept.append({**_budget(point.role), **facts})
         place = {"number": window.number, "layer": layer, "method": group[0].method, "source": _source(group[0])}
-        self.records.add(FRONTIER, {**place, "points": kept})
+        self._add(FRONTIER, {**place, "points": kept})
 
     # -- configurations ----------------------------------------------------------------------------------------------
 
@@ -121,7 +129,13 @@ class Trials:
             roles.count_in(self.settings.width)
         (found,) = measure(window.prompt, [Method(roles)], (), _Reading(self), self.tokens)
         place = {"number": window.number, "source": source}
-        return self.records.add(TRIAL, {**place, **{name: found[name] for name in KEPT}})
+        return self._add(TRIAL, {**place, **{name: found[name] for name in KEPT}})
+
+    def _add(self, kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._begun:
+            self._begin(self.records)
+            self._begun = True
+        return self.records.add(kind, record)
 
     def read(self, tokens: Sequence[int]) -> Any:
         """A dense prefill, kept while there is memory for it."""
