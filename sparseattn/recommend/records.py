@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseattn.files import naming
-from sparseattn.tasks.jsonlines import json_object
+from sparseattn.tasks.jsonlines import append, json_object, whole_lines
 
 KEY = "record"  # what a line is of
 
@@ -34,16 +33,8 @@ class Records:
         self.path = Path(path)
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.found: list[dict[str, Any]] = []
-        with open(self.path, "ab+") as file:
-            file.seek(0)
-            whole = 0
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    self._take(line, number)
-                    whole += len(line)
-            file.truncate(whole)
-        if not whole:
-            self._write({KEY: "settings", **self.settings})
+        if not whole_lines(self.path, self._take):
+            append(self.path, {KEY: "settings", **self.settings})
 
     def _take(self, line: bytes, number: int) -> None:
         try:
@@ -71,14 +62,6 @@ class Records:
 
     def add(self, kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a line and returns it as it reads back; it is on the disk then."""
-        kept = self._write({KEY: kind, **record})
+        kept = append(self.path, {KEY: kind, **record})
         self.found.append(kept)
-        return kept
-
-    def _write(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        line = json.dumps(record)
-        with naming(self.path), open(self.path, "ab", buffering=0) as file:
-            file.write((line + "\n").encode())
-            os.fsync(file.fileno())
-        kept: dict[str, Any] = json.loads(line)
         return kept

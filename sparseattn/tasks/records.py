@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sparseattn.files import naming
 from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.jsonlines import json_object
+from sparseattn.tasks.jsonlines import append, json_object, whole_lines
 
 Key: TypeAlias = "tuple[Any, ...]"
 
@@ -79,14 +78,7 @@ class Records:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))
         self.found: dict[Key, dict[str, Any]] = {}
-        with open(self.path, "ab+") as file:
-            file.seek(0)
-            whole = 0
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    self._take(line, number)
-                    whole += len(line)
-            file.truncate(whole)
+        whole_lines(self.path, self._take)
 
     def _take(self, line: bytes, number: int) -> None:
         try:
@@ -119,10 +111,6 @@ class Records:
         except ValueError as error:
             what = ", ".join(f"{name} {record.get(name)}" for name in ("task", "protocol", "method", "budget"))
             raise ValueError(f"what was measured ({what}) cannot be kept: {error}") from None
-        line = json.dumps({**record, "settings": self.settings})
-        with naming(self.path), open(self.path, "ab", buffering=0) as file:
-            file.write((line + "\n").encode())  # in one piece: a run that is killed leaves all of it or none
-            os.fsync(file.fileno())
-        kept: dict[str, Any] = json.loads(line)
+        kept = append(self.path, {**record, "settings": self.settings})
         self.found[key_of(kept)] = kept
         return kept
