@@ -15,7 +15,7 @@ from sparseattn.cli.page.views import Section
 # Those of others (assets/vendor/README.md), and their licences.
 LICENCES = {"vendor/d3.min.js": "vendor/LICENSE-d3", "vendor/plot.umd.min.js": "vendor/LICENSE-plot"}
 SCRIPTS = (  # in this order
-    *(*LICENCES, "page.js", "probe.js"),
+    *(*LICENCES, "page.js", "probe.js", "cells.js"),
     *("lines.js", "heat.js", "given.js", "table.js", "facts.js"),
     *("attention.js", "explorer-choices.js", "explorer-rows.js", "explorer-text.js", "explorer.js"),
 )

@@ -88,77 +88,47 @@ views.heat = (figure, view) => {
   }
 
   function drawPanel(host, one, colour) {
-    const cells = [],
-      rows = one.rows.map(String),
-      columns = one.columns.map((column) => show(column, typeof column === "number" ? "count" : "text"));
-    rows.forEach((row, i) => {
-      if (view.methods && !isShown(row)) return;
-      columns.forEach((column, k) => cells.push({ row, column, value: one.values[measure.key][i][k] }));
-    });
-    const names = rows.filter((row) => !view.methods || isShown(row)),
-      width = host.clientWidth;
-    const left = Math.min(0.45 * width, 14 + d3.max(names, (row) => row.length) * 6.6 || 0);
-    const inner = (width - left - 8) / columns.length,
-      height = view.methods ? 24 : Math.max(14, Math.min(26, inner));
-    const room = inner >= 36 && height >= 18;
-    const ink = (value) => (d3.lab(colour(value)).l > 55 ? "#111" : "#fff");
-    const letters = Math.floor((left - 10) / 6.4);
-    const every = Math.max(1, Math.ceil(columns.length / Math.max(1, Math.floor((width - left) / 26))));
-    const svg = Plot.plot({
-      width,
-      height: names.length * height + 40,
-      marginLeft: left,
-      marginRight: 4,
-      marginTop: 4,
-      marginBottom: 36,
-      padding: 0.04,
-      style: { background: "none" },
-      x: {
-        type: "band",
-        domain: columns,
-        label: view.x,
-        labelArrow: "none",
-        ticks: columns.filter((_, k) => k % every === 0),
-      },
-      y: {
-        type: "band",
-        domain: names,
-        label: null,
-        tickFormat: (row) => (row.length > letters ? `${row.slice(0, letters - 1)}…` : row),
-      },
-      marks: [
-        Plot.cell(
-          cells.filter((cell) => cell.value != null),
-          { x: "column", y: "row", fill: (cell) => colour(cell.value), rx: 1.5 },
-        ),
-        room
-          ? Plot.text(
-              cells.filter((cell) => cell.value != null),
-              {
-                x: "column",
-                y: "row",
-                text: (cell) => show(cell.value, measure.form).replace(" %", ""),
-                fill: (cell) => ink(cell.value),
-                fontSize: 10,
-              },
-            )
+    const rows = one.rows.map(String),
+      columns = one.columns.map((column) => show(column, typeof column === "number" ? "count" : "text")),
+      names = rows.filter((row) => !view.methods || isShown(row));
+    const cells = rows.flatMap((row, i) =>
+      columns.map((column, k) => {
+        const value = one.values[measure.key][i][k];
+        return {
+          row,
+          column,
+          value,
+          fill: value == null ? null : colour(value),
+          lines: [
+            `${view.y} ${row}, ${view.x} ${column}`,
+            ...(one.method ? [one.method] : []),
+            `${measure.label}: ${show(value, measure.form)}`,
+          ],
+        };
+      }),
+    );
+    const width = host.clientWidth,
+      left = Math.min(0.45 * width, 14 + d3.max(names, (row) => row.length) * 6.6 || 0),
+      inner = (width - left - 8) / columns.length,
+      height = view.methods ? 24 : Math.max(14, Math.min(26, inner)),
+      letters = Math.floor((left - 10) / 6.4);
+    drawCells(host, {
+      cells: cells.filter((cell) => names.includes(cell.row)),
+      columns,
+      rows: names,
+      left,
+      height,
+      axis: view.x,
+      label: `${view.title}${one.method ? `, ${one.method}` : ""}`,
+      named: (row) => (row.length > letters ? `${row.slice(0, letters - 1)}…` : row),
+      text:
+        inner >= 36 && height >= 18
+          ? {
+              text: (cell) => show(cell.value, measure.form).replace(" %", ""),
+              fill: (cell) => (d3.lab(cell.fill).l > 55 ? "#111" : "#fff"),
+            }
           : null,
-      ],
-      color: { type: "identity" },
     });
-    svg.setAttribute("aria-hidden", "true");
-    host.append(svg);
-    const [sx, sy] = [svg.scale("x"), svg.scale("y")];
-    const places = cells.map((cell) => ({
-      x: sx.apply(cell.column) + sx.bandwidth / 2,
-      y: sy.apply(cell.row) + sy.bandwidth / 2,
-      lines: [
-        `${view.y} ${cell.row}, ${view.x} ${cell.column}`,
-        ...(one.method ? [one.method] : []),
-        `${measure.label}: ${show(cell.value, measure.form)}`,
-      ],
-    }));
-    probe(host, `${view.title}${one.method ? `, ${one.method}` : ""}`, places, Math.max(30, inner));
   }
 
   draw();
