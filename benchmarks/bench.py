@@ -18,10 +18,10 @@ from benchmarks.measure import Timer
 from benchmarks.methods import Method
 from benchmarks.rounds import Copy, figures, first_look, in_rounds, rounds
 from benchmarks.step import Calls, appending, cost, filled, itemised, memory
-from sparseattn.attention import decode
-from sparseattn.budget import budget_record
-from sparseattn.cache import KVCache
-from sparseattn.roles import rounded_label
+from sparseattn.cache.decode import decode
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.budget import budget_record
+from sparseattn.roles.roles import rounded_label
 
 
 @dataclass

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.measure import last_cache
 from benchmarks.records import RESULTS
-from sparseattn.budget import budget_record
-from sparseattn.devices import usable_device
-from sparseattn.environment import kernels, machine, versions
-from sparseattn.kernels import ATTEND
+from sparseattn.core.budget import budget_record
+from sparseattn.cost_model.environment import kernels, machine, versions
+from sparseattn.kernels.dispatch import ATTEND
+from sparseattn.utils.devices import usable_device
 
 
 def add_common(out: argparse.ArgumentParser) -> None:

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import Clock, median
-from sparseattn import attention
-from sparseattn.cache import KVCache
-from sparseattn.integrations.prefill import Prefill
-from sparseattn.integrations.sparse_layer import SparseLayer
-from sparseattn.integrations.upstream import DynamicCache
+from sparseattn.cache import decode
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.models.prefill import Prefill
+from sparseattn.models.sparse_layer import SparseLayer
+from sparseattn.models.transformers_classes import DynamicCache
 
 DENSE = ("sdpa", "eager", "static")
 WARM = 4  # steps of every way that do not count: caches fill, compilers run
@@ -37,7 +37,7 @@ LOOKED_INTO = 16  # steps of every sparse way whose parts are timed
 PARTS: dict[str, tuple[Any, str]] = {
     "store": (KVCache, "append"),
     "select": (KVCache, "search"),
-    "attend": (attention, "attend"),
+    "attend": (decode, "attend"),
     "layer": (SparseLayer, "attend"),  # the three above, checks, counters
 }
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from sparseattn.kernels import attend
-from sparseattn.selection import Bounds, Selection
+from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels.dispatch import attend
 
 Way: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -41,17 +41,17 @@ from benchmarks.decoding import (
 from benchmarks.measure import Clock, peak_memory
 from benchmarks.models import SHAPES, prompt, random_model, with_attention
 from benchmarks.records import RESULTS
-from sparseattn.budget import budget_record, parse_budget
 from sparseattn.cli.common import MODEL_HELP, integers, progress_bar
-from sparseattn.devices import usable_device
-from sparseattn.dtypes import STORED
-from sparseattn.environment import machine, versions
-from sparseattn.integrations.models import REFERENCE, load_model
-from sparseattn.integrations.prefill import Prefill
-from sparseattn.integrations.transformers import SparseCache, restore
-from sparseattn.kernels.coded import BITS
-from sparseattn.selectors import SELECTORS, make_selector
-from sparseattn.selectors.buckets import Partitioned
+from sparseattn.core.budget import budget_record, parse_budget
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.kernels.attend_quantized.reference import BITS
+from sparseattn.models.load import REFERENCE, load_model
+from sparseattn.models.prefill import Prefill
+from sparseattn.models.sparse_cache import SparseCache, restore
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.registry import SELECTORS, make_selector
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.dtypes import STORED
 
 SELECTED = ("exact", "quest", "saap", "moments", "retrieval:share=0.25", "window")
 

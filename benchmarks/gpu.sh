@@ -75,7 +75,7 @@ parts
 "$python" - "$name" <<'PYTHON'
 import json, pathlib, sys
 import xml.etree.ElementTree as tree
-from sparseattn.environment import kernels, machine, versions
+from sparseattn.cost_model.environment import kernels, machine, versions
 
 name = sys.argv[1]
 ended = [line.split("\t") for line in pathlib.Path(f"{name}.parts").read_text().splitlines()]

@@ -15,12 +15,13 @@ from rich.table import Table
 
 from benchmarks import records
 from benchmarks.records import RESULTS
-from sparseattn.budget import budget_label, parse_budget
 from sparseattn.cli.common import open_trace
-from sparseattn.environment import machine, versions
-from sparseattn.metrics import check_replay, evaluate
-from sparseattn.selectors import VAttention, make_selector
-from sparseattn.traces import Trace
+from sparseattn.core.budget import budget_label, parse_budget
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.replay import check_replay, evaluate
+from sparseattn.selectors.combined.vattention import VAttention
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.trace import Trace
 
 NAME = "guarantee.json"
 SETTINGS = (

@@ -1,8 +1,8 @@
 """Keys, values and queries to time with, of any length, and buckets for them.
 
 Random keys would be unfair to graphs (they have no neighbourhoods) and to buckets (all of one size), so the rows are
-`sparseattn.synthetic`'s, turned by RoPE. Making those takes seconds per 100,000 rows and head, so long contexts repeat
-the content of their first rows, each time turned by its own position.
+`sparseattn.traces.synthetic`'s, turned by RoPE. Making those takes seconds per 100,000 rows and head, so long contexts
+repeat the content of their first rows, each time turned by its own position.
 
 Letters: B sequences, H KV heads, G query heads per KV head, N rows, D head size, C buckets, F hidden width.
 """
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparseattn.artefact import Artefact, Classifier, Partition
-from sparseattn.rope import Rope
-from sparseattn.synthetic import synthetic
+from sparseattn.core.rope import Rope
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.traces.synthetic import synthetic
 
 THETA = 500_000.0  # Llama 3's
 DISTINCT = 65_536  # rows of different content

@@ -18,11 +18,13 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.records import RESULTS
 from sparseattn.cli.common import open_trace
-from sparseattn.environment import machine, versions
-from sparseattn.metrics import usable_layers
-from sparseattn.ranks import rank_correlation
-from sparseattn.selectors import PageSelector, Rows, make_selector
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.rank_correlation import rank_correlation
+from sparseattn.evaluation.replay import usable_layers
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.trace import Trace, TraceLayer
 
 NAME = "looseness"
 SELECTORS = ("quest", "unique", "mean", "quad", "clse", "ellipsoid")

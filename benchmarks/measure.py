@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparseattn.timing import Timer as Timer
-from sparseattn.timing import last_cache as last_cache
+from sparseattn.cost_model.timer import Timer as Timer
+from sparseattn.cost_model.timer import last_cache as last_cache
 
 
 @dataclass(frozen=True)

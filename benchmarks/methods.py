@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import Inputs
-from sparseattn.budget import budget_of, parse_budget
-from sparseattn.cache import KVCache, unit_of
-from sparseattn.selectors import make_selector
+from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.core.budget import budget_of, parse_budget
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.buckets import Partitioned
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.registry import make_selector
 
 SIZES = ("sink", "window", "budget")  # what `SPEC@name=rows` sets for one selector, and `bits`
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.tasks.filler import made_up
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.evaluation.tasks.filler import made_up
+from sparseattn.evaluation.tasks.tokens import Tokens
 
 SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights
     "8b": {  # Llama 3.1 8B

@@ -23,13 +23,13 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.methods import Method
 from benchmarks.records import RESULTS
-from sparseattn.artefact import Artefact, Classifier, Partition
-from sparseattn.costs import Cost, Shape, dense_cost, step_cost
-from sparseattn.environment import versions
-from sparseattn.machine import CPU, Machine
-from sparseattn.selectors import make_selector
+from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost
+from sparseattn.cost_model.environment import versions
+from sparseattn.cost_model.machine import CPU, Machine
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.buckets import Partitioned
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.registry import make_selector
 
 RECORDS = ("scaling-cpu",)
 BOUND = 0.25  # of the measured time, by which a prediction may be off

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sparseattn.files import write_atomic
+from sparseattn.utils.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results"  # where records go by default
 WIDE = 120  # columns of the tables, where standard output is no terminal

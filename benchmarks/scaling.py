@@ -34,14 +34,14 @@ from benchmarks.measure import Timer, peak_memory
 from benchmarks.methods import Method, check_fit
 from benchmarks.rounds import Copy
 from benchmarks.step import filled
-from sparseattn import costs
-from sparseattn.budget import budget_record, parse_budget
 from sparseattn.cli.common import integers
-from sparseattn.cli.lines import name_ends, room, style
-from sparseattn.dtypes import STORED, stored_dtype
-from sparseattn.environment import machine
-from sparseattn.measuring import Measuring
-from sparseattn.selectors.buckets import Partitioned
+from sparseattn.core import step_cost
+from sparseattn.core.budget import budget_record, parse_budget
+from sparseattn.cost_model.environment import machine
+from sparseattn.cost_model.measure import Measuring
+from sparseattn.reporting.line_style import name_ends, room, style
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.utils.dtypes import STORED, stored_dtype
 
 SELECTED = ("quest", "saap")
 BETWEEN, LEAST = 2, 10  # rounds of measuring the machine after each point, and in all
@@ -98,9 +98,9 @@ def slopes(swept: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | No
 
 
 def run(
-    options: argparse.Namespace, methods: Sequence[Method], say: Callable[[str], None], write: Callable[[Any], None]
+    options: argparse.Namespace, methods: Sequence[Method], say: Callable[[str], None], after: Callable[[Any], None]
 ) -> dict[str, Any]:
-    """All sweeps; `write` is given the results so far after every point."""
+    """All sweeps; `after` every point it is given the results so far."""
     timer, copy = Timer(options.device, options.evict << 20), Copy(options.device, options.copy)
     results: dict[str, Any] = {}
     for sweep in options.sweep:
@@ -133,7 +133,7 @@ def run(
                         }
                         result["points"].append(point)
                         result["slopes"] = slopes(result["points"])
-                        write(results)
+                        after(results)
                     del cache
     return results
 
@@ -258,9 +258,9 @@ def settle(options: argparse.Namespace) -> list[Method]:
     return methods
 
 
-def measured_with(options: argparse.Namespace) -> tuple[list[torch.dtype], costs.Shape]:
+def measured_with(options: argparse.Namespace) -> tuple[list[torch.dtype], step_cost.Shape]:
     """The dtype and the shape of a layer by which the machine is measured."""
-    return [stored_dtype(options.dtype, "--dtype")], costs.Shape(1, options.heads, options.group, options.size)
+    return [stored_dtype(options.dtype, "--dtype")], step_cost.Shape(1, options.heads, options.group, options.size)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -285,11 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record["memory_mib"] = round(peak_memory() / 2**20, 1)
         record["load"]["after"] = os.getloadavg()
         records.save(record, path)
-        if measuring is not None and not complete:
+
+    def after_point(results: Any) -> None:
+        write(results)
+        if measuring is not None:
             for _ in range(BETWEEN):
                 measuring.round()
 
-    write(run(options, methods, lambda words: progress.print(words, soft_wrap=True), write), complete=True)
+    write(run(options, methods, lambda words: progress.print(words, soft_wrap=True), after_point), complete=True)
     if measuring is not None:
         while measuring.rounds < LEAST:
             measuring.round()

@@ -22,9 +22,9 @@ from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, Temporaries, Timer, spread
 from benchmarks.methods import Method
 from benchmarks.rounds import WARM
-from sparseattn.attention import attend_chosen, decode
-from sparseattn.cache import KVCache, unit_of
-from sparseattn.selection import Selection, Tail
+from sparseattn.cache.decode import attend_chosen, decode
+from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.core.selection import Selection, Tail
 
 REPLAYS = 20  # of a graph under the profiler
 

@@ -31,13 +31,13 @@ from rich.console import Console
 
 from benchmarks import records
 from benchmarks.measure import Clock, median, peak_memory
-from sparseattn.devices import usable_device
-from sparseattn.environment import machine, versions
-from sparseattn.synthetic import synthetic
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.traces.synthetic import synthetic
 from sparseattn.training import Filters, Progress, Recipe, train
 from sparseattn.training.examples import Pool
 from sparseattn.training.fit import Fit
 from sparseattn.training.validation import Held
+from sparseattn.utils.devices import usable_device
 
 RESULTS = Path(__file__).parent / "results"
 THETA = 500_000.0  # Llama 3's

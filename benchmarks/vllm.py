@@ -5,8 +5,9 @@
 
 The engine keeps the blocks of stock vLLM. A stock step takes vLLM's own metadata and its own attention in every layer:
 what the plug-in adds to it is a comparison and a count a layer, under a microsecond. Steps of the two kinds alternate
-on the same sequences, so both are timed on the same contexts and on an equally busy machine. Every step is checked by
-the plug-in's counters.
+on the same sequences, so both are timed on the same contexts and on an equally busy machine. Several selectors
+(``--selector`` again) take turns too, ``--rounds`` times each; every one has pairs with stock of its own. Every step is
+checked by the plug-in's counters.
 
 Prompts of decoding are not computed: the cache is filled with random numbers and the index made of them, which no time
 depends on, but for which pages are chosen, and those are scattered as widely as can be. Prefill is timed as it is, on
@@ -34,7 +35,8 @@ from benchmarks import records
 from benchmarks.measure import spread
 from benchmarks.records import RESULTS
 from sparseattn.cli.common import integers, progress_bar
-from sparseattn.environment import machine, versions
+from sparseattn.cost_model.environment import features, machine, versions
+from sparseattn.serving.vllm.settings import DEFAULT
 
 CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count
@@ -61,7 +63,7 @@ class Turns:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-        from sparseattn.integrations.vllm.cpu import SparseCPUBuilder
+        from sparseattn.serving.vllm.cpu import SparseCPUBuilder
 
         build, forward = SparseCPUBuilder.build, CPUModelRunner._model_forward
 
@@ -92,7 +94,7 @@ def model_folder(name: str, into: Path) -> tuple[str, int]:
         config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=None)
         config.save_pretrained(into)
         return str(into), int(SHAPE["vocab_size"])
-    from sparseattn.integrations.models import folder_of
+    from sparseattn.models.load import folder_of
 
     folder = str(folder_of(name))
     return folder, int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])
@@ -110,19 +112,25 @@ def decode(
     turns: Turns,
     context: int,
     batch: int,
+    methods: list[dict[str, Any]],
+    rounds: int,
     steps: int,
     vocabulary: int,
-    above: int,
     say: Callable[[], None],
-) -> dict[str, Any]:
-    """Steps of both kinds behind prompts of so many tokens."""
+) -> list[dict[str, Any]]:
+    """Steps of both kinds behind prompts of so many tokens, for each of the settings `methods`."""
     from vllm import SamplingParams
 
-    from sparseattn.integrations.vllm import stats
+    from sparseattn.serving.vllm import cpu
+    from sparseattn.serving.vllm.counters import stats
+    from sparseattn.serving.vllm.settings import parse
 
     draw = random.Random(0)
     turns.kind = "fill"
-    most = 2 * (WARM + steps) + 2 + batch * (context // CHUNK + 1)  # the first decodes while the last is filled in
+    above, each = methods[0]["above"], 2 * (WARM + steps)
+    most = (
+        rounds * len(methods) * each + 2 + batch * (context // CHUNK + 1)
+    )  # the first decodes while the last is filled in
     options = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
     for number in range(batch):
         ids = [draw.randrange(vocabulary) for _ in range(context - most)]
@@ -130,40 +138,48 @@ def decode(
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {one.request_id for one in engine.step()}
-    taken: dict[str, list[float]] = {"stock": [], "sparse": []}
-    layers = None
-    for number in range(2 * (WARM + steps)):
-        turns.kind = ("stock", "sparse")[number % 2]
-        before, start = stats(), time.perf_counter()
-        out = engine.step()
-        seconds = time.perf_counter() - start
-        ran = stats() - before
-        if len(out) != batch:
-            raise RuntimeError(
-                f"a step of {batch} sequences gave {len(out)} tokens: is the cache large enough (--gib)?"
-            )
-        if turns.kind == "stock" and ran.sparse_calls:
-            raise RuntimeError(f"a stock step ran sparsely: {ran}")
-        if turns.kind == "sparse":
-            if bool(ran.sparse_calls) != (context - most > above) or ran.sparse_calls % batch:
-                raise RuntimeError(f"a step of {batch} sequences of {context} rows, sparse above {above}: {ran}")
-            layers, share = ran.sparse_calls // batch, ran.share
-        if number >= 2 * WARM:
-            taken[turns.kind].append(seconds)
-        say()
+    every: list[dict[str, list[float]]] = [{"stock": [], "sparse": []} for _ in methods]
+    read: list[tuple[int, float]] = [(0, 0.0)] * len(methods)
+    for turn in range(rounds * len(methods)):
+        which = turn % len(methods)
+        if len(methods) > 1:  # the index is made anew, in steps that do not count
+            cpu.switch(parse(methods[which]))
+        for number in range(each):
+            turns.kind = ("stock", "sparse")[number % 2]
+            before, start = stats(), time.perf_counter()
+            out = engine.step()
+            seconds = time.perf_counter() - start
+            ran = stats() - before
+            if len(out) != batch:
+                raise RuntimeError(
+                    f"a step of {batch} sequences gave {len(out)} tokens: is the cache large enough (--gib)?"
+                )
+            if turns.kind == "stock" and ran.sparse_calls:
+                raise RuntimeError(f"a stock step ran sparsely: {ran}")
+            if turns.kind == "sparse":
+                if bool(ran.sparse_calls) != (context - most > above) or ran.sparse_calls % batch:
+                    rows = f"{context - most} to {context} rows"
+                    raise RuntimeError(f"a step of {batch} sequences of {rows}, sparse above {above}: {ran}")
+                read[which] = ran.sparse_calls // batch, ran.share
+            if number >= 2 * WARM:
+                every[which][turns.kind].append(seconds)
+            say()
     engine.abort_request([f"{context}-{batch}-{number}" for number in range(batch)])
     while engine.has_unfinished_requests():
         engine.step()
-    pairs = [a / b for a, b in zip(taken["stock"], taken["sparse"], strict=True)]
-    return {
-        "context": context,
-        "batch": batch,
-        "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
-        "tokens_a_second": {kind: round(batch / spread(seconds)["median"], 2) for kind, seconds in taken.items()},
-        "speed_up": spread(pairs),
-        "sparse_layers": layers,
-        "rows_read_share": round(share, 4),
-    }
+    return [
+        {
+            "selector": told["selector"],
+            "context": context,
+            "batch": batch,
+            "seconds": {kind: spread(seconds) for kind, seconds in taken.items()},
+            "tokens_a_second": {kind: round(batch / spread(seconds)["median"], 2) for kind, seconds in taken.items()},
+            "speed_up": spread([a / b for a, b in zip(taken["stock"], taken["sparse"], strict=True)]),
+            "sparse_layers": layers,
+            "rows_read_share": round(share, 4),
+        }
+        for told, taken, (layers, share) in zip(methods, every, read, strict=True)
+    ]
 
 
 def prefill(engine: Any, turns: Turns, tokens: int, times: int, vocabulary: int, say: Callable[[], None]) -> Any:
@@ -200,18 +216,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     from vllm import LLM
 
-    settings = {
-        "selector": options.selector,
-        "budget": options.budget,
-        "sink": 4,
-        "window": 64,
-        "dense_layers": options.dense_layers,
-        "above": options.above,
-    }
+    methods: list[dict[str, Any]] = [
+        {
+            "selector": selector,
+            "budget": options.budget,
+            "sink": 4,
+            "window": 64,
+            "dense_layers": options.dense_layers,
+            "above": options.above,
+        }
+        for selector in options.selector or [DEFAULT]
+    ]
     contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
     prompts = integers(options.prefill or None, "--prefill") or []
-    if (least := min([*contexts, *batches, *prompts])) < 1:
-        raise ValueError(f"--contexts, --batches and --prefill are 1 or more, got {least}")
+    if (least := min([*contexts, *batches, *prompts, options.rounds])) < 1:
+        raise ValueError(f"--contexts, --batches, --prefill and --rounds are 1 or more, got {least}")
+    if options.steps % options.rounds:
+        raise ValueError(f"--steps are as many in each of --rounds, got {options.steps} and {options.rounds}")
     turns = Turns()
     with tempfile.TemporaryDirectory() as into, turns.installed():
         folder, vocabulary = model_folder(options.model, Path(into))
@@ -225,10 +246,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             max_num_seqs=max(batches),
             enforce_eager=not options.compiled,
             enable_prefix_caching=False,
-            additional_config={"sparseattn": settings},
+            additional_config={"sparseattn": methods[0]},
         )
         engine = llm.llm_engine
-        total = len(contexts) * len(batches) * 2 * (WARM + options.steps) + len(prompts) * (2 * options.times + 2)
+        once = options.steps // options.rounds
+        turned = options.rounds * len(methods) * 2 * (WARM + once)
+        total = len(contexts) * len(batches) * turned + len(prompts) * (2 * options.times + 2)
         with progress_bar() as bar:
             task = bar.add_task(f"vLLM, {options.model}", total=total)
 
@@ -238,19 +261,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             read = [prefill(engine, turns, tokens, options.times, vocabulary, say) for tokens in prompts]
             fill(engine.vllm_config)
             decoded = [
-                decode(engine, turns, context, batch, options.steps, vocabulary, options.above, say)
+                one
                 for context in contexts
                 for batch in batches
+                for one in decode(engine, turns, context, batch, methods, options.rounds, once, vocabulary, say)
             ]
     return {
         "model": options.model,
         "shape": SHAPE if options.model == "random" else None,
         "dtype": options.dtype,
         "compiled": options.compiled,
-        "settings": settings,
+        "settings": methods[0],
         "decode": decoded,
         "prefill": read,
         "machine": machine(),
+        "features": features(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
@@ -260,14 +285,16 @@ def tables(record: dict[str, Any]) -> Iterator[Table]:
     """The record as tables."""
     told = record["settings"]
     table = Table(
-        title=f"{record['model']}, {record['dtype']}: {told['selector']}, budget {told['budget']}, against stock vLLM",
+        title=f"{record['model']}, {record['dtype']}: budget {told['budget']}, against stock vLLM",
         box=SIMPLE_HEAD,
     )
+    table.add_column("selector")
     for column in ("context", "batch", "stock ms", "sparse ms", "times stock", "tokens/s stock", "tokens/s sparse"):
         table.add_column(column, justify="right")
     for one in record["decode"]:
         medians = [1000 * one["seconds"][kind]["median"] for kind in ("stock", "sparse")]
         table.add_row(
+            one["selector"],
             f"{one['context']:,}",
             str(one["batch"]),
             *(f"{ms:.1f}" for ms in medians),
@@ -293,8 +320,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--prefill", default="", help="tokens of prompts whose prefill is timed")
     parser.add_argument("--times", type=int, default=5, help="prompts of each kind")
-    parser.add_argument("--steps", type=int, default=40, help="of each kind")
-    parser.add_argument("--selector", default="quest:page=32")
+    parser.add_argument("--steps", type=int, default=40, help="of each kind, for each selector")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each selector, in which the steps are taken")
+    parser.add_argument("--selector", action="append", help=f"default {DEFAULT}; several take turns")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--dense-layers", type=int, default=0)
     parser.add_argument("--above", type=int, default=4096)
@@ -307,7 +335,7 @@ def main() -> None:
     name = Path(options.model).name
     out = options.out or RESULTS / f"vllm-{name}-{options.dtype}.json"
     records.save(record, out)
-    records.show(record, tables, f"{record['machine']}\n{out}", options.json)
+    records.show(record, tables, f"{record['machine']}\n{' '.join(record['features'])}\n{out}", options.json)
 
 
 if __name__ == "__main__":

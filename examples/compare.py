@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparseattn.budget import parse_budget
-from sparseattn.builtin import text_bytes
-from sparseattn.integrations.models import encode, load_model
-from sparseattn.integrations.prefill import Prefill
-from sparseattn.integrations.transformers import SparseCache, restore
+from sparseattn.core.budget import parse_budget
+from sparseattn.evaluation.builtin_traces import text_bytes
+from sparseattn.models.load import encode, load_model
+from sparseattn.models.prefill import Prefill
+from sparseattn.models.sparse_cache import SparseCache, restore
 
 MODEL = "reference, smollm2, gemma3-270m, a folder, a GGUF file or a name on the Hugging Face hub"
 SELECTORS = ("lowbit", "quest", "exact:group=softmax", "window")

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseattn.budget import parse_budget
-from sparseattn.integrations.models import encode, load_model
-from sparseattn.integrations.transformers import SparseCache
-from sparseattn.tasks import byte_count, example
+from sparseattn.core.budget import parse_budget
+from sparseattn.evaluation.tasks.base import byte_count
+from sparseattn.evaluation.tasks.registry import example
+from sparseattn.models.load import encode, load_model
+from sparseattn.models.sparse_cache import SparseCache
 
 MODEL = "reference, smollm2, gemma3-270m, a folder, a GGUF file or a name on the Hugging Face hub"
 

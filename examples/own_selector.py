@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sparseattn import Rows, Selection, Selector
-from sparseattn.builtin import text_bytes
-from sparseattn.integrations.models import encode, reference_model
-from sparseattn.integrations.transformers import SparseCache
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.evaluation.builtin_traces import text_bytes
+from sparseattn.models.load import encode, reference_model
+from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.selectors.base import best, vote
-from sparseattn.storage import RowBuffer
 
 
 class TopChannels(Selector):

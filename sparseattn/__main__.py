@@ -1,5 +1,5 @@
 """`python -m sparseattn` is the console command `sparseattn`."""
 
-from sparseattn.cli import app
+from sparseattn.cli.app import app
 
 app(prog_name="sparseattn")

@@ -67,14 +67,14 @@ from sparseattn import (
     Weighed,
     Window,
 )
-from sparseattn.artefact import Artefact, Classifier, Partition
-from sparseattn.rope import Rope
+from sparseattn.core.rope import Rope
+from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.base import best, vote
-from sparseattn.selectors.buckets import Partitioned
-from sparseattn.selectors.loaded import Loaded, of_parts
-from sparseattn.selectors.wrapper import Wrapper
-from sparseattn.storage import RowBuffer
-from sparseattn.synthetic import synthetic
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.combined.wrapper import Wrapper
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.saved_state import Loaded, of_parts
+from sparseattn.traces.synthetic import synthetic
 
 
 class Buckets(Selector):

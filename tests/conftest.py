@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import shutil
 import signal
@@ -11,43 +9,23 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "sparseattn"
-
-
-def numba_cache() -> Path:
-    """A folder for what numba compiles that outlives this clone, named after all that numba compiles.
-
-    Of itself numba looks at the one file that a function stands in, not at those whose functions it calls, and keeps
-    code by the path of that file: a link for each of our folders lets every clone of the same source find it.
-    """
-    sources = {path: path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
-    compiled = {path: source for path, source in sources.items() if b"from numba import" in source}
-    base = os.environ.get("XDG_CACHE_HOME")
-    kept = Path(base) if base else Path.home() / ".cache"
-    kept = kept / "sparseattn" / "tests" / f"numba-{hashlib.sha256(b''.join(compiled.values())).hexdigest()[:16]}"
-    for folder in {path.parent for path in compiled}:
-        (kept / folder.name).mkdir(parents=True, exist_ok=True)
-        link = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}"  # numba's name for a folder of source
-        with contextlib.suppress(FileExistsError):
-            (kept / link).symlink_to(folder.name)
-    return kept
-
-
 # One thread for each worker: the tests' tensors are small, a second thread costs more than it brings. Those that a test
 # asks for sleep when idle, as spinning would take the core of the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-if "NUMBA_CACHE_DIR" not in os.environ:
-    os.environ["NUMBA_CACHE_DIR"] = str(numba_cache())
 
 # A shell's background job ignores interrupts, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from filelock import FileLock  # noqa: E402
+import pytest
+import torch
+from filelock import FileLock
 
+from sparseattn.utils.cache_folder import cache_folder
+
+# Tests that name another cache folder keep compiled code here all the same.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
 if not torch.cuda.is_available():  # Triton kernels run under its interpreter, which must be chosen before its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -102,6 +80,18 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that was never written holds NaN, so that reading it shows."""
+    empty = torch.empty
+
+    def filled(*args: object, **kwargs: object) -> torch.Tensor:
+        made = empty(*args, **kwargs)  # type: ignore[call-overload]
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A temporary folder that all workers of a run have in common."""
@@ -146,7 +136,7 @@ def offline(builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def builtin_cache(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """A cache folder in which the byte model's built-in traces lie, made by this run, and no other model."""
-    from sparseattn.builtin import BYTES, builtin_trace
+    from sparseattn.evaluation.builtin_traces import BYTES, builtin_trace
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

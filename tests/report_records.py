@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseattn.heads import at_bytes, at_rows
-from sparseattn.inspection import inspect_trace
-from sparseattn.metrics import evaluate
-from sparseattn.selectors import make_selector
-from sparseattn.sweep import Problem, curves
-from sparseattn.synthetic import synthetic
-from sparseattn.tasks.run import FORCED, FULL
-from sparseattn.traces import Trace
+from sparseattn.evaluation.attention_stats import inspect_trace
+from sparseattn.evaluation.by_head import at_bytes, at_rows
+from sparseattn.evaluation.recall_sweep import Problem, curves
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.tasks.compared import FORCED, FULL
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 
 CONTEXT = {"date": "2026-11-23", "versions": {"python": "3.11.7", "sparseattn": "0.1.0"}, "machine": {"cores": 2}}
 METHODS = ("quest", "exact", "window")
@@ -77,6 +77,7 @@ def recommended() -> list[dict[str, Any]]:
                 "budget": budget,
                 "kl": (1 + window) / budget,
                 "error_heads": [0.1, 0.3],
+                "kl_heads": [0.5 / budget] * 2,
                 "bytes_heads": [budget / 500] * 2,
             }
             for budget in (16, 64)

@@ -15,16 +15,18 @@ from torch.nn.functional import kl_div
 from typer.testing import CliRunner, Result
 
 from sparseattn import Exact, Quest, Selector, Window
-from sparseattn.budget import Budget
-from sparseattn.cli import agreement_report as report
-from sparseattn.cli import app
+from sparseattn.cli.app import app
 from sparseattn.cli.eval_plan import layer_set
-from sparseattn.integrations.models import load_model
-from sparseattn.tasks import example
-from sparseattn.tasks.agreement import agreement
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.run import FORCED, FULL, Method, Prompt, measure
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.core.budget import Budget
+from sparseattn.evaluation.tasks.agreement import agreement
+from sparseattn.evaluation.tasks.compared import FORCED, FULL
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.registry import example
+from sparseattn.evaluation.tasks.run import Method, measure
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.load import load_model
+from sparseattn.reporting import agreement_tables as report
 
 BYTES = Tokens(None)
 
@@ -304,7 +306,7 @@ def test_the_table_shows_intervals_over_windows_where_there_are_some(capsys: pyt
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite(tmp_path: Path) -> None:
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     records = [*made(FULL, None, 9, 0.0), *made("Window", None, 9, 1e6, nll=1e6)]
     assert report.perplexity(records[1:]) == math.inf

@@ -19,10 +19,17 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
-from sparseattn.artefact import Artefact, ArtefactError, Classifier, Partition, locate, shipped_for
-from sparseattn.hashes import tensors_hash
-from sparseattn.rope import Rope
-from sparseattn.tensorfiles import content_hash
+from sparseattn.core.rope import Rope
+from sparseattn.selectors.parameters.saap_artefact import (
+    Artefact,
+    ArtefactError,
+    Classifier,
+    Partition,
+    locate,
+    shipped_for,
+)
+from sparseattn.utils.hashing import tensors_hash
+from sparseattn.utils.tensor_files import content_hash
 
 HEADS, GROUP, SIZE, BUCKETS, HIDDEN = 2, 3, 8, 5, 7
 THETA = 1e7  # of the reference model
@@ -225,7 +232,7 @@ def spoilt(tensor: Tensor, number: float) -> Tensor:
         (lambda m, t: m.update(format="sparseattn-trace"), "is a safetensors file, but not an artefact"),
         (lambda m, t: m.update(version="3"), "but of version 3; this sparseattn reads 1 and 2"),
         (lambda m, t: m.pop("version"), "but of version None; this sparseattn reads 1 and 2"),
-        (lambda m, t: m.pop("ropes"), "damaged artefact: its metadata and tensors do not fit together"),
+        (lambda m, t: m.pop("ropes"), "damaged artefact: ropes is missing in its metadata"),
         (lambda m, t: m.update(meta="[]"), "damaged artefact: it holds what no artefact has"),
         (lambda m, t: t.update(more=torch.zeros(1)), "damaged artefact: it holds what no artefact has"),
         (lambda m, t: t.pop("layers.1.classifier.w2"), "damaged artefact: its metadata and tensors do not fit"),

@@ -11,14 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sparseattn.cli import app
-from sparseattn.metrics import Evaluation, evaluate
-from sparseattn.roles import Role, Roles
-from sparseattn.selection import Selection
-from sparseattn.selectors import SELECTORS, Exact, Quest, make_selector
+from sparseattn.cli.app import app
+from sparseattn.core.selection import Selection
+from sparseattn.evaluation.replay import Evaluation, evaluate
+from sparseattn.roles.roles import Role, Roles
 from sparseattn.selectors.base import check_group
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.selectors.baselines.exact import Exact
+from sparseattn.selectors.pages.quest import Quest
+from sparseattn.selectors.registry import SELECTORS, make_selector
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 
 SMALL = ("--sink", "2", "--window", "8", "--last", "4", "--no-figures")
 
@@ -178,7 +180,7 @@ def test_steps_of_roles_are_in_the_order_of_the_heads(trace: Path) -> None:
 
 def test_bench_by_step_records_and_draws(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from sparseattn.cli import plots_steps
+    from sparseattn.reporting import plots_steps
 
     drawn: list[Any] = []
     save = plots_steps.save

@@ -16,9 +16,9 @@ from benchmarks import decoding, generate
 from benchmarks.decoding import Way
 from benchmarks.measure import Clock
 from benchmarks.models import prompt, random_model, with_attention
-from sparseattn.cache import KVCache
-from sparseattn.integrations.prefill import Prefill
-from sparseattn.integrations.transformers import SparseCache, restore
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.models.prefill import Prefill
+from sparseattn.models.sparse_cache import SparseCache, restore
 
 SMALL = (
     *("--random", "tiny", "--dtype", "float32", "--device", "cpu", "--threads", "1", "--tokens", "200,300"),

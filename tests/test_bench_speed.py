@@ -22,10 +22,11 @@ from benchmarks.bench import Bench
 from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Temporaries, Timer, spread
 from benchmarks.methods import Method
-from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector, measuring
-from sparseattn.artefact import Artefact
-from sparseattn.machine import Machine
-from sparseattn.rope import Rope
+from sparseattn import KVCache, Quest, Selection, Tail, decode, make_selector
+from sparseattn.core.rope import Rope
+from sparseattn.cost_model import measure
+from sparseattn.cost_model.machine import Machine
+from sparseattn.selectors.parameters.saap_artefact import Artefact
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -296,8 +297,8 @@ def test_the_record_of_scaling_and_what_was_predicted_of_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(measuring, "EVICTED", 1 << 10)  # times mean nothing here
-    monkeypatch.setattr(measuring, "last_cache", lambda device: 1 << 10)
+    monkeypatch.setattr(measure, "EVICTED", 1 << 10)  # times mean nothing here
+    monkeypatch.setattr(measure, "last_cache", lambda device: 1 << 10)
     sizes = ("--rows-sizes", "300,600,100000000", "--batch-sizes", "1,3", "--budget-sizes", "32,64", "--rows", "300")
     arguments = [*TINY, *sizes, "--batch-rows", "300", "--budget", "64", "--dtype", "float32", "--memory", "0.01"]
     profile = tmp_path / "mine.json"

@@ -103,7 +103,7 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 def test_a_trace_is_as_large_as_predicted(queries: int | None, tmp_path: Path) -> None:
     """Of a captured one and of a synthetic one, but for the header, positions and RoPE."""
     transformers = pytest.importorskip("transformers")
-    from sparseattn.integrations.capture import capture
+    from sparseattn.models.capture import capture
 
     config = transformers.LlamaConfig(
         vocab_size=256,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import SELECTORS, Exact, KVCache, QueryBridge, decode, make_selector
-from sparseattn.synthetic import synthetic
+from sparseattn.traces.synthetic import synthetic
 
 pytest.importorskip("faiss")
 

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from sparseattn import builtin
-from sparseattn.builtin import BUILTIN, BYTES, LEADING, builtin_trace, needles_bytes, prepare
-from sparseattn.integrations import packages
-from sparseattn.places import cache_folder
+from sparseattn.evaluation import builtin_traces
+from sparseattn.evaluation.builtin_traces import BUILTIN, BYTES, LEADING, builtin_trace, needles_bytes, prepare
+from sparseattn.models import pypi_models
+from sparseattn.utils.cache_folder import cache_folder
 
-SMOLLM2 = packages.PACKAGED["smollm2"]
+SMOLLM2 = pypi_models.PACKAGED["smollm2"]
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def test_names_follow_what_a_trace_is_made_from(tmp_path: Path, monkeypatch: pyt
     others = [replace(one, text="workshop"), replace(one, tokens=4096), replace(one, layers=(2,))]
     others += [replace(one, model="gemma3-270m"), replace(one, ahead=False)]
     with monkeypatch.context() as patch:
-        patch.setattr(builtin, "RECIPE", builtin.RECIPE + 1)
+        patch.setattr(builtin_traces, "RECIPE", builtin_traces.RECIPE + 1)
         names = {one.path}
     with monkeypatch.context() as patch:
-        patch.setitem(packages.PACKAGED, "smollm2", replace(SMOLLM2, sha256="0" * 64))
+        patch.setitem(pypi_models.PACKAGED, "smollm2", replace(SMOLLM2, sha256="0" * 64))
         names.add(one.path)
     assert len(names | {other.path for other in (one, *others)}) == 8
     assert not any(tmp_path.iterdir()), "nothing was fetched"
@@ -61,7 +61,7 @@ def test_needles_fill_the_tokens_and_the_last_32_hold_both_answers(smollm2: Path
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     ids = tokenizer(needles_bytes().decode())["input_ids"]
-    assert builtin.TOKENS - 128 < len(ids) <= builtin.TOKENS
+    assert builtin_traces.TOKENS - 128 < len(ids) <= builtin_traces.TOKENS
     decoded = tokenizer.decode(ids[-32:])
     key = needles_bytes().decode().rpartition("The pass key is ")[2].partition("\n")[0]
     assert f"is {key}\nWhat is the value of" in decoded

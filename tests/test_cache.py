@@ -12,10 +12,12 @@ import pytest
 import torch
 from cases import Buckets, Heaviest, SampledBuckets, full, heads
 
-from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode, keeping
-from sparseattn.budget import budget_rows, parse_budget
-from sparseattn.queries import sampled
-from sparseattn.storage import RowBuffer
+from sparseattn import Exact, KVCache, Quest, Random, Rows, Selection, Selector, Window, decode
+from sparseattn.cache import state_checks
+from sparseattn.cache.query_buffers import sampled
+from sparseattn.core.budget import budget_rows, parse_budget
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors.registry import SELECTORS
 
 
 def test_appending_a_token_does_not_copy_the_cache() -> None:
@@ -448,6 +450,42 @@ def test_a_bad_first_append_leaves_the_cache_usable() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "setting"),
+    [
+        ("kmeans", "artefact=FILE of rows without RoPE"),
+        ("saap", "artefact=FILE of rows without RoPE"),
+        ("moments", "artefact=FILE of rows without RoPE"),
+        ("twostage:pages=saap", "artefact=FILE of rows without RoPE"),
+        ("kmeans:artefact=reference", "artefact of roped keys"),
+        ("loki:before=True", "before=False"),
+        ("infllm:distance=64,page=16", "distance=None"),
+    ],
+)
+def test_a_method_that_needs_the_layers_rope_is_refused_before_rows_are_stored(spec: str, setting: str) -> None:
+    cache = KVCache(spec, sink=0, window=0)
+    queries, keys, values = heads(1, 2, 4, 40, 64)
+    with pytest.raises(
+        ValueError, match=rf"no fixed RoPE of layer 0 is known here.+for_layer\(layer, rope\).+{setting}"
+    ):
+        cache.append(keys, values, queries)
+    assert cache.batch == 0
+
+
+@pytest.mark.parametrize("spec", [name for name in SELECTORS if name not in ("kascade", "kmeans", "moments", "saap")])
+def test_every_other_method_decodes_over_plain_tensors_as_it_comes(spec: str) -> None:
+    """Through a second seal. Kascade takes arguments always."""
+    queries, keys, values = heads(1, 2, 3, 240, 16)
+    cache = KVCache(spec, sink=2, window=4, seal=128)
+    cache.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100])
+    for t in range(100, 240):
+        cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1], queries[:, :, :, t : t + 1])
+        if cache.selector.foresees:
+            cache.foresee(queries[:, :, :, t])
+        if t % 69 == 32:
+            assert bool(decode(queries[:, :, :, t], cache, 128).isfinite().all())
+
+
+@pytest.mark.parametrize(
     ("queries", "sentence"),
     [
         (torch.zeros(1, 1, 2, 4, 8), r"\[1, 1, 3, 4, 8\], got \[1, 1, 2, 4, 8\]"),
@@ -639,8 +677,8 @@ def test_counters_states_and_parameters_may_be_kept() -> None:
 
 def test_state_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    real = keeping._named
-    monkeypatch.setattr(keeping, "_named", lambda selector: (looked.append(1), real(selector))[1])
+    real = state_checks._named
+    monkeypatch.setattr(state_checks, "_named", lambda selector: (looked.append(1), real(selector))[1])
     cache = KVCache(Quest(), sink=0, window=0, seal=16)
     for _ in range(5):
         cache.append(*torch.randn(2, 1, 1, 16, 8))

@@ -16,7 +16,7 @@ from cases import Buckets, SampledBuckets, together
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Quest, Rows, Selector, attend, decode
-from sparseattn.budget import budget_rows
+from sparseattn.core.budget import budget_rows
 
 D = 4
 

@@ -19,14 +19,15 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from sparseattn import builtin  # noqa: E402
-from sparseattn.cli import app, common  # noqa: E402
-from sparseattn.integrations import capture as recording  # noqa: E402
-from sparseattn.integrations import models  # noqa: E402
-from sparseattn.integrations.capture import capture  # noqa: E402
-from sparseattn.integrations.errors import ModelError  # noqa: E402
-from sparseattn.integrations.models import encode, load_model  # noqa: E402
-from sparseattn.traces import Trace, TraceError, TraceLayer  # noqa: E402
+from sparseattn.cli import common  # noqa: E402
+from sparseattn.cli.app import app  # noqa: E402
+from sparseattn.evaluation import builtin_traces  # noqa: E402
+from sparseattn.models import capture as recording  # noqa: E402
+from sparseattn.models import load as models  # noqa: E402
+from sparseattn.models.capture import capture  # noqa: E402
+from sparseattn.models.errors import ModelError  # noqa: E402
+from sparseattn.models.load import encode, load_model  # noqa: E402
+from sparseattn.traces.trace import Trace, TraceError, TraceLayer  # noqa: E402
 
 T = 70
 COMMON: dict[str, Any] = {
@@ -739,44 +740,44 @@ def injected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "model"
     tiny("llama").save_pretrained(model)
     monkeypatch.setattr(models, "reference_folder", lambda: model)
-    monkeypatch.setattr(builtin, "TOKENS", 512)
+    monkeypatch.setattr(builtin_traces, "TOKENS", 512)
     monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path / "cache"))
     return model
 
 
-@pytest.mark.parametrize("name", builtin.BYTES)
+@pytest.mark.parametrize("name", builtin_traces.BYTES)
 def test_builtin_traces_are_made_once(name: str, injected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = builtin.builtin_trace(name)
+    made = builtin_traces.builtin_trace(name)
     assert (made.name, made.tokens, made.layers) == (name, 512, (0, 1, 2))
     assert made.layer(0).rope is not None
     monkeypatch.setattr(recording, "capture", lambda *args, **kwargs: pytest.fail("made twice"))
-    assert torch.equal(builtin.builtin_trace(name).layer(1).keys, made.layer(1).keys)
+    assert torch.equal(builtin_traces.builtin_trace(name).layer(1).keys, made.layer(1).keys)
     monkeypatch.undo()
 
 
 def test_builtin_traces_follow_the_weights(injected: Path) -> None:
-    first = builtin.builtin_trace("recall")
+    first = builtin_traces.builtin_trace("recall")
     tiny("llama", initializer_range=0.2).save_pretrained(injected)
-    assert not torch.equal(builtin.builtin_trace("recall").layer(0).keys, first.layer(0).keys)
-    assert len(list(builtin.cache_folder().iterdir())) == 2
+    assert not torch.equal(builtin_traces.builtin_trace("recall").layer(0).keys, first.layer(0).keys)
+    assert len(list(builtin_traces.cache_folder().iterdir())) == 2
     config = transformers.AutoConfig.from_pretrained(injected)
     config.rms_norm_eps = 1e-3
     config.save_pretrained(injected)
-    builtin.builtin_trace("recall")
-    assert len(list(builtin.cache_folder().iterdir())) == 3
+    builtin_traces.builtin_trace("recall")
+    assert len(list(builtin_traces.cache_folder().iterdir())) == 3
     (injected / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="the reference model's weights are missing"):
-        builtin.builtin_trace("text")
+        builtin_traces.builtin_trace("text")
     with pytest.raises(TraceError, match=r"no built-in trace 'x', there are prose, .* recall and text"):
-        builtin.builtin_trace("x")
+        builtin_traces.builtin_trace("x")
 
 
 def test_a_damaged_builtin_trace_is_made_again(injected: Path) -> None:
-    whole = builtin.builtin_trace("recall").layer(0).keys.clone()
-    (path,) = builtin.cache_folder().iterdir()
+    whole = builtin_traces.builtin_trace("recall").layer(0).keys.clone()
+    (path,) = builtin_traces.cache_folder().iterdir()
     path.write_bytes(path.read_bytes()[:-100])
-    assert torch.equal(builtin.builtin_trace("recall").layer(0).keys, whole)
-    assert list(builtin.cache_folder().iterdir()) == [path]
+    assert torch.equal(builtin_traces.builtin_trace("recall").layer(0).keys, whole)
+    assert list(builtin_traces.cache_folder().iterdir()) == [path]
 
 
 def test_a_cache_folder_that_cannot_be_written(injected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -786,16 +787,16 @@ def test_a_cache_folder_that_cannot_be_written(injected: Path, monkeypatch: pyte
         with pytest.raises(
             TraceError, match=r"trace recall has no place .*has 5 free.*SPARSEATTN_CACHE names the folder"
         ):
-            builtin.builtin_trace("recall")
+            builtin_traces.builtin_trace("recall")
     monkeypatch.setenv("SPARSEATTN_CACHE", str(injected / "config.json" / "x"))
     with pytest.raises(
         TraceError, match=r"trace recall has no place .*Not a directory.*SPARSEATTN_CACHE names the folder"
     ):
-        builtin.builtin_trace("recall")
+        builtin_traces.builtin_trace("recall")
 
 
 def test_builtin_texts_are_the_same_everywhere() -> None:
-    recall, prose = builtin.recall_bytes(), builtin.text_bytes()
+    recall, prose = builtin_traces.recall_bytes(), builtin_traces.text_bytes()
     assert len(recall) == len(prose) == 8192
     assert hashlib.sha256(recall).hexdigest()[:16] == "d467af92f7b83f1a"
     assert hashlib.sha256(prose).hexdigest()[:16] == "a0d31f1391a91be2"
@@ -807,9 +808,9 @@ def test_builtin_texts_are_the_same_everywhere() -> None:
 def test_nothing_but_the_bridge_imports_transformers() -> None:
     code = (
         "import sys; sys.modules['transformers'] = sys.modules['safetensors'] = None\n"
-        "import sparseattn.builtin, sparseattn.traces, sparseattn.synthetic\n"
-        "import sparseattn.integrations.capture, sparseattn.integrations.models\n"
-        "try: sparseattn.integrations.models.load_model('x')\n"
+        "import sparseattn.evaluation.builtin_traces, sparseattn.traces.trace, sparseattn.traces.synthetic\n"
+        "import sparseattn.models.capture, sparseattn.models.load\n"
+        "try: sparseattn.models.load.load_model('x')\n"
         "except ValueError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

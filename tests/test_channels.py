@@ -11,12 +11,12 @@ from cases import attention, heads
 from typer.testing import CliRunner
 
 from sparseattn import DoubleSparsity, Exact, KVCache, Loki, PQCache, Selector, SparQ, decode, evaluate, make_selector
-from sparseattn.calibration import METHODS, Calibration, CalibrationError
-from sparseattn.cli import app
-from sparseattn.roles import Roles
-from sparseattn.rope import Rope
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.cli.app import app
+from sparseattn.core.rope import Rope
+from sparseattn.roles.roles import Roles
+from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 from sparseattn.training import TrainingError, calibrate
 
 FULL = {

@@ -16,7 +16,7 @@ RUN = Path(__file__).parent.parent / ".ci" / "run"
 def clone(tmp_path: Path) -> Path:
     """A repository with one kernel, one document and `.ci/run`; its `make` prints what it was asked for."""
     files = dict.fromkeys(
-        ("sparseattn/attend.py", "sparseattn/kernels/triton_gpu.py", "docs/design.md", "README.md"), "1"
+        ("sparseattn/attend.py", "sparseattn/kernels/attend/gpu.py", "docs/design.md", "README.md"), "1"
     )
     files["tests/test_laws.py"] = "by_case("
     for name, text in files.items():
@@ -67,7 +67,7 @@ def test_slow_tests_run_where_what_they_concern_changed(clone: Path) -> None:
     base = git(clone, "rev-parse", "HEAD")
     commit(clone, "docs/design.md")
     assert made(clone, CI_BASE=base) == "test"
-    for name in ("sparseattn/kernels/triton_gpu.py", "tests/test_laws.py", "sparseattn/attend.py", "README.md"):
+    for name in ("sparseattn/kernels/attend/gpu.py", "tests/test_laws.py", "sparseattn/attend.py", "README.md"):
         commit(clone, name)
         commit(clone, "docs/design.md")  # a landing is several commits, the last of which may concern nothing slow
         assert made(clone, CI_BASE=base) == "test-all", name
@@ -80,5 +80,5 @@ def test_a_branch_is_compared_with_what_it_left(clone: Path, tmp_path: Path) -> 
     git(other, "switch", "--quiet", "--create", "mine")
     commit(other, "docs/design.md")
     assert made(other) == "test"
-    commit(other, "sparseattn/kernels/triton_gpu.py")
+    commit(other, "sparseattn/kernels/attend/gpu.py")
     assert made(other) == "test-all"

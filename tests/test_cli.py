@@ -19,14 +19,16 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import sparseattn
-from sparseattn.artefact import locate
-from sparseattn.cli import app, bench, recall, report
+from sparseattn.cli import bench, recall
+from sparseattn.cli.app import app
 from sparseattn.cli.common import progress_bar
-from sparseattn.integrations.models import reference_folder
-from sparseattn.metrics import MEASURES, Evaluation, evaluate
-from sparseattn.synthetic import synthetic
-from sparseattn.texts import TEXTS
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn.evaluation.replay import MEASURES, Evaluation, evaluate
+from sparseattn.models.load import reference_folder
+from sparseattn.reporting import replay_tables
+from sparseattn.selectors.parameters.saap_artefact import locate
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.texts import TEXTS
+from sparseattn.traces.trace import Trace, TraceLayer
 
 INSTEAD = "smollm2 cannot be had here, so this takes the byte model's traces recall and text, "
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
@@ -127,8 +129,8 @@ def test_lookups_are_a_column_where_there_are_some() -> None:
     for factor, shown in ((8.0, True), (0.0, False)):
         scaled = TraceLayer(0, layer.query * factor, layer.keys, layer.values, layer.scale)
         result = evaluate(Trace.build([scaled], made.positions), "exact", 16, window=8, last=2)
-        screen = Console(width=report.WIDE, file=io.StringIO())
-        screen.print(report.table([result], False, True))
+        screen = Console(width=replay_tables.WIDE, file=io.StringIO())
+        screen.print(replay_tables.table([result], False, True))
         text = screen.file.getvalue()  # type: ignore[attr-defined]
         assert ("lookups" in text) is shown
         assert ("1.00" in text) or not shown, "the oracle finds them"
@@ -138,21 +140,21 @@ def test_lookups_are_a_column_where_there_are_some() -> None:
 def test_the_table_is_what_80_characters_hold_and_wide_is_everything(trace: Path, per_head: bool) -> None:
     result = evaluate(Trace.open(trace), "quest:group=each", 16, sink=2, window=8, last=2)
     titles = {}
-    for width, wide in ((80, False), (report.WIDE, True)):
+    for width, wide in ((80, False), (replay_tables.WIDE, True)):
         screen = Console(width=width, file=io.StringIO())
-        screen.print(report.table([result], per_head, wide))
+        screen.print(replay_tables.table([result], per_head, wide))
         lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert not any("…" in line for line in lines), "nothing is cut off"
         assert sum("Quest(group='each')" in line for line in lines) == (8 if per_head else 1), "nor folded"
         titles[wide] = next(" ".join(line.split()) for line in lines if line.startswith(" selector"))
     heads = "layer head " if per_head else ""
     assert titles[False] == f"selector budget {heads}rows bytes % error % recovered"
-    for title, *_ in report.COLUMNS:
-        assert (title in titles[True]) or title == "lookups" or title in report.BY_MASS
+    for title, *_ in replay_tables.COLUMNS:
+        assert (title in titles[True]) or title == "lookups" or title in replay_tables.BY_MASS
     result = evaluate(Trace.open(trace), "quest:group=each", "mass:0.5", sink=2, window=8, last=2)
     for wide in (False, True):
-        shown = [column.header for column in report.table([result], per_head, wide).columns]
-        assert {"mass", *report.BY_MASS} <= set(shown)
+        shown = [column.header for column in replay_tables.table([result], per_head, wide).columns]
+        assert {"mass", *replay_tables.BY_MASS} <= set(shown)
 
 
 def test_wide_is_an_option(trace: Path, tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_selector_from_the_current_folder_and_its_faults(trace: Path, tmp_path
 def test_a_narrow_terminal_keeps_whole_numbers() -> None:
     result = evaluate(synthetic(300, heads=2, group=2, size=32, clusters=8), "quest", 16, window=8, last=2)
     screen = Console(width=80, file=io.StringIO())
-    screen.print(report.table([result], False, False))
+    screen.print(replay_tables.table([result], False, False))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "Quest  " in text
     assert "bytes %" in text
@@ -328,22 +330,24 @@ def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
         return Evaluation(trace, selector, selector, 64, {}, (0,), heads)
 
     good = [made("Good()", 0.009, 0.3), made("Dear()", 0.001, 0.4), made("Wrong()", 0.02, 0.1)]
-    assert "trace: Good() at budget 64: error 0.90%, worst head 0.9%, 30.0% of" in report.verdict(good)
+    assert "trace: Good() at budget 64: error 0.90%, worst head 0.9%, 30.0% of" in replay_tables.verdict(good)
     unknown = made("Silent()", 0.0, torch.nan)
-    assert "Good()" in report.verdict([*good, unknown])
-    assert report.verdict([unknown]).startswith("No selector reports")
+    assert "Good()" in replay_tables.verdict([*good, unknown])
+    assert replay_tables.verdict([unknown]).startswith("No selector reports")
     elsewhere = [made(one.selector, 0.5 if one.selector == "Good()" else 0.005, 0.4, trace="b") for one in good]
-    assert "trace: Dear()" in report.verdict([*good, *elsewhere]), "a pair has to hold on every trace"
-    assert "Oracle() at budget 64 (it scores every key)" in report.verdict([made("Oracle()", 0.0, 0.6, 1.0)])
+    assert "trace: Dear()" in replay_tables.verdict([*good, *elsewhere]), "a pair has to hold on every trace"
+    assert "Oracle() at budget 64 (it scores every key)" in replay_tables.verdict([made("Oracle()", 0.0, 0.6, 1.0)])
     for none in (made("Full()", 0.0, 1.4), made("Wrong()", 0.02, 0.1)):
-        assert report.verdict([none]).startswith("Nothing measured stays within 1%")
+        assert replay_tables.verdict([none]).startswith("Nothing measured stays within 1%")
     found = [*good, *elsewhere, made("Oracle()", 0.0, 0.1, 1.0), made("Window", 0.3, 0.01), unknown]
-    assert report.finding(found) == (
+    assert replay_tables.finding(found) == (
         "In short: Dear() at budget 64 reads 40% of the cache's bytes, and the output of attention is off by 0.1 to "
         "0.5% (mean over heads; on a, b); reading only the first and last rows, 1.0%, it is off by 30%."
     )
-    assert str(report.finding([made("Wrong()", 0.03, 0.1), made("Dear()", 0.04, 0.05)])).startswith("In short: Dear()")
-    assert report.finding([made("Oracle()", 0.0, 0.6, 1.0), made("Full()", 0.0, 1.4), unknown]) is None
+    assert str(replay_tables.finding([made("Wrong()", 0.03, 0.1), made("Dear()", 0.04, 0.05)])).startswith(
+        "In short: Dear()"
+    )
+    assert replay_tables.finding([made("Oracle()", 0.0, 0.6, 1.0), made("Full()", 0.0, 1.4), unknown]) is None
 
 
 def test_info_says_what_runs_here() -> None:
@@ -420,7 +424,7 @@ def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) 
     (index,) = (tmp_path / "indexes").iterdir()
     done = run("info", index)
     assert done.exit_code == 0, done.output
-    assert "selector  sparseattn.selectors.quest:Quest" in done.stdout
+    assert "selector  quest" in done.stdout
     assert re.search(r"  low +float32 \[1, 2, \d+, 32\]", done.stdout)
     for path in (artefact, index):
         data = bytearray(path.read_bytes())
@@ -849,7 +853,7 @@ def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path
 
 
 def test_recall_is_repeatable_and_is_what_the_library_measures(tmp_path: Path) -> None:
-    from sparseattn.sweep import Problem, curves
+    from sparseattn.evaluation.recall_sweep import Problem, curves
 
     def again(*more: str) -> list[dict]:
         done = run("recall", *FEW, "--selector", "ivf", "--values", "2,9", *more, "--json", "--out", tmp_path)
@@ -916,7 +920,7 @@ def test_the_recall_figures_draw_what_was_measured(tmp_path: Path, monkeypatch: 
 def test_recall_grows_along_a_trace(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    from sparseattn.sweep import Problem, curves
+    from sparseattn.evaluation.recall_sweep import Problem, curves
 
     drawn: list[Figure] = []
     save = Figure.savefig

@@ -13,16 +13,16 @@ from torch import Tensor
 from sparseattn import CodedRows, KVCache, Rows, Selection, Selector, Window, attend, attend_coded, decode, evaluate
 from sparseattn.cli.common import kv_bits
 from sparseattn.cli.eval_plan import methods
-from sparseattn.kernels import coded
-from sparseattn.storage import RowBuffer
-from sparseattn.synthetic import synthetic
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference
+from sparseattn.traces.synthetic import synthetic
 
 B, H, G, D = 2, 2, 3, 32
 
 
 def rows_of(bits: int, group: int = 16, size: int = D, rows: int = 96, dtype: torch.dtype = torch.float32) -> CodedRows:
     _, keys, values = heads(B, H, G, rows, size, dtype)
-    return coded.encode(keys, values, bits, group)
+    return attend_quantized_reference.encode(keys, values, bits, group)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -34,7 +34,7 @@ def test_a_number_is_half_a_step_off_at_most(bits: int, size: int, dtype: torch.
     keys[..., 5] += 30
     keys[..., 7] = 2  # one number: a step of 0
     keys, values = keys.to(dtype), values.to(dtype)
-    made = coded.encode(keys, values, bits, 16)
+    made = attend_quantized_reference.encode(keys, values, bits, 16)
     assert made.keys.shape == (B, H, 64, math.ceil(size * bits / 8))
     read = made.decoded()
     low, step = made.key_levels.float().unbind(3)
@@ -52,7 +52,7 @@ def test_a_number_is_half_a_step_off_at_most(bits: int, size: int, dtype: torch.
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_in_parts_is_rounding_at_once(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows_of(bits)
-    monkeypatch.setattr(coded, "CHUNK", 1)
+    monkeypatch.setattr(attend_quantized_reference, "CHUNK", 1)
     parts = rows_of(bits)
     for name in ("keys", "key_levels", "values", "value_levels"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name

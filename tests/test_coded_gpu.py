@@ -10,7 +10,7 @@ from test_coded import B, G, H, expected, rows_of, selections
 from sparseattn import CodedRows, Selection, attend_coded
 
 pytest.importorskip("triton")
-from sparseattn.kernels import coded_gpu
+from sparseattn.kernels.attend_quantized import gpu as attend_quantized_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,6 +43,6 @@ def test_the_kernel_attends_to_the_rows_read_back(bits: int, size: int, name: st
     out, lse = attend_coded(query.to(DEVICE), there(rows), moved, impl="triton")
     torch.testing.assert_close(out.cpu().double(), right, **near)
     torch.testing.assert_close(lse.cpu().double(), right_lse, **near)
-    out, lse = coded_gpu.attend(query.to(DEVICE), there(rows), moved, size**-0.5, splits=3)
+    out, lse = attend_quantized_gpu.attend(query.to(DEVICE), there(rows), moved, size**-0.5, splits=3)
     torch.testing.assert_close(out.cpu().double(), right, **near)
     torch.testing.assert_close(lse.cpu().double(), right_lse, **near)

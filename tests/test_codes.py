@@ -9,9 +9,10 @@ import torch
 from cases import attention, heads
 
 from sparseattn import PQ, Exact, Fier, KVCache, LowBit, Selector, SelfIndex, evaluate, make_selector
-from sparseattn.kernels import codebooks, lowbit
-from sparseattn.selectors.pq import product_codebooks
-from sparseattn.synthetic import synthetic
+from sparseattn.kernels import codebooks
+from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.selectors.tokens.pq import product_codebooks
+from sparseattn.traces.synthetic import synthetic
 
 
 def filled(selector: Selector, keys: torch.Tensor, at: torch.Tensor | None = None) -> KVCache:
@@ -29,7 +30,7 @@ def test_fier_rounds_every_channel_of_a_group_to_its_least_or_largest_number() -
     _, keys, _ = heads(2, 2, 1, 96, 80, torch.float32)
     fier = Fier()
     filled(fier, keys)
-    read = lowbit.keys_of(fier.codes.data, fier.low.data, fier.step.data, 1).unflatten(2, (3, 32))
+    read = quantized_keys_reference.keys_of(fier.codes.data, fier.low.data, fier.step.data, 1).unflatten(2, (3, 32))
     grouped = keys.unflatten(2, (3, 32))
     low, high = grouped.amin(3, keepdim=True), grouped.amax(3, keepdim=True)
     expected = torch.where(grouped - low > high - grouped, high, low)

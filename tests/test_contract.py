@@ -11,10 +11,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from sparseattn import Exact, KVCache, MagicPIG, Rows, Selection, Selector, Tail, decode, evaluate
-from sparseattn.cli import app
-from sparseattn.contract import ContractError, check, check_tail
-from sparseattn.sweep import curve
-from sparseattn.synthetic import synthetic
+from sparseattn.cache.selection_checks import ContractError, check, check_tail
+from sparseattn.cli.app import app
+from sparseattn.evaluation.recall_sweep import curve
+from sparseattn.traces.synthetic import synthetic
 
 B, H, G, D = 2, 2, 3, 8
 AT = torch.tensor([70, 71])

@@ -9,8 +9,8 @@ import torch
 from cases import CASES, Case, attention, by_name
 
 from sparseattn import KVCache, Mass
-from sparseattn.costs import KINDS, Cost, Shape, dense_cost, step_cost, total
-from sparseattn.selectors import make_selector
+from sparseattn.core.step_cost import KINDS, Cost, Shape, dense_cost, step_cost, total
+from sparseattn.selectors.registry import make_selector
 
 B, H, G, N, D = 2, 2, 2, 700, 16
 SHAPE = Shape(B, H, G, D, torch.float32)

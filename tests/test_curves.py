@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn.contract import ContractError
-from sparseattn.curves import Curve, crossing, within
-from sparseattn.selection import Selection
-from sparseattn.selectors import IVF, Exact, Flat, Quest, Rows
-from sparseattn.sweep import Problem, check, curve, curves, ladder, top_keys
-from sparseattn.synthetic import synthetic
+from sparseattn.cache.selection_checks import ContractError
+from sparseattn.core.selection import Selection
+from sparseattn.evaluation.recall_curve import Curve, crossing, within
+from sparseattn.evaluation.recall_sweep import Problem, check, curve, curves, ladder, top_keys
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.baselines.exact import Exact
+from sparseattn.selectors.graphs.faiss_indexes import IVF, Flat
+from sparseattn.selectors.pages.quest import Quest
+from sparseattn.traces.synthetic import synthetic
 
 KEYS, QUERIES = 2000, 16
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sparseattn import Clse, Ellipsoid, KVCache, Mean, PageMass, PageSelector, Quad, Quest, Unique
-from sparseattn.kernels import directions
-from sparseattn.kernels.directions import Form
+from sparseattn.kernels.page_directions import dispatch as page_directions
+from sparseattn.kernels.page_directions import reference as page_directions_reference
+from sparseattn.kernels.page_directions.reference import Form
 from sparseattn.kernels.scoring import GROUPS
 from sparseattn.selectors.base import vote
 
@@ -115,16 +116,16 @@ def test_the_rest_is_the_variance_that_directions_leave_out() -> None:
     keys, _ = keys_and_query()
     away = keys.unflatten(2, (-1, PAGE))
     away = away - away.mean(3, keepdim=True)
-    lines, deviation, rest = directions.principal(away, 3)
+    lines, deviation, rest = page_directions_reference.principal(away, 3)
     left = away - away @ lines.mT @ lines
     torch.testing.assert_close(rest.square() * (D - 3), left.square().sum((-2, -1)) / PAGE, rtol=1e-3, atol=1e-4)
     whole = (deviation.square().sum(-1) + (D - 3) * rest.square()) / D
     query = torch.randn(B, H, 4000, D)
     query = query / query.norm(dim=-1, keepdim=True) * D**0.5
     form = Form("quad", PAGE, 3, rest=True)
-    entries = directions.encode(keys, form, torch.bfloat16)
-    plain = directions.encode(keys, Form("quad", PAGE, 0), torch.bfloat16)
-    variance = directions.estimates(query, entries, form, 1.0) - directions.estimates(
+    entries = page_directions_reference.encode(keys, form, torch.bfloat16)
+    plain = page_directions_reference.encode(keys, Form("quad", PAGE, 0), torch.bfloat16)
+    variance = page_directions_reference.estimates(query, entries, form, 1.0) - page_directions_reference.estimates(
         query, plain, Form("quad", PAGE, 0), 1.0
     )
     torch.testing.assert_close(2 * variance.mean(2), D * whole, rtol=0.1, atol=0)
@@ -133,13 +134,13 @@ def test_the_rest_is_the_variance_that_directions_leave_out() -> None:
 def test_directions_are_the_principal_ones_with_one_sign() -> None:
     away = keys_and_query()[0].unflatten(2, (-1, PAGE))
     away = away - away.mean(3, keepdim=True)
-    lines, deviation, _ = directions.principal(away, 4)
+    lines, deviation, _ = page_directions_reference.principal(away, 4)
     values = torch.linalg.svdvals(away)[..., :4]
     torch.testing.assert_close(deviation, values / PAGE**0.5, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(lines @ lines.mT, torch.eye(4).expand(B, H, P, 4, 4), rtol=0, atol=1e-3)
     along = away @ lines.mT  # [B,H,P,page,r]
     assert bool((along.amax(3) >= -along.amin(3) - 1e-5).all()), "the farthest row is on the positive side"
-    again = directions.principal(away[:1, :1], 4)[0]
+    again = page_directions_reference.principal(away[:1, :1], 4)[0]
     torch.testing.assert_close(again, lines[:1, :1], rtol=0, atol=1e-4)
 
 
@@ -157,8 +158,12 @@ def test_equal_rows_and_padding_have_no_directions(selector: Quad | Clse | Ellip
 def test_codes_are_half_a_step_off_at_most(bits: int) -> None:
     keys, _ = keys_and_query()
     form, exact = Form("clse", PAGE, 3, bits, True), Form("clse", PAGE, 3, 16, True)
-    vectors, coordinates, rest = directions.decode(directions.encode(keys, form, torch.float16), form, D, torch.float32)
-    right, at, other = directions.decode(directions.encode(keys, exact, torch.float16), exact, D, torch.float32)
+    vectors, coordinates, rest = page_directions_reference.decode(
+        page_directions_reference.encode(keys, form, torch.float16), form, D, torch.float32
+    )
+    right, at, other = page_directions_reference.decode(
+        page_directions_reference.encode(keys, exact, torch.float16), exact, D, torch.float32
+    )
     assert coordinates is not None
     assert at is not None
     last = 127 if bits == 8 else 7
@@ -235,7 +240,7 @@ FORMS = [
 def stored(form: Form, size: int, group: int, dtype: torch.dtype):
     """Query, entries in storage with spare places, of which those that are not real hold anything, and what is real."""
     kept = torch.bfloat16 if dtype == torch.float32 else dtype
-    made = directions.encode(torch.randn(B, H, P * form.page, size) * 2, form, kept)
+    made = page_directions_reference.encode(torch.randn(B, H, P * form.page, size) * 2, form, kept)
     real = torch.rand(B, P) < 0.8
     real[-1] = False
     real[0, 0] = True
@@ -266,10 +271,10 @@ def test_compiled_code_is_the_specification(kind, rank, bits, rest, size, group,
     query, entries, real = stored(form, size, group, dtype)
     store, table = in_a_store(entries, real)
     for way in GROUPS:
-        expected = directions.scores(query.double(), entries, real, form, way, 7.0, "torch")
+        expected = page_directions.scores(query.double(), entries, real, form, way, 7.0, "torch")
         for got in (
-            directions.scores(query, entries, real, form, way, 7.0, "numba"),
-            directions.scores_at(query, store, table, form, way, 7.0, "numba"),
+            page_directions.scores(query, entries, real, form, way, 7.0, "numba"),
+            page_directions.scores_at(query, store, table, form, way, 7.0, "numba"),
         ):
             assert torch.equal(got.isneginf(), expected.isneginf())
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
@@ -278,7 +283,7 @@ def test_compiled_code_is_the_specification(kind, rank, bits, rest, size, group,
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 def test_bits_and_kinds_do_not_compile_anew() -> None:
     """A form of code for 16 bits and one for fewer, by the dtype that these are of."""
-    from sparseattn.kernels import directions_cpu
+    from sparseattn.kernels.page_directions import cpu as page_directions_cpu
 
     for form in (
         Form("quad", 16, 2),
@@ -287,9 +292,9 @@ def test_bits_and_kinds_do_not_compile_anew() -> None:
         Form("clse", 16, 2, 4, True),
     ):
         query, entries, real = stored(form, 64, 4, torch.bfloat16)
-        directions.scores(query, entries, real, form, "max", 8.0, "numba")
-        directions.scores_at(query, *in_a_store(entries, real), form, "sum", 8.0, "numba")
-    kinds = {str(signature) for signature in directions_cpu._scores.signatures if "uint16" in str(signature)}
+        page_directions.scores(query, entries, real, form, "max", 8.0, "numba")
+        page_directions.scores_at(query, *in_a_store(entries, real), form, "sum", 8.0, "numba")
+    kinds = {str(signature) for signature in page_directions_cpu._scores.signatures if "uint16" in str(signature)}
     assert len(kinds) == 2, kinds
 
 
@@ -297,9 +302,9 @@ def test_bits_and_kinds_do_not_compile_anew() -> None:
 def test_queries_may_lie_as_a_model_leaves_them() -> None:
     """Query heads outermost in memory, as a projection's output is transposed."""
     form = Form("quad", 8, 2)
-    entries = directions.encode(torch.randn(1, 2, 32, 16).bfloat16(), form, torch.bfloat16)
+    entries = page_directions_reference.encode(torch.randn(1, 2, 32, 16).bfloat16(), form, torch.bfloat16)
     query, real = torch.randn(3, 2, 1, 16).permute(2, 1, 0, 3), torch.ones(1, 4, dtype=torch.bool)
-    found = [directions.scores(query, entries, real, form, "sum", 4.0, impl) for impl in ("torch", "numba")]
+    found = [page_directions.scores(query, entries, real, form, "sum", 4.0, impl) for impl in ("torch", "numba")]
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
@@ -311,5 +316,5 @@ def test_an_entry_that_is_no_number_shows() -> None:
         entries = {name: part.nan_to_num(0) for name, part in entries.items()}
         entries["vectors"][0, 0, 3, 5] = torch.nan
         for way in ("sum", "max", "each"):
-            found = directions.scores(query, entries, real, form, way, 8.0, impl)
+            found = page_directions.scores(query, entries, real, form, way, 8.0, impl)
             assert found[0, 0].isnan().tolist() == [p == 3 for p in range(P)], (impl, way)

@@ -101,7 +101,7 @@ WITH_MODELS = [path for path in DOCUMENTS if any(block.model for block in blocks
 def test_code_blocks_run_with_the_model_that_they_name(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseattn.integrations.packages import PACKAGED
+    from sparseattn.models.pypi_models import PACKAGED
 
     monkeypatch.chdir(tmp_path)
     found = blocks(path)
@@ -177,7 +177,7 @@ def check(words: list[str]) -> None:
 
 def _check_ours(words: list[str]) -> None:
     typer = pytest.importorskip("typer")
-    from sparseattn.cli import app
+    from sparseattn.cli.app import app
 
     command = typer.main.get_command(app)
     name, rest = words[0], words[1:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import re
 import shutil
@@ -17,13 +19,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from sparseattn.cli import app
-from sparseattn.cli.intervals import paired, wilson
-from sparseattn.integrations import endpoint
-from sparseattn.integrations.endpoint import Address
-from sparseattn.integrations.errors import ModelError
-from sparseattn.integrations.models import load_tokenizer, reference_folder
-from sparseattn.tasks.served import whole_line
+from sparseattn.cli.app import app
+from sparseattn.evaluation.intervals import paired, wilson
+from sparseattn.evaluation.tasks.served import whole_line
+from sparseattn.models.errors import ModelError
+from sparseattn.models.load import load_tokenizer, reference_folder
+from sparseattn.serving import openai_client
+from sparseattn.serving.openai_client import Address
 
 pytest.importorskip("openai")
 Reply = Callable[[str], str]
@@ -41,7 +43,9 @@ class Server:
 
     Attributes:
         asked: bodies of requests for answers.
-        faults: what to do instead of answering, each once: a status with headers and body, or a name.
+        faults: what to do instead of answering, each once: a status with headers and body, a name, or a function of
+            the connection.
+        instead: path -> what is always done there instead, a function of the connection.
         most: requests for answers that were here at once.
     """
 
@@ -49,7 +53,8 @@ class Server:
         self.reply, self.cards = reply, [{"id": model, "object": "model", **card}]
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Any] = []
-        self.faults: list[tuple[int, dict[str, str], Any] | str] = []
+        self.faults: list[tuple[int, dict[str, str], Any] | str | Callable[[Any], None]] = []
+        self.instead: dict[str, Callable[[Any], None]] = {}
         self.counts = True  # whether there is a /tokenize
         self.barrier: threading.Barrier | None = None
         self.sent = self.most = self._here = 0
@@ -64,11 +69,17 @@ class Server:
 
             def do_GET(self) -> None:
                 outer.headers.append(self.headers)
+                if self.path in outer.instead:
+                    outer.instead[self.path](self)
+                    return
                 found = {"/v1/models": {"data": outer.cards}, "/version": {"version": "1.2"}}.get(self.path)
                 self.say(200, found) if found else self.say(404, {"detail": "Not Found"})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if self.path in outer.instead:
+                    outer.instead[self.path](self)
+                    return
                 if self.path in ("/tokenize", "/detokenize"):
                     self.say(200, outer.counted(body)) if outer.counts else self.say(404, {"detail": "Not Found"})
                     return
@@ -89,6 +100,8 @@ class Server:
                 if isinstance(fault, tuple):
                     status, headers, words = fault
                     self.say(status, words, headers)
+                elif callable(fault):
+                    fault(self)
                 elif fault == "reset":
                     self.reset()
                 else:
@@ -160,7 +173,7 @@ class Server:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     """Makes servers, and pauses between attempts short."""
-    monkeypatch.setattr(endpoint, "PAUSE", 0.001)
+    monkeypatch.setattr(openai_client, "PAUSE", 0.001)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     made: list[Server] = []
 
@@ -326,8 +339,8 @@ def test_what_is_not_answered_yet_is_dropped(serve: Callable[..., Server]) -> No
         return right(prompt)
 
     server = serve(slow)
-    with endpoint.Server(Address.of(server.url)) as one, one.asking(2) as ask:
-        asked = [ask(endpoint.Question("it", f"The pass key is {n}.", None, 9, bool)) for n in range(4)]
+    with openai_client.Server(Address.of(server.url)) as one, one.asking(2) as ask:
+        asked = [ask(openai_client.Question("it", f"The pass key is {n}.", None, 9, bool)) for n in range(4)]
         while len(server.asked) < 2:
             time.sleep(0.001)
     assert not free.is_set(), "nobody waited for the server"
@@ -363,6 +376,212 @@ def test_a_response_ends_where_a_models_here_ends(serve: Callable[..., Server], 
     assert server.sent < 100_000, "the rest was not read"
 
 
+ONE = ["--task", "passkey", "--lengths", "300", "--depths", "0", "--samples", "1"]
+
+
+def begun(there: Any, kind: str, **more: str) -> None:
+    """Says that a reply comes, of no length that is known."""
+    there.send_response(200)
+    for name, value in {"content-type": kind, "connection": "close", **more}.items():
+        there.send_header(name, value)
+    there.end_headers()
+
+
+def event(text: str) -> bytes:
+    return f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': None}]})}\n\n".encode()
+
+
+def dripping(data: bytes, kind: str, pause: float = 0.02, first: bytes = b"") -> Callable[[Any], None]:
+    """Sends the same again and again for 20 seconds, with pauses: silence, where it is nothing."""
+
+    def drip(there: Any) -> None:
+        begun(there, kind)
+        end = time.monotonic() + 20
+        with contextlib.suppress(OSError):
+            there.wfile.write(first)
+            while time.monotonic() < end:
+                there.wfile.write(data)
+                there.wfile.flush()
+                time.sleep(pause)
+
+    return drip
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_nothing_is_sent_to_where_a_server_redirects(
+    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a-secret")
+    server, other = serve(), serve()
+    server.faults = [(status, {"location": f"{other.url}/v1/completions"}, "")]
+    done = run("--endpoint", f"dense={server.url}", *ONE, "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert not other.asked
+    assert not other.headers
+    sentence = "redirects a prompt of passkey (length 300, depth 0.0, seed 0) to"
+    assert f"the server dense ({server.url}/v1) {sentence} {other.url}/v1/completions, and nothing is sent" in said(
+        done
+    )
+    assert len(server.asked) == 1, "it is not tried again"
+    where = {"location": f"{other.url}/v1/models"}
+    server.instead["/v1/models"] = lambda there: there.say(status, "", where)
+    done = run("--endpoint", f"dense={server.url}", *ONE, "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert f"redirects the list of its models to {other.url}/v1/models, and nothing is sent" in said(done)
+    del server.instead["/v1/models"]
+    server.instead["/tokenize"] = lambda there: there.say(status, "", {"location": f"{other.url}/tokenize"})
+    done = run("--endpoint", f"dense={server.url}", *ONE, "--out", tmp_path, model=None)
+    assert "has no /tokenize such as vLLM's" in said(done)
+    assert not other.headers
+    assert not other.asked
+
+
+def endless(kind: str, written: list[int]) -> Callable[[Any], None]:
+    """One line of 48 MB."""
+
+    def send(there: Any) -> None:
+        begun(there, kind)
+        with contextlib.suppress(OSError):
+            there.wfile.write(b'data: {"')
+            written.extend(there.wfile.write(b"x" * 16_000) for _ in range(3_000))
+
+    return send
+
+
+def test_no_more_of_a_reply_is_read_than_it_should_have(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server, written = serve(), []
+    server.faults = [endless("text/event-stream", written)]
+    done = run("--endpoint", f"dense={server.url}", *ONE, "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert "sends an event of its answer of more than 1,048,576 bytes, which is not read" in said(done)
+    assert sum(written) < 20_000_000, "all but what lay in the system's buffers"
+    assert len(server.asked) == 1, "it is not tried again"
+    for path, kind in (("/v1/models", "application/json"), ("/version", "application/json")):
+        written.clear()
+        server.instead = {path: endless(kind, written)}
+        done = run("--endpoint", f"dense={server.url}", *ONE, "--out", tmp_path)
+        assert done.exit_code == 2, done.output
+        assert "sends a reply of more than 16,777,216 bytes, which is not read" in said(done)
+        assert sum(written) < 36_000_000
+
+
+def test_events_are_bounded_one_by_one(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_client, "EVENT", 200)
+    server = serve(lambda prompt: "7" * 100)
+
+    def ask(fault: Any = None) -> str:
+        server.faults = [fault]
+        with openai_client.Server(Address.of(server.url)) as one, one.asking(1) as asked:
+            return asked(openai_client.Question("it", "?", None, 1000, lambda text: False)).result(20).text
+
+    assert ask() == "7" * 100, "more than 200 bytes, of which no event has more"
+    for end in ("\n\n", "\r\n\r\n", "\r\r"):
+        last = b'data: {"choices": [{"text": "!", "finish_reason": "stop"}]}'
+
+        def send(there: Any, end: bytes = end.encode(), last: bytes = last) -> None:
+            begun(there, "text/event-stream")
+            for byte in (b": busy" + end) * 60 + last + end:  # the end of an event may come in two pieces
+                there.wfile.write(bytes([byte]))
+            there.wfile.write(b"data: [DONE]" + end)
+
+        assert ask(send) == "!"
+    with pytest.raises(openai_client.ServerError, match="an event of its answer of more than 200 bytes"):
+        ask(dripping(b"data: 1\n", "text/event-stream", pause=0))
+
+
+@pytest.mark.parametrize(
+    ("drip", "stream"),
+    [
+        (lambda there: time.sleep(20), False),
+        (dripping(b"", "application/json"), False),
+        (dripping(b" ", "application/json"), False),
+        (lambda there: time.sleep(20), True),
+        (dripping(b"", "text/event-stream"), True),
+        (dripping(b": busy\n\n", "text/event-stream"), True),
+        (dripping(b": busy\n\n", "text/event-stream", first=event("7")), True),
+        (dripping(event(""), "text/event-stream", first=event("7"), pause=1), True),
+    ],
+    ids=["no reply", "no byte", "no end", "no answer", "no event", "comments", "comments behind text", "pauses"],
+)
+def test_silence_is_not_waited_out(
+    serve: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drip: Callable[[Any], None],
+    stream: bool,
+) -> None:
+    seconds = {"PATIENCE": 0.5, "GAP": 0.4} if stream else {"SOON": 0.4}
+    for name, value in seconds.items():
+        monkeypatch.setattr(openai_client, name, value, raising=False)
+    server, began = serve(), time.monotonic()
+    if stream:
+        server.faults = [drip]
+    else:
+        server.instead["/v1/models"] = drip
+    done = run("--endpoint", f"dense={server.url}", *ONE, "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert re.search(r"did not answer in time \(10 s to connect, 0\.[45] s to go on\)", said(done))
+    assert time.monotonic() - began < 15
+    assert len(server.asked) == int(stream), "it is not tried again"
+
+
+def test_what_a_server_says_of_itself_is_waited_for_a_minute_and_answers_longer() -> None:
+    assert openai_client.SOON <= 60 < openai_client.GAP < openai_client.PATIENCE
+
+
+def test_a_stream_without_an_end_is_cut_at_the_limit(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server, sent = serve(), []
+
+    def more(there: Any) -> None:
+        begun(there, "text/event-stream")
+        with contextlib.suppress(OSError):
+            for _ in range(3000):
+                there.wfile.write(event("7"))
+                there.wfile.flush()
+                sent.append(1)
+                time.sleep(0.001)
+
+    server.faults = [more]
+    done = run("--endpoint", server.url, *ONE, "--answer-tokens", "20", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    (one,) = lines(tmp_path)
+    assert (one["response"], one["new_tokens"], one["attempts"]) == ("7" * 20, 20, 1)
+    assert len(sent) < 3000
+
+
+def test_a_stream_of_empty_events_ends(
+    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_client, "MUTE", 50, raising=False)
+    server = serve()
+    server.faults = [dripping(event(""), "text/event-stream", pause=0)]
+    done = run("--endpoint", server.url, *ONE, "--answer-tokens", "20", "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert "with more events than its 20 tokens can have, got 71" in said(done)
+
+
+def test_a_packed_reply_is_not_unpacked(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server = serve()
+
+    def bomb(there: Any) -> None:
+        begun(there, "application/json", **{"content-encoding": "gzip"})
+        there.wfile.write(gzip.compress(b" " * 30_000_000))
+
+    server.instead["/v1/models"] = bomb
+    done = run("--endpoint", server.url, *ONE, "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert "packs its reply (gzip), which it was asked not to" in said(done)
+    assert server.headers[0]["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("after", ["nan", "-1", "soon"])
+def test_a_pause_that_is_no_time_is_not_kept(serve: Callable[..., Server], tmp_path: Path, after: str) -> None:
+    server = serve()
+    server.faults = [(429, {"retry-after": after}, {})]
+    assert run("--endpoint", server.url, *ONE, "--out", tmp_path).exit_code == 0
+    assert lines(tmp_path)[0]["attempts"] == 2
+
+
 @pytest.mark.parametrize("text", ["", "\n", "a", "\n \n a b\n", " a\nb\nc", "a\r\nb"])
 def test_a_whole_line_is_as_far_as_a_line_ends_behind_text(text: str) -> None:
     ends = [n for n in range(1, len(text) + 1) if "\n" in text[:n].lstrip()]
@@ -396,7 +615,7 @@ def test_a_tokenizer_that_counts_otherwise_is_said(
     done = run(*options, "--samples", "1", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     sentence = (
-        f"the server dense (served) counts 3 tokens where the tokenizer of reference counts {len(endpoint.PROBE)}"
+        f"the server dense (served) counts 3 tokens where the tokenizer of reference counts {len(openai_client.PROBE)}"
     )
     assert sentence in said(done)
 

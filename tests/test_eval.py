@@ -18,17 +18,20 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from sparseattn import SAAP, Quest, Selector, Window
-from sparseattn.artefact import locate
-from sparseattn.budget import Budget
-from sparseattn.cli import app
-from sparseattn.cli import eval_report as report
-from sparseattn.integrations.models import load_model
-from sparseattn.locks import locked
-from sparseattn.tasks import TASKS, Example, example
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.records import KEY
-from sparseattn.tasks.run import FORCED, FULL, Method, Prompt, measure
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.cli.app import app
+from sparseattn.core.budget import Budget
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.compared import FORCED, FULL
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.records import KEY
+from sparseattn.evaluation.tasks.registry import TASKS, example
+from sparseattn.evaluation.tasks.run import Method, measure
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.load import load_model
+from sparseattn.reporting import eval_tables as report
+from sparseattn.selectors.parameters.saap_artefact import locate
+from sparseattn.utils.locks import locked
 
 BYTES = Tokens(None)
 METHODS = [Method(), Method(Quest(), 64, "64"), Method(Quest(), 256, "256"), Method(Window())]
@@ -712,7 +715,7 @@ def test_sets_of_layers_are_methods_of_their_own_in_tables(capsys: pytest.Captur
 
 
 def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -> None:
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     plain = [made(FULL, None, 9, 1.0), made("Window", None, 9, 0.0)]
     plots.accuracy(plain, tmp_path / "plain.png")
@@ -751,7 +754,7 @@ def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, options:
 
 
 def test_an_absent_vllm_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparseattn.integrations.vllm.installed.DISTRIBUTIONS", ("no-such-vllm",))
+    monkeypatch.setattr("sparseattn.serving.vllm.installed.DISTRIBUTIONS", ("no-such-vllm",))
     done = CliRunner().invoke(app, ["eval", "--engine", "vllm", "--out", str(tmp_path / "out"), "--budget", "64"])
     assert done.exit_code == 2
     assert "serves with vLLM 0.32, and none is installed here" in " ".join(done.output.split())

@@ -11,8 +11,8 @@ from cases import Heaviest, Same, attention
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Selection, Selector, Window, decode
-from sparseattn.contract import ContractError
-from sparseattn.metrics import compare
+from sparseattn.cache.selection_checks import ContractError
+from sparseattn.evaluation.replay import compare
 
 B, H, G, D = 2, 2, 3, 32
 

@@ -12,8 +12,8 @@ from test_memory import Temporaries
 from torch import Tensor
 
 from sparseattn import H2O, TOVA, KVCache, PyramidKV, SnapKV, decode
-from sparseattn.selectors import received as blockwise
-from sparseattn.selectors.received import received
+from sparseattn.selectors.eviction import attention_received as blockwise
+from sparseattn.selectors.eviction.attention_received import received
 
 H, G, D = 2, 3, 32
 PROMPT, STEPS, BUDGET = 90, 40, 24

@@ -19,15 +19,15 @@ from scripts.evidence import condensing, made, pictures
 from scripts.evidence.__main__ import main
 from scripts.evidence.documents import BLOCK, FENCE, documents, drawn, loader, stray
 from scripts.evidence.running import order, run
-from scripts.evidence.step import OUT, RESULTS, Step
+from scripts.evidence.step import OUT, REPORTED, RESULTS, Step
 from scripts.evidence.steps import STEPS
 from scripts.evidence.views import VIEWS
-from sparseattn.heads import at_bytes, at_rows
-from sparseattn.inspection import inspect_trace
-from sparseattn.metrics import evaluate_budgets
-from sparseattn.selectors import make_selector
-from sparseattn.sweep import Problem, curves
-from sparseattn.synthetic import synthetic
+from sparseattn.evaluation.attention_stats import inspect_trace
+from sparseattn.evaluation.by_head import at_bytes, at_rows
+from sparseattn.evaluation.recall_sweep import Problem, curves
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.synthetic import synthetic
 
 # What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document:
 # parts of lines, with the reason.
@@ -36,12 +36,16 @@ DESIGNED: dict[str, tuple[str, ...]] = {
         "20 % means that nothing was found",  # one needle of five lies in the window
         "5 % of the rows",  # a budget
     ),
-    "docs/eval.md": ("95 % intervals", "answers less than 80 %"),
+    "docs/eval.md": (
+        *("95 % intervals", "answers less than 80 %"),
+        *("A reply may have 16 MiB", "event of a stream 1 MiB"),  # limits
+    ),
     "docs/index.md": ("20 % means that nothing was found",),
     "docs/results/eval.md": (
         "so **20 % is nothing found**",
         "answers less than 80 %",  # a bound
     ),
+    "docs/threats.md": ("16 MiB of a reply, 1 MiB of an event",),  # limits
     "docs/results/traces.md": (
         "that hold 20 % or more",  # a bound
         *("89 % of the attention is recovered", "top 1 % of 100,000 tokens"),  # the paper's
@@ -69,6 +73,22 @@ DESIGNED: dict[str, tuple[str, ...]] = {
     ),
 }
 AWAITED = frozenset(step.name for step in STEPS) - made.read().keys()  # of steps that were never run: blocks are empty
+
+
+def test_what_made_a_record_is_noted_under_a_lock_that_follows_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made, "WORK", tmp_path)
+    step = STEPS[0]
+    step.record(tmp_path).write_text("{}")
+    (tmp_path / "victim").write_bytes(b"dear")
+    (tmp_path / "made.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(ValueError, match=r"made\.lock is a symbolic link"):
+        made.note(step, 1.0, tmp_path)
+    assert (tmp_path / "victim").read_bytes() == b"dear"
+    (tmp_path / "made.lock").unlink()
+    made.note(step, 1.0, tmp_path)
+    assert made.state(step, made.read(tmp_path), tmp_path) == made.MADE
 
 
 def test_documents_are_what_the_records_give(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,10 +122,40 @@ def test_every_block_has_its_record_and_every_record_its_step() -> None:
     assert {found["view"] for found in blocks} <= set(VIEWS)
     needed = {name.strip() for found in blocks for name in found["records"].split(",")}
     there = {path.stem for path in RESULTS.glob("*.json")} - {"made"}
-    assert needed - AWAITED <= there
+    assert needed - AWAITED <= there | {path.stem for path in REPORTED.glob("*.json")}
     assert made.read().keys() == there
     for found in blocks:  # no number without its record
         assert bool(found["body"]) == (not AWAITED & {name.strip() for name in found["records"].split(",")}), found[0]
+
+
+def test_what_others_measured_says_who_and_what_is_not_known() -> None:
+    reported = list(REPORTED.glob("*.json"))
+    assert reported
+    for path in reported:
+        assert not (RESULTS / path.name).exists(), f"{path.stem} is a record of ours, too"
+        told = json.loads(path.read_text())["reported"]
+        assert all(told[name] for name in ("by", "date", "of", "unsaid")), path
+
+
+def test_the_processor_with_amx_is_told_as_it_was_reported() -> None:
+    drawn_words = VIEWS["vllm-reported"](loader()("vllm-amx"))
+    assert "| 16 | 187 | 102 | 192 |" in drawn_words
+    assert "of 2026-11-23. It comes from the reviewer of issue 40" in " ".join(drawn_words.split())
+
+
+def test_methods_by_turns_are_told_with_their_processor() -> None:
+    seconds = {"stock": {"median": 0.057}, "sparse": {"median": 0.055}}
+    one = {"context": 8000, "batch": 4, "seconds": seconds, "tokens_a_second": {"stock": 70.2, "sparse": 72.7}}
+    record = {
+        "model": "smollm2", "dtype": "bfloat16", "compiled": False, "threads": 2, "features": ["avx2", "amx_bf16"],
+        "machine": {"processor": "A", "cuda_devices": []},
+        "settings": {"budget": 2048, "dense_layers": 2, "above": 4096},
+        "decode": [{**one, "selector": name, "speed_up": {"median": 1.04}} for name in ("quest:page=32", "window")],
+    }  # fmt: skip
+    words = VIEWS["vllm-turns"](record)
+    assert "on 2 cores (A) with AMX" in " ".join(words.split())
+    assert "| `window` | 8,000 | 4 | 57 | 70 | 55 | 73 | 1.04 |" in words
+    assert "without AMX" in " ".join(VIEWS["vllm-turns"]({**record, "features": ["avx2"]}).split())
 
 
 def test_a_block_is_what_its_view_makes_of_its_record() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparseattn import Exact, Fitted, KVCache, LowBit, Mass, Quest, Random, decode, evaluate, make_selector
-from sparseattn.estimates import Estimates, EstimatesError
-from sparseattn.fitting import fit
-from sparseattn.synthetic import synthetic
+from sparseattn.selectors.parameters.logit_fit import Estimates, EstimatesError
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.training.fit_logits import fit
 
 SETTINGS = {"sink": 2, "window": 16, "last": 12}
 
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused(bounds: Path, tmp_path: Path) -> None:
 
 def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:
     runner = pytest.importorskip("typer.testing").CliRunner()
-    from sparseattn.cli import app
+    from sparseattn.cli.app import app
 
     path, out = tmp_path / "trace.safetensors", tmp_path / "quest.safetensors"
     trace(3).save(path)
@@ -137,7 +137,7 @@ def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:
 )
 def test_options_of_another_method_are_refused(given: str, sentence: str, tmp_path: Path) -> None:
     runner = pytest.importorskip("typer.testing").CliRunner()
-    from sparseattn.cli import app
+    from sparseattn.cli.app import app
 
     done = runner.invoke(app, ["calibrate", "no-trace.safetensors", *given.split(), "--out", str(tmp_path / "out")])
     assert done.exit_code == 2

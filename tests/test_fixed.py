@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import CASES, ON_DEVICE, Case, attention
 
-import sparseattn.checks as checks
 from sparseattn import Exact, KVCache, QueryBridge, Quest, Window, decode
-from sparseattn.storage import RowBuffer
+from sparseattn.cache import input_checks
+from sparseattn.core.row_buffer import RowBuffer
 
 B, H, G, D = 2, 2, 3, 32
 BY_NAME = pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: case.name)
@@ -160,7 +160,7 @@ def test_what_no_cuda_graph_can_hold_is_refused_inside_a_capture(monkeypatch: py
 
     def inside(refused: str, work) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(checks, "capturing", lambda rows: True)
+            patch.setattr(input_checks, "capturing", lambda rows: True)
             with pytest.raises(RuntimeError, match=refused):
                 work()
 
@@ -172,7 +172,7 @@ def test_what_no_cuda_graph_can_hold_is_refused_inside_a_capture(monkeypatch: py
     cache.seal()
     inside("reordering sequences goes by counts", lambda: cache.reorder(torch.tensor([1, 0])))
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "capturing", lambda rows: True)
+        patch.setattr(input_checks, "capturing", lambda rows: True)
         decode(query, cache, 40)
     assert "capacity=250, fixed=True" in repr(cache)
 

@@ -7,7 +7,7 @@ import torch
 from cases import Heaviest, heads
 
 from sparseattn import Exact, FreeKV, KVCache, Quest, Rows, Selection, Selector, decode, evaluate, make_selector
-from sparseattn.synthetic import synthetic
+from sparseattn.traces.synthetic import synthetic
 
 B, H, G, N, D = 2, 2, 3, 96, 16
 

@@ -10,7 +10,7 @@ from cases import CASES, ON_DEVICE, Case, by_name, full, heads
 from torch import Tensor
 
 from sparseattn import KVCache, Quest, attend, decode, evaluate
-from sparseattn.synthetic import synthetic
+from sparseattn.traces.synthetic import synthetic
 
 pytestmark = pytest.mark.gpu
 BY_NAME = by_name(CASES)

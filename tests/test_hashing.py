@@ -9,8 +9,8 @@ import torch
 from cases import heads
 
 from sparseattn import KDEformer, KVCache, MagicPIG, Reformer, Selector, attend
-from sparseattn.selectors.binned import Binned
-from sparseattn.selectors.kdeformer import gray_rank
+from sparseattn.selectors.hashing.bins import Binned
+from sparseattn.selectors.hashing.kdeformer import gray_rank
 
 BINNED = pytest.mark.parametrize("make", [lambda rows: KDEformer(20, rows), lambda rows: Reformer(16, rows)])
 

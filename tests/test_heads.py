@@ -10,12 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sparseattn.cli import app, bench_layers
-from sparseattn.heads import NothingToCompare, at_bytes, at_rows
-from sparseattn.metrics import Evaluation, evaluate
-from sparseattn.ranks import rank_correlation
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.cli.app import app
+from sparseattn.evaluation.by_head import NothingToCompare, at_bytes, at_rows
+from sparseattn.evaluation.rank_correlation import rank_correlation
+from sparseattn.evaluation.replay import Evaluation, evaluate
+from sparseattn.reporting import layer_tables
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 
 nan = float("nan")
 
@@ -113,7 +114,7 @@ def test_equal_rows_are_those_attended_and_not_the_budget() -> None:
     assert one.readings["Few"].budgets == (32, 64)
     assert one.readings["Few"].heads("recovered").flatten().tolist() == pytest.approx([0.5, 0.7, 0.6, 0.95])
     assert one.left_out == {"Many": "attends 45 rows at least"}
-    assert bench_layers.condition(one) == "42 rows attended, those of budget 32"
+    assert layer_tables.condition(one) == "42 rows attended, those of budget 32"
     with pytest.raises(NothingToCompare, match="no method attends 26 rows or fewer: Many attends 45 rows at least"):
         at_rows(found[-1:], 16)
 
@@ -130,14 +131,14 @@ def test_heads_that_were_left_out_count_nowhere() -> None:
 
 
 def test_sentences_say_who_fails_where() -> None:
-    said = " ".join(bench_layers.sentences(at_rows(RESULTS, 32)))
+    said = " ".join(layer_tables.sentences(at_rows(RESULTS, 32)))
     assert "42 rows attended, those of budget 32: A recovers less than 50% at 2 of 4 heads" in said
     assert "at 2 of 4 heads; of these miss too: Oracle 0, B 1," in said
     assert "heads where one recovers most: A at 2 and in layers 7; Silent at 2 and in layers 3; B at 1." in said
     near = [measured("Near", 32, 0.5, [[0.9, 0.9], [0.9, 0.9]], scanned=0.4), *RESULTS]
-    said = " ".join(bench_layers.sentences(at_rows(near, 32)))
+    said = " ".join(layer_tables.sentences(at_rows(near, 32)))
     assert "A recovers less than 50% at 2 of 4 heads; of these miss too: Near 0, Oracle 0, B 1," in said
-    said = " ".join(bench_layers.left_out(at_bytes(RESULTS, 0.15), {}))
+    said = " ".join(layer_tables.left_out(at_bytes(RESULTS, 0.15), {}))
     assert "15% of the cache's bytes: Oracle reads 60.0% at least." in said
 
 

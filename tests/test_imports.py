@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import sparseattn
 
 ROOT = Path(sparseattn.__file__).parent
@@ -26,158 +28,76 @@ OPTIONAL = (
     "playwright",
 )
 
-# Module -> what it may import of the package. A prefix stands for everything below it.
-ARROWS = {
-    "selection": (),
-    "board": ("selection",),
-    "storage": (),
-    "costs": ("budget",),
-    "machine": ("costs", "files", "places"),
-    "launches": ("attention", "cache", "costs", "kernels", "selection", "selectors.base"),
-    "measuring": ("costs", "environment", "launches", "machine", "timing"),
-    "timing": (),
-    "contract": ("selection", "selectors.base"),
-    "zones": (),
-    "queries": ("storage",),
-    "budget": (),
-    "devices": (),
-    "dtypes": (),
-    "files": (),
-    "hashes": (),
-    "locks": ("files",),
-    "rope": (),
-    "tensorfiles": ("files", "hashes"),
-    "tensors": (),
-    "artefact": ("dtypes", "kernels.scoring", "rope", "tensorfiles"),
-    "estimates": ("tensorfiles",),
-    "fitting": ("cache", "estimates", "metrics", "selectors", "traces"),
-    "calibration": ("artefact", "rope", "tensorfiles"),
-    "kernels": ("dtypes", "selection", "kernels", "tensors"),
-    "similarity": ("tensorfiles",),
-    "selectors.base": ("board", "costs", "kernels.coded", "kernels.scoring", "selection", "storage", "rope"),
-    "selectors": (
-        *(
-            "kernels",
-            "mass",
-            "selection",
-            "storage",
-            "rope",
-            "artefact",
-            "board",
-            "calibration",
-            "costs",
-            "estimates",
-            "hashes",
-            "selectors",
-        ),
-        "similarity",
-    ),
-    "checks": ("kernels.coded", "selectors.base", "tensors"),
-    "keeping": ("hashes", "selectors.base", "storage"),
-    "indexes": ("checks", "hashes", "keeping", "selectors.base", "storage", "tensorfiles"),
-    "codes": ("kernels.coded", "storage"),
-    "stored": ("checks", "codes", "queries", "selection", "selectors.base", "storage", "zones"),
-    "cache": (
-        *(
-            "budget",
-            "checks",
-            "codes",
-            "contract",
-            "indexes",
-            "keeping",
-            "kernels.coded",
-            "kernels",
-            "mass",
-            "selection",
-            "selectors",
-            "stored",
-        ),
-        *(
-            "tensors",
-            "zones",
-        ),
-    ),
-    "mass": ("selection",),
-    "attention": ("budget", "cache", "kernels", "selection"),
-    "traceformat": (),
-    "tracewriter": ("files", "rope", "traceformat"),
-    "traces": ("rope", "traceformat", "tracewriter"),
-    "synthetic": ("dtypes", "hashes", "rope", "traces"),
-    "builtin": ("places", "traces", "integrations", "tasks", "texts", "wheels"),
-    "places": (),
-    "wheels": (),
-    "texts": ("files", "locks", "places", "wheels"),
-    "integrations": (
-        *("attention", "board", "budget", "cache", "rope", "selection", "selectors", "traces", "tracewriter"),
-        *("devices", "fingerprints", "integrations", "files", "locks", "places", "plans", "roles", "wheels"),
-        "__version__",
-    ),
-    "integrations.vllm": (
-        *("fingerprints", "integrations", "kernels", "plans", "roles", "selection", "selectors", "wheels"),
-    ),
-    "environment": ("devices", "kernels"),
-    "curves": (),
-    "sweep": ("budget", "cache", "checks", "contract", "curves", "rope", "selectors", "traces"),
-    "roles": ("budget", "files", "rope", "selectors"),
-    "metrics": (
-        "attention",
-        "board",
-        "budget",
+# A folder -> the folders of the package that it may import. The order is that of docs/design.md, from the ground up.
+BELOW = {
+    "utils": (),
+    "core": ("utils",),
+    "traces": ("core", "utils"),
+    "kernels": ("core", "utils"),
+    "selectors": ("kernels", "core", "utils"),
+    "roles": ("selectors", "core", "utils"),
+    "cache": ("selectors", "kernels", "core", "utils"),
+    "cost_model": ("cache", "selectors", "kernels", "core", "utils"),
+    "models": ("cache", "roles", "selectors", "traces", "core", "utils"),
+    "serving": ("models", "roles", "selectors", "kernels", "core", "utils"),
+    "evaluation": ("serving", "models", "cache", "roles", "selectors", "kernels", "traces", "core", "utils"),
+    "training": ("evaluation", "cost_model", "cache", "selectors", "traces", "core", "utils"),
+    "recommend": ("evaluation", "models", "cost_model", "cache", "roles", "selectors", "core", "utils"),
+    "reporting": ("recommend", "evaluation", "cost_model", "selectors", "core", "utils"),
+    "cli": (
+        "reporting",
+        "training",
+        "recommend",
+        "evaluation",
+        "serving",
+        "models",
+        "cost_model",
         "cache",
-        "checks",
-        "devices",
-        "kernels",
-        "mass",
         "roles",
-        "selection",
         "selectors",
+        "kernels",
         "traces",
-    ),
-    "ranks": (),
-    "heads": ("budget", "metrics", "ranks"),
-    "exploring": ("budget", "inspection", "metrics", "roles", "selectors", "traces"),
-    "inspection": ("checks", "kernels.scoring", "metrics", "ranks", "selectors", "traces"),
-    "tasks": ("budget", "files", "fingerprints", "hashes", "integrations", "plans", "roles", "selectors"),
-    "fingerprints": ("hashes", "tensorfiles"),
-    "plans": ("roles",),
-    "recommend": (
-        *("board", "budget", "cache", "costs", "files", "integrations", "machine", "roles", "selectors"),
-        "tasks",
-    ),
-    "training": (
-        *("artefact", "calibration", "devices", "dtypes", "environment", "files", "hashes", "rope", "tensorfiles"),
-        *("similarity", "traces"),
+        "core",
+        "utils",
     ),
 }
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": tuple(
-        f"kernels/{name}.py"
-        for name in ("triton_gpu", "pages", "probes", "lists", "lowbit_gpu", "coded_gpu", "directions_gpu", "ahead")
+    "triton": (
+        "kernels/triton_ahead.py",
+        "kernels/attend/gpu.py",
+        "kernels/attend_quantized/gpu.py",
+        "kernels/bucket_spans/gpu.py",
+        "kernels/listed_scores/gpu.py",
+        "kernels/page_bounds/gpu.py",
+        "kernels/page_directions/gpu.py",
+        "kernels/quantized_keys/gpu.py",
     ),
     "transformers": (
-        "integrations/models.py",
-        "integrations/gguf.py",
-        "integrations/capture.py",
-        "integrations/routing.py",
-        "integrations/upstream.py",
+        "models/load.py",
+        "models/gguf.py",
+        "models/capture.py",
+        "models/attention_routing.py",
+        "models/transformers_classes.py",
     ),
-    "vllm": tuple(f"integrations/vllm/{name}.py" for name in ("cpu", "cuda", "layers", "offline", "plugin")),
-    "safetensors": ("tensorfiles.py", "traces.py"),
-    "matplotlib": ("cli/plots.py",),
-    "sklearn": ("inspection.py",),
-    "openai": ("integrations/endpoint.py",),
-    "anyio": ("integrations/endpoint.py",),
-    "faiss": ("selectors/nearest.py", "training/kmeans.py"),
+    "vllm": tuple(f"serving/vllm/{name}.py" for name in ("cpu", "cuda", "sparse_layers", "offline", "plugin")),
+    "safetensors": ("utils/tensor_files.py", "traces/trace.py"),
+    "matplotlib": ("reporting/plots.py",),
+    "sklearn": ("evaluation/attention_stats.py",),
+    "openai": ("serving/openai_client.py",),
+    "anyio": ("serving/openai_client.py",),
+    "faiss": ("kernels/nearest.py", "training/kmeans.py"),
     "numba": (
-        "kernels/numba_cpu.py",
-        "kernels/best_cpu.py",
-        "kernels/blocks_cpu.py",
-        "kernels/lowbit_cpu.py",
-        "kernels/coded_cpu.py",
-        "kernels/directions_cpu.py",
-        "kernels/vectors.py",
-        "selectors/graph.py",
+        "kernels/numba_cache.py",
+        "kernels/attend/cpu.py",
+        "kernels/topk/cpu.py",
+        "kernels/attend_vllm_blocks/cpu.py",
+        "kernels/quantized_keys/cpu.py",
+        "kernels/attend_quantized/cpu.py",
+        "kernels/page_directions/cpu.py",
+        "kernels/numba_entry.py",
+        "kernels/numba_vectors.py",
+        "kernels/graph/build_and_search.py",
     ),
 }
 
@@ -218,19 +138,53 @@ def test_optional_packages_are_imported_in_one_file() -> None:
                 assert where in HOMES[package], f"{where} imports {package}"
 
 
-def test_imports_point_one_way() -> None:
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name without `sparseattn.`."""
+    found = {}
     for path in ROOT.rglob("*.py"):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        rule = max((key for key in ARROWS if (module + ".").startswith(key + ".")), key=len, default=None)
-        if rule is None:
-            continue
-        for name in imports(path):
-            if not name.startswith("sparseattn."):
-                continue
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def own_imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, in functions and for types too."""
+    found = set()
+    for name in imports(path):
+        if name.startswith("sparseattn."):
             inner = name.removeprefix("sparseattn.")
-            allowed = (rule, *ARROWS[rule])
-            fits = any((inner + ".").startswith(key + ".") for key in allowed)
-            assert fits, f"{module} imports {inner}"
+            while inner not in known:  # a name within a module
+                inner = inner.rpartition(".")[0]
+            found.add(inner)
+    return found
+
+
+def test_the_package_is_folders_alone() -> None:
+    assert {path.name for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()} == set(BELOW)
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_a_folder_imports_folders_below_it_only(folder: str) -> None:
+    known = modules()
+    for name, path in known.items():
+        if name.partition(".")[0] == folder:
+            above = {inner.partition(".")[0] for inner in own_imports(path, known)} - {folder, *BELOW[folder]}
+            assert above <= {""}, f"{name} imports {', '.join(sorted(above))}"  # "": `__version__`
+
+
+def test_every_folder_says_what_lives_in_it() -> None:
+    for path in ROOT.rglob("__init__.py"):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said, f"{path.parent.relative_to(ROOT)} has no docstring"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    known = modules()
+    left = {name: own_imports(path, known) - {"", name} for name, path in known.items() if name}
+    while free := {name for name, inner in left.items() if not inner & left.keys()}:
+        left = {name: inner for name, inner in left.items() if name not in free}
+    assert not left, f"circles among {', '.join(sorted(left))}"
 
 
 def test_the_version_is_the_distributions() -> None:

@@ -21,9 +21,10 @@ from sparseattn import (
     Selector,
     decode,
 )
-from sparseattn.indexes import FORMAT, VERSION, IndexFileError, append_kept, kept, load_index
-from sparseattn.storage import RowBuffer
-from sparseattn.tensorfiles import load_tensors, save_tensors
+from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, append_kept, kept, load_index
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors import names
+from sparseattn.utils.tensor_files import load_tensors, save_tensors
 
 B, H, G, N, D = 2, 2, 3, 200, 32
 KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect", "robustvamana")
@@ -99,6 +100,15 @@ def test_an_earlier_releases_file_is_passed_over(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {old, path}
 
 
+def test_a_class_whose_file_moves_keeps_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(Quest(), shown(), tmp_path)
+    assert path.name.startswith("quest-")
+    monkeypatch.setattr(Quest, "__module__", "sparseattn.elsewhere")
+    monkeypatch.setitem(names.NAMES, "sparseattn.elsewhere:Quest", "quest")
+    assert written(Quest(), shown(), tmp_path) == path
+    assert load_tensors(path, FORMAT, VERSION, "an index")[0]["selector"] == "quest"
+
+
 def test_files_are_refused_where_they_do_not_belong(tmp_path: Path) -> None:
     rows, selector = shown(), Quest()
     path = written(selector, rows, tmp_path)
@@ -106,7 +116,7 @@ def test_files_are_refused_where_they_do_not_belong(tmp_path: Path) -> None:
     load_index(fresh, rows, path)
     assert torch.equal(fresh.low.data, selector.low.data)
 
-    with pytest.raises(IndexFileError, match=r"Quest.*here it would be.*RetrievalAttention"):
+    with pytest.raises(IndexFileError, match="an index of quest, here it would be retrieval"):
         load_index(RetrievalAttention(), rows, path)
     with pytest.raises(IndexFileError, match=r'built with.*"page": 16.*"page": 32'):
         load_index(Quest(32), rows, path)

@@ -11,8 +11,8 @@ import torch
 from cases import Foreseen, heads
 
 from sparseattn import Exact, InfiniGen, KVCache, TwoStage, decode, evaluate, make_selector
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 
 
 def low_rank(rank: int, rows: int = 200, size: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

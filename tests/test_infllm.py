@@ -7,7 +7,7 @@ import torch
 from cases import heads
 
 from sparseattn import InfLLM, KVCache, make_selector
-from sparseattn.rope import Rope
+from sparseattn.core.rope import Rope
 
 PAGE, LOCAL, SINK = 8, 20, 2
 
@@ -77,7 +77,7 @@ def test_at_one_distance_a_block_scores_the_same_wherever_it_lies() -> None:
         scores.append(means[0, 0, 0] @ query[0, 0, 0])
         assert cache.select(query, PAGE).attended.tolist() == [[PAGE]]
     assert scores[1].std() < 1e-5 < 0.01 < scores[0].std()
-    with pytest.raises(ValueError, match="takes the layer's RoPE, and it is not known"):
+    with pytest.raises(ValueError, match=r"no fixed RoPE of layer 0 is known here.+distance=None"):
         filled(InfLLM(PAGE, distance=10))
 
 

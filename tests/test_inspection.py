@@ -13,8 +13,7 @@ import torch
 from test_cli import run
 
 from sparseattn import evaluate
-from sparseattn.cli import inspect_report
-from sparseattn.inspection import (
+from sparseattn.evaluation.attention_stats import (
     BEFORE,
     COUNTS,
     MEASURES,
@@ -28,9 +27,10 @@ from sparseattn.inspection import (
     top_rows,
     top_shares,
 )
-from sparseattn.ranks import rank_correlation
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn.evaluation.rank_correlation import rank_correlation
+from sparseattn.reporting import inspect_tables
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace, TraceLayer
 
 pytest.importorskip("sklearn")
 SINK, WINDOW, LAST = 2, 6, 12
@@ -139,8 +139,8 @@ def test_an_overlap_needs_tokens_before(trace: Trace) -> None:
     assert not math.isnan(enough.mean(f"overlap@{BEFORE}"))
     assert few.records()[0]["mean"][f"rows@{BEFORE}"] is None, "JSON has no NaN"
     for one in (alone, few):
-        assert inspect_report.tables(one, per_head=False)
-        assert not any("nan" in sentence for sentence in inspect_report.findings(one))
+        assert inspect_tables.tables(one, per_head=False)
+        assert not any("nan" in sentence for sentence in inspect_tables.findings(one))
 
 
 def test_rows_overlaps_and_ranks_by_hand() -> None:
@@ -235,7 +235,7 @@ def test_per_head_lists_every_head_and_json_is_the_records(trace: Trace, tmp_pat
 
 @pytest.mark.slow
 def test_pictures_of_many_layers_and_heads_and_of_one(tmp_path: Path, found: Inspection) -> None:
-    plots = pytest.importorskip("sparseattn.cli.plots")
+    plots = pytest.importorskip("sparseattn.reporting.plots")
     wide = {name: values.repeat(4) for name, values in found.heads[0].items()}  # 24 heads, more than are numbered
     many = Inspection("many", found.settings, dict.fromkeys(range(13), wide))
     one = Inspection("one", found.settings, {3: {name: values[:1] for name, values in found.heads[0].items()}})

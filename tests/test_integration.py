@@ -17,10 +17,10 @@ transformers = pytest.importorskip("transformers")
 from test_capture import COMMON, FAMILIES  # noqa: E402
 
 from sparseattn import SAAP, Exact, Mass, Quest, RetrievalAttention, Selector, SparQ  # noqa: E402
-from sparseattn.integrations.capture import capture  # noqa: E402
-from sparseattn.integrations.models import ModelError  # noqa: E402
-from sparseattn.integrations.prefill import Prefill  # noqa: E402
-from sparseattn.integrations.transformers import SparseCache, restore  # noqa: E402
+from sparseattn.models.capture import capture  # noqa: E402
+from sparseattn.models.load import ModelError  # noqa: E402
+from sparseattn.models.prefill import Prefill  # noqa: E402
+from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
 
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -628,7 +628,7 @@ def test_import_registers_nothing() -> None:
 import sys
 sys.modules["transformers"] = None
 try:
-    import sparseattn.integrations.transformers
+    import sparseattn.models.sparse_cache
 except ImportError as error:
     assert "pip install 'sparseattn[transformers]'" in str(error), error
 else:
@@ -639,7 +639,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 before = list(ALL_ATTENTION_FUNCTIONS), list(ALL_MASK_ATTENTION_FUNCTIONS)
-import sparseattn.integrations.transformers, sparseattn.integrations.prefill
+import sparseattn.models.sparse_cache, sparseattn.models.prefill
 assert before == (list(ALL_ATTENTION_FUNCTIONS), list(ALL_MASK_ATTENTION_FUNCTIONS))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

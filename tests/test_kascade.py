@@ -13,13 +13,13 @@ from cases import Buckets, Heaviest, heads
 from typer.testing import CliRunner
 
 from sparseattn import Exact, Kascade, KVCache, Quest, Selection, Selector, decode, evaluate, make_selector
-from sparseattn.board import Board
-from sparseattn.cli import app
-from sparseattn.metrics import evaluate_budgets
-from sparseattn.roles import Role, Roles
-from sparseattn.similarity import Similarity, SimilarityError
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.cli.app import app
+from sparseattn.core.layer_choices import Board
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.roles.roles import Role, Roles
+from sparseattn.selectors.parameters.layer_similarity import Similarity, SimilarityError
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 from sparseattn.training import TrainingError
 from sparseattn.training.similarity import similarity
 
@@ -284,7 +284,7 @@ def test_layers_of_a_model_read_the_choice_of_their_step() -> None:
     pytest.importorskip("transformers")
     from test_integration import MODES, SMALL, generate, padded, plain, prompt, same, small
 
-    from sparseattn.integrations.transformers import SparseCache
+    from sparseattn.models.sparse_cache import SparseCache
 
     model = small("llama")
     modes = {name: ({"input_ids": prompt()}, MODES[name]) for name in ("greedy", "beams", "lookup")}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn.kernels import blocks
+from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
 
 H, G = 2, 3
 
@@ -76,7 +76,7 @@ def test_attention_over_pages_is_attention_over_their_rows(
     outs = []
     for impl in ("torch", "numba"):
         out = torch.full_like(made["query"], 7.0)
-        blocks.attend(made["query"], out, cache, packing, page, unit, *(
+        attend_vllm_blocks_reference.attend(made["query"], out, cache, packing, page, unit, *(
             made[name] for name in ("always", "tails", "table", "scores")
         ), count, made["tokens"], 0.1, impl=impl)  # fmt: skip
         assert (out[[0, 2, 4]] == 7).all()  # other tokens are not ours
@@ -97,11 +97,11 @@ def test_attention_over_pages_is_attention_over_their_rows(
                 torch.testing.assert_close(out[r, h * G : (h + 1) * G], expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("packing", blocks.PACKINGS)
+@pytest.mark.parametrize("packing", attend_vllm_blocks_reference.PACKINGS)
 def test_unpacked_rows_are_those_written(packing: str) -> None:
     keys, values = torch.randn(2, 3, H, 64, 48)
     cache, places = packed(keys, values, packing), torch.tensor([5, 0, 2])
-    for read, plain in ((blocks.keys, keys), (blocks.values, values)):
+    for read, plain in ((attend_vllm_blocks_reference.keys, keys), (attend_vllm_blocks_reference.values, values)):
         rows = plain.unflatten(2, (2, 32)).transpose(1, 2).flatten(0, 1)  # [6,H,32,D]
         torch.testing.assert_close(read(cache, packing, places, 32), rows[places], rtol=0, atol=0)
 
@@ -111,7 +111,7 @@ def test_a_list_without_any_row_gives_zeros() -> None:
     query, tails = torch.randn(1, 1, 16).bfloat16(), torch.zeros(1, dtype=torch.int32)
     out = torch.ones_like(query)
     scores = torch.full((1, 1, 2), -torch.inf)
-    blocks.attend(
+    attend_vllm_blocks_reference.attend(
         query, out, cache, "columns", 16, 32, none, tails, none, scores, 2, torch.tensor([0]), 1.0, impl="numba"
     )
     assert (out == 0).all()

@@ -74,16 +74,17 @@ PAGES = [
 ]
 PROBES = [(16, 1), (1, 4)]  # span, selection heads of a KV head
 LISTS = [("bfloat16", 128, 4), ("float32", 256, 1)]  # dtype, D, G
-# dtype, D, G, bits, rows of a group, page, vote, bits of levels: every vote and number of bits, and where a tile is
-# largest.
+# dtype, D, G, bits, rows of a group, page, vote, bits of levels, with a table: every vote and number of bits, and where
+# a tile is largest.
 LOWBIT = [
-    ("bfloat16", 128, 4, 2, 64, 1, "softmax", 16),
-    ("bfloat16", 128, 4, 2, 32, 1, "softmax", 8),
-    ("float16", 80, 5, 2, 32, 1, "each", 16),
-    ("bfloat16", 128, 8, 1, 64, 16, "max", 16),
-    ("float16", 256, 16, 4, 128, 1, "sum", 16),
-    ("float32", 128, 4, 2, 64, 1, "softmax", 16),
-    ("float32", 256, 17, 4, 64, 16, "each", 16),
+    ("bfloat16", 128, 4, 2, 64, 1, "softmax", 16, False),
+    ("bfloat16", 128, 4, 2, 32, 1, "softmax", 8, False),
+    ("float16", 80, 5, 2, 32, 1, "each", 16, False),
+    ("bfloat16", 128, 8, 1, 64, 16, "max", 16, False),
+    ("float16", 256, 16, 4, 128, 1, "sum", 16, False),
+    ("float32", 128, 4, 2, 64, 1, "softmax", 16, False),
+    ("float32", 256, 17, 4, 64, 16, "each", 16, False),
+    ("bfloat16", 64, 3, 1, 64, 16, "softmax", 16, True),
 ]
 # dtype, D, G, kind, rows of a page, rank, bits, whether the rest counts, vote, with a table: pages by mean and
 # directions. The first is compiled with the others, the rest in the slow run.
@@ -122,7 +123,7 @@ Rows = list[dict[str, Any]]
 
 
 def compile_all(arch: int) -> Rows:
-    from sparseattn.kernels import ahead
+    from sparseattn.kernels import triton_ahead
 
     rows: Rows = []
 
@@ -130,50 +131,52 @@ def compile_all(arch: int) -> Rows:
         rows.append({"arch": arch, "kernel": kernel, **what, **vars(found)})
 
     for dtype, size, span, group, per_query_head, page, bias in VARIANTS:
-        found = ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch, page, bias)
+        found = triton_ahead.compile_ahead(getattr(torch, dtype), size, span, group, per_query_head, arch, page, bias)
         per = "query" if per_query_head else "kv"
         more = {"bias": True} if bias else {}
         keep("attend_split", found, dtype=dtype, D=size, span=span, G=group, per=per, page=page, **more)
     for dtype, size in MERGES:
-        keep("merge_splits", ahead.compile_merge_ahead(getattr(torch, dtype), size, arch), dtype=dtype, D=size)
+        keep("merge_splits", triton_ahead.compile_merge_ahead(getattr(torch, dtype), size, arch), dtype=dtype, D=size)
     for dtype, size, group, vote, kept in PAGES:
         options = {"int8": kept == "int8", "table": kept == "table"}
-        built = ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch, **options)
+        built = triton_ahead.compile_pages_ahead(getattr(torch, dtype), size, group, vote, arch, **options)
         names = ["score_pages", *["vote_softmax"] * (vote == "softmax"), "name_pages"]
         for name, found in zip(names, built, strict=True):
             keep(name, found, dtype=dtype, D=size, G=group, vote=vote, **options)
     for span, each in PROBES:
-        keep("cut_runs", ahead.compile_probes_ahead(span, each, arch=arch), dtype="int32", span=span, each=each)
+        keep("cut_runs", triton_ahead.compile_probes_ahead(span, each, arch=arch), dtype="int32", span=span, each=each)
     for dtype, size, group in LISTS:
-        found = ahead.compile_lists_ahead(getattr(torch, dtype), size, group, arch)
+        found = triton_ahead.compile_lists_ahead(getattr(torch, dtype), size, group, arch)
         keep("score_listed", found, dtype=dtype, D=size, G=group)
-    for dtype, size, group, bits, each, page, vote, scales in LOWBIT:
-        built = ahead.compile_lowbit_ahead(getattr(torch, dtype), size, group, bits, each, page, vote, arch, scales)
+    for dtype, size, group, bits, each, page, vote, scales, table in LOWBIT:
+        kind = getattr(torch, dtype)
+        built = triton_ahead.compile_lowbit_ahead(kind, size, group, bits, each, page, vote, arch, scales, table)
         names = ["score_rows", *["vote_softmax"] * (vote == "softmax"), "score_listed_rows"]
         for name, found in zip(names, built, strict=True):
-            keep(name, found, dtype=dtype, D=size, G=group, bits=bits, rows=each, page=page, vote=vote, scales=scales)
+            what = {"dtype": dtype, "D": size, "G": group, "bits": bits, "rows": each, "page": page, "vote": vote}
+            keep(name, found, **what, scales=scales, table=table and name == "score_rows")
     return [*rows, *compile_directions(arch, DIRECTIONS[:1]), *compile_coded(arch, CODED[:1])]
 
 
 def compile_directions(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
-    from sparseattn.kernels import ahead
-    from sparseattn.kernels.directions import Form
+    from sparseattn.kernels import triton_ahead
+    from sparseattn.kernels.page_directions.reference import Form
 
     rows: Rows = []
     for dtype, size, group, kind, page, rank, bits, rest, vote, table in variants:
         form = Form(kind, page, rank, bits, rest)
-        found = ahead.compile_directions_ahead(getattr(torch, dtype), size, group, form, vote, arch, table=table)
+        found = triton_ahead.compile_directions_ahead(getattr(torch, dtype), size, group, form, vote, arch, table=table)
         what = {"dtype": dtype, "D": size, "G": group, "kind": kind, "rank": rank, "bits": bits, "page": page}
         rows.append({"arch": arch, "kernel": "score_directions", **what, "vote": vote, "table": table, **vars(found)})
     return rows
 
 
 def compile_coded(arch: int, variants: list[tuple[Any, ...]]) -> Rows:
-    from sparseattn.kernels import ahead
+    from sparseattn.kernels import triton_ahead
 
     rows: Rows = []
     for dtype, size, span, group, bits, each, per_query_head, bias in variants:
-        found = ahead.compile_coded_ahead(
+        found = triton_ahead.compile_coded_ahead(
             getattr(torch, dtype), size, span, group, bits, each, per_query_head, arch, bias
         )
         per, more = "query" if per_query_head else "kv", {"bias": True} if bias else {}
@@ -187,20 +190,18 @@ def compile_a_launch() -> Rows:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from sparseattn.kernels import (
-        ahead,
-        coded,
-        coded_gpu,
-        directions_gpu,
-        lists,
-        lowbit,
-        lowbit_gpu,
-        pages,
-        probes,
-        triton_gpu,
-    )
-    from sparseattn.kernels.directions import Form, encode
-    from sparseattn.selection import Bounds, Selection
+    from sparseattn.core.selection import Bounds, Selection
+    from sparseattn.kernels import triton_ahead
+    from sparseattn.kernels.attend import gpu as attend_gpu
+    from sparseattn.kernels.attend_quantized import gpu as attend_quantized_gpu
+    from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference
+    from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu
+    from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
+    from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
+    from sparseattn.kernels.page_directions import gpu as page_directions_gpu
+    from sparseattn.kernels.page_directions.reference import Form, encode
+    from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
+    from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
 
     h100 = SimpleNamespace(
         get_current_device=lambda: 0,
@@ -219,66 +220,76 @@ def compile_a_launch() -> Rows:
 
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (
-            (triton_gpu, ["attend_split", "merge_splits"]),
-            (pages, ["score_pages", "vote_softmax", "name_pages"]),
-            (probes, ["cut_runs"]),
-            (lists, ["score_listed"]),
-            (lowbit_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
-            (directions_gpu, ["score_directions", "vote_softmax"]),
-            (coded_gpu, ["attend_codes"]),
+            (attend_gpu, ["attend_split", "merge_splits"]),
+            (page_bounds_gpu, ["score_pages", "vote_softmax", "name_pages"]),
+            (bucket_spans_gpu, ["cut_runs"]),
+            (listed_scores_gpu, ["score_listed"]),
+            (quantized_keys_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
+            (page_directions_gpu, ["score_directions", "vote_softmax"]),
+            (attend_quantized_gpu, ["attend_codes"]),
         ):
             for name in names:
                 patch.setattr(module, name, Warm(getattr(module, name)))
         query, cache = torch.zeros(2, 2, 4, 128).bfloat16(), torch.zeros(2, 2, 512, 128).bfloat16()
         selection = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16)  # S = 1 must not become a constant
-        triton_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
+        attend_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, splits=3)
         table = torch.zeros(2, 1, dtype=torch.int32)
-        triton_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
+        attend_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
         biased = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16, bias=torch.zeros(2, 2, 1))
-        triton_gpu.attend(query, cache, cache, biased, Bounds.of(2, 512, 1), 0.1, splits=3)
+        attend_gpu.attend(query, cache, cache, biased, Bounds.of(2, 512, 1), 0.1, splits=3)
         for vote in ("sum", "softmax"):
-            pages.best(pages.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16)
+            page_bounds_gpu.best(
+                page_bounds_gpu.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16
+            )
         real, step, bounds = torch.ones(2, 512, dtype=torch.bool), torch.ones(2, 2, 128), cache.to(torch.int8)
-        pages.best(pages.scores(query, bounds, bounds, real, "sum", step), 3, 16)
+        page_bounds_gpu.best(page_bounds_gpu.scores(query, bounds, bounds, real, "sum", step), 3, 16)
         store = cache.transpose(1, 2).flatten(0, 1)
-        pages.best(pages.scores_at(query, store, store, torch.zeros(2, 512, dtype=torch.int32), "sum"), 3, 16)
+        page_bounds_gpu.best(
+            page_bounds_gpu.scores_at(query, store, store, torch.zeros(2, 512, dtype=torch.int32), "sum"), 3, 16
+        )
         ids = torch.zeros(2, 2, 1, dtype=torch.int64)
-        probes.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
-        lists.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
-        patch.setattr(lowbit, "tile", lambda device: 1)  # as on a GPU
+        bucket_spans_gpu.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
+        listed_scores_gpu.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
+        patch.setattr(quantized_keys_reference, "tile", lambda device: 1)  # as on a GPU
         levels = torch.zeros(2, 2, 2, 8, 128).bfloat16()
         index = torch.zeros(2, 2, 8, 64 * 32, dtype=torch.uint8), *levels, torch.ones(2, 512, dtype=torch.bool), 2
-        lowbit_gpu.scores(query, *index, "softmax")
-        lowbit_gpu.listed(query, *index, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
+        quantized_keys_gpu.scores(query, *index, "softmax")
+        shared = torch.zeros(2, 8, dtype=torch.int32)
+        packed, low, step = (x[:1].expand(2, -1, -1, -1) for x in index[:3])  # a store's: no step between sequences
+        quantized_keys_gpu.scores(query, packed, low, step, None, 2, "softmax", 16, table=shared)
+        quantized_keys_gpu.listed(query, *index, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
         form = Form("clse", 16, 2, 4, True)
         entries = encode(cache, form, torch.bfloat16)
-        directions_gpu.scores(query, entries, torch.ones(2, 32, dtype=torch.bool), form, "sum", 11.0)
+        page_directions_gpu.scores(query, entries, torch.ones(2, 32, dtype=torch.bool), form, "sum", 11.0)
         plain = Form("quad", 16, 2)
         store = {
             name: part.transpose(1, 2).flatten(0, 1) for name, part in encode(cache, plain, torch.bfloat16).items()
         }
-        directions_gpu.scores_at(query, store, torch.zeros(2, 32, dtype=torch.int32), plain, "sum", 11.0)
-        coded_gpu.attend(query, coded.encode(cache, cache, 8, 32), selection, 0.1, splits=3)
+        page_directions_gpu.scores_at(query, store, torch.zeros(2, 32, dtype=torch.int32), plain, "sum", 11.0)
+        attend_quantized_gpu.attend(
+            query, attend_quantized_reference.encode(cache, cache, 8, 32), selection, 0.1, splits=3
+        )
     facts = [
-        ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
-        ahead.compile_merge_ahead(torch.bfloat16, 128),
-        ahead.compile_ahead(torch.bfloat16, 128, 16, 4, page=512),
-        ahead.compile_ahead(torch.bfloat16, 128, 16, 4, bias=True),
-        ahead.compile_merge_ahead(torch.bfloat16, 128),
-        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
-        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
-        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),
-        *ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", table=True),
-        ahead.compile_probes_ahead(16),
-        ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
-        *ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4),
-        ahead.compile_directions_ahead(torch.bfloat16, 128, 4, form, "sum"),
-        ahead.compile_directions_ahead(torch.bfloat16, 128, 4, plain, "sum", table=True),
-        ahead.compile_coded_ahead(torch.bfloat16, 128, 16, 4),
-        ahead.compile_merge_ahead(torch.bfloat16, 128),
+        triton_ahead.compile_ahead(torch.bfloat16, 128, 16, 4),
+        triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
+        triton_ahead.compile_ahead(torch.bfloat16, 128, 16, 4, page=512),
+        triton_ahead.compile_ahead(torch.bfloat16, 128, 16, 4, bias=True),
+        triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
+        *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum"),
+        *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "softmax"),
+        *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", int8=True),
+        *triton_ahead.compile_pages_ahead(torch.bfloat16, 128, 4, "sum", table=True),
+        triton_ahead.compile_probes_ahead(16),
+        triton_ahead.compile_lists_ahead(torch.bfloat16, 128, 4),
+        *triton_ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4)[:2],
+        *triton_ahead.compile_lowbit_ahead(torch.bfloat16, 128, 4, page=16, table=True),
+        triton_ahead.compile_directions_ahead(torch.bfloat16, 128, 4, form, "sum"),
+        triton_ahead.compile_directions_ahead(torch.bfloat16, 128, 4, plain, "sum", table=True),
+        triton_ahead.compile_coded_ahead(torch.bfloat16, 128, 16, 4),
+        triton_ahead.compile_merge_ahead(torch.bfloat16, 128),
     ]
     return [
-        {"launched": vars(ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
+        {"launched": vars(triton_ahead.report(kernel, known.vector_loads, known.row_bytes)), "ahead": vars(known)}
         for kernel, known in zip(built, facts, strict=True)
     ]
 
@@ -307,7 +318,7 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
 
 
 def test_every_variant_compiles(compiled: Rows) -> None:
-    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _ in LOWBIT)
+    softmax = sum(vote == "softmax" for *_, vote, _ in PAGES) + sum(vote == "softmax" for *_, vote, _, _ in LOWBIT)
     each = len(VARIANTS) + len(MERGES) + 2 * len(PAGES) + softmax + len(PROBES) + len(LISTS) + 2 * len(LOWBIT)
     each += 2  # the first of `DIRECTIONS` and of `CODED`
     assert len(compiled) == each
@@ -320,7 +331,7 @@ def test_nothing_spills(compiled: Rows) -> None:
 
 
 def test_shared_memory_lets_two_programs_run_on_a_multiprocessor(compiled: Rows) -> None:
-    """`triton_gpu.Tile.resident` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
+    """`attend_gpu.Tile.resident` counts on two; the driver keeps 1 KiB a program, and as much of the whole."""
     for row in compiled:
         assert 2 * (row["shared_bytes"] + 1024) <= (SHARED_KIB[row["arch"]] + 1) * 1024, row
         assert 2 * row["registers"] * 128 <= 65536, row  # registers of a multiprocessor; programs have 4 warps
@@ -371,14 +382,14 @@ def test_every_form_of_directions_compiles_without_spills(arch: int) -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_attention_over_rows_of_few_bits_fits_every_architecture(arch: int) -> None:
     """And reads codes sixteen bytes at once, where a row's are a multiple of that and a tile's are as many."""
-    from sparseattn.kernels import coded_gpu
+    from sparseattn.kernels.attend_quantized import gpu as attend_quantized_gpu
 
     built = elsewhere(f"coded-{arch}")
     assert len(built) == len(CODED)
     test_nothing_spills(built)
     test_shared_memory_lets_two_programs_run_on_a_multiprocessor(built)
     for row in built:
-        tile = coded_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"])
+        tile = attend_quantized_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"])
         assert tile.resident * row["registers"] * 32 * tile.warps <= 65536, row
     test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(built)
     for row in built:

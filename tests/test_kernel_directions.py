@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_directions import in_a_store, stored
 
-from sparseattn.kernels import directions
-from sparseattn.kernels.directions import Form
+from sparseattn.kernels.page_directions import dispatch as page_directions
+from sparseattn.kernels.page_directions.reference import Form
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import directions_gpu  # noqa: E402
+from sparseattn.kernels.page_directions import gpu as page_directions_gpu  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32 = torch.float16, torch.float32
@@ -38,13 +38,13 @@ def test_the_kernel_is_the_specification(dtype, kind, rank, bits, rest, size, gr
     """Within the roundings of sums in float32, in the order of entries and in a store."""
     form = Form(kind, page, rank, bits, rest, 1.5)
     query, entries, real = stored(form, size, group, dtype)
-    expected = directions.scores(query.double(), entries, real, form, vote, 7.0, "torch")
+    expected = page_directions.scores(query.double(), entries, real, form, vote, 7.0, "torch")
     store, table = in_a_store(entries, real)
     query, real, table = query.to(DEVICE), real.to(DEVICE), table.to(DEVICE)
     entries, store = ({name: part.to(DEVICE) for name, part in parts.items()} for parts in (entries, store))
     for got in (
-        directions.scores(query, entries, real, form, vote, 7.0, "triton"),
-        directions.scores_at(query, store, table, form, vote, 7.0, "triton"),
+        page_directions.scores(query, entries, real, form, vote, 7.0, "triton"),
+        page_directions.scores_at(query, store, table, form, vote, 7.0, "triton"),
     ):
         assert torch.equal(got.isneginf().cpu(), expected.isneginf())
         torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-4, atol=1e-4)
@@ -54,6 +54,6 @@ def test_what_the_kernel_cannot_read_gets_a_sentence() -> None:
     form = Form("quad", 16, 2, 8)
     query, entries, real = (stored(form, 16, 1, fp16)[i] for i in range(3))
     with pytest.raises(ValueError, match=r"vectors of 8 bits are of int8 .* got torch.float32"):
-        directions_gpu.scores(query, {**entries, "vectors": entries["vectors"].float()}, real, form, "sum", 4.0)
+        page_directions_gpu.scores(query, {**entries, "vectors": entries["vectors"].float()}, real, form, "sum", 4.0)
     with pytest.raises(ValueError, match=r"int32 \[B,P\], got torch.int64 \[2, 9\]"):
-        directions_gpu.scores_at(query, {}, torch.zeros(2, 9, dtype=torch.int64), form, "sum", 4.0)
+        page_directions_gpu.scores_at(query, {}, torch.zeros(2, 9, dtype=torch.int64), form, "sum", 4.0)

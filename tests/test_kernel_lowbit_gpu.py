@@ -14,30 +14,31 @@ from cases import heads
 from torch import Tensor
 
 from sparseattn import KVCache, LowBit, decode
-from sparseattn.kernels import grid as grids
-from sparseattn.kernels import lowbit
+from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
+from sparseattn.kernels.quantized_keys import level_grid as grids
+from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import lowbit_gpu  # noqa: E402
+from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32, bf16 = torch.float16, torch.float32, torch.bfloat16
 
 
-@pytest.fixture(params=[1, lowbit.TILE], ids="tile{}".format)
+@pytest.fixture(params=[1, quantized_keys_reference.TILE], ids="tile{}".format)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Codes ordered as on a GPU, then as in host memory, which the kernels read too."""
-    monkeypatch.setattr(lowbit, "tile", lambda device: request.param)
+    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: request.param)
     return request.param
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes ordered as on a GPU, wherever they lie."""
-    monkeypatch.setattr(lowbit, "tile", lambda device: 1)
+    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: 1)
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,14 @@ def make(case: Case, batch: int = 2, kv: int = 1, factor: float = 1.0) -> Inputs
     kind = case.dtype if case.dtype != fp32 else bf16
     keys, grid = keys.to(case.dtype), None
     if case.scales == 16:
-        low, step = lowbit.sixteen(*lowbit.reach(keys, case.rows, levels, "torch"), case.bits, levels, kind)
+        low, step = quantized_keys_reference.sixteen(
+            *quantized_keys_reference.reach(keys, case.rows, levels, "torch"), case.bits, levels, kind
+        )
     else:
-        low, step, grid = lowbit.eight(*lowbit.reach(keys, case.rows, levels, "torch"), case.bits, levels, None)
-    packed = lowbit.code(keys, low, step, case.bits, grid, "torch")
+        low, step, grid = quantized_keys_reference.eight(
+            *quantized_keys_reference.reach(keys, case.rows, levels, "torch"), case.bits, levels, None
+        )
+    packed = quantized_keys_reference.code(keys, low, step, case.bits, grid, "torch")
     real = torch.ones(batch, stored + spare, dtype=torch.bool, device=DEVICE)
     real[:, stored:] = False
     real[1:, : case.rows] = False
@@ -121,8 +126,8 @@ def slack(x: Inputs, bits: int) -> float:
 
 
 def check(case: Case, x: Inputs) -> None:
-    got = lowbit.scores(*x.all, case.bits, case.vote, case.page, impl="triton", grid=x.grid)
-    expected = lowbit.scores(*x.all, case.bits, case.vote, case.page, impl="torch", grid=x.grid)
+    got = quantized_keys.scores(*x.all, case.bits, case.vote, case.page, impl="triton", grid=x.grid)
+    expected = quantized_keys.scores(*x.all, case.bits, case.vote, case.page, impl="torch", grid=x.grid)
     assert got.dtype == fp32
     assert torch.equal(got.isneginf(), expected.isneginf())
     held = ~expected.isneginf()
@@ -136,10 +141,40 @@ def test_scores_are_the_specification(case: Case, on_gpu: None) -> None:
     check(case, make(case, kv=16 // case.scales))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "bits", "rows", "page", "vote"),
+    [
+        (fp32, 64, 1, 64, 16, "softmax"),
+        (fp16, 80, 2, 32, 4, "each"),
+        (fp16, 64, 4, 48, 16, "sum"),
+        (fp32, 40, 2, 32, 32, "max"),
+    ],
+)
+def test_pages_in_a_store_score_as_a_sequences_own(
+    dtype: torch.dtype, size: int, bits: int, rows: int, page: int, vote: str, on_gpu: None
+) -> None:
+    """Entries in any order, used by two sequences, one of them shorter; a page may be of more rows than a product."""
+    x = make(Case(dtype, size, 3, bits, rows, page, vote, 4), 1, 2)
+    low, step = x.low.nan_to_num(), x.step.nan_to_num()
+    store = tuple(part[0].transpose(0, 1) for part in (x.packed, low, step))
+    table = torch.tensor([[3, 0, 2], [1, -1, 3]], dtype=torch.int32, device=DEVICE)
+    query = torch.randn(2, 2, 3, size, device=DEVICE).to(dtype)
+    got = quantized_keys.scores_at(query, *store, table, bits, vote, page, "triton")
+    expected = quantized_keys.scores_at(query, *store, table, bits, vote, page, "torch")
+    assert got.shape == expected.shape == (2, 6 if vote == "each" else 2, 3 * rows // page)
+    assert torch.equal(got.isneginf(), expected.isneginf())
+    assert expected.isneginf().any()
+    held = ~expected.isneginf()
+    far = slack(Inputs(query, x.packed, low, step, x.real), bits) * (3 if vote == "sum" else 2) + 1e-5
+    assert float((got - expected)[held].abs().max()) <= far
+    none = table[:, :0]
+    assert quantized_keys.scores_at(query, *store, none, bits, vote, page, "triton").shape[2] == 0
+
+
 def test_both_orders_of_codes_are_read(tile: int) -> None:
     case = Case(fp32, 40, 2, 4, 32, 1, "each", 1)
     x = make(case, 1)
-    assert lowbit.unpack(x.packed, 4, 40).shape == (1, 1, 64, 40)
+    assert quantized_keys_reference.unpack(x.packed, 4, 40).shape == (1, 1, 64, 40)
     check(case, x)
 
 
@@ -168,10 +203,10 @@ def test_rows_of_listed_pages_score_as_among_all(
     row = (pages[..., None] * page + torch.arange(page, device=DEVICE)).flatten(2)  # [B,Hs,n]
     row = row.repeat_interleave(3 // lists, 1)[:, None]  # [B,1,G,n]
     outside = (row < 0) | (row >= stored)
-    every = lowbit.logits(*x.all, bits, impl="torch", grid=x.grid)
+    every = quantized_keys.logits(*x.all, bits, impl="torch", grid=x.grid)
     expected = every.gather(3, row.clamp(0, stored - 1)).masked_fill(outside, -torch.inf)
     for impl in ("torch", "triton"):
-        got = lowbit.listed_logits(*x.all, bits, pages, page, impl=impl, grid=x.grid)
+        got = quantized_keys.listed_logits(*x.all, bits, pages, page, impl=impl, grid=x.grid)
         assert torch.equal(got.isneginf(), expected.isneginf()), impl
         held = ~expected.isneginf()
         assert float((got - expected)[held].abs().max()) <= slack(x, bits) + 1e-6, impl
@@ -182,9 +217,9 @@ def test_nothing_stored_and_nothing_listed() -> None:
     none = x.query, x.packed[:, :, :0], x.low[:, :, :0], x.step[:, :, :0], x.real[:, :0]
     unlisted = torch.zeros(2, 1, 0, dtype=torch.long, device=DEVICE)
     for impl in ("torch", "triton"):
-        assert lowbit.listed_logits(*x.all, 2, unlisted, 4, impl).shape == (2, 1, 2, 0)
-    assert lowbit_gpu.scores(*none, 2, "each").shape == (2, 2, 0)
-    assert lowbit_gpu.scores(*none, 2, "softmax").shape == (2, 1, 0)
+        assert quantized_keys.listed_logits(*x.all, 2, unlisted, 4, impl).shape == (2, 1, 2, 0)
+    assert quantized_keys_gpu.scores(*none, 2, "each").shape == (2, 2, 0)
+    assert quantized_keys_gpu.scores(*none, 2, "softmax").shape == (2, 1, 0)
 
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:
@@ -192,29 +227,29 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"levels of one 16-bit dtype, got torch.uint8, torch.float32 and torch.bfloat16"
     ):
-        lowbit_gpu.scores(query, packed, low.float(), step, real, 2, "each")
+        quantized_keys_gpu.scores(query, packed, low.float(), step, real, 2, "each")
     with pytest.raises(ValueError, match=r"adjacent elements, got last strides \(1, 2, 1\)"):
-        lowbit_gpu.scores(query, packed, low.repeat_interleave(2, -1)[..., ::2], step, real, 2, "each")
+        quantized_keys_gpu.scores(query, packed, low.repeat_interleave(2, -1)[..., ::2], step, real, 2, "each")
     with pytest.raises(ValueError, match=r"agree in B, H and N/rows, got .*\[2, 1, 1, 64\]"):
-        lowbit_gpu.scores(query, packed, low[:, :, 1:], step, real, 2, "each")
+        quantized_keys_gpu.scores(query, packed, low[:, :, 1:], step, real, 2, "each")
     with pytest.raises(ValueError, match="impl is one of torch"):
-        lowbit.scores(query, packed, low, step, real, 2, "each", impl="gather")
+        quantized_keys.scores(query, packed, low, step, real, 2, "each", impl="gather")
 
 
 def test_codes_are_reordered_as_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between a device with T = 16 and one with T = 1: what `pack` gives there, spare groups included."""
     codes = torch.randint(0, 4, (2, 3, 96, 80), dtype=torch.uint8)
-    host = lowbit.pack(codes, 32, 2)
-    sides = iter([lowbit.TILE, 1])
-    monkeypatch.setattr(lowbit, "tile", lambda device: next(sides))
-    there = lowbit.moved(host, 2, 80, host.device)
-    monkeypatch.setattr(lowbit, "tile", lambda device: 1)
-    assert torch.equal(there, lowbit.pack(codes, 32, 2))
+    host = quantized_keys_reference.pack(codes, 32, 2)
+    sides = iter([quantized_keys_reference.TILE, 1])
+    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: next(sides))
+    there = quantized_keys_reference.moved(host, 2, 80, host.device)
+    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: 1)
+    assert torch.equal(there, quantized_keys_reference.pack(codes, 32, 2))
     assert not torch.equal(there, host)
-    assert torch.equal(lowbit.unpack(there, 2, 80), codes)
-    sides = iter([1, lowbit.TILE])
-    monkeypatch.setattr(lowbit, "tile", lambda device: next(sides))
-    assert torch.equal(lowbit.moved(there, 2, 80, host.device), host)
+    assert torch.equal(quantized_keys_reference.unpack(there, 2, 80), codes)
+    sides = iter([1, quantized_keys_reference.TILE])
+    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: next(sides))
+    assert torch.equal(quantized_keys_reference.moved(there, 2, 80, host.device), host)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -226,16 +261,16 @@ def test_a_selector_that_moves_takes_its_codes_along(fixed: bool, monkeypatch: p
     decode(queries[:, :, :, -1], cache, 40)
     selector = cache.selector
     seen: list[Tensor] = []
-    real = lowbit.moved
+    real = quantized_keys_reference.moved
 
     def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
-        sides = iter([lowbit.TILE, 1])
+        sides = iter([quantized_keys_reference.TILE, 1])
         with monkeypatch.context() as patch:
-            patch.setattr(lowbit, "tile", lambda _: next(sides))
+            patch.setattr(quantized_keys_reference, "tile", lambda _: next(sides))
             seen.append(real(packed, bits, size, packed.device))
         return seen[-1].to(device)
 
-    monkeypatch.setattr(lowbit, "moved", moved)
+    monkeypatch.setattr(quantized_keys_reference, "moved", moved)
     held = selector.codes.full.clone()
     selector.to("cpu")
     assert not seen, "the order is the same"
@@ -243,9 +278,9 @@ def test_a_selector_that_moves_takes_its_codes_along(fixed: bool, monkeypatch: p
     assert selector.codes.full.is_meta
     assert selector.codes.full.shape == held.shape
     groups = selector.codes.rows
-    expected = lowbit.unpack(held[:, :, :groups], 2, 32)
-    monkeypatch.setattr(lowbit, "tile", lambda device: 1)
-    assert torch.equal(lowbit.unpack(seen[0][:, :, :groups], 2, 32), expected)
+    expected = quantized_keys_reference.unpack(held[:, :, :groups], 2, 32)
+    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: 1)
+    assert torch.equal(quantized_keys_reference.unpack(seen[0][:, :, :groups], 2, 32), expected)
 
 
 @pytest.mark.gpu

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from cases import heads
-from conftest import numba_cache
 from torch import Tensor
 
-from sparseattn import Bounds, Quest, Selection, attend, kernels
-from sparseattn.kernels import scoring
+from sparseattn import Bounds, Quest, Selection, attend
+from sparseattn.kernels import dispatch, scoring
 from sparseattn.selectors.base import GROUPS
 
 pytest.importorskip("numba")
-from sparseattn.kernels import numba_cpu
-from sparseattn.selectors import graph
+from sparseattn.kernels.attend import cpu as attend_cpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,8 +56,8 @@ def test_parts_of_one_length_are_the_whole(share: int, monkeypatch: pytest.Monke
     selection = Selection(start, length, 1024)
     expected = attend(queries[:, :, :, 0], keys, values, selection, impl="reference")
     for parts, rows in ((1, 1), (3, 1), (32, 1), (5000, 1), (32, 128)):
-        monkeypatch.setattr(numba_cpu, "PARTS", parts)
-        monkeypatch.setattr(numba_cpu, "PART_ROWS", rows)
+        monkeypatch.setattr(attend_cpu, "PARTS", parts)
+        monkeypatch.setattr(attend_cpu, "PART_ROWS", rows)
         found = attend(queries[:, :, :, 0], keys, values, selection, impl="numba")
         for got, right in zip(found, expected, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
@@ -82,8 +78,8 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         attend(query.double(), keys.double(), values.double(), selection, impl="numba")
     with pytest.raises(ValueError, match="the last stride is 1, got 40"):
         attend(query, keys.mT.contiguous().mT, values, selection, impl="numba")
-    assert kernels.why_not_numba(torch.device("cuda"), torch.float32) == "numba's code runs on the CPU, not on cuda"
-    monkeypatch.setattr(kernels, "_missing_numba", lambda: "numba is not installed")
+    assert dispatch.why_not_numba(torch.device("cuda"), torch.float32) == "numba's code runs on the CPU, not on cuda"
+    monkeypatch.setattr(dispatch, "_missing_numba", lambda: "numba is not installed")
     with pytest.raises(RuntimeError, match="numba is not installed"):
         attend(query, keys, values, selection, impl="numba")
     with pytest.raises(RuntimeError, match="numba is not installed"):
@@ -99,14 +95,14 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numba_is_told_its_threads_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each thread of its own, as numba keeps the number for each."""
     told: list[int] = []
-    monkeypatch.setattr(numba_cpu, "LET", threading.local())
-    monkeypatch.setattr(numba_cpu, "MOST_THREADS", 2)
+    monkeypatch.setattr(attend_cpu, "LET", threading.local())
+    monkeypatch.setattr(attend_cpu, "MOST_THREADS", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(numba_cpu.numba, "set_num_threads", told.append)
-    few, many = 0, 10 * numba_cpu.ALONE
-    assert [numba_cpu.use_threads(work) for work in (few, few, many, many, few)] == [1, 1, 2, 2, 1]
+    monkeypatch.setattr(attend_cpu.numba, "set_num_threads", told.append)
+    few, many = 0, 10 * attend_cpu.ALONE
+    assert [attend_cpu.use_threads(work) for work in (few, few, many, many, few)] == [1, 1, 2, 2, 1]
     assert told == [1, 2, 1]
-    other = threading.Thread(target=numba_cpu.use_threads, args=(few,))
+    other = threading.Thread(target=attend_cpu.use_threads, args=(few,))
     other.start()
     other.join()
     assert told == [1, 2, 1, 1]
@@ -114,13 +110,13 @@ def test_numba_is_told_its_threads_where_they_change(monkeypatch: pytest.MonkeyP
 
 def test_the_default_takes_numba_where_it_fits_and_gather_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.dtype] = []
-    run = numba_cpu.attend
+    run = attend_cpu.attend
 
     def watched(*args):
         ran.append(args[0].dtype)
         return run(*args)
 
-    monkeypatch.setattr(numba_cpu, "attend", watched)
+    monkeypatch.setattr(attend_cpu, "attend", watched)
     queries, keys, values = heads(1, 2, 2, 40, 16)
     selection = Selection.tokens(torch.arange(8).expand(1, 2, -1))
     for dtype in (*DTYPES, torch.float64):
@@ -141,7 +137,7 @@ def test_layouts_and_sizes_do_not_compile_anew() -> None:
         attend(queries[:, :, :, 0], spare(keys), spare(values), Selection.pages(ids, 4), bounds, impl="numba")
         real = torch.ones(batch, rows + 5, dtype=torch.bool)[:, :rows]
         scoring.page_scores(queries[:, :, :, 0], spare(keys), spare(values), real, "max", impl="numba")
-    for kernel in (numba_cpu._attend, numba_cpu._page_scores):
+    for kernel in (attend_cpu._attend, attend_cpu._page_scores):
         kinds = {str(signature) for signature in kernel.signatures}
         assert len(kinds) <= len(DTYPES), kinds
 
@@ -313,7 +309,7 @@ def test_quest_chooses_the_same_pages_in_torch_and_compiled(monkeypatch: pytest.
     cache.append(keys, values)
     query = queries[:, :, :, 5]
     one = cache.select(query, 160)
-    monkeypatch.setattr(kernels, "_missing_numba", lambda: "off")
+    monkeypatch.setattr(dispatch, "_missing_numba", lambda: "off")
     other = cache.select(query, 160)
     assert torch.equal(one.mask(900), other.mask(900))
 
@@ -323,11 +319,3 @@ def test_attend_takes_queries_in_the_order_of_a_model() -> None:
     selection = Selection.tokens(torch.randint(0, 40, (2, 3, 1)))
     got, expected = (attend(query, keys, values, selection, impl=impl)[0] for impl in ("numba", "reference"))
     torch.testing.assert_close(got, expected)
-
-
-def test_compiled_code_outlives_this_clone() -> None:
-    """The tests keep it by its source alone; numba would keep it by this clone's path, and compile anew in the next."""
-    if os.environ["NUMBA_CACHE_DIR"] != str(numba_cache()):
-        pytest.skip("NUMBA_CACHE_DIR names another folder")
-    for kernel, folder in ((numba_cpu._attend, "kernels"), (graph.search_heads, "selectors")):
-        assert Path(kernel.stats.cache_path).resolve() == numba_cache().resolve() / folder

@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn.selection import Selection
+from sparseattn.core.selection import Selection
 from sparseattn.selectors.base import GROUPS, vote
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import lists, pages, probes  # noqa: E402
+from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu  # noqa: E402
+from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu  # noqa: E402
+from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu  # noqa: E402
 from sparseattn.kernels.scoring import page_scores_at  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -54,7 +56,7 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, size:
     q, least, most = query.double(), low.double().nan_to_num(0), high.double().nan_to_num(0)
     bound = torch.maximum(q[:, :, :, None] * most[:, :, None], q[:, :, :, None] * least[:, :, None]).sum(-1) / size**0.5
     expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
-    got = pages.scores(query, low, high, real, group)
+    got = page_bounds_gpu.scores(query, low, high, real, group)
     assert got.dtype == fp32
     assert torch.equal(got.isneginf(), expected.isneginf())
     size_of_sums = (q.abs() @ torch.maximum(most.abs(), least.abs()).mT / size**0.5).amax() if number else 0.0
@@ -74,7 +76,7 @@ def test_int8_bounds_are_scored_as_what_they_stand_for(group: str, dtype: torch.
     q, least, most = asked[:, :, :, None], low.double()[:, :, None], high.double()[:, :, None]
     bound = torch.maximum(q * most, q * least).sum(-1) / 80**0.5
     expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
-    got = pages.scores(query, low, high, real, group, step)
+    got = page_bounds_gpu.scores(query, low, high, real, group, step)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
 
 
@@ -109,20 +111,20 @@ def test_a_table_of_another_dtype_is_refused() -> None:
     store = torch.zeros(4, 1, 16, device=DEVICE)
     table = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"int32 \[B,P\], got torch.int64 \[1, 4\]"):
-        pages.scores_at(torch.zeros(1, 1, 1, 16, device=DEVICE), store, store, table, "sum")
+        page_bounds_gpu.scores_at(torch.zeros(1, 1, 1, 16, device=DEVICE), store, store, table, "sum")
 
 
 def test_page_bounds_of_another_dtype_are_refused() -> None:
     low, high, real = bounds_of_pages(1, 1, 4, 16, fp32)
     with pytest.raises(ValueError, match=r"of the query's torch.float16, .* got torch.float32"):
-        pages.scores(torch.zeros(1, 1, 1, 16, dtype=fp16, device=DEVICE), low, high, real, "sum")
+        page_bounds_gpu.scores(torch.zeros(1, 1, 1, 16, dtype=fp16, device=DEVICE), low, high, real, "sum")
 
 
 @pytest.mark.parametrize("count", [0, 3, 9, 50])
 def test_best_pages_become_spans(count: int) -> None:
     scores = torch.randn(2, 3, 9, device=DEVICE)
     scores[0, :, 2:] = -torch.inf
-    start, length = pages.best(scores, count, 16)
+    start, length = page_bounds_gpu.best(scores, count, 16)
     assert start.shape == length.shape == (2, 3, min(count, 9))
     found = Selection(start, length, 16)
     expected = scores.topk(min(count, 9)).values
@@ -165,7 +167,7 @@ def test_probing_is_what_selection_runs_gives(lists: tuple[int, int, int], each:
     expected = Selection.runs(start, length, span, budget)
     slots = expected.start.shape[2]
     for held in (slots, slots - slots // 3):
-        got = probes.spans(ids, spare[:, :, :segments], span, budget, held)
+        got = bucket_spans_gpu.spans(ids, spare[:, :, :segments], span, budget, held)
         used = expected.length[..., :held] > 0
         assert torch.equal(got[1], expected.length[..., :held])
         assert torch.equal(got[0][used], expected.start[..., :held][used])
@@ -186,7 +188,7 @@ def test_every_listed_key_is_scored_once(dtype: torch.dtype, group: int, listed:
         for s in range(chosen):
             named[b, s // group, ids[b, s][ids[b, s] >= 0].long()] = True
     keys[~named] = torch.nan
-    scores = lists.scores(*(x.to(DEVICE) for x in (query, keys[:, :, :stored], ids))).cpu()
+    scores = listed_scores_gpu.scores(*(x.to(DEVICE) for x in (query, keys[:, :, :stored], ids))).cpu()
     assert scores.shape == ids.shape
     for b in range(batch):
         for s in range(chosen):

@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import kernels
-from sparseattn.kernels import gather, reference
-from sparseattn.selection import Bounds, Selection
+from sparseattn.core.selection import Bounds, Selection
+from sparseattn.kernels import dispatch
+from sparseattn.kernels.attend import gather
+from sparseattn.kernels.attend import reference as attend_reference
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import ahead, triton_gpu  # noqa: E402
+from sparseattn.kernels import triton_ahead  # noqa: E402
+from sparseattn.kernels.attend import gpu as attend_gpu  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32, bf16 = torch.float16, torch.float32, torch.bfloat16
@@ -113,7 +115,7 @@ def make(case: Case) -> Inputs:
     bias = torch.where(unused, torch.nan, 3 * torch.randn(page.shape)).to(DEVICE) if case.bias else None
     selection = Selection(start.int().to(DEVICE), length.int().to(DEVICE), case.span, bias=bias)
 
-    named = reference.named(selection, bounds, heads, case.stored).any(2)[..., None]  # [B,H,N,1]
+    named = attend_reference.named(selection, bounds, heads, case.stored).any(2)[..., None]  # [B,H,N,1]
 
     def rows() -> Tensor:
         return torch.randn(batch, heads, case.stored, size, device=DEVICE).masked_fill(~named, torch.nan).to(case.dtype)
@@ -164,9 +166,9 @@ class Truth:
     @classmethod
     def of(cls, x: Inputs) -> Truth:
         wide = replace(x, query=x.query.double(), keys=x.keys.double(), values=x.values.double())
-        out, lse = wide.run(reference)
+        out, lse = wide.run(attend_reference)
         heads, stored, size = x.keys.shape[1:]
-        named = reference.named(x.selection, x.bounds, heads, stored)  # [B,H,Hs/H,N]
+        named = attend_reference.named(x.selection, x.bounds, heads, stored)  # [B,H,Hs/H,N]
         unread = ~named.any(2)[..., None]
         keys, values = wide.keys.masked_fill(unread, 0), wide.values.masked_fill(unread, 0)
         most = (wide.query.abs() @ keys.abs().mT).masked_fill(~named, 0).amax(-1) * x.scale  # M [B,H,G]
@@ -185,7 +187,7 @@ class Truth:
         underflow = torch.finfo(x.query.dtype).tiny * w * read * values.abs().amax()
         out_bound = 1.01 * ((2 * error + 2 * w)[..., None] * spread + underflow[..., None])
         lse_bound = 1.01 * (error + 4 * u + 4 * u * lse.abs().masked_fill(lse.isinf(), 0))
-        eager = (x.run(reference)[0].double() - out).abs().max().item()
+        eager = (x.run(attend_reference)[0].double() - out).abs().max().item()
         return cls(out, lse, out_bound, lse_bound, 4 * eager + 2 * w * spread.max().item())
 
     def check(self, out: Tensor, lse: Tensor) -> None:
@@ -202,7 +204,7 @@ def check_kernel(x: Inputs, splits: tuple[int | None, ...] = (1,)) -> None:
     truth = Truth.of(x)
     for number in splits:
         with poisoned_empty():
-            out, lse = x.run(triton_gpu, splits=number)
+            out, lse = x.run(attend_gpu, splits=number)
         assert out.dtype == x.query.dtype
         assert out.shape == x.query.shape
         truth.check(out, lse)
@@ -214,7 +216,7 @@ def check_kernel(x: Inputs, splits: tuple[int | None, ...] = (1,)) -> None:
 def test_kernel_gather_and_reference_are_the_specification(case: Case) -> None:
     x = make(case)
     truth = Truth.of(x)
-    truth.check(*x.run(reference))
+    truth.check(*x.run(attend_reference))
     truth.check(*x.run(gather))
     check_kernel(x, (1, 2, 7))
 
@@ -232,7 +234,7 @@ def test_any_zones_and_spans(seed: int) -> None:
     start = torch.stack([torch.randperm(9)[:slots] for _ in range(batch)]).view(batch, heads, slots) * span
     length = torch.randint(0, span + 1, start.shape)
     selection = Selection(start.int().to(DEVICE), length.int().to(DEVICE), span)
-    named = reference.named(selection, bounds, heads, stored).any(2)[..., None]
+    named = attend_reference.named(selection, bounds, heads, stored).any(2)[..., None]
     keys, values = torch.randn(2, batch, heads, stored, 16, device=DEVICE).masked_fill(~named, torch.nan)
     query = torch.randn(batch, heads, group, 16, device=DEVICE)
     check_kernel(Inputs(query, keys, values, selection, bounds, 0.25), (1, 3))
@@ -246,7 +248,7 @@ def test_sequence_without_rows_gives_zero_and_minus_infinity() -> None:
     x = replace(x, keys=keys, values=values, bounds=bounds)
     for splits in (1, 2):
         with poisoned_empty():
-            out, lse = x.run(triton_gpu, splits=splits)
+            out, lse = x.run(attend_gpu, splits=splits)
         assert (out[1] == 0).all()
         assert (lse[1] == -torch.inf).all()
     check_kernel(x, (1, 2))
@@ -281,7 +283,7 @@ def test_rows_with_gaps_between_their_elements_are_refused() -> None:
     x = make(Case(64, 1))
     keys = x.keys.mT.contiguous().mT
     with pytest.raises(ValueError, match="last stride of keys and values must be 1, got 403 and 1"):
-        replace(x, keys=keys).run(triton_gpu)
+        replace(x, keys=keys).run(attend_gpu)
 
 
 def test_weights_far_apart_and_large_logits() -> None:
@@ -294,21 +296,21 @@ def test_weights_far_apart_and_large_logits() -> None:
 def test_splits_fill_the_multiprocessors_in_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     gpu = torch.device("cuda", 0)
-    tile = triton_gpu.Tile(64, 4, 5, resident=2, waves=1)
-    assert triton_gpu._splits(8, 100_000, 0, tile, gpu) == 33  # 8 * 33 = 2 * 132
-    assert triton_gpu._splits(100, 100_000, 0, tile, gpu) == 2  # rounded down
-    assert triton_gpu._splits(1000, 100_000, 0, tile, gpu) == 1
-    assert triton_gpu._splits(8, 1000, 0, tile, gpu) == 16  # no more than tiles
-    assert triton_gpu._splits(1, 100_000, 0, tile, gpu) == triton_gpu.MOST_SPLITS
+    tile = attend_gpu.Tile(64, 4, 5, resident=2, waves=1)
+    assert attend_gpu._splits(8, 100_000, 0, tile, gpu) == 33  # 8 * 33 = 2 * 132
+    assert attend_gpu._splits(100, 100_000, 0, tile, gpu) == 2  # rounded down
+    assert attend_gpu._splits(1000, 100_000, 0, tile, gpu) == 1
+    assert attend_gpu._splits(8, 1000, 0, tile, gpu) == 16  # no more than tiles
+    assert attend_gpu._splits(1, 100_000, 0, tile, gpu) == attend_gpu.MOST_SPLITS
 
 
 def test_more_programs_than_run_at_once_where_lists_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    gpu, tile = torch.device("cuda", 0), triton_gpu.Tile(64, 4, 5, resident=2, waves=4)
-    assert triton_gpu._splits(256, 100_000, 2048, tile, gpu) == 4  # 4 * 264 / 256
-    assert triton_gpu._splits(64, 100_000, 2048, tile, gpu) == 8  # of 4 tiles each, though 16 would make four waves
-    assert triton_gpu._splits(256, 100_000, 128, tile, gpu) == 1  # 2 tiles are too few to divide
-    assert triton_gpu._splits(8, 100_000, 2048, tile, gpu) == 33  # the device is filled first
+    gpu, tile = torch.device("cuda", 0), attend_gpu.Tile(64, 4, 5, resident=2, waves=4)
+    assert attend_gpu._splits(256, 100_000, 2048, tile, gpu) == 4  # 4 * 264 / 256
+    assert attend_gpu._splits(64, 100_000, 2048, tile, gpu) == 8  # of 4 tiles each, though 16 would make four waves
+    assert attend_gpu._splits(256, 100_000, 128, tile, gpu) == 1  # 2 tiles are too few to divide
+    assert attend_gpu._splits(8, 100_000, 2048, tile, gpu) == 33  # the device is filled first
 
 
 @pytest.mark.parametrize("used", [0, 1, 5, 255, 256, 257, 600])
@@ -317,7 +319,7 @@ def test_work_is_divided_by_the_slots_used(used: int) -> None:
 
     Rows read are told by the partial sums of weights: with equal keys, exp(lse - logit) counts them.
     """
-    slots, splits, rows = 600, 4, triton_gpu.tile_of(4, 16).rows
+    slots, splits, rows = 600, 4, attend_gpu.tile_of(4, 16).rows
     length = torch.zeros(1, 1, slots, dtype=torch.int32, device=DEVICE)
     seen: list[Tensor] = []
     length[..., :used] = 1
@@ -325,8 +327,8 @@ def test_work_is_divided_by_the_slots_used(used: int) -> None:
     query, keys = torch.zeros(1, 1, 1, 16, device=DEVICE), torch.zeros(1, 1, slots + 9, 16, device=DEVICE)
     bounds = Bounds(ints([3]), 4, ints([604]), ints([609]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_gpu, "merge_splits", Watched(triton_gpu.merge_splits, seen))
-        triton_gpu.attend(query, keys, keys, Selection(start, length, 1), bounds, 1.0, splits=splits)
+        patch.setattr(attend_gpu, "merge_splits", Watched(attend_gpu.merge_splits, seen))
+        attend_gpu.attend(query, keys, keys, Selection(start, length, 1), bounds, 1.0, splits=splits)
     read = seen[0].exp().flatten().round().long().tolist()
     assert sum(read) == used + 3 + 5
     tiles = [math.ceil(number / rows) for number in read]
@@ -349,17 +351,17 @@ class Watched:
 
 
 def test_tuned_cuts_otherwise_and_computes_the_same() -> None:
-    x, held = make(Case(64, 4, 16, fp32, slots=20)), dict(triton_gpu.TILES)
-    with triton_gpu.tuned(triton_gpu.Tile(16, 1, 2)):
-        assert triton_gpu.tile_of(4, 64) == triton_gpu.Tile(16, 1, 2)
+    x, held = make(Case(64, 4, 16, fp32, slots=20)), dict(attend_gpu.TILES)
+    with attend_gpu.tuned(attend_gpu.Tile(16, 1, 2)):
+        assert attend_gpu.tile_of(4, 64) == attend_gpu.Tile(16, 1, 2)
         check_kernel(x, (1, 3))
-    assert held == triton_gpu.TILES
+    assert held == attend_gpu.TILES
 
 
 def test_public_attend_runs_the_kernel() -> None:
     x = make(Case(32, 2, 1, fp32, stored=63, slots=9))
     x = replace(x, scale=1 / math.sqrt(32))
-    out, lse = kernels.attend(x.query, x.keys, x.values, x.selection, x.bounds, impl="triton")
+    out, lse = dispatch.attend(x.query, x.keys, x.values, x.selection, x.bounds, impl="triton")
     Truth.of(x).check(out, lse)
 
 
@@ -367,13 +369,13 @@ def test_public_attend_runs_the_kernel() -> None:
 def test_bfloat16_is_refused_under_the_interpreter() -> None:
     x = make(Case(32, 1, dtype=bf16))
     with pytest.raises(RuntimeError, match="wrong bfloat16 products"):
-        kernels.attend(x.query, x.keys, x.values, x.selection, x.bounds, impl="triton")
+        dispatch.attend(x.query, x.keys, x.values, x.selection, x.bounds, impl="triton")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only an interpreting process cannot compile")
 def test_compiling_ahead_is_refused_under_the_interpreter() -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-        ahead.compile_ahead(fp16, 128, 16, 4)
+        triton_ahead.compile_ahead(fp16, 128, 16, 4)
 
 
 @pytest.mark.gpu
@@ -401,8 +403,8 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     near = Bounds.of(1, 64, sealed=0, device=DEVICE)
     selection = Selection.none(1, 1, DEVICE)
     far = Bounds.of(1, stored, sealed=stored - 64, device=DEVICE)
-    expected = triton_gpu.attend(query, keys[:, :, -64:], values[:, :, -64:], selection, near, 0.1)
-    for got, want in zip(triton_gpu.attend(query, keys, values, selection, far, 0.1), expected, strict=True):
+    expected = attend_gpu.attend(query, keys[:, :, -64:], values[:, :, -64:], selection, near, 0.1)
+    for got, want in zip(attend_gpu.attend(query, keys, values, selection, far, 0.1), expected, strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -411,11 +413,11 @@ def test_cuda_graph_follows_growing_bounds_and_new_selections() -> None:
     x = make(Case(128, 4, 16, bf16, False, 4096, 4, 32))
     keys, values = torch.randn(2, *x.keys.shape, device=DEVICE, dtype=bf16)
     x = replace(x, keys=keys, values=values)
-    x.run(triton_gpu)  # compiles, which a capture must not do
+    x.run(attend_gpu)  # compiles, which a capture must not do
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = x.run(triton_gpu)
+        out, lse = x.run(attend_gpu)
     ends = x.bounds.rows.clone()
     for step in range(3):
         x.bounds.rows.copy_(ends - 40 + 13 * step)

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparseattn import Bounds, Selection, attend, kernels, merge
-from sparseattn.kernels import ATTEND, why_not_numba, why_not_triton
+from sparseattn import Bounds, Selection, attend, merge
+from sparseattn.kernels import dispatch
+from sparseattn.kernels.dispatch import ATTEND, why_not_numba, why_not_triton
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 
@@ -89,7 +90,7 @@ def test_every_implementation_equals_float64(
     exact, exact_lse = attend(query.double(), keys.double(), values.double(), selection, bounds, impl="reference")
 
     # Storage that nobody names holds NaN, as torch.empty may; every name is honoured or the result shows it.
-    from sparseattn.kernels.reference import named
+    from sparseattn.kernels.attend.reference import named
 
     unread = ~named(selection, bounds, kv, rows).any(2)[..., None]
     keys, values = keys.masked_fill(unread, torch.nan), values.masked_fill(unread, torch.nan)
@@ -209,14 +210,14 @@ def test_logits_of_minus_infinity_weigh_nothing(
     second = attend(*(x[1:] for x in exact), Selection(selection.start[1:], selection.length[1:], 16),
                     Bounds.of(1, 160, sink=16, sealed=144), impl="reference")  # fmt: skip
     if impl == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
-        monkeypatch.setattr(numba_cpu, "PARTS", 2 * parts)  # of two lists
-        monkeypatch.setattr(numba_cpu, "PART_ROWS", 1)
+        monkeypatch.setattr(attend_cpu, "PARTS", 2 * parts)  # of two lists
+        monkeypatch.setattr(attend_cpu, "PART_ROWS", 1)
     elif impl == "triton":
-        from sparseattn.kernels import triton_gpu
+        from sparseattn.kernels.attend import gpu as attend_gpu
 
-        monkeypatch.setattr(triton_gpu, "_splits", lambda *_: parts)
+        monkeypatch.setattr(attend_gpu, "_splits", lambda *_: parts)
     table = None
     if paged:  # [blocks,H,8,D]
         keys, values = (x.unflatten(2, (-1, 8)).transpose(1, 2).flatten(0, 1).contiguous() for x in (keys, values))
@@ -322,9 +323,10 @@ def test_a_scale_may_be_any_finite_number(impl: str, scale: float) -> None:
 
 
 def test_the_table_of_implementations_names_their_files() -> None:
-    folder = Path(kernels.__file__).parent
-    for impl in ATTEND:
-        assert len(list(folder.glob(f"{impl}*.py"))) == 1
+    files = {"reference": "reference", "gather": "gather", "numba": "cpu", "triton": "gpu"}
+    assert ATTEND.keys() == files.keys()
+    for name in files.values():
+        assert (Path(dispatch.__file__).parent / "attend" / f"{name}.py").exists()
 
 
 def test_a_head_size_above_256_is_refused() -> None:

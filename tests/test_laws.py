@@ -11,7 +11,7 @@ import torch
 from cases import CASES, Case, attention, by_case, full, missing, together
 
 from sparseattn import KVCache, Selection, attend, decode, merge
-from sparseattn.kernels import reference
+from sparseattn.kernels.attend import reference as attend_reference
 
 EVICTING = [case for case in CASES if missing(case) is None and case.make().evicts]
 APART = {"joint": None, "apart": "cpu"}  # every law holds with sealed rows in a storage of their own too
@@ -21,16 +21,7 @@ LENGTHS = {"even": (100, 100), "ragged": (100, 3)}
 B, H, G, D = 2, 2, 3, 32
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that was never written holds NaN, so that reading it shows."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs) -> torch.Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: int | None = None):
@@ -71,7 +62,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     if budget is not None:
         assert bool((selection.attended <= budget).all())
 
-    reads = reference.named(selection, bounds, H, stored_keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
+    reads = attend_reference.named(selection, bounds, H, stored_keys.shape[2]).expand(-1, -1, G, -1)  # [B,H,G,N]
     token = original(cache, values[:, :, : t + 1])  # [B,H,N]
     assert not bool((reads & (token < 0)[:, :, None]).any()), "a row of padding is read"
     at = torch.where(reads, token[:, :, None].expand_as(reads), t + 1)

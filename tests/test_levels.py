@@ -7,7 +7,7 @@ import torch
 
 from sparseattn import KVCache, Levels, Quest, decode, evaluate
 from sparseattn.kernels import scoring
-from sparseattn.synthetic import synthetic
+from sparseattn.traces.synthetic import synthetic
 
 ROWS, PAGE = 4 + 8 + 6 * 16 + 5, 16
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from typer.testing import CliRunner
 
-from sparseattn import files, locks
-from sparseattn.locks import locked
+from sparseattn.cli.app import app
+from sparseattn.utils import files, locks
+from sparseattn.utils.locks import locked
 
 HOLD = """
 import sys
-from sparseattn.locks import locked
+from sparseattn.utils.locks import locked
 with locked(sys.argv[1], "the folder"):
     print("held", flush=True)
     sys.stdin.read()
@@ -96,3 +98,67 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file or directory") as error, locked(path, "it"):
         pass
     assert error.value.filename == str(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="Windows looks for a link and then opens the file")
+@pytest.mark.parametrize("seen", [True, False], ids=["a link", "a link that comes after the look"])
+@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
+def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool, there: bool) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "eval.lock"
+    if there:
+        victim.write_bytes(b"dear")
+    path.symlink_to(victim)
+    if not seen:
+        monkeypatch.setattr(Path, "is_symlink", lambda self: False)
+    said = "eval.lock is a symbolic link, and a lock is a file of its own: remove it" if seen else "eval.lock"
+    with pytest.raises(ValueError if seen else OSError, match=said), locked(path, "it"):
+        pass
+    assert path.readlink() == victim
+    assert victim.exists() == there
+    assert not there or victim.read_bytes() == b"dear"
+
+
+def test_a_file_of_two_names_is_not_written(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "eval.lock"
+    victim.write_bytes(b"dear")
+    os.link(victim, path)
+    with pytest.raises(ValueError, match=r"eval\.lock is a file of 2 names, and a lock is a file of its own"):
+        locked(path, "it").__enter__()
+    assert victim.read_bytes() == path.read_bytes() == b"dear"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_a_pipe_is_no_lock_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "eval.lock")
+    with pytest.raises(ValueError, match=r"eval\.lock is no file, and a lock is a file of its own: remove it"):
+        locked(tmp_path / "eval.lock", "it").__enter__()
+
+
+def test_a_link_that_is_laid_within_the_block_is_left_alone(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "eval.lock"
+    victim.write_bytes(b"dear")
+    with locked(path, "it"):
+        path.unlink()
+        path.symlink_to(victim)
+    assert path.is_symlink()
+    assert victim.read_bytes() == b"dear"
+
+
+def test_eval_does_not_write_where_its_lock_leads(tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_bytes(b"dear")
+    out.mkdir()
+    (out / "eval.lock").symlink_to(victim)
+    done = CliRunner().invoke(app, ["eval", "--model", "reference", "--lengths", "300", "--out", str(out)])
+    assert done.exit_code == 2, done.output
+    assert "eval.lock is a symbolic link" in " ".join(done.stderr.split())
+    assert victim.read_bytes() == b"dear"
+
+
+def test_what_a_killed_run_left_is_looked_for_without_following_links(tmp_path: Path) -> None:
+    victim, left = tmp_path / "victim", tmp_path / f".x.{files._host()}-{0:08x}.part"
+    victim.write_bytes(b"dear")
+    left.symlink_to(victim)
+    files.write_atomic(tmp_path / "y", b"new")
+    assert left.is_symlink(), "it is nobody's unfinished file"
+    assert victim.read_bytes() == b"dear"

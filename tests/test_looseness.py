@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import looseness
-from sparseattn.synthetic import synthetic
+from sparseattn.traces.synthetic import synthetic
 
 
 def test_the_oracle_is_exact_and_a_bound_above(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparseattn.cli import app
-from sparseattn.costs import KINDS, Cost, Launch, Shape, dense_cost, step_cost
-from sparseattn.machine import GPUS, Machine, MachineError, Speed
-from sparseattn.measuring import Measuring, after_others, first_call, fitted, measure
-from sparseattn.selectors import make_selector
+from sparseattn.cli.app import app
+from sparseattn.core.step_cost import KINDS, Cost, Launch, Shape, dense_cost, step_cost
+from sparseattn.cost_model.machine import GPUS, Machine, MachineError, Speed
+from sparseattn.cost_model.measure import Measuring, after_others, first_call, fitted, measure
+from sparseattn.selectors.registry import make_selector
 
 SHAPE = Shape(8, 8, 4, 128)
 

@@ -25,11 +25,11 @@ from sparseattn import (
     decode,
     evaluate,
 )
-from sparseattn.budget import budget_label, budget_order, budget_record, budget_rows, parse_budget
-from sparseattn.contract import ContractError
-from sparseattn.mass import cut
-from sparseattn.selectors import SELECTORS
-from sparseattn.synthetic import synthetic
+from sparseattn.cache.selection_checks import ContractError
+from sparseattn.core.budget import budget_label, budget_order, budget_record, budget_rows, parse_budget
+from sparseattn.core.mass import cut
+from sparseattn.selectors.registry import SELECTORS
+from sparseattn.traces.synthetic import synthetic
 
 B, H, G, D = 2, 2, 3, 32
 # A form of each estimate: forms of one method share its code.

@@ -51,12 +51,13 @@ from sparseattn import (
     decode,
     make_selector,
 )
-from sparseattn.kernels import lowbit, scoring
-from sparseattn.queries import sampled
-from sparseattn.selectors.buckets import Partitioned
-from sparseattn.selectors.coded import Coded
-from sparseattn.selectors.directions import Directions
-from sparseattn.selectors.hashed import Hashed
+from sparseattn.cache.query_buffers import sampled
+from sparseattn.kernels import scoring
+from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.hashing.projection_base import Hashed
+from sparseattn.selectors.pages.direction_base import Directions
+from sparseattn.selectors.tokens.codebook_base import Coded
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PAGE = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
@@ -179,7 +180,7 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
-        letters |= {"b": 4 * lowbit.words(size, coded.bits), "L": coded.rows}
+        letters |= {"b": 4 * quantized_keys_reference.words(size, coded.bits), "L": coded.rows}
     if isinstance(coded, Coded):
         letters |= {"b": coded.codes.full.shape[3], "k": coded.centroids.full.shape[3]}
     if isinstance(selector, SparQ):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseattn import Exact, Quest, Selection, Window, evaluate, metrics
-from sparseattn.metrics import MEASURES, evaluate_budgets
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn import Exact, Quest, Selection, Window, evaluate
+from sparseattn.evaluation import replay
+from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace, TraceLayer
 
 SINK, WINDOW, LAST = 2, 6, 5
 
@@ -309,12 +310,12 @@ def test_a_replay_is_where_it_is_asked_for_and_a_host_selectors_in_host_memory(m
         host = True
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(metrics, "usable_device", lambda name=None: gpu if name is None else torch.device(name))
-    assert metrics.replay_device(Quest(), None) == gpu
-    assert metrics.replay_device(Quest(), "cpu") == torch.device("cpu")
-    assert metrics.replay_device(OnHost(), None) == torch.device("cpu")
+    monkeypatch.setattr(replay, "usable_device", lambda name=None: gpu if name is None else torch.device(name))
+    assert replay.replay_device(Quest(), None) == gpu
+    assert replay.replay_device(Quest(), "cpu") == torch.device("cpu")
+    assert replay.replay_device(OnHost(), None) == torch.device("cpu")
     with pytest.raises(ValueError, match="works in host memory: its device is cpu, or none is named, got cuda:1"):
-        metrics.replay_device(OnHost(), "cuda:1")
+        replay.replay_device(OnHost(), "cuda:1")
     trace = synthetic(300, heads=2, group=2, size=32, clusters=8)
     assert evaluate(trace, OnHost(), 16, window=8, last=2).settings["device"] == "cpu"
     with pytest.raises(ValueError, match="works in host memory"):

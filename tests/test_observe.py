@@ -11,11 +11,11 @@ from cases import Estimate, Same, attention, heads
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Selection, Selector, SparQ, Tail, TwoStage, attend, decode, evaluate
-from sparseattn.integrations.vllm.settings import Settings
-from sparseattn.metrics import compare
-from sparseattn.sweep import curve
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.evaluation.recall_sweep import curve
+from sparseattn.evaluation.replay import compare
+from sparseattn.serving.vllm.settings import Settings
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 
 B, H, G, D = 2, 2, 3, 32
 

@@ -12,8 +12,8 @@ from cases import CASES, Buckets, Case, SampledBuckets, by_name, full, heads, to
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Quest, Rows, Selection, Selector, Window, attend, decode
-from sparseattn.kernels import merge
-from sparseattn.metrics import compare
+from sparseattn.evaluation.replay import compare
+from sparseattn.kernels.attend.merge import merge
 
 B, H, G, D = 3, 2, 2, 16
 

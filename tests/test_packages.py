@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-from sparseattn.cli import app
-from sparseattn.integrations import gguf, models, packages
-from sparseattn.integrations.errors import ModelError
-from sparseattn.integrations.models import load_model
-from sparseattn.integrations.packages import Packaged
+from sparseattn.cli.app import app
+from sparseattn.models import gguf, load, pypi_models
+from sparseattn.models.errors import ModelError
+from sparseattn.models.load import load_model
+from sparseattn.models.pypi_models import Packaged
 
 HEADS, KV, SIZE, WIDTH = 4, 2, 8, 32
 
@@ -133,12 +133,12 @@ def test_a_gguf_file_is_a_model_and_is_converted_once(original, file: Path, monk
 def test_what_is_no_gguf_file(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(b"GGML....")
-    with pytest.raises(ModelError, match=r"wrong\.gguf is no GGUF file: it begins with b'GGML'"):
+    with pytest.raises(ModelError, match=r"wrong\.gguf is no GGUF file that can be used: it begins with b'GGML'"):
         load_model(str(wrong))
     with pytest.raises(ModelError, match=r"no\.gguf cannot be read: No such file"):
         load_model(str(tmp_path / "no.gguf"))
     wrong.write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(ModelError, match=r"wrong\.gguf cannot be converted: "):
+    with pytest.raises(ModelError, match=r"wrong\.gguf is no GGUF file that can be used: its version is 0"):
         load_model(str(wrong))
     cache = tmp_path / "cache" / "models"
     assert not cache.exists() or not list(cache.iterdir()), "nothing is left"
@@ -216,8 +216,8 @@ def index(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packag
         sizes.append((f"tiny-part{i + 1}", wheel.stat().st_size))
     known = hashlib.sha256(content).hexdigest()
     model = Packaged("tiny", tuple(sizes), "1.0", ".gguf.part{:02d}", known, "a test's", "none, nowhere")
-    monkeypatch.setitem(packages.PACKAGED, "tiny", model)
-    monkeypatch.setitem(models.NAMED, "tiny", models._packaged("tiny"))
+    monkeypatch.setitem(pypi_models.PACKAGED, "tiny", model)
+    monkeypatch.setitem(load.NAMED, "tiny", load._packaged("tiny"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return model
@@ -225,7 +225,7 @@ def index(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packag
 
 def test_a_packaged_model_is_fetched_once_and_removed(index: Packaged, original, tmp_path: Path) -> None:
     said: list[str] = []
-    folder = packages.fetched(index, lambda what, done, total: said.append(what))
+    folder = pypi_models.fetched(index, lambda what, done, total: said.append(what))
     assert {"tiny, package 1 of 2", "tiny, package 2 of 2", "tiny: convert"} <= set(said)
     assert not index.work.exists(), "what was fetched is gone"
     model, _ = load_model("tiny", dtype=torch.float32, device="cpu")
@@ -245,12 +245,12 @@ def test_a_killed_fetch_goes_on(index: Packaged, monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(packages, "_join", killed)
+        patch.setattr(pypi_models, "_join", killed)
         with pytest.raises(KeyboardInterrupt):
-            packages.fetched(index)
+            pypi_models.fetched(index)
     assert len(list(index.work.glob("*.whl"))) == 2
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    assert packages.fetched(index).is_dir()
+    assert pypi_models.fetched(index).is_dir()
 
 
 def test_no_network_is_one_sentence(index: Packaged, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_another_file_than_the_pinned_one_is_refused(index: Packaged) -> None:
     from dataclasses import replace
 
     with pytest.raises(ModelError, match=r"has the SHA-256 [0-9a-f]{64}, not the pinned 00: it was removed"):
-        packages.fetched(replace(index, sha256="00"))
+        pypi_models.fetched(replace(index, sha256="00"))
     assert not list(index.folder.parent.glob("**/*.whl"))
 
 

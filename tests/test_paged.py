@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import Bounds, Selection, attend
-from sparseattn.kernels.reference import named
+from sparseattn.kernels.attend.reference import named
 
 TRITON = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 NUMBA = importlib.util.find_spec("numba") is not None

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from sparseattn import KMeans, KVCache, Quest
-from sparseattn.artefact import Artefact, Partition
-from sparseattn.metrics import compare
+from sparseattn.evaluation.replay import compare
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Partition
 
 GIB = 2**30
 

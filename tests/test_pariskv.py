@@ -9,9 +9,9 @@ import torch
 from cases import heads
 
 from sparseattn import KVCache, ParisKV, Selector, evaluate, make_selector
-from sparseattn.selectors import pariskv
-from sparseattn.selectors.pariskv import turned
-from sparseattn.synthetic import synthetic
+from sparseattn.selectors.tokens import pariskv
+from sparseattn.selectors.tokens.pariskv import turned
+from sparseattn.traces.synthetic import synthetic
 
 
 def filled(selector: Selector, keys: torch.Tensor) -> KVCache:

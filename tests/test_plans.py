@@ -11,13 +11,13 @@ import torch
 from test_integration import prompt, small
 from typer.testing import CliRunner
 
-from sparseattn.cli import app
-from sparseattn.fingerprints import fingerprint, of_folder
-from sparseattn.integrations.models import reference_model
-from sparseattn.integrations.transformers import SparseCache
-from sparseattn.integrations.vllm.settings import Settings, parse
-from sparseattn.plans import Plan
-from sparseattn.roles import Role, Roles
+from sparseattn.cli.app import app
+from sparseattn.models.load import reference_model
+from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.roles.fingerprint import fingerprint, of_folder
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Role, Roles
+from sparseattn.serving.vllm.settings import Settings, parse
 
 MODEL = {"name": "some", "fingerprint": "0123456789abcdef"}
 ROLES: dict[int, Any] = {0: "dense", 1: [Role("quest:page=4", 8), "window"], 2: Role("window", 16)}
@@ -56,7 +56,7 @@ def test_a_file_gives_back_the_same_plan(tmp_path: Path) -> None:
         ({"sink": -1}, "sink of a plan is rows, 0 or more, got -1"),
         ({"window": "64"}, "window of a plan is rows, 0 or more, got '64'"),
         ({"made": []}, r"made is an object, got \[\]"),
-        ({"layers": []}, r"layers are an object, got \[\]"),
+        ({"layers": []}, r"layers are an object of one layer or more, got \[\]"),
         ({"layers": {"1": "qest"}}, "layer 1: no selector is called 'qest'"),
     ],
     ids=str,

@@ -11,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseattn.cli import intervals, lines
-from sparseattn.metrics import Evaluation
-from sparseattn.tasks.run import FULL
+from sparseattn.evaluation import intervals
+from sparseattn.evaluation.replay import Evaluation
+from sparseattn.evaluation.tasks.compared import FULL
+from sparseattn.reporting import line_style
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from sparseattn.cli import plots
+from sparseattn.reporting import plots
 
 
 @pytest.fixture
@@ -32,9 +33,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def test_ten_lines_have_ten_colours_and_markers_and_a_hundred_no_twin() -> None:
-    ten = [lines.style(n, "") for n in range(10)]
+    ten = [line_style.style(n, "") for n in range(10)]
     assert len({one["color"] for one in ten}) == len({one["marker"] for one in ten}) == 10
-    assert len({(one["color"], one["marker"]) for one in (lines.style(n, "") for n in range(100))}) == 100
+    assert len({(one["color"], one["marker"]) for one in (line_style.style(n, "") for n in range(100))}) == 100
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,7 +48,7 @@ def test_names_never_overlap_and_stay_in_the_panel_where_there_is_room(
     wanted: list[float], height: float, tall: int
 ) -> None:
     heights = [height * (2 if i == tall else 1) for i in range(len(wanted))]
-    found = lines.apart(wanted, heights)
+    found = line_style.apart(wanted, heights)
     for (low, a), (high, b) in pairwise(zip(found, heights, strict=True)):
         assert high - low >= (a + b) / 2 - 1e-9
     if sum(heights) < 1:
@@ -78,7 +79,7 @@ def test_every_line_is_named_beside_its_panel_and_no_two_names_touch(tmp_path: P
     figure.draw_without_rendering()  # at the resolution of its own, as all boxes below
     whole = figure.bbox
     for axis in figure.axes:
-        assert sorted(text.get_text() for text in axis.texts) == sorted(map(lines.broken, methods))
+        assert sorted(text.get_text() for text in axis.texts) == sorted(map(line_style.broken, methods))
         boxes = sorted((Text.get_window_extent(text) for text in axis.texts), key=lambda box: box.y0)
         for low, high in pairwise(boxes):
             assert high.y0 >= low.y1 - 1
@@ -100,7 +101,7 @@ def test_a_line_without_a_point_in_the_panel_has_no_name() -> None:
     axis.plot([0.0], [1.5], label="left of a logarithmic axis")
     axis.axhline(1.5)
     axis.set_xscale("log")
-    lines.name_ends(figure, [axis])
+    line_style.name_ends(figure, [axis])
     (name,) = axis.texts
     assert name.get_text() == "ends early"
     assert axis.transAxes.transform(name.xy) == pytest.approx(axis.transData.transform((2, 2)))

@@ -13,11 +13,9 @@ import torch
 from test_integration import small
 from typer.testing import CliRunner, Result
 
-from sparseattn.cli import app
-from sparseattn.integrations.observed import _Watched, observe
-from sparseattn.integrations.prefill import Prefill
-from sparseattn.integrations.vllm.settings import Settings
-from sparseattn.plans import Plan
+from sparseattn.cli.app import app
+from sparseattn.models.error_sensitivity import _Watched, observe
+from sparseattn.models.prefill import Prefill
 from sparseattn.recommend.bounds import Bound, parse_error
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.choosing import STEPS, Option, choose, efficient
@@ -28,7 +26,9 @@ from sparseattn.recommend.search import Choice, Proposal, propose, search
 from sparseattn.recommend.settling import settle
 from sparseattn.recommend.single import between, singles
 from sparseattn.recommend.windows import shared, windows
-from sparseattn.roles import Role
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Role
+from sparseattn.serving.vllm.settings import Settings
 
 IDS = torch.randint(1, 256, (1, 96), generator=torch.Generator().manual_seed(5))
 TEXT, LAST = IDS[:, :80], IDS[0, 80:].tolist()
@@ -153,7 +153,7 @@ def test_rows_go_where_they_matter_and_heads_apart_where_that_costs_less() -> No
 
 
 def test_seconds_are_of_launches_which_heads_of_two_roles_do_not_share() -> None:
-    from sparseattn.machine import Machine
+    from sparseattn.cost_model.machine import Machine
 
     objective = Predicted(131072, 8, 4, 64, Machine.load("h100"))
     layer, dense, quest = Layer(0, 8, 4, 128, torch.bfloat16), Role("dense"), Role("quest", 2048)
@@ -321,11 +321,13 @@ def test_an_error_is_a_share_of_one_of_three_measures() -> None:
 def test_records_go_on_where_they_stopped(tmp_path: Path) -> None:
     path = tmp_path / "recommend.jsonl"
     records = Records(path, {"model": "m", "last": 4})
-    records.add("frontier", {"layer": 1})
+    point = {"budget": 64, "kl": 0.1, "kl_heads": [0.1], "error_heads": [0.2], "bytes_heads": [3.0]}
+    line = {"number": 0, "layer": 1, "method": "quest", "source": "0", "points": [point]}
+    records.add("frontier", line)
     with path.open("ab") as file:
         file.write(b'{"record": "fron')
     again = Records(path, {"model": "m", "last": 4})
-    assert again.of("frontier") == records.found == [{"record": "frontier", "layer": 1}]
+    assert again.of("frontier") == records.found == [{"record": "frontier", **line}]
     assert path.read_bytes().endswith(b"}\n")
     with pytest.raises(ValueError, match=r"is of another last \(4, now 5\): name another folder, or remove that file"):
         Records(path, {"model": "m", "last": 5})

@@ -10,14 +10,23 @@ import torch
 from cases import FEW, ON_DEVICE, Case, attention, by_name
 from recorded import HostWaits, Recording
 
-from sparseattn import SELECTORS, KVCache, Mass, decode, kernels
-from sparseattn.attention import attend_chosen
+from sparseattn import SELECTORS, KVCache, Mass, decode
+from sparseattn.cache.decode import attend_chosen
+from sparseattn.kernels import dispatch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_gpu.py captures a graph", allow_module_level=True)
-from sparseattn.budget import Budget
-from sparseattn.kernels import directions, directions_gpu, lists, lowbit, lowbit_gpu, pages, probes, scoring, triton_gpu
+from sparseattn.core.budget import Budget
+from sparseattn.kernels import scoring
+from sparseattn.kernels.attend import gpu as attend_gpu
+from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu
+from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
+from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
+from sparseattn.kernels.page_directions import dispatch as page_directions
+from sparseattn.kernels.page_directions import gpu as page_directions_gpu
+from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
+from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -43,16 +52,21 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
-        patch.setattr(kernels, "_default", lambda *_: "triton")
-        patch.setattr(kernels, "_check_bounds", lambda *_: None)  # which reads numbers of the host's
-        patch.setattr(triton_gpu, "attend", recording.opaque(triton_gpu.attend))
-        for module, name in ((pages, "scores"), (pages, "best"), (probes, "spans"), (lists, "scores")):
+        patch.setattr(dispatch, "_default", lambda *_: "triton")
+        patch.setattr(dispatch, "_check_bounds", lambda *_: None)  # which reads numbers of the host's
+        patch.setattr(attend_gpu, "attend", recording.opaque(attend_gpu.attend))
+        for module, name in (
+            (page_bounds_gpu, "scores"),
+            (page_bounds_gpu, "best"),
+            (bucket_spans_gpu, "spans"),
+            (listed_scores_gpu, "scores"),
+        ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         # Interpreted, lowbit's kernels take a minute here; tests/test_kernel_lowbit_gpu.py has them.
-        for name, same in (("scores", lowbit.scores), ("listed", lowbit.listed_logits)):
-            patch.setattr(lowbit_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
-        same = functools.partial(directions.scores, impl="torch")  # tests/test_kernel_directions.py has the kernel
-        patch.setattr(directions_gpu, "scores", recording.opaque(same))
+        for name, same in (("scores", quantized_keys.scores), ("listed", quantized_keys.listed_logits)):
+            patch.setattr(quantized_keys_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
+        same = functools.partial(page_directions.scores, impl="torch")  # its kernel: test_kernel_directions.py
+        patch.setattr(page_directions_gpu, "scores", recording.opaque(same))
         with recording:
             chosen = cache.search(query, rows, mass, lambda: cache.near(query))
             out = attend_chosen(query, cache, chosen, impl="triton")

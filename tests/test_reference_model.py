@@ -30,8 +30,8 @@ from scripts.reference.figures import BUCKETS, induction, up_to_1024  # noqa: E4
 from scripts.reference.lookups import answered, answered_by_window  # noqa: E402
 from scripts.reference.text import Corpus  # noqa: E402
 from scripts.reference.training import train  # noqa: E402
-from sparseattn.builtin import builtin_trace, recall_bytes  # noqa: E402
-from sparseattn.integrations.models import reference_folder, reference_model  # noqa: E402
+from sparseattn.evaluation.builtin_traces import builtin_trace, recall_bytes  # noqa: E402
+from sparseattn.models.load import reference_folder, reference_model  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -18,17 +18,18 @@ import torch
 from cases import Buckets
 from typer.testing import CliRunner, Result
 
-from sparseattn import exploring
-from sparseattn.cli import app, lines
-from sparseattn.cli.page import html
-from sparseattn.cli.page.kinds import KINDS
-from sparseattn.exploring import DECADES, explore, level, packed, tokens_of
-from sparseattn.inspection import rows_holding
-from sparseattn.integrations.models import pieces
-from sparseattn.metrics import evaluate
-from sparseattn.roles import Role, Roles
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace, TraceError
+from sparseattn.cli.app import app
+from sparseattn.evaluation import token_explorer
+from sparseattn.evaluation.attention_stats import rows_holding
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.token_explorer import DECADES, explore, level, packed, tokens_of
+from sparseattn.models.load import pieces
+from sparseattn.reporting import line_style
+from sparseattn.reporting.html import html
+from sparseattn.reporting.html.kinds import KINDS
+from sparseattn.roles.roles import Role, Roles
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace, TraceError
 
 LIMIT = 5_000_000  # bytes of a page
 
@@ -173,9 +174,15 @@ def test_two_folders_of_one_kind_are_two_sections(tmp_path: Path, folders: Path)
     [
         (None, f"holds no records: none of {', '.join(KINDS)} is there"),
         ("", "bench.jsonl is empty"),
-        ('{"trace": "t"}\n{"tra', "bench.jsonl, line 2 is not JSON"),
+        (
+            '\n{"tra',
+            "bench.jsonl, line 2 is no JSON that can be read: it is not JSON at column 2: Unterminated string",
+        ),
         ("[1]\n", "bench.jsonl, line 1 is no record but [1]"),
-        ('{"trace": "t", "label": "Quest"}\n', "holds records that this command cannot read: a line lacks"),
+        (
+            '{"trace": "t", "label": "Quest"}\n',
+            "bench.jsonl, line 1 is no record that this command can read: budget is missing",
+        ),
     ],
     ids=["nothing", "empty", "cut off", "no object", "lacking"],
 )
@@ -275,7 +282,7 @@ def test_the_explorer_refuses_what_it_cannot_show(monkeypatch: pytest.MonkeyPatc
     trace = records.trace()
     with pytest.raises(ValueError, match="of different labels, got"):
         explore(trace, ["quest", "quest"], 16)
-    monkeypatch.setattr(exploring, "MOST", 1 << 12)
+    monkeypatch.setattr(token_explorer, "MOST", 1 << 12)
     with pytest.raises(ValueError, match=r"8 tokens, 2 layers and 4 heads of 320 rows are .* name fewer layers or tok"):
         explore(trace, ["quest"], 16)
 
@@ -328,7 +335,7 @@ def test_pieces_are_the_text_again() -> None:
     assert pieces(Offsets(), text.encode()) == ["", "café", " ☕", "", "\n"]
 
 
-@pytest.mark.parametrize("colours", [lines.COLOURS, lines.DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("colours", [line_style.COLOURS, line_style.DARK], ids=["light", "dark"])
 def test_colours_stay_apart_for_eyes_of_every_kind(colours: tuple[str, ...]) -> None:
     """CIELAB's distance of any two, as seen without red, green or blue cones (Machado 2009, table 1)."""
     seen = {

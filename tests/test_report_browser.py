@@ -11,8 +11,8 @@ import pytest
 import report_records as records
 import torch
 
-from sparseattn.cli.report_page import Explored, write_report
-from sparseattn.exploring import explore
+from sparseattn.cli.report import Explored, write_report
+from sparseattn.evaluation.token_explorer import explore
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sparseattn[browser]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 import sparseattn.selectors
 from sparseattn import SELECTORS, KVCache, RetrievalAttention, Selection, decode, make_selector
-from sparseattn.selectors.vector import HNSW
-from sparseattn.synthetic import synthetic
+from sparseattn.selectors.graphs.faiss_indexes import HNSW
+from sparseattn.traces.synthetic import synthetic
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
 
-from sparseattn.selectors import graph, roar  # noqa: E402
+from sparseattn.kernels.graph import build_and_search, roargraph  # noqa: E402
 
 D = 16
 KEEP = "ignore:.*keys serve as queries"  # where the warning is not the point
@@ -126,8 +126,8 @@ def ids(*rows: list[int]):
 
 def project(points: list[list[float]], lists, pivots: int, degree: int, width: int) -> list[list[int]]:
     points = np.array(points, np.float32)
-    order, starts = roar._by_pivot(lists, pivots, len(points))
-    made = graph.project(points, lists, order, starts, degree, width, 3)
+    order, starts = roargraph._by_pivot(lists, pivots, len(points))
+    made = build_and_search.project(points, lists, order, starts, degree, width, 3)
     assert made.shape == (len(points), width)
     return [[v for v in row if v >= 0] for row in made.tolist()]
 
@@ -159,11 +159,11 @@ def test_a_key_behind_a_nearer_neighbour_is_left_out() -> None:
 
 
 def test_of_too_many_candidates_the_best_of_every_query_come_first() -> None:
-    most = graph.CANDIDATES
+    most = build_and_search.CANDIDATES
     points = np.concatenate([np.zeros((1, 2 * most)), np.eye(2 * most)]).astype(np.float32)  # none hides another
     lists = np.stack([[0, *range(1, most + 1)], [0, *range(most + 1, 2 * most + 1)]]).astype(np.int32)
-    order, starts = roar._by_pivot(lists, 1, len(points))
-    found = graph.project(points, lists, order, starts, 2 * most, 2 * most, 1)[0]
+    order, starts = roargraph._by_pivot(lists, 1, len(points))
+    found = build_and_search.project(points, lists, order, starts, 2 * most, 2 * most, 1)[0]
     half = most // 2
     assert sorted(found[found >= 0].tolist()) == [*range(1, half + 1), *range(most + 1, most + half + 1)]
 
@@ -174,7 +174,7 @@ def offered(points, adjacency, parent, offers: list[int], degree: int, keep_all:
     rest = adjacency[1:].copy()
     pairs = np.array(offers, np.int32)
     nodes = np.zeros(len(pairs), np.int32)
-    roar.offer(points, adjacency, np.array(parent, np.int32), nodes, pairs, degree, keep_all)
+    roargraph.offer(points, adjacency, np.array(parent, np.int32), nodes, pairs, degree, keep_all)
     assert np.array_equal(adjacency[1:], rest), "no other list changes"
     return [v for v in adjacency[0].tolist() if v >= 0]
 
@@ -210,10 +210,10 @@ def test_enhancement_keeps_the_whole_list() -> None:
 
 def test_by_target_sorts_pairs_and_keeps_the_order_of_the_sources() -> None:
     source, target = np.array([5, 3, 9, 3, 1], np.int32), np.array([2, 0, 2, 3, 0], np.int32)
-    starts, out = graph.by_target(source, target, 5)
+    starts, out = build_and_search.by_target(source, target, 5)
     assert starts.tolist() == [0, 2, 2, 4, 5, 5]
     assert out.tolist() == [3, 1, 5, 9, 3]
-    assert [part.tolist() for part in graph.by_target(source[:0], target[:0], 2)] == [[0, 0, 0], []]
+    assert [part.tolist() for part in build_and_search.by_target(source[:0], target[:0], 2)] == [[0, 0, 0], []]
 
 
 def attached(adjacency, known: dict[int, int]) -> tuple[list[list[int]], list[int]]:
@@ -222,7 +222,7 @@ def attached(adjacency, known: dict[int, int]) -> tuple[list[list[int]], list[in
     parent, queue = np.full(total, -1, np.int32), np.empty(total, np.int32)
     for i, (x, above) in enumerate(known.items()):
         parent[x], queue[i] = above, x
-    graph.attach(adjacency, parent, queue, len(known))
+    build_and_search.attach(adjacency, parent, queue, len(known))
     return [[v for v in row if v >= 0] for row in adjacency.tolist()], parent.tolist()
 
 
@@ -257,7 +257,7 @@ def test_attach_finds_room_below_when_all_it_may_follow_are_full() -> None:
     adjacency = ids([1, 2], [], [], [])
     parents, queue = np.array([0, 0, 0, -1], np.int32), np.full(4, 99, np.int32)
     queue[0] = 0
-    graph.attach(adjacency, parents, queue, 1)
+    build_and_search.attach(adjacency, parents, queue, 1)
     well_formed(adjacency, parents, 0)
 
 
@@ -328,11 +328,13 @@ def test_scanned_is_the_number_of_distinct_keys_that_a_plain_best_first_search_s
 def test_searches_with_a_bias_rank_by_distance() -> None:
     points = exact((200, D)).numpy()
     adjacency = np.stack([np.roll(np.arange(200, dtype=np.int32), -i)[1:] for i in range(200)])  # all linked to all
-    found, score = graph.search_queries(points, roar.bias_of(points), adjacency, points[:50], 3, 20, 4)
+    found, score = build_and_search.search_queries(points, roargraph.bias_of(points), adjacency, points[:50], 3, 20, 4)
     far = np.square(points[:50, None] - points[None]).sum(-1)
     assert np.array_equal(np.take_along_axis(far, found, 1), np.sort(far, 1)[:, :20])
     assert np.array_equal(score, np.square(points[:50]).sum(1)[:, None] / 2 - np.sort(far, 1)[:, :20] / 2)
-    few, score = graph.search_queries(points[:3], np.empty(0, np.float32), ids([1], [], []), points[:1], 0, 4, 4)
+    few, score = build_and_search.search_queries(
+        points[:3], np.empty(0, np.float32), ids([1], [], []), points[:1], 0, 4, 4
+    )
     assert sorted(few[0, :2].tolist()) == [0, 1]
     assert few[0, 2:].tolist() == [-1, -1]
     assert np.isneginf(score[0, 2:]).all()
@@ -413,13 +415,13 @@ def test_a_far_cluster_sealed_later_is_reachable(share: float) -> None:
 def test_batches_of_inserts_are_linked_to_each_other() -> None:
     """More rows than one batch, in one seal."""
     draw = torch.Generator().manual_seed(1)
-    keys = torch.randn(1, 1, 200 + roar.BATCH + 100, 8, generator=draw)
+    keys = torch.randn(1, 1, 200 + roargraph.BATCH + 100, 8, generator=draw)
     selector = RetrievalAttention(20, 10, 8, build_beam=16, guides=20)
     cache = filled(selector, keys[:, :, :200])
-    more(cache, keys[:, :, 200:], 2 * roar.BATCH)
+    more(cache, keys[:, :, 200:], 2 * roargraph.BATCH)
     sound(selector)
     adjacency = selector.adjacency.data[0, 0]
-    last = 200 + roar.BATCH
+    last = 200 + roargraph.BATCH
     assert bool((adjacency[last:] >= last).any()), "within a batch"
     assert bool((adjacency[200:last] >= last).any()), "and from one to the next"
 
@@ -710,9 +712,9 @@ def test_without_faiss_or_numba_the_constructor_says_what_to_install(monkeypatch
             RetrievalAttention()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "numba", None)
-        for name in ("graph", "roar"):
-            patch.delitem(sys.modules, f"sparseattn.selectors.{name}")
-            patch.delattr(sparseattn.selectors, name)
+        for name in ("build_and_search", "roargraph"):
+            patch.delitem(sys.modules, f"sparseattn.kernels.graph.{name}")
+            patch.delattr(sparseattn.kernels.graph, name)
         with pytest.raises(ImportError, match=r"by numba.*pip install 'sparseattn\[numba,faiss\]'"):
             RetrievalAttention()
     RetrievalAttention()

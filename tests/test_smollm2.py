@@ -19,9 +19,9 @@ from scripts.saap.cards import write_card
 from scripts.smollm2 import __main__ as command
 from scripts.smollm2 import judge
 from scripts.smollm2.windows import trace_of, windows
-from sparseattn.artefact import Artefact
-from sparseattn.integrations.transformers import SparseCache
-from sparseattn.traces import Trace
+from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.traces.trace import Trace
 from sparseattn.training import Filters, Recipe
 
 TOKENS = 300

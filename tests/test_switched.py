@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from sparseattn import Quest
-from sparseattn.integrations.vllm.counters import VLLMStats
-from sparseattn.integrations.vllm.offline import Answered, Asked
-from sparseattn.integrations.vllm.settings import Settings, parse
-from sparseattn.tasks.base import Example
-from sparseattn.tasks.run import Method, Prompt
-from sparseattn.tasks.switched import Switched
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.run import Method
+from sparseattn.evaluation.tasks.switched import Switched
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.serving.vllm.counters import VLLMStats
+from sparseattn.serving.vllm.offline import Answered, Asked
+from sparseattn.serving.vllm.settings import Settings, parse
 
 SETTINGS = parse({"selector": "quest", "budget": 64, "above": 0})
 

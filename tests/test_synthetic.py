@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import TraceLayer
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import TraceLayer
 
 
 def weights(layer: TraceLayer) -> torch.Tensor:

@@ -20,10 +20,10 @@ from sparseattn import (
     decode,
     evaluate,
 )
-from sparseattn.metrics import compare
+from sparseattn.evaluation.replay import compare
 from sparseattn.selectors.base import Rows
-from sparseattn.selectors.retroinfer import clustered
-from sparseattn.synthetic import synthetic
+from sparseattn.selectors.clusters.retroinfer import clustered
+from sparseattn.traces.synthetic import synthetic
 
 B, H, G, D = 2, 2, 3, 32
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.tasks import TASKS, example
-from sparseattn.tasks.filler import from_text
-from sparseattn.tasks.prompts import read_prompts
-from sparseattn.tasks.records import Records
-from sparseattn.tasks.scoring import SCORINGS, found, ruler, score
-from sparseattn.tasks.unasked import unasked
+from sparseattn.evaluation.tasks.filler import from_text
+from sparseattn.evaluation.tasks.prompts import read_prompts
+from sparseattn.evaluation.tasks.records import Records
+from sparseattn.evaluation.tasks.registry import TASKS, example
+from sparseattn.evaluation.tasks.scoring import SCORINGS, found, ruler, score
+from sparseattn.evaluation.tasks.unasked import unasked
 
 LONGEST_DISTRACTOR = {"passkey": 90, "multikey": 90, "kv": 14, "variables": 90, "words": 6}
 
@@ -419,7 +419,7 @@ def test_a_pair_of_surrogates_is_a_character_and_long_digits_may_be_text(tmp_pat
 def test_unusable_files_and_templates(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": \n')
-    with pytest.raises(ValueError, match=r"bad.jsonl, line 1: Expecting value"):
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 1: it is not JSON at column \d+: Expecting value"):
         read_prompts(path, "all")
     path.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(ValueError, match=r"bad.jsonl is not UTF-8 \(byte 12 is 0xff\)"):
@@ -438,7 +438,7 @@ RECORD = {
     "protocol": "question",
     "method": "Quest",
     "budget": "64",
-    "source": "sparseattn.selectors.quest:Quest",
+    "source": "quest",
     "score": 1.0,
     "rows": 100,
 }

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sparseattn import texts
-from sparseattn.texts import TEXTS, TextError, read_named
+from sparseattn.traces import texts
+from sparseattn.traces.texts import TEXTS, TextError, read_named
 
 
 @pytest.fixture

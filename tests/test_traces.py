@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from sparseattn import files
-from sparseattn.files import replacing, write_atomic
-from sparseattn.rope import Rope
-from sparseattn.synthetic import synthetic
-from sparseattn.traceformat import NAMES
-from sparseattn.traces import LayerShape, Trace, TraceError, TraceLayer
-from sparseattn.tracewriter import TraceWriter
+from sparseattn.core.rope import Rope
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import LayerShape, Trace, TraceError, TraceLayer
+from sparseattn.traces.trace_format import NAMES
+from sparseattn.traces.trace_writer import TraceWriter
+from sparseattn.utils import files
+from sparseattn.utils.files import replacing, write_atomic
 
 T = 37
 
@@ -216,9 +216,9 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys, torch
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import LayerShape
-from sparseattn.tracewriter import TraceWriter
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import LayerShape
+from sparseattn.traces.trace_writer import TraceWriter
 with TraceWriter(sys.argv[1], [LayerShape(0, 2, 3, 8, 1.0)], torch.arange(100), torch.float32) as writer:
     writer.write(0, "keys", 0, torch.zeros(2, 50, 8))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -246,7 +246,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path, monkey
 def test_what_a_living_process_is_writing_stays(tmp_path: Path) -> None:
     """Of this process and of another one: both end with their own bytes, the last one's stay; so with another file."""
     path = tmp_path / "x"
-    code = "import sys; from sparseattn.files import write_atomic; write_atomic(sys.argv[1], b'other')"
+    code = "import sys; from sparseattn.utils.files import write_atomic; write_atomic(sys.argv[1], b'other')"
     with replacing(path) as slow:
         slow.write(b"slow")
         write_atomic(path, b"fast")
@@ -277,9 +277,9 @@ def test_a_file_taken_for_abandoned_before_it_is_held_is_begun_again(
 
 BOUNDED = """
 import resource, sys, torch
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import LayerShape
-from sparseattn.tracewriter import TraceWriter
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import LayerShape
+from sparseattn.traces.trace_writer import TraceWriter
 tokens, chunk = 20480, 1024
 keys, query = torch.ones(4, chunk, 128), torch.ones(4, 4, chunk, 128)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -426,7 +426,7 @@ def test_damaged(saved: Path) -> None:
         ([entry | {"rope": True}], "layer 0 names rope True, the file has 2"),
         ([entry | {"scale": None}], "layer 0 has scale None, which is not positive and finite"),
         ([entry | {"scale": "1"}], "layer 0 has scale '1'"),
-        ([entry | {"scale": float("inf")}], "layer 0 has scale inf"),
+        ([entry | {"scale": float("inf")}], "layers in its metadata: Infinity is no number in JSON"),
         ([entry | {"window": 0}], "layer 0 has window 0"),
         ([entry | {"window": 1.5}], "layer 0 has window 1.5"),
         ([entry, entry], "each once"),

@@ -25,14 +25,14 @@ pytest.importorskip("faiss")
 
 from typer.testing import CliRunner
 
-from sparseattn.artefact import Artefact, Partition
-from sparseattn.builtin import recall_bytes
-from sparseattn.cli import app
-from sparseattn.cli.common import Screen
+from sparseattn.cli.app import app
 from sparseattn.cli.train import table
-from sparseattn.rope import Rope
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn.core.rope import Rope
+from sparseattn.evaluation.builtin_traces import recall_bytes
+from sparseattn.reporting.terminal import Screen
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Partition
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace, TraceLayer
 from sparseattn.training import Filters, Progress, Recipe, TrainingError, partial, train
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.examples import examples

@@ -21,11 +21,12 @@ from sparseattn import (
     decode,
     make_selector,
 )
-from sparseattn.contract import ContractError
-from sparseattn.indexes import kept
-from sparseattn.kernels import lowbit
+from sparseattn.cache.index_files import kept
+from sparseattn.cache.selection_checks import ContractError
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
+from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
 from sparseattn.selectors.base import vote
-from sparseattn.storage import RowBuffer
 
 B, H, G, N, D = 2, 2, 3, 256, 32
 
@@ -55,12 +56,14 @@ def test_listed_logits_are_those_of_their_rows(bits: int, rows: int, size: int, 
     draw = torch.Generator().manual_seed(bits)
     n = 4 * rows
     keys, query = torch.randn(B, H, n, size, generator=draw), torch.randn(B, H, G, size, generator=draw)
-    codes, low, step = lowbit.quantise(keys, rows, bits, "bins" if bits > 1 else "means", torch.bfloat16)
-    packed, real = lowbit.pack(codes, rows, bits), torch.arange(n) < torch.tensor([[n], [n - 21]])
-    every = lowbit.logits(query, packed, low, step, real, bits)
+    codes, low, step = quantized_keys_reference.quantise(
+        keys, rows, bits, "bins" if bits > 1 else "means", torch.bfloat16
+    )
+    packed, real = quantized_keys_reference.pack(codes, rows, bits), torch.arange(n) < torch.tensor([[n], [n - 21]])
+    every = quantized_keys.logits(query, packed, low, step, real, bits)
     for listed in (H, H * G):
         pages = torch.randint(-1, -(-n // page), (B, listed, 5), generator=draw)
-        found = lowbit.listed_logits(query, packed, low, step, real, bits, pages, page)
+        found = quantized_keys.listed_logits(query, packed, low, step, real, bits, pages, page)
         assert found.shape == (B, H, G, 5 * page)
         row = (pages[..., None] * page + torch.arange(page)).flatten(2)
         row = row.view(B, H, -1, 5 * page).expand(-1, -1, G, -1)
@@ -74,16 +77,16 @@ def test_the_best_listed_rows_and_the_groups_read(page: int) -> None:
     draw = torch.Generator().manual_seed(page)
     n, rows = 256, 64
     keys, query = torch.randn(B, H, n, D, generator=draw), torch.randn(B, H, G, D, generator=draw)
-    packed, low, step = lowbit.encode(keys, rows, 2, "bins", torch.bfloat16)
+    packed, low, step = quantized_keys_reference.encode(keys, rows, 2, "bins", torch.bfloat16)
     real = torch.arange(n) < torch.tensor([[n], [n - 21]])
     pages = torch.stack([torch.randperm(n // page, generator=draw)[:7] for _ in range(B * H)]).view(B, H, -1)
     pages[0, 0, -1] = -1
     index = query, packed, low, step, real, 2
-    ids, groups = lowbit.best_listed(*index, "softmax", pages, page, 5, impl="numba")
-    best = vote(lowbit.listed_logits(*index, pages, page, impl="numba"), "softmax").topk(5)
+    ids, groups = quantized_keys.best_listed(*index, "softmax", pages, page, 5, impl="numba")
+    best = vote(quantized_keys.listed_logits(*index, pages, page, impl="numba"), "softmax").topk(5)
     rows_of = pages.gather(2, best.indices // page) * page + best.indices % page
     assert sets(ids) == sets(rows_of.where(~best.values.isneginf(), -1))
-    assert torch.equal(groups, lowbit.best_listed(*index, "softmax", pages, page, 5, impl="torch")[1])
+    assert torch.equal(groups, quantized_keys.best_listed(*index, "softmax", pages, page, 5, impl="torch")[1])
     named = [set(one[one >= 0].tolist()) for one in pages.flatten(0, 1)]
     brute = [{(p * page + i) // rows for p in one for i in range(page)} for one in named]
     assert groups.flatten().tolist() == [len(one) for one in brute]
@@ -91,15 +94,15 @@ def test_the_best_listed_rows_and_the_groups_read(page: int) -> None:
 
 def test_listed_logits_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, query = torch.randn(1, 2, 64, 32), torch.randn(1, 2, 4, 32)
-    codes, low, step = lowbit.quantise(keys, 16, 2, "bins", torch.float16)
-    given = (lowbit.pack(codes, 16, 2), low, step, torch.ones(1, 64, dtype=torch.bool), 2)
+    codes, low, step = quantized_keys_reference.quantise(keys, 16, 2, "bins", torch.float16)
+    given = (quantized_keys_reference.pack(codes, 16, 2), low, step, torch.ones(1, 64, dtype=torch.bool), 2)
     pages = torch.tensor([[[3, -1, 0], [1, 2, -1]]])
-    whole = lowbit.listed_logits(query, *given, pages, 16)
-    monkeypatch.setattr(lowbit, "CHUNK", 1)
-    torch.testing.assert_close(lowbit.listed_logits(query, *given, pages, 16), whole)
-    assert lowbit.listed_logits(query, *given, pages[:, :, :0], 16).shape == (1, 2, 4, 0)
+    whole = quantized_keys.listed_logits(query, *given, pages, 16)
+    monkeypatch.setattr(quantized_keys_reference, "CHUNK", 1)
+    torch.testing.assert_close(quantized_keys.listed_logits(query, *given, pages, 16), whole)
+    assert quantized_keys.listed_logits(query, *given, pages[:, :, :0], 16).shape == (1, 2, 4, 0)
     with pytest.raises(ValueError, match="impl is one of"):
-        lowbit.listed_logits(query, *given, pages, 16, impl="cuda")
+        quantized_keys.listed_logits(query, *given, pages, 16, impl="cuda")
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ def test_the_best_proposed_rows_are_chosen(pages, group: str, budget: int) -> No
         listed = listed.any(2, keepdim=True)  # the union of what the query heads propose
     listed = listed.expand(-1, -1, G, -1)
     inside = two.inside
-    logits = lowbit.logits(query, inside.codes.data, inside.low.data, inside.step.data, inside.real.data, 2)
+    logits = quantized_keys.logits(query, inside.codes.data, inside.low.data, inside.step.data, inside.real.data, 2)
     scores = vote(logits.masked_fill(~listed, -torch.inf), group)  # [B,Hs,N]
     best = scores.topk(budget, -1).indices
     assert sets(chosen.rows) == sets(best)
@@ -198,8 +201,8 @@ def test_runs_in_an_order_of_their_own_are_proposed_too() -> None:
         cache.append(keys[:, :, part], values[:, :, part])
         cache.seal()
         inside = cache.selector.inside
-        codes, low, step = lowbit.quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
-        assert torch.equal(inside.codes.data, lowbit.pack(codes, 32, 2))
+        codes, low, step = quantized_keys_reference.quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
+        assert torch.equal(inside.codes.data, quantized_keys_reference.pack(codes, 32, 2))
         assert torch.equal(inside.low.data, low)
         assert torch.equal(inside.step.data, step)
 
@@ -312,12 +315,12 @@ def test_fixed_storage_is_that_of_both_stages() -> None:
 def test_an_index_is_kept_if_every_part_says_what_it_must_be() -> None:
     assert kept(Same(Quest()))
     assert not kept(Same(Exact()))
-    assert Same(drawn(SAAP)).index_arguments()["inner"]["selector"] == "sparseattn.selectors.saap:SAAP"
+    assert Same(drawn(SAAP)).index_arguments()["inner"]["selector"] == "saap"
     with pytest.raises(ValueError, match="it holds low, which is of none of the parts inner"):
         Same(Quest()).check_state({"low": torch.zeros(1)}, Rows(*torch.zeros(2, 1, 1, 0, 4), torch.zeros(1, 0)), None)
     two = TwoStage()
     assert two.index_arguments()["pages"] == {
-        "selector": "sparseattn.selectors.quest:Quest",
+        "selector": "quest",
         "page": 16,
         "group": "sum",
         "int8": False,
@@ -344,7 +347,7 @@ def test_an_index_is_kept_if_every_part_says_what_it_must_be() -> None:
             "TwoStage(pages=TwoStage(pages=LowBit(bits=1, page=16), bits=1), bits=4)",
         ),
         ("twostage:pages=[exact]", "TwoStage(pages=Exact(", "TwoStage(pages=Exact)"),
-        ("twostage:pages=sparseattn.selectors.exact:Exact", "TwoStage(pages=Exact(", "TwoStage(pages=Exact)"),
+        ("twostage:pages=sparseattn.selectors.baselines.exact:Exact", "TwoStage(pages=Exact(", "TwoStage(pages=Exact)"),
         ("twostage:pages=[sparseattn:Exact:group=sum]", "TwoStage(pages=Exact(group='sum'", "TwoStage(pages=Exact(gr"),
     ],
 )
@@ -400,7 +403,7 @@ def test_a_first_stage_that_biases_is_refused() -> None:
 
 def test_sources_name_those_of_parts() -> None:
     two = TwoStage(drawn(SAAP))
-    assert two.source().startswith("sparseattn.selectors.twostage:TwoStage(pages=sparseattn.selectors.saap:SAAP ")
+    assert two.source().startswith("twostage(pages=saap ")
     assert drawn(SAAP).source() in two.source()
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sparseattn import H2O, Exact, KVCache, MagicPIG, SparQ, VAttention, decode, evaluate, make_selector
-from sparseattn.selectors import Quest
-from sparseattn.synthetic import synthetic
+from sparseattn.selectors.pages.quest import Quest
+from sparseattn.traces.synthetic import synthetic
 
 H, G, D, N = 2, 2, 32, 2000
 
@@ -81,7 +81,7 @@ def test_as_many_rows_are_drawn_as_the_formula_says() -> None:
     assert twin.near is None
     logits = (query.double() @ keys.double().mT / D**0.5)[0]
     base = math.ceil(0.05 * (N - 8))
-    from sparseattn.selectors.draws import draws, streams
+    from sparseattn.kernels.random_draws import draws, streams
 
     rank = draws(streams(0, 0, range(H), keys.device), torch.tensor([N - 1]), torch.arange(base)[None])[0]
     rows = (rank & ((1 << 63) - 1)) % (N - 8) + 2

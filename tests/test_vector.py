@@ -9,7 +9,7 @@ import torch
 from cases import attention, heads
 
 from sparseattn import HNSW, IVF, SELECTORS, Exact, Flat, KVCache, Selection, Selector, decode, make_selector
-from sparseattn.synthetic import synthetic
+from sparseattn.traces.synthetic import synthetic
 
 faiss = pytest.importorskip("faiss")
 D = 32

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from sparseattn import Quest
-from sparseattn.integrations.vllm import counters, engine, installed, stats
-from sparseattn.integrations.vllm.settings import VARIABLE, Settings, configured, parse
+from sparseattn.serving.vllm import counters, engine_checks, installed
+from sparseattn.serving.vllm.counters import stats
+from sparseattn.serving.vllm.settings import VARIABLE, Settings, configured, parse
 
 GIVEN = {"selector": "quest", "budget": 2048}
 
@@ -91,13 +92,13 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 
 
 def test_an_engine_that_can_be_served_gives_its_settings() -> None:
-    assert engine.settings_of(Config()) == Settings("quest", 2048)
-    assert engine.settings_of(Config(model_config=None)) == Settings("quest", 2048)
-    assert engine.settings_of(Config(additional_config={}, use_mla=True)) is None
+    assert engine_checks.settings_of(Config()) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(model_config=None)) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(additional_config={}, use_mla=True)) is None
     kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
-    assert engine.settings_of(Config(layer_types=kinds)) == Settings("quest", 2048)
-    assert engine.settings_of(Config(mamba_cache_mode="align", enable_prefix_caching=False)) is not None
-    assert engine.settings_of(Config(layer_types=["hybrid"] * 4, is_hybrid=True, block_size=24)) is not None
+    assert engine_checks.settings_of(Config(layer_types=kinds)) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(mamba_cache_mode="align", enable_prefix_caching=False)) is not None
+    assert engine_checks.settings_of(Config(layer_types=["hybrid"] * 4, is_hybrid=True, block_size=24)) is not None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_an_engine_that_can_be_served_gives_its_settings() -> None:
 )
 def test_an_engine_that_cannot_is_refused_in_a_sentence(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        engine.settings_of(Config(**changed))
+        engine_checks.settings_of(Config(**changed))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,8 @@ def test_an_engine_that_cannot_is_refused_in_a_sentence(changed: dict[str, Any],
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     install(monkeypatch, version)
     with pytest.raises(ValueError, match=said):
-        engine.settings_of(Config())
-    assert engine.settings_of(Config(additional_config={})) is None
+        engine_checks.settings_of(Config())
+    assert engine_checks.settings_of(Config(additional_config={})) is None
 
 
 def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

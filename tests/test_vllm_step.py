@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import Bounds, KVCache, LowBit, Quest, Selection, Window, decode
-from sparseattn.integrations.vllm import cuda_layer
-from sparseattn.integrations.vllm.cuda_layer import SparseLayer
-from sparseattn.integrations.vllm.cuda_step import Eager, Fixed, decoding
-from sparseattn.integrations.vllm.plain import finished
-from sparseattn.integrations.vllm.plan import Zones
 from sparseattn.kernels import scoring
 from sparseattn.selectors.base import Selector
+from sparseattn.serving.vllm import cuda_layer
+from sparseattn.serving.vllm.cuda_layer import SparseLayer
+from sparseattn.serving.vllm.cuda_rows import finished
+from sparseattn.serving.vllm.cuda_step import Eager, Fixed, decoding
+from sparseattn.serving.vllm.page_tables import Zones
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-from sparseattn.kernels import triton_gpu
+from sparseattn.kernels.attend import gpu as attend_gpu
 
 BLOCK, SINK, WINDOW, ABOVE = 32, 5, 9, 60
 H, G, D = 2, 3, 16
@@ -209,7 +209,7 @@ def test_a_step_of_fixed_shape_never_waits(selector: Selector, monkeypatch: pyte
     sparse = decoding(batch.common, ABOVE)
 
     def unchecked(query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds, **how: Any) -> Any:
-        return triton_gpu.attend(query, keys, values, selection, bounds, how["scale"], how["block_table"])
+        return attend_gpu.attend(query, keys, values, selection, bounds, how["scale"], how["block_table"])
 
     monkeypatch.setattr(cuda_layer, "attend", unchecked)
     with NothingAsked():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scripts.evidence.step import Step
-from sparseattn.files import write_atomic
+from sparseattn.utils.files import write_atomic
 
 Line: TypeAlias = "dict[str, Any]"
 

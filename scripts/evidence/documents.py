@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from scripts.evidence.step import REPOSITORY, RESULTS
-from sparseattn.files import write_atomic
+from scripts.evidence.step import REPORTED, REPOSITORY, RESULTS
+from sparseattn.utils.files import write_atomic
 
 View: TypeAlias = "Callable[..., str]"
 
@@ -33,8 +33,8 @@ def documents(root: Path = REPOSITORY) -> list[Path]:
     return [path for path in every if not any(path.relative_to(root).as_posix().startswith(one) for one in DATED)]
 
 
-def loader(results: Path = RESULTS) -> Callable[[str], Mapping[str, Any]]:
-    """Reads a record by its name.
+def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Callable[[str], Mapping[str, Any]]:
+    """Reads a record by its name: of a step, or one that somebody else reported.
 
     Raises of it:
         LookupError: there is no such record yet.
@@ -43,6 +43,8 @@ def loader(results: Path = RESULTS) -> Callable[[str], Mapping[str, Any]]:
     @functools.cache
     def load(name: str) -> Mapping[str, Any]:
         path = results / f"{name}.json"
+        if (theirs := reported / path.name).exists():
+            path = theirs
         if not path.exists():
             raise LookupError(f"there is no record {path.name} in {results}: python -m scripts.evidence --only {name}")
         record: Mapping[str, Any] = json.loads(path.read_text())

@@ -13,7 +13,7 @@ from scripts.evidence.step import Step
 from scripts.evidence.views_agreement import Agreed, mean
 from scripts.evidence.views_rows8 import rounding
 from scripts.evidence.views_traces import spec
-from sparseattn.selectors import SELECTORS
+from sparseattn.selectors.registry import SELECTORS
 
 Record: TypeAlias = "Mapping[str, Any]"
 
@@ -193,8 +193,8 @@ def tables(record: Record) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """A panel a model: every measurement a grey point, and the best of each family a line with its name."""
-    from sparseattn.cli import plots
-    from sparseattn.cli.lines import name_ends, style
+    from sparseattn.reporting import plots
+    from sparseattn.reporting.line_style import name_ends, style
 
     named = [[name for name in grouped(points(one)) if name != CONTROLS] for one in records]
     labels = list(dict.fromkeys(name for names in named for name in names))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.evidence.step import RESULTS, WORK, Step
-from sparseattn.files import take_lock, write_atomic
+from sparseattn.utils.files import open_lock, take_lock, write_atomic
 
 NAME = "made.json"
 MISSING, MADE, OTHER, CHANGED = "missing", "there", "of another command", "changed since"
@@ -35,7 +35,7 @@ def state(step: Step, made: Mapping[str, Mapping[str, Any]], results: Path = RES
 def note(step: Step, seconds: float | None, results: Path = RESULTS) -> None:
     """Says that the record that lies there now is of this step's command; `seconds` is None where nobody timed it."""
     WORK.mkdir(parents=True, exist_ok=True)
-    with open(WORK / "made.lock", "wb") as lock:
+    with open_lock(WORK / "made.lock") as lock:
         take_lock(lock, wait=True)  # of two runs, one would lose its line
         _write(step, seconds, results)
 

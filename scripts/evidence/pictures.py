@@ -19,10 +19,10 @@ from scripts.evidence.step import REPOSITORY
 from scripts.evidence.views_inspect import inspection
 from scripts.evidence.views_recall import ASKED, CONTROL, LEVEL, Swept
 from scripts.evidence.views_rivals import MEASURE
-from sparseattn.cli.report import Column
-from sparseattn.files import write_atomic
-from sparseattn.heads import Comparison, Reading
-from sparseattn.metrics import Evaluation
+from sparseattn.evaluation.by_head import Comparison, Reading
+from sparseattn.evaluation.replay import Evaluation
+from sparseattn.reporting.replay_tables import Column
+from sparseattn.utils.files import write_atomic
 
 Record: TypeAlias = "Mapping[str, Any]"
 
@@ -57,7 +57,7 @@ class Picture:
 
 def frontier(records: Sequence[Record], path: Path) -> None:
     """Quality of every method of a trace against bytes and rows."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     plots.frontier([_evaluation(one) for one in rows(records[0])], path)
 
@@ -72,7 +72,7 @@ PAGE_SCORES = (
 
 def page_scores(records: Sequence[Record], path: Path) -> None:
     """`frontier` of `PAGE_SCORES`."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     plots.frontier([_evaluation(one) for one in rows(records[0]) if one["label"] in PAGE_SCORES], path)
 
@@ -98,7 +98,7 @@ def _tensor(values: Sequence[Sequence[float | None]]) -> torch.Tensor:
 
 def layers(records: Sequence[Record], path: Path) -> None:
     """What methods recover by layer, at equal rows and at equal bytes."""
-    from sparseattn.cli import plots_layers
+    from sparseattn.reporting import plots_layers
 
     plots_layers.by_layer([_comparison(one) for one in records[0]["by_layer"]], path)
 
@@ -115,14 +115,14 @@ def _comparison(one: Record) -> Comparison:
 
 def inspected(records: Sequence[Record], path: Path) -> None:
     """Distances, shares and pages of a trace by layer."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     plots.inspection(inspection(records[0]), path)
 
 
 def recall(records: Sequence[Record], path: Path) -> None:
     """Recall against keys scanned, of the most keys of each record."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     columns = []
     for record in records:
@@ -138,7 +138,7 @@ def recall(records: Sequence[Record], path: Path) -> None:
 
 def growth(records: Sequence[Record], path: Path) -> None:
     """Keys scanned and time as the keys of a trace grow."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     found = Swept(records[0])
     lines = {
@@ -150,7 +150,7 @@ def growth(records: Sequence[Record], path: Path) -> None:
 
 def agreement(records: Sequence[Record], path: Path) -> None:
     """Divergence from full attention against rows and bytes."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     windows = [
         {**one, "settings": record["settings"], "prompt": f"{one['text']} {one['start']}"}
@@ -162,7 +162,7 @@ def agreement(records: Sequence[Record], path: Path) -> None:
 
 def accuracy(records: Sequence[Record], path: Path) -> None:
     """Score against budget."""
-    from sparseattn.cli import plots
+    from sparseattn.reporting import plots
 
     (record,) = records
     shown = [one for one in rows(record) if one["method"] not in ("Random", "Quest(group='each')")]
@@ -171,7 +171,7 @@ def accuracy(records: Sequence[Record], path: Path) -> None:
 
 def steps(records: Sequence[Record], path: Path) -> None:
     """Recall of the best rows at every decoded token."""
-    from sparseattn.cli import plots_steps
+    from sparseattn.reporting import plots_steps
 
     plots_steps.by_step([_evaluation(one) for one in rows(records[0])], MEASURE, path)
 

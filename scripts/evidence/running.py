@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.evidence import condensing, made
 from scripts.evidence.step import REPOSITORY, RESULTS, WORK, Step
-from sparseattn.locks import locked
+from sparseattn.utils.locks import locked
 
 LOG = "output.txt"  # what the command of a step printed, in its folder
 

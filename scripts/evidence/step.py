@@ -12,6 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
+REPORTED = REPOSITORY / "benchmarks" / "reported"  # records that others measured, on machines that we have none of
 WORK = REPOSITORY / "build" / "evidence"
 SETTING = re.compile("[A-Z_]+=.*")  # of an environment variable, before a command
 OUT = "OUT"  # stands in a command for the folder that it writes to

@@ -271,6 +271,22 @@ STEPS = (
         "vllm.json",
     ),
     Step(
+        "vllm-default",
+        "the default of `serve` against stock and pages by low-bit keys, SmolLM2 at 8,000 rows and at `above`",
+        f"{VLLM} -m benchmarks.vllm --model smollm2 --selector quest:page=32 --selector lowbit:bits=1,page=16 "
+        "--budget 2048 --dense-layers 2 --above 4096 --contexts 8000,4352 --batches 1,4,16 --gib 4 --steps 36 "
+        "--rounds 3 --out OUT/vllm.json",
+        6,
+        "vllm.json",
+    ),
+    Step(
+        "masses-cpu",
+        "scoring the pages of a layer by low-bit keys, in one kernel and by the logits of rows",
+        "python -m benchmarks.masses --out OUT/masses-cpu.json",
+        1,
+        "masses-cpu.json",
+    ),
+    Step(
         "training-time-cpu",
         "what training SAAP takes at the paper's sizes",
         "python -m benchmarks.training time --results OUT",

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import parts, percent, table, text, ticked
 from scripts.evidence.views_traces import spec
-from sparseattn.cli.intervals import student
+from sparseattn.evaluation.intervals import student
 
 Record: TypeAlias = "Mapping[str, Any]"
 

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import bullets, parts, percent, table, text, ticked
 from scripts.evidence.views_traces import spec
-from sparseattn.cli.eval_report import ANSWERED
-from sparseattn.cli.intervals import wilson
+from sparseattn.evaluation.intervals import wilson
+from sparseattn.reporting.eval_tables import ANSWERED
 
 Record: TypeAlias = "Mapping[str, Any]"
 

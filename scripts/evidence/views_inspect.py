@@ -10,8 +10,8 @@ import torch
 
 from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import bullets, parts, table, text
-from sparseattn.cli import inspect_report
-from sparseattn.inspection import Inspection
+from sparseattn.evaluation.attention_stats import Inspection
+from sparseattn.reporting import inspect_tables
 
 Record: TypeAlias = "Mapping[str, Any]"
 
@@ -65,7 +65,7 @@ def short(*records: Record) -> str:
 
 def findings(*records: Record) -> str:
     """What the command says of each trace, in its own words."""
-    said = (sentence for record in records for sentence in inspect_report.findings(inspection(record)))
+    said = (sentence for record in records for sentence in inspect_tables.findings(inspection(record)))
     return bullets(*(re.sub(r"(?<=\d)%", " %", sentence) for sentence in said))
 
 

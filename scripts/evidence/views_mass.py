@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import bullets, parts, percent, table, text, ticked
 from scripts.evidence.views_traces import setting, spec
-from sparseattn.budget import Mass, parse_budget
+from sparseattn.core.budget import Mass, parse_budget
 
 Record: TypeAlias = "Mapping[str, Any]"
 Row: TypeAlias = "Mapping[str, Any]"

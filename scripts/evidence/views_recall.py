@@ -10,7 +10,7 @@ import torch
 from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import bullets, parts, significant, table, text, ticked
 from scripts.evidence.views_traces import spec
-from sparseattn.curves import Curve, Point
+from sparseattn.evaluation.recall_curve import Curve, Point
 
 Record: TypeAlias = "Mapping[str, Any]"
 
@@ -51,7 +51,7 @@ class Swept:
         self.name = self.rows[0]["source"]
 
     def curve(self, label: str, keys: int, direction: str, gap: float | None = None) -> Curve:
-        """As `sparseattn.curves` has it, of means alone."""
+        """As `sparseattn.evaluation.recall_curve` has it, of means alone."""
         mine = [
             one
             for one in self.rows

@@ -10,7 +10,7 @@ from scripts.evidence.condensing import rows
 from scripts.evidence.markdown import parts, percent, table, text, ticked
 from scripts.evidence.views_agreement import FULL, mean
 from scripts.evidence.views_traces import spec
-from sparseattn.cli.intervals import student
+from sparseattn.evaluation.intervals import student
 from sparseattn.recommend.single import between
 
 Record: TypeAlias = "Mapping[str, Any]"

@@ -12,7 +12,7 @@ from scripts.evidence.markdown import bullets, parts, percent, table, text, tick
 from scripts.evidence.views_agreement import Agreed
 from scripts.evidence.views_agreement import mean as mean_of
 from scripts.evidence.views_traces import Measured, setting, spec
-from sparseattn.selectors import SELECTORS
+from sparseattn.selectors.registry import SELECTORS
 
 Record: TypeAlias = "Mapping[str, Any]"
 

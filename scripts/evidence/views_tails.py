@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 from scripts.evidence.markdown import bullets, parts, percent, table, text, ticked
 from scripts.evidence.views_rivals import Curve
 from scripts.evidence.views_traces import Measured, setting, spec
-from sparseattn.selectors import Tailed, make_selector
+from sparseattn.selectors.combined.tailed import Tailed
+from sparseattn.selectors.registry import make_selector
 
 Record: TypeAlias = "Mapping[str, Any]"
 

@@ -9,6 +9,7 @@ from scripts.evidence.markdown import bullets, parts, significant, table, text
 from scripts.evidence.views_speed import machine_of
 
 Record: TypeAlias = "Mapping[str, Any]"
+NAMES = {"smollm2": "SmolLM2"}
 
 
 def table_of(random: Record, lowbit: Record, smollm2: Record, compiled: Record) -> str:
@@ -60,14 +61,57 @@ def notes(random: Record, smollm2: Record, compiled: Record) -> str:
         f"{compiled['prefill'][0]['slower']['median']:.3f} times.",
         f"Ratios range: at {random['decode'][0]['context']:,} rows and batch 1 a quarter of the pairs is below "
         f"{first['q25']:.2f} and a quarter above {first['q75']:.2f}.",
-        "Stock's own attention depends on the processor: with matrix tiles for bfloat16 (AMX) it is faster, and the "
-        " ratios smaller. That was not measured.",
     )
 
 
 def below(record: Record) -> list[Mapping[str, Any]]:
     """What was decoded below `above`."""
     return [one for one in record["decode"] if not one["sparse_layers"]]
+
+
+def reported(record: Record) -> str:
+    """What somebody else measured on a processor with AMX, and who."""
+    told = record["reported"]
+    words = text(
+        f"The table has milliseconds of a step with {record['model']} at {record['context']:,} rows, "
+        f"`{record['dtype']}`, eagerly, on {record['machine']['processor']}, of {told['date']}. It comes from "
+        f"{told['by']}. It is of {told['of']}. The report does not say {told['unsaid']}."
+    )
+    names = list(record["decode"][0]["milliseconds"])
+    rows = [[str(one["batch"]), *(str(one["milliseconds"][name]) for name in names)] for one in record["decode"]]
+    return parts(words, table(["batch", *(name if name == "stock" else f"`{name}`" for name in names)], rows, left=0))
+
+
+def turns(record: Record) -> str:
+    """Several methods by turns in one engine, against stock."""
+    amx = [name for name in record["features"] if name.startswith("amx")]
+    told = record["settings"]
+    words = text(
+        f"Measured here with {NAMES.get(record['model'], record['model'])}, `{record['dtype']}`, "
+        f"{'compiled' if record['compiled'] else 'eagerly'}, on {machine_of(record)} "
+        f"{'with AMX' if amx else 'without AMX'}: the methods take turns in one engine, and each has steps of stock "
+        f"beside its own. The budget is {told['budget']:,} rows, the first {told['dense_layers']} layers are dense, "
+        f"and `above` is {told['above']:,}."
+    )
+    rows = [[f"`{one['selector']}`", *cells(one)] for one in record["decode"]]
+    head = ["selector", "rows", "batch", "stock: ms", "tokens/s", "sparse: ms", "tokens/s", "times as fast"]
+    return parts(words, table(head, rows, left=1))
+
+
+def masses(record: Record) -> str:
+    """What scoring the pages of a layer takes, in one kernel and by the logits of rows."""
+    told = record["settings"]
+    every = [
+        f"{one['microseconds']['rows']['median']:,.0f} to {one['microseconds']['kernel']['median']:,.0f} at batch "
+        f"{one['batch']}"
+        for one in record["results"]
+    ]
+    quest = " and ".join(f"{one['microseconds']['quest']['median']:,.0f}" for one in record["results"])
+    return text(
+        f"Scoring the pages of one layer of SmolLM2 at {told['rows']:,} rows by "
+        f"`lowbit:bits={told['bits']},page={told['page']}` went from {' and from '.join(every)} (microseconds, "
+        f"medians, {machine_of(record)}) when the kernel came to add up pages itself; `quest:page=32` takes {quest}."
+    )
 
 
 def readme(random: Record, smollm2: Record) -> str:

@@ -12,7 +12,7 @@ from scripts.reference.card import export, model_card
 from scripts.reference.figures import evaluate, print_figures
 from scripts.reference.text import load_corpus
 from scripts.reference.training import train
-from sparseattn.files import write_atomic
+from sparseattn.utils.files import write_atomic
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXPORT_DIR = REPOSITORY / "sparseattn" / "data" / "reference"

@@ -18,7 +18,7 @@ from scripts.reference.lookups import QUESTIONS, WINDOW_QUESTIONS
 from scripts.reference.model import new_model
 from scripts.reference.text import Corpus
 from scripts.reference.training import Spent
-from sparseattn.files import write_atomic
+from sparseattn.utils.files import write_atomic
 
 
 def export(model: LlamaForCausalLM, target: Path) -> None:
@@ -90,9 +90,9 @@ def model_card(path: Path, figures: dict, corpus: Corpus, seed: int, spent: Spen
         f"{spent.cpu / 60:.1f} minutes of processor time, which is {spent.cpu / 120:.1f} minutes of two cores.",
         "",
         "Spans recur from random earlier places; loss on them starts at their second byte. Facts are texts of",
-        "`sparseattn.tasks` (records, pass keys, named numbers) with questions behind them, whose answers are",
-        f"supervised, a byte of them weighing {FACT_WEIGHT:g} times another. `reach` is the largest span of positions",
-        "to which gaps in `position_ids` stretch a sequence. A loss of weight `guide` guides heads 0 to "
+        "`sparseattn.evaluation.tasks` (records, pass keys, named numbers) with questions behind them, whose answers",
+        f"are supervised, a byte of them weighing {FACT_WEIGHT:g} times another. `reach` is the largest span of",
+        "positions to which gaps in `position_ids` stretch a sequence. A loss of weight `guide` guides heads 0 to "
         f"{len(SHIFT_HEADS) - 1} of layer 0 to the bytes 1 to {len(SHIFT_HEADS)} back, and heads "
         f"{' and '.join(map(str, RETRIEVAL_HEADS))} of layers {' and '.join(map(str, RETRIEVAL_LAYERS))} to where the "
         f"span at hand went on before, at {GUIDED_ROWS} queries of a sequence or fewer.",

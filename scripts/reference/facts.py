@@ -1,4 +1,4 @@
-"""Sequences that ask for facts in what came before, in the words of `sparseattn.tasks`: records, pass keys, numbers."""
+"""Sequences that ask for facts in what came before, in the words of `evaluation.tasks`: records, pass keys, numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparseattn.tasks import Example, example
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.registry import example
 
 KINDS = ("kv", "kv", "kv", "kv", "kv", "kv", "passkey", "multikey")  # drawn evenly from
 MOST_QUESTIONS = 48

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import torch
 from transformers import LlamaForCausalLM
 
-from sparseattn.integrations.transformers import restore
-from sparseattn.selectors import Window
-from sparseattn.tasks import Example, example
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.run import Method, Prompt, measure
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.registry import example
+from sparseattn.evaluation.tasks.run import Method, measure
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.sparse_cache import restore
+from sparseattn.selectors.baselines.window import Window
 
 QUESTIONS = {4096: 100, 8192: 30, 16384: 6}  # how many of each task, by length
 WINDOW_QUESTIONS = 20  # how many of the shortest by a window

@@ -33,7 +33,7 @@ from scripts.reference.curriculum import (
 from scripts.reference.guidance import GUIDED_LAYERS, RETRIEVAL_HEADS, SHIFT_HEADS, AttentionInputs, guidance
 from scripts.reference.model import new_model
 from scripts.reference.text import Corpus
-from sparseattn.files import write_atomic
+from sparseattn.utils.files import write_atomic
 
 
 def train_step(

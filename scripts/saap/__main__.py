@@ -12,13 +12,13 @@ from rich.console import Console
 from scripts.reference.text import load_corpus
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.saap.prompts import KINDS, TOKENS, prompts
-from sparseattn.artefact import Artefact
 from sparseattn.cli.common import progress_bar
 from sparseattn.cli.train import table
-from sparseattn.files import write_atomic
-from sparseattn.integrations.capture import capture
-from sparseattn.integrations.models import encode, reference_model
+from sparseattn.models.capture import capture
+from sparseattn.models.load import encode, reference_model
+from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.training import Filters, Recipe, train
+from sparseattn.utils.files import write_atomic
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUT = REPOSITORY / "sparseattn" / "data" / "saap" / "reference.safetensors"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseattn.files import write_atomic
+from sparseattn.utils.files import write_atomic
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
 

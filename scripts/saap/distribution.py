@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseattn.artefact import Artefact
-from sparseattn.hashes import stream
-from sparseattn.traces import Trace
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.traces.trace import Trace
+from sparseattn.utils.hashing import stream
 
 REPEATS = 10
 SAMPLE = 4096  # keys of a sample, whichever way it is drawn: half of a prompt of 8,192

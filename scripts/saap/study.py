@@ -25,15 +25,15 @@ from rich.table import Table
 from scripts.saap.__main__ import RECIPE, WORK, keep_capture
 from scripts.saap.distribution import imbalance, inputs, largest_share, size_deviations
 from scripts.saap.prompts import others
-from sparseattn.artefact import Artefact, locate
-from sparseattn.builtin import BYTES, builtin_trace
 from sparseattn.cli.common import progress_bar
-from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
-from sparseattn.metrics import COUNTED, evaluate_budgets
-from sparseattn.selectors import make_selector
-from sparseattn.traces import Trace, TraceLayer
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.builtin_traces import BYTES, builtin_trace
+from sparseattn.evaluation.replay import COUNTED, evaluate_budgets
+from sparseattn.selectors.parameters.saap_artefact import Artefact, locate
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.trace import Trace, TraceLayer
 from sparseattn.training import Filters, Recipe, TrainingError, train
+from sparseattn.utils.files import write_atomic
 
 LAYERS = (1, 2)  # those of the reference model whose heads look far on every kind of prompt
 BUDGETS = (0.01, 0.05)
@@ -49,7 +49,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "two-sided": {"filters": replace(RECIPE.filters, two_sided=True)},
     "reverse": {"reverse": True},
 }
-PERFECT = "sparseattn.selectors.saap:PerfectBuckets"
+PERFECT = "sparseattn:PerfectBuckets"
 # Name -> selector; {name} is the artefact of an ablation. All buckets may be visited, so that the budget decides.
 METHODS = {
     "exact, each query head": "exact",

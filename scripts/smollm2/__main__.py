@@ -15,13 +15,13 @@ from rich.console import Console
 
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of, windows
-from sparseattn.artefact import Artefact
 from sparseattn.cli.common import model_progress, open_model
 from sparseattn.cli.train import table
-from sparseattn.files import write_atomic
-from sparseattn.places import cache_folder
-from sparseattn.texts import TEXTS
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.traces.texts import TEXTS
 from sparseattn.training import Filters, Progress, Recipe, train
+from sparseattn.utils.cache_folder import cache_folder
+from sparseattn.utils.files import write_atomic
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORK = cache_folder() / "saap-smollm2"

@@ -22,17 +22,17 @@ from rich.console import Console
 from scripts.evidence import views_saap
 from scripts.smollm2.__main__ import RECIPE, REPOSITORY, WORK
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of
-from sparseattn.artefact import locate
-from sparseattn.builtin import BUILTIN, SPREAD, builtin_trace
 from sparseattn.cli.common import model_progress, progress_bar
-from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
-from sparseattn.integrations.models import encode, load_model
-from sparseattn.metrics import Evaluation, evaluate_budgets
-from sparseattn.selectors import make_selector
-from sparseattn.texts import TEXTS, read_named
-from sparseattn.traces import Trace
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.builtin_traces import BUILTIN, SPREAD, builtin_trace
+from sparseattn.evaluation.replay import Evaluation, evaluate_budgets
+from sparseattn.models.load import encode, load_model
+from sparseattn.selectors.parameters.saap_artefact import locate
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.texts import TEXTS, read_named
+from sparseattn.traces.trace import Trace
 from sparseattn.training import Progress, train
+from sparseattn.utils.files import write_atomic
 
 OUT = REPOSITORY / "benchmarks" / "results" / "saap-smollm2.json"
 LAYERS = SPREAD  # those of the built-in traces
@@ -44,7 +44,7 @@ PROMPTS = {"prose": 16, "code": 16, "needles": 33, "workshop": 16}
 METHODS = {
     "exact": "exact",
     "exact, one choice a group": "exact:group=softmax",
-    "true order of the buckets": "sparseattn.selectors.saap:PerfectBuckets:probes=256",
+    "true order of the buckets": "sparseattn:PerfectBuckets:probes=256",
     "saap": "saap:probes=256",
     "moments": "moments:probes=256",
     "kmeans": "kmeans:probes=256",

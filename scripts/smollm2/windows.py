@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.integrations.capture import capture
-from sparseattn.integrations.models import encode
-from sparseattn.texts import TEXTS, read_named
-from sparseattn.traces import Trace
+from sparseattn.models.capture import capture
+from sparseattn.models.load import encode
+from sparseattn.traces.texts import TEXTS, read_named
+from sparseattn.traces.trace import Trace
 
 MODEL = "smollm2"
 TOKENS = 8192

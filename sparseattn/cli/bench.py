@@ -13,16 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.budget import Budget, budget_order, parse_budget
-from sparseattn.builtin import BUILTIN, LEADING
-from sparseattn.cli import bench_layers, common, report
+from sparseattn.cache.index_files import usable_folder
+from sparseattn.cache.selection_checks import ContractError
+from sparseattn.cli import common
 from sparseattn.cli.bench_methods import ALL, Asked, Fitting
 from sparseattn.cli.common import (
     KV_BITS_HELP,
     LEAD,
     ROLES_HELP,
     SELECTOR_HELP,
-    Screen,
+    Trust,
     errors,
     in_a_sentence,
     integers,
@@ -30,19 +30,18 @@ from sparseattn.cli.common import (
     model_progress,
     open_roles,
     open_trace,
-    plain,
+    own_selectors,
     progress_bar,
     results_folder,
     say_differences,
+    trusted,
 )
-from sparseattn.cli.report_page import EXPLORED, QUERIES, Explored, write_report
-from sparseattn.contract import ContractError
-from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
-from sparseattn.heads import JUDGED, Comparison
-from sparseattn.indexes import usable_folder
-from sparseattn.integrations.models import REFERENCE
-from sparseattn.metrics import (
+from sparseattn.cli.report import EXPLORED, QUERIES, Explored, write_report
+from sparseattn.core.budget import Budget, budget_order, parse_budget
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
+from sparseattn.evaluation.by_head import JUDGED, Comparison
+from sparseattn.evaluation.replay import (
     Evaluation,
     check_replay,
     check_steps,
@@ -51,9 +50,13 @@ from sparseattn.metrics import (
     replay_device,
     usable_layers,
 )
-from sparseattn.roles import Method, rounded_label
-from sparseattn.selectors import Selector
-from sparseattn.traces import Trace
+from sparseattn.models.load import REFERENCE
+from sparseattn.reporting import layer_tables, replay_tables
+from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.roles.roles import Method, rounded_label
+from sparseattn.selectors.base import Selector
+from sparseattn.traces.trace import Trace
+from sparseattn.utils.files import write_atomic
 
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
@@ -73,12 +76,14 @@ def bench(
     selector: Annotated[
         list[str] | None,
         typer.Option(
+            callback=own_selectors,
             help=f"{SELECTOR_HELP} {ALL}: every NAME, as it is by default; what cannot run on a trace is left out, "
             "what reads more rows at a time than a --budget allows is measured at as many in its place, and why is "
-            f"said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
+            f"said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well.",
         ),
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
+    trust: Trust = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -123,7 +128,7 @@ def bench(
             help="Compare where heads attend as many rows, those of sink, window and this --budget. A method that "
             "attends fewer at one --budget and more at the next is mixed of the two, token by token; one that always "
             "attends fewer is shown at its most, with its own rows, one that always attends more is left out. Default, "
-            f"with --selector {ALL} or --by-layer, {bench_layers.ROWS} or the middle one."
+            f"with --selector {ALL} or --by-layer, {layer_tables.ROWS} or the middle one."
         ),
     ] = None,
     bytes_read: Annotated[
@@ -133,7 +138,7 @@ def bench(
             help="Compare at equal bytes: the share of the cache's, what is read to choose included. A method that "
             "reads less at one --budget and more at the next is mixed of the two, token by token, so that it reads as "
             "much; one that always reads less is shown at its largest budget, one that always reads more is left out. "
-            f"Default, with --selector {ALL} or --by-layer, {bench_layers.BYTES:.0%}.",
+            f"Default, with --selector {ALL} or --by-layer, {layer_tables.BYTES:.0%}.",
         ),
     ] = None,
     by_step: Annotated[
@@ -154,7 +159,7 @@ def bench(
     """
     demo = not (traces or selector or roles)
     budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    asked = Asked.of(selector or [], open_roles(roles))
+    asked = Asked.of(selector or [], open_roles(roles, trusted=trusted(trust, selector)))
     rounding = common.kv_bits(kv_bits)
     indices = integers(layers, "--layers")
     if not 0 <= far <= 1:
@@ -163,11 +168,15 @@ def bench(
     check_steps(steps)
     every_method = ALL in (selector or [])
     comparing = by_layer or every_method or rows is not None or bytes_read is not None
-    equal = bench_layers.chosen_rows(rows, budgets), bench_layers.chosen_bytes(bytes_read)
+    equal = layer_tables.chosen_rows(rows, budgets), layer_tables.chosen_bytes(bytes_read)
     for method in asked.named or Asked.of(SELECTED).methods:
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
-        from sparseattn.cli import plots, plots_layers, plots_steps  # fails if matplotlib is missing, before any work
+        from sparseattn.reporting import (  # fails if matplotlib is missing, before any work
+            plots,
+            plots_layers,
+            plots_steps,
+        )
     names = traces or leading_traces(LEADING[:1] if every_method else LEADING)
     asked = asked if asked.methods else Asked.of(_defaults(names))
     with model_progress() as progress:
@@ -215,13 +224,13 @@ def bench(
     partial.replace(out / "bench.jsonl")
     # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
     screen = Screen()
-    if not sys.stdout.isatty() or (wide and screen.width < report.WIDE):
-        screen = Screen(width=report.WIDE)
+    if not sys.stdout.isatty() or (wide and screen.width < replay_tables.WIDE):
+        screen = Screen(width=replay_tables.WIDE)
     if not json:
         for results in found:
-            screen.print(report.table(results, per_head, wide))
+            screen.print(replay_tables.table(results, per_head, wide))
     if figures:
-        for results, name in zip(found, report.figure_names([trace.name for trace in opened]), strict=True):
+        for results, name in zip(found, replay_tables.figure_names([trace.name for trace in opened]), strict=True):
             plots.frontier(results, out / name)
             errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
@@ -237,23 +246,27 @@ def bench(
         (out / "by-layer.jsonl").unlink(missing_ok=True)  # an earlier run's, of other measurements
     if by_layer and figures:
         for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
-            for ones, name in zip(compared, report.figure_names([one.name for one in opened], what), strict=True):
+            for ones, name in zip(
+                compared, replay_tables.figure_names([one.name for one in opened], what), strict=True
+            ):
                 if ones:
                     draw(ones, out / name)
                     errors.print(f"figure: {out / name}", soft_wrap=True)
     if figures:
         for measure in steps:
-            for results, name in zip(found, report.figure_names([one.name for one in opened], measure), strict=True):
+            for results, name in zip(
+                found, replay_tables.figure_names([one.name for one in opened], measure), strict=True
+            ):
                 plots_steps.by_step(results, measure, out / name)
                 errors.print(f"figure: {out / name}", soft_wrap=True)
     every = [one for results in found for one in results]
-    for closing in filter(None, (report.verdict(every), report.finding(every))):
+    for closing in filter(None, (replay_tables.verdict(every), replay_tables.finding(every))):
         (errors if json else Screen()).print(closing, soft_wrap=True)
     if demo and figures:
         explored = Explored(
             names[:1],
             (*EXPLORED, *_trained(names)[:1]),
-            bench_layers.chosen_rows(None, budgets),
+            layer_tables.chosen_rows(None, budgets),
             min(QUERIES, last),
             indices,
             sink,
@@ -285,7 +298,7 @@ def _compare(
     by_layer: bool,
 ) -> list[list[Comparison]]:
     """Compares each trace's methods under each condition, writes the records, and shows them on `screen` or as JSON."""
-    compared = [bench_layers.compared(results, *equal, why) for results, why in zip(found, lacking, strict=True)]
+    compared = [layer_tables.compared(results, *equal, why) for results, why in zip(found, lacking, strict=True)]
     lines = [
         json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
         for (ones, _), trace in zip(compared, traces, strict=True)
@@ -297,9 +310,9 @@ def _compare(
     for (ones, said), why in zip(compared, lacking, strict=True):
         for one in ones:
             if screen is not None:
-                for table in (bench_layers.overview(one), *(bench_layers.tables(one) if by_layer else ())):
+                for table in (layer_tables.overview(one), *(layer_tables.tables(one) if by_layer else ())):
                     screen.print(table)
-            said += bench_layers.left_out(one, why) + (bench_layers.sentences(one) if by_layer else [])
+            said += layer_tables.left_out(one, why) + (layer_tables.sentences(one) if by_layer else [])
         for sentence in said:
             (screen or errors).print(sentence, soft_wrap=True)
     errors.print(f"records: {path}", soft_wrap=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sparseattn.budget import Budget
+from sparseattn.cache.selection_checks import ContractError
 from sparseattn.cli.common import raised_here
-from sparseattn.contract import ContractError
-from sparseattn.roles import Method, Roles
-from sparseattn.selectors import SELECTORS, Selector, make_selector
+from sparseattn.core.budget import Budget
+from sparseattn.roles.roles import Method, Roles
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.registry import SELECTORS, make_selector
 
 ALL = "all"
 

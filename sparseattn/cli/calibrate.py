@@ -11,15 +11,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparseattn.calibration import METHODS, Calibration
-from sparseattn.cli.common import Screen, in_a_sentence, integers, progress_bar
-from sparseattn.devices import usable_device
-from sparseattn.fitting import fit as fit_estimates
-from sparseattn.selectors import make_selector
-from sparseattn.traces import Trace
+from sparseattn.cli.common import in_a_sentence, integers, own_selectors, progress_bar
+from sparseattn.reporting.terminal import Screen
+from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.trace import Trace
 from sparseattn.training.calibrate import calibrate as fit
+from sparseattn.training.fit_logits import fit as fit_estimates
 from sparseattn.training.recipe import TrainingError
 from sparseattn.training.similarity import similarity
+from sparseattn.utils.devices import usable_device
 
 MASS = "mass"  # of --method
 ZONES = 4, 64, 32  # sink, window and decoded tokens, by default
@@ -42,7 +43,10 @@ def calibrate(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU if there is one.")] = None,
     selector: Annotated[
-        str | None, typer.Option(help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.")
+        str | None,
+        typer.Option(
+            callback=own_selectors, help=f"{MASS}: the selector whose estimates of what rows weigh are fitted."
+        ),
     ] = None,
     sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = ZONES[0],
     window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = ZONES[1],

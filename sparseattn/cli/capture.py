@@ -12,7 +12,6 @@ from rich.progress import Progress, TaskID
 from sparseattn.cli.common import (
     MODEL_HELP,
     TEXT_HELP,
-    Screen,
     in_a_sentence,
     integers,
     named_text,
@@ -21,8 +20,9 @@ from sparseattn.cli.common import (
     progress_bar,
     results_folder,
 )
-from sparseattn.devices import usable_device
-from sparseattn.dtypes import stored_dtype
+from sparseattn.reporting.terminal import Screen
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.dtypes import stored_dtype
 
 
 @in_a_sentence
@@ -61,9 +61,9 @@ def capture(
 
     Of several texts each has a trace of its name; traces that are there already, from the same command, are kept.
     """
-    from sparseattn.integrations import capture as recording
-    from sparseattn.integrations.errors import ModelError
-    from sparseattn.integrations.models import encode, pieces
+    from sparseattn.models import capture as recording
+    from sparseattn.models.errors import ModelError
+    from sparseattn.models.load import encode, pieces
 
     indices = integers(layers, "--layers")
     kind = None if dtype is None else stored_dtype(dtype, "--dtype")

@@ -7,16 +7,15 @@ import difflib
 import errno
 import functools
 import os
+import sys
 import tempfile
-import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -30,18 +29,20 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from sparseattn.builtin import BUILTIN, BYTES, LEADING, builtin_trace, prepare
-from sparseattn.files import naming
-from sparseattn.integrations.errors import ModelError
-from sparseattn.integrations.models import NAMED, REFERENCE, load_model, load_tokenizer
-from sparseattn.integrations.packages import PACKAGED, fetched
-from sparseattn.kernels.coded import BITS
-from sparseattn.roles import Roles
-from sparseattn.selectors import SELECTORS
-from sparseattn.tasks.prompts import read_text
-from sparseattn.texts import TEXTS, read_named
-from sparseattn.traces import Trace
-from sparseattn.wheels import FetchError
+from sparseattn.evaluation.builtin_traces import BUILTIN, BYTES, LEADING, builtin_trace, prepare
+from sparseattn.evaluation.tasks.prompts import read_text
+from sparseattn.kernels.attend_quantized.reference import BITS
+from sparseattn.models.errors import ModelError
+from sparseattn.models.load import NAMED, REFERENCE, load_model, load_tokenizer
+from sparseattn.models.pypi_models import PACKAGED, fetched
+from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.roles.roles import Roles
+from sparseattn.selectors.registry import SELECTORS
+from sparseattn.selectors.trust import named_modules, trusted_modules
+from sparseattn.traces.texts import TEXTS, read_named
+from sparseattn.traces.trace import Trace
+from sparseattn.utils.files import naming
+from sparseattn.utils.pypi_wheels import FetchError
 
 LEAD = "smollm2"  # the model that is asked where none is named
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -73,29 +74,6 @@ MODEL_HELP = (
 )
 
 TEXT_HELP = f"a UTF-8 file, or a text by name: {', '.join(TEXTS)} (a file of such a name is meant by ./NAME)."
-
-
-def plain(text: object) -> str:
-    """`text` without control characters: what a file says must not steer the terminal it is shown on.
-
-    Tabs and line ends become spaces, everything else that Unicode counts as control or format is dropped.
-    """
-    spaced = str(text).translate({ord(c): " " for c in "\t\n\r"})
-    return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
-
-
-class Screen(Console):
-    """A console for text of files: nothing in a string, a table's titles and cells included, is a command to it.
-
-    Neither rich's markup and emoji codes nor control characters, but for line ends.
-    """
-
-    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
-        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Every string that is printed passes here."""
-        return super().render_str("\n".join(map(plain, text.split("\n"))), **options)
 
 
 errors = Screen(stderr=True)
@@ -145,12 +123,53 @@ def _fail(sentence: str) -> None:
     raise typer.Exit(2)
 
 
-def open_roles(paths: Iterable[Path] | None, kind: type[Roles] = Roles) -> list[Roles]:
-    """The roles of `--roles`, or of another kind; ValueError for a file of none, and for two of one name that are not
-    the same."""
+def own_selectors(given: Any) -> Any:
+    """Callback of options that take texts of selectors: lets modules that they name lie in the current folder."""
+    if named_modules([given] if isinstance(given, str) else given or ()):
+        _search_here()
+    return given
+
+
+def own_modules(given: Any) -> Any:
+    """Callback of `--trust`: lets the modules lie in the current folder."""
+    if given:
+        _search_here()
+    return given
+
+
+def _search_here() -> None:
+    """Searches the current folder for modules, behind all folders of Python's. Nothing else makes it do so: in a
+    folder of somebody else's a file may have the name of any module."""
+    with contextlib.suppress(FileNotFoundError):  # it is gone, and holds no module
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
+
+
+def trusted(modules: Iterable[str] | None, selectors: Iterable[str] | None) -> frozenset[str]:
+    """The modules that the user named, by `--trust` or in selectors; ValueError for what is no name of one."""
+    return trusted_modules(list(modules or ())).union(named_modules(selectors or ()))
+
+
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE",
+        callback=own_modules,
+        help="Module whose classes a file of roles or a plan may name, as MODULE:Class; it is imported, which runs its "
+        "code. A file that names another one is refused. Repeat for more.",
+    ),
+]
+
+
+def open_roles(paths: Iterable[Path] | None, kind: type[Roles] = Roles, trusted: Collection[str] = ()) -> list[Roles]:
+    """The roles of `--roles`, or of another kind, whose files may name classes of `trusted` modules.
+
+    Raises:
+        ValueError: a file of none, or two of one name that are not the same.
+    """
     found: dict[str, Roles] = {}
     for path in paths or ():
-        one = kind.load(path)
+        one = kind.load(path, trusted)
         if repr(found.setdefault(one.label(), one)) != repr(one):
             raise ValueError(
                 f"two files of --{kind.KIND} are called {one.name}, the second is {path}: name one otherwise"

@@ -20,30 +20,34 @@ from sparseattn.cli.common import (
     ROLES_HELP,
     SELECTOR_HELP,
     TEXT_HELP,
+    Trust,
     in_a_sentence,
     open_roles,
+    own_selectors,
     results_folder,
+    trusted,
 )
 from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
 from sparseattn.cli.eval_plan import ALL_LAYERS, Wanted, one_of, positive
-from sparseattn.cli.eval_report import Row, marked
 from sparseattn.cli.eval_run import measured
 from sparseattn.cli.eval_show import show
 from sparseattn.cli.eval_sources import OWN_TOKENS, Files, sources
-from sparseattn.devices import usable_device
-from sparseattn.dtypes import STORED, stored_dtype
-from sparseattn.integrations.models import REFERENCE
-from sparseattn.locks import locked
-from sparseattn.plans import Plan
-from sparseattn.tasks import TASKS
-from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.engines import Engine
-from sparseattn.tasks.prompts import TAIL, TEMPLATE
-from sparseattn.tasks.records import Records
-from sparseattn.tasks.scoring import EDITION, SCORINGS
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.engines import Engine
+from sparseattn.evaluation.tasks.prompts import TAIL, TEMPLATE
+from sparseattn.evaluation.tasks.records import Records
+from sparseattn.evaluation.tasks.registry import TASKS
+from sparseattn.evaluation.tasks.scoring import EDITION, SCORINGS
+from sparseattn.models.load import REFERENCE
+from sparseattn.reporting.eval_tables import Row, marked
+from sparseattn.roles.plan import Plan
+from sparseattn.serving.vllm.settings import DEFAULT
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.dtypes import STORED, stored_dtype
+from sparseattn.utils.locks import locked
 
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
-SERVED = ("quest", "lowbit:bits=1,page=16", "window")  # by vLLM
+SERVED = (DEFAULT, "lowbit:bits=1,page=16", "window")  # by vLLM
 LOCAL, VLLM = ENGINES = ("local", "vllm")
 GENERATED = "passkey,kv"
 AT_ONCE = 4  # requests at a server
@@ -89,10 +93,14 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the first prompt; each next one adds one.")] = 0,
     selector: Annotated[
         list[str] | None,
-        typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
+        typer.Option(
+            callback=own_selectors,
+            help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}. Full attention is measured beside them.",
+        ),
     ] = None,
     roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
     plan: Annotated[list[Path] | None, typer.Option(help=PLAN_HELP)] = None,
+    trust: Trust = None,
     budget: Annotated[
         str,
         typer.Option(help="Rows beyond sink and window: numbers, shares of the context, a mass (mass:0.95), or all."),
@@ -183,6 +191,7 @@ def evaluate(
         [] if endpoint or ((roles or plan) and not selector) else selector or (SERVED if engine == VLLM else SELECTED)
     )
     positive({"--chunk": chunk, "--seal": seal, "--concurrency": concurrency})
+    named = trusted(trust, selector)
     wanted = Wanted.of(
         tasks=task or ("" if prompts else GENERATED),
         lengths=lengths,
@@ -192,7 +201,7 @@ def evaluate(
         protocols=protocol,
         selectors=specs,
         budgets=budget,
-        roles=[*open_roles(roles), *open_roles(plan, Plan)],
+        roles=[*open_roles(roles, trusted=named), *open_roles(plan, Plan, named)],
         layers=sparse_layers or [ALL_LAYERS],
         rounding=common.kv_bits(kv_bits),
         seal=seal,
@@ -213,7 +222,7 @@ def evaluate(
     if bool(text) != (AGREEMENT in wanted.tasks):
         raise ValueError(f"--task {AGREEMENT} and --text go together")
     if figures:
-        from sparseattn.cli import plots  # noqa: F401 (fails at once if matplotlib is missing, before any work)
+        from sparseattn.reporting import plots  # noqa: F401 (fails at once if matplotlib is missing, before any work)
     files = Files.read(prompts or [], scoring, template, tail, filler, text or [])
     place = usable_device(device)
     results_folder(out)

@@ -11,21 +11,21 @@ import torch
 
 from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
 from sparseattn.cli.eval_plan import Wanted
-from sparseattn.devices import quarter_of_memory
-from sparseattn.integrations.endpoint import Address, ServedTokenizer, Server, counts_alike
-from sparseattn.integrations.vllm.offline import Offline, check_offline
-from sparseattn.integrations.vllm.serving import check_plan, servable
-from sparseattn.integrations.vllm.settings import Settings, parse
-from sparseattn.plans import Plan
-from sparseattn.roles import Roles
-from sparseattn.selectors import make_selector
-from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.engines import Engine
-from sparseattn.tasks.local import Local
-from sparseattn.tasks.served import Served
-from sparseattn.tasks.switched import Switched
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.engines import Engine
+from sparseattn.evaluation.tasks.local import Local
+from sparseattn.evaluation.tasks.served import Served
+from sparseattn.evaluation.tasks.switched import Switched
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Roles
+from sparseattn.selectors.registry import make_selector
+from sparseattn.serving.openai_client import Address, ServedTokenizer, Server, counts_alike
+from sparseattn.serving.vllm.offline import Offline, check_offline
+from sparseattn.serving.vllm.server import check_plan, servable
+from sparseattn.serving.vllm.settings import Settings, parse
+from sparseattn.utils.devices import quarter_of_memory
 
 INSIDE = (  # options, as the function has them, that need the model's inside
     *(

@@ -6,17 +6,18 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparseattn import checks
-from sparseattn.budget import budget_label, budget_of, budget_order, parse_budget
-from sparseattn.cache import GROUP, check_seal
+from sparseattn.cache import input_checks
+from sparseattn.cache.kv_cache import GROUP, check_seal
 from sparseattn.cli.common import decimals, integers
-from sparseattn.roles import Method as Sparse
-from sparseattn.roles import Roles
-from sparseattn.selectors import make_selector
+from sparseattn.core.budget import budget_label, budget_of, budget_order, parse_budget
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.compared import PROTOCOLS
+from sparseattn.evaluation.tasks.registry import TASKS
+from sparseattn.evaluation.tasks.run import Method
+from sparseattn.roles.roles import Method as Sparse
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.base import Selector
-from sparseattn.tasks import TASKS
-from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.run import PROTOCOLS, Method
+from sparseattn.selectors.registry import make_selector
 
 MOST_LAYERS = 9999  # far beyond any model's
 ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
@@ -200,7 +201,7 @@ def _served(selectors: Sequence[Selector], rounding: Sequence[int | None]) -> li
     for bits in rounding:
         try:
             for selector in selectors if bits is not None else []:
-                checks.roundable(selector, bits or 0, GROUP, False)
+                input_checks.roundable(selector, bits or 0, GROUP, False)
             served.append(bits)
         except ValueError as error:
             refused.append(error)

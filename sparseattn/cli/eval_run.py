@@ -10,11 +10,11 @@ from typing import Any
 
 from sparseattn.cli.common import progress_bar
 from sparseattn.cli.eval_sources import Source
-from sparseattn.environment import machine, versions
-from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.engines import Engine, Pass
-from sparseattn.tasks.records import Key, Records
-from sparseattn.tasks.run import Prompt
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.engines import Engine, Pass
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.records import Key, Records
 
 
 def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Generator[dict[str, Any], None, None]:

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparseattn.cli import agreement_report, whole_report
-from sparseattn.cli import eval_report as report
-from sparseattn.cli.common import Screen, errors
-from sparseattn.tasks.records import WHOLE
-from sparseattn.tasks.run import FORCED
+from sparseattn.cli.common import errors
+from sparseattn.evaluation.tasks.compared import FORCED
+from sparseattn.evaluation.tasks.records import WHOLE
+from sparseattn.reporting import agreement_tables, server_tables
+from sparseattn.reporting import eval_tables as report
+from sparseattn.reporting.terminal import Screen
 
 
 def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: bool) -> None:
@@ -27,7 +28,7 @@ def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: boo
     forced = [one for one in found if one["protocol"] == FORCED]
     whole = [one for one in found if one["protocol"] == WHOLE]
     if not json:
-        for table in report.tables(scored) + agreement_report.tables(forced) + whole_report.tables(whole):
+        for table in report.tables(scored) + agreement_tables.tables(forced) + server_tables.tables(whole):
             screen.print(table)
     for figure in _drawn(scored, forced, whole, path.parent) if figures else []:
         errors.print(f"figure: {figure}", soft_wrap=True)
@@ -35,7 +36,7 @@ def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: boo
     first = report.rows_of(whole)[0] if whole else report.FULL_ROW
     for line in report.cautions(scored) + report.cautions(whole, first):
         errors.print(f"sparseattn: {line}", soft_wrap=True)
-    for line in report.verdicts(scored) + agreement_report.verdicts(forced) + whole_report.verdicts(whole):
+    for line in report.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole):
         (errors if json else Screen()).print(line, soft_wrap=True)
 
 
@@ -43,7 +44,7 @@ def _drawn(
     scored: Sequence[report.Record], forced: Sequence[report.Record], whole: Sequence[report.Record], folder: Path
 ) -> list[Path]:
     """The paths of the figures, which are there then."""
-    from sparseattn.cli import plots, plots_whole
+    from sparseattn.reporting import plots, plots_servers
 
     made = []
     if scored:
@@ -51,7 +52,7 @@ def _drawn(
         plots.accuracy(scored, made[-1])
     if whole:
         made.append(folder / "accuracy.png")
-        plots_whole.accuracy(whole, made[-1])
+        plots_servers.accuracy(whole, made[-1])
     for name, mine in report.grids([*scored, *whole]).items():
         made.append(folder / f"heat-{name}.png")
         plots.heat(mine, made[-1])

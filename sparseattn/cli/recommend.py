@@ -9,22 +9,30 @@ from typing import Annotated
 
 import typer
 
-from sparseattn.budget import Budget, budget_label, parse_budget
 from sparseattn.cli import common
-from sparseattn.cli.common import MODEL_HELP, SELECTOR_HELP, TEXT_HELP, in_a_sentence, results_folder, row_count
+from sparseattn.cli.common import (
+    MODEL_HELP,
+    SELECTOR_HELP,
+    TEXT_HELP,
+    in_a_sentence,
+    own_selectors,
+    results_folder,
+    row_count,
+)
 from sparseattn.cli.eval_plan import one_of, positive
 from sparseattn.cli.recommend_asked import Asked, NoPlan
 from sparseattn.cli.recommend_run import run
 from sparseattn.cli.recommend_show import page, say
-from sparseattn.cli.report_page import write_report
-from sparseattn.devices import usable_device
-from sparseattn.dtypes import STORED, stored_dtype
-from sparseattn.files import write_atomic
-from sparseattn.integrations.vllm.settings import Settings, servable
-from sparseattn.locks import locked
-from sparseattn.machine import Machine
+from sparseattn.cli.report import write_report
+from sparseattn.core.budget import Budget, budget_label, parse_budget
+from sparseattn.cost_model.machine import Machine
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
 from sparseattn.recommend.candidates import BUDGETS, METHODS, SERVED
+from sparseattn.serving.vllm.settings import Settings, servable
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.dtypes import STORED, stored_dtype
+from sparseattn.utils.files import write_atomic
+from sparseattn.utils.locks import locked
 
 KL = "kl"
 HEADS, LAYERS = BY = ("head", "layer")
@@ -65,8 +73,9 @@ def recommend(
     selector: Annotated[
         list[str] | None,
         typer.Option(
+            callback=own_selectors,
             help=f"{SELECTOR_HELP} Default: {' '.join(METHODS)}; for vLLM {' '.join(SERVED)}. Full attention and the "
-            "window are always among them."
+            "window are always among them.",
         ),
     ] = None,
     budget: Annotated[

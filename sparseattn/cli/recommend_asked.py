@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from sparseattn.budget import Budget
 from sparseattn.cli.common import named_text, open_text
 from sparseattn.cli.eval_sources import OWN_KIND
-from sparseattn.machine import Machine
+from sparseattn.core.budget import Budget
+from sparseattn.cost_model.machine import Machine
 from sparseattn.recommend.bounds import Bound
-from sparseattn.texts import TEXTS
+from sparseattn.traces.texts import TEXTS
 
 
 class NoPlan(ValueError):

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparseattn.budget import budget_record
-from sparseattn.cli.intervals import student
 from sparseattn.cli.recommend_asked import Asked
-from sparseattn.environment import machine, versions
-from sparseattn.plans import Plan
+from sparseattn.core.budget import budget_record
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.evaluation.intervals import student
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.recommend.objective import Layer, Objective
 from sparseattn.recommend.records import Records
 from sparseattn.recommend.search import Choice, Proposal
-from sparseattn.tasks.decoder import ModelDecoder
+from sparseattn.roles.plan import Plan
 
 FORMAT = 2  # of the records
 PLAN, MADE = "plan", "made"  # kinds of a record

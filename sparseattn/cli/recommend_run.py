@@ -15,9 +15,9 @@ import torch
 from sparseattn.cli.common import errors, open_model, progress_bar
 from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
 from sparseattn.cli.recommend_made import MADE, keep, made_plan, mean, say_where, settings_of
-from sparseattn.devices import quarter_of_memory
-from sparseattn.machine import Machine
-from sparseattn.plans import Plan
+from sparseattn.cost_model.machine import Machine
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
 from sparseattn.recommend.records import Records
@@ -25,10 +25,10 @@ from sparseattn.recommend.search import Choice, Proposal, propose
 from sparseattn.recommend.settling import settle
 from sparseattn.recommend.trials import Settings, Trials, averaged
 from sparseattn.recommend.windows import Window, windows
-from sparseattn.roles import DENSE, Role, Share
-from sparseattn.selectors.paged import PageSelector
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import DENSE, Role, Share
+from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.utils.devices import quarter_of_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def run(asked: Asked, path: Path) -> Found:
 
 def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
     """Those that can be sparse; of a model that was computed `wide` on purpose with the dtype that it keeps."""
-    from sparseattn.integrations.transformers import SparseCache
+    from sparseattn.models.sparse_cache import SparseCache
 
     found = SparseCache(decoder.model, "window", None).prepared.layers
     depth = decoder.config.num_hidden_layers

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseattn.cli.common import Screen
 from sparseattn.cli.recommend_run import Found
 from sparseattn.recommend.bounds import MEASURES, Bound
 from sparseattn.recommend.single import singles
-from sparseattn.roles import Role
+from sparseattn.reporting.terminal import Screen
+from sparseattn.roles.roles import Role
 
 
 def sentences(found: Found) -> list[str]:

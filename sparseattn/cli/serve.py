@@ -9,14 +9,25 @@ from typing import Annotated
 
 import typer
 
-from sparseattn.cli.common import MODEL_HELP, errors, in_a_sentence, model_progress, plain, say_terms
+from sparseattn.cli.common import (
+    MODEL_HELP,
+    Trust,
+    errors,
+    in_a_sentence,
+    model_progress,
+    own_selectors,
+    say_terms,
+    trusted,
+)
 from sparseattn.cli.eval import given
 from sparseattn.cli.eval_plan import one_of, positive
-from sparseattn.devices import quarter_of_memory
-from sparseattn.dtypes import STORED
-from sparseattn.integrations.vllm import installed, serving
-from sparseattn.integrations.vllm.settings import Settings, parse
-from sparseattn.plans import Plan
+from sparseattn.reporting.terminal import plain
+from sparseattn.roles.plan import Plan
+from sparseattn.serving.vllm import installed
+from sparseattn.serving.vllm import server as serving
+from sparseattn.serving.vllm.settings import DEFAULT, Settings, parse
+from sparseattn.utils.devices import quarter_of_memory
+from sparseattn.utils.dtypes import STORED
 
 STOCK = "none"  # the --selector that leaves vLLM as it is
 GIB = 1 << 30
@@ -33,10 +44,11 @@ def serve(
     selector: Annotated[
         str,
         typer.Option(
-            help=f"NAME[:arg=value,...] of a method whose index is by page, such as lowbit:bits=1,page=16 or quest; "
-            f"window; package.module:Class; {STOCK} serves vLLM's own attention."
+            callback=own_selectors,
+            help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:bits=1,page=16; "
+            f"window; package.module:Class; {STOCK} serves vLLM's own attention.",
         ),
-    ] = "lowbit:bits=1,page=16",
+    ] = DEFAULT,
     budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048,
     sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = Settings.sink,
     window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = Settings.window,
@@ -47,6 +59,7 @@ def serve(
             "every layer, sink and window."
         ),
     ] = None,
+    trust: Trust = None,
     dense_layers: Annotated[int, typer.Option(help="First layers that stay dense.")] = Settings.dense_layers,
     above: Annotated[
         int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")
@@ -73,13 +86,13 @@ def serve(
 
     A second Ctrl-C, or SIGTERM, ends it at once.
     """
-    settings, planned = None, None
+    settings, planned, named = None, None, trusted(trust, [selector])
     if plan is not None:
         said = {"selector", "budget", "sink", "window", "dense_layers"} & given(context)
         if said:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(said))
             raise ValueError(f"a plan says what each layer does: give --plan, or {options}")
-        planned = Plan.load(plan)
+        planned = Plan.load(plan, named)
         settings = Settings.of_plan(planned, above)
     elif selector != STOCK:
         settings = parse(
@@ -92,6 +105,8 @@ def serve(
                 "above": above,
             }
         )
+    if settings is not None and named:
+        settings = replace(settings, modules=os.getcwd())
     one_of("--dtype", dtype, ("auto", *STORED))
     positive(
         {
@@ -124,6 +139,11 @@ def serve(
         if not engine.cpu:
             server = replace(server, backend=serving.CUSTOM)
             _say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, and on no GPU yet")
+    if serving.key_apart(server.more)[0] is not None:
+        _say(
+            f"other users can read the key on this command line until the server starts, and vLLM gets it by "
+            f"{serving.SECRET}: set that in the environment instead"
+        )
     environment = server.environment(os.environ)
     server.check_address()
     say_terms(model)

@@ -15,12 +15,13 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparseattn.artefact import Artefact
-from sparseattn.cli.common import Screen, decimals, in_a_sentence, integers, progress_bar
-from sparseattn.devices import usable_device
-from sparseattn.dtypes import stored_dtype
+from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
+from sparseattn.reporting.terminal import Screen
+from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.training import Filters, Progress, Recipe
 from sparseattn.training import train as fit
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.dtypes import stored_dtype
 
 WAYS = ("classifier", "symmetric", "oracle", "exact")
 SHORT = {"classifier": "saap", "symmetric": "sym."}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.kernels import why_not_numba, why_not_triton
-from sparseattn.selection import Selection
+from sparseattn.core.selection import Selection
+from sparseattn.kernels.dispatch import why_not_numba, why_not_triton
 
 SCORING = {"torch": None, "numba": why_not_numba, "triton": why_not_triton}  # impl -> why it cannot run
 GROUPS = ("max", "sum", "softmax", "each")
@@ -57,9 +57,9 @@ def vote(scores: Tensor, group: str, impl: str | None = None) -> Tensor:
     if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
         impl = "torch"
     if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
-        return numba_cpu.vote_softmax(scores)
+        return attend_cpu.vote_softmax(scores)
     total = scores.logsumexp(-1, keepdim=True)  # log of the summed probabilities, so that small ones still rank
     return (scores - torch.where(total.isinf(), 0.0, total)).logsumexp(2)
 
@@ -84,9 +84,9 @@ def best_rows(scores: Tensor, count: int, impl: str | None = None) -> Tensor:
     if impl is None and (scores.dtype != torch.float32 or scores.requires_grad):
         impl = "torch"
     if chosen(impl, scores.device, scores.dtype, ("torch", "numba")) == "numba":
-        from sparseattn.kernels import best_cpu
+        from sparseattn.kernels.topk import cpu as topk_cpu
 
-        return best_cpu.best_rows(scores, count)
+        return topk_cpu.best_rows(scores, count)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
     return torch.where(top.values.isneginf(), -1, top.indices).int()
 
@@ -133,16 +133,16 @@ def page_scores(
     impl = chosen(impl, query.device, query.dtype)
     temperature = temperature or query.shape[-1] ** 0.5
     if impl == "triton":
-        from sparseattn.kernels import pages
+        from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 
-        return pages.scores(query, low, high, real, group, step, temperature)
+        return page_bounds_gpu.scores(query, low, high, real, group, step, temperature)
     if step is not None:
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * step[:, :, None]
     if impl == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
         each = "each" if group == "softmax" else group
-        scores = numba_cpu.page_scores(query, low, high, real, each, temperature)
+        scores = attend_cpu.page_scores(query, low, high, real, each, temperature)
         return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
     bound = page_bounds(query, low, high) / temperature
     return vote(bound.masked_fill(~real[:, None, None], -torch.inf), group, impl)
@@ -173,15 +173,15 @@ def page_scores_at(
     impl = chosen(impl, query.device, query.dtype)
     temperature = temperature or query.shape[-1] ** 0.5
     if impl == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
         each = "each" if group == "softmax" else group
-        scores = numba_cpu.page_scores_at(query, low, high, table, each, temperature)
+        scores = attend_cpu.page_scores_at(query, low, high, table, each, temperature)
         return vote(scores.unflatten(1, query.shape[1:3]), group, impl) if group == "softmax" else scores
     if impl == "triton":
-        from sparseattn.kernels import pages
+        from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 
-        return pages.scores_at(query, low, high, table, group, temperature)
+        return page_bounds_gpu.scores_at(query, low, high, table, group, temperature)
     place = table.long().clamp(min=0)
     low, high = (held[place].transpose(1, 2) for held in (low, high))  # [B,H,P,D]
     return page_scores(query, low, high, table >= 0, group, impl=impl, temperature=temperature)
@@ -200,9 +200,9 @@ def best_pages(scores: Tensor, count: int, page: int, impl: str | None = None) -
         with the same score any may be chosen.
     """
     if chosen(impl, scores.device, scores.dtype, ("torch", "triton")) == "triton":
-        from sparseattn.kernels import pages
+        from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 
-        return pages.best(scores, count, page)
+        return page_bounds_gpu.best(scores, count, page)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
     return (top.indices * page).int(), top.values.ne(-torch.inf).int() * page
 
@@ -234,9 +234,9 @@ def linear(
     if bias is None:
         bias = weight.new_zeros(weight.shape[:2], dtype=torch.float32)
     if chosen(impl, x.device, weight.dtype, ("torch", "numba")) == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
-        return numba_cpu.linear(x, weight, bias, relu)
+        return attend_cpu.linear(x, weight, bias, relu)
     out = torch.baddbmm(bias[:, None], x, weight.to(x.dtype).mT)
     return out.relu_() if relu else out
 
@@ -258,13 +258,13 @@ def bucket_spans(
     """
     impl = chosen(impl, ids.device, torch.float32)
     if impl == "triton":
-        from sparseattn.kernels import probes
+        from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu
 
-        return probes.spans(ids, edges, span, budget, slots)
+        return bucket_spans_gpu.spans(ids, edges, span, budget, slots)
     if impl == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
-        return numba_cpu.bucket_spans(ids, edges, span, budget, slots)
+        return attend_cpu.bucket_spans(ids, edges, span, budget, slots)
     (batch, named, probed), (heads, segments) = ids.shape, edges.shape[1:3]
     place = ids.reshape(batch, heads, 1, -1).expand(-1, -1, segments, -1)
     start = edges.gather(3, place)  # [B,H,R,each*P]
@@ -294,13 +294,13 @@ def listed_scores(query: Tensor, keys: Tensor, ids: Tensor, impl: str | None = N
     """
     impl = chosen(impl, query.device, query.dtype)
     if impl == "triton":
-        from sparseattn.kernels import lists
+        from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
 
-        return lists.scores(query, keys, ids)
+        return listed_scores_gpu.scores(query, keys, ids)
     if impl == "numba":
-        from sparseattn.kernels import numba_cpu
+        from sparseattn.kernels.attend import cpu as attend_cpu
 
-        return numba_cpu.listed_scores(query, keys, ids)
+        return attend_cpu.listed_scores(query, keys, ids)
     batch, named = ids.shape[:2]
     b = torch.arange(batch, device=ids.device)[:, None, None]
     h = (torch.arange(named, device=ids.device) // query.shape[2])[None, :, None]

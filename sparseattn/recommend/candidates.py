@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from sparseattn.budget import Budget
-from sparseattn.roles import DENSE, WINDOW, Role
-from sparseattn.selectors.kascade import Kascade
+from sparseattn.core.budget import Budget
+from sparseattn.roles.roles import DENSE, WINDOW, Role
+from sparseattn.selectors.combined.kascade import Kascade
 
 # Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
 # what is not read, and among the pages of another; clusters; pages by means and by directions.

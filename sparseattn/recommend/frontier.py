@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sparseattn.board import Board
-from sparseattn.cache import KVCache, unit_of
-from sparseattn.integrations.observed import LayerSeen
-from sparseattn.integrations.prefill import Prefill
-from sparseattn.integrations.sparse_heads import SparseHeads
-from sparseattn.roles import Role, Share
+from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.core.layer_choices import Board
+from sparseattn.models.error_sensitivity import LayerSeen
+from sparseattn.models.head_group import SparseHeads
+from sparseattn.models.prefill import Prefill
+from sparseattn.roles.roles import Role, Share
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from sparseattn.costs import Cost, Shape, dense_cost, step_cost, total
-from sparseattn.machine import Machine
-from sparseattn.roles import DENSE, Role, Share
+from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost, total
+from sparseattn.cost_model.machine import Machine
+from sparseattn.roles.roles import DENSE, Role, Share
 from sparseattn.selectors.base import Heads, Selector
 
 

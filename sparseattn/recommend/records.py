@@ -9,9 +9,64 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseattn.tasks.jsonlines import append, json_object, whole_lines
+from sparseattn.evaluation.tasks.jsonlines import append, json_object, whole_lines
+from sparseattn.utils.json_fields import Either, FieldError, Flag, Items, Kind, Maybe, Number, Object, Text, Values
 
-KEY = "record"  # what a line is of
+KEY = "record"  # what a line is of: settings, made, frontier, trial or plan
+
+_COUNT = Number(0, whole=True)
+_BUDGET = Maybe(Either((Number(0), Text()), "is rows, a share of the context, a text or null"))
+_HEADS = Items(Number(), 1)
+_MEAN = Object({"mean": Number()})
+
+
+def _numbered(plan: Mapping[str, Any], name: str) -> None:
+    for key in plan["layers"]:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise FieldError(f"layers has numbers of layers as keys, got {reprlib.repr(key)}")
+
+
+def _paid(cost: Mapping[str, Any], name: str) -> None:
+    if not cost["full"] > 0:
+        raise FieldError(f"{name}.full is above 0, got {cost['full']}")
+
+
+def _of_one_length(point: Mapping[str, Any], name: str) -> None:
+    """A point's lists have a number a KV head."""
+    lengths = {len(one) for key, one in point.items() if key in _EACH}
+    if len(lengths) > 1:
+        raise FieldError(f"{name} has as many numbers in {' as in '.join(_EACH)}, got {sorted(lengths)}")
+
+
+_EACH = ("kl_heads", "error_heads", "bytes_heads")
+_POINT = Object({"kl": Number(), **dict.fromkeys(_EACH, _HEADS)}, {"budget": _BUDGET}, _of_one_length)
+_ROLE = Either((Text(empty=False), Object({"method": Text(empty=False)}, {"budget": _BUDGET})), "is a role")
+_COST = Object(
+    {"plan": Number(0), "full": Number(0), "unit": Text(), "predicted": Flag()}, {"machine": Maybe(Text())}, _paid
+)
+_LINES: dict[str, Kind] = {
+    "settings": Object(more={"layers": Items(Items(_COUNT, 2))}),
+    "made": Object({"date": Text(), "versions": Object(), "machine": Object()}),
+    "frontier": Object(
+        {"number": _COUNT, "layer": _COUNT, "method": Text(), "source": Text(), "points": Items(_POINT, 1)}
+    ),
+    "trial": Object({"number": _COUNT, "source": Text(), "kl": Number(), "same_top": Number(0, 1)}),
+    "plan": Object(
+        {
+            "name": Text(),
+            "cost": _COST,
+            "layers": Values(Either((_ROLE, Items(_ROLE, 1)), "is a role, or a list of them, one a KV head"), 1),
+            "verified": Object({"windows": _COUNT, "kl": _MEAN, "same_top": _MEAN}),
+        },
+        rule=_numbered,
+    ),
+}
+
+
+def check_line(one: Mapping[str, Any]) -> None:
+    """FieldError for a line that is none of `recommend`'s, or lacks what is read of it."""
+    Text(among=tuple(_LINES)).check(one.get(KEY), KEY)
+    _LINES[one[KEY]].check(one, "")
 
 
 class Records:
@@ -39,8 +94,9 @@ class Records:
     def _take(self, line: bytes, number: int) -> None:
         try:
             one = json_object(line)
-            if not isinstance(one.get(KEY), str) or (one[KEY] == "settings") != (number == 1):
-                raise ValueError(f"{KEY} is text, and settings are the first line")
+            check_line(one)
+            if (one[KEY] == "settings") != (number == 1):
+                raise ValueError("settings are the first line, and no other")
         except ValueError as error:
             raise ValueError(
                 f"{self.path}, line {number} is no record of this command: {error}; remove that file, or name another "
@@ -52,7 +108,7 @@ class Records:
         for name in {**self.settings, **one}:
             if name != KEY and one.get(name) != self.settings.get(name):
                 raise ValueError(
-                    f"{self.path} is of another {name} ({reprlib.repr(one.get(name))}, now "
+                    f"{self.path}, line 1 is of another {name} ({reprlib.repr(one.get(name))}, now "
                     f"{reprlib.repr(self.settings.get(name))}): name another folder, or remove that file"
                 )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparseattn.recommend.choosing import Option, choose
 from sparseattn.recommend.objective import Layer, Objective
-from sparseattn.roles import DENSE, Role, Roles
+from sparseattn.roles.roles import DENSE, Role, Roles
 
 NEAR = 0.9  # of the bound: so much of it used is enough
 TRIES = 6  # configurations that are measured at most

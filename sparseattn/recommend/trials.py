@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparseattn.budget import budget_record, parse_budget
-from sparseattn.integrations.observed import LayerSeen, observe
+from sparseattn.core.budget import budget_record, parse_budget
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.run import Method, measure
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.error_sensitivity import LayerSeen, observe
 from sparseattn.recommend.frontier import measured
 from sparseattn.recommend.records import Records
 from sparseattn.recommend.windows import Window
-from sparseattn.roles import Role, Roles
-from sparseattn.tasks.decoder import ModelDecoder
-from sparseattn.tasks.run import Method, measure
-from sparseattn.tasks.tokens import Tokens
+from sparseattn.roles.roles import Role, Roles
 
 FRONTIER, TRIAL = "frontier", "trial"
 KEPT = ("kl", "same_top", "nll", "nll_difference", "scored_tokens", "rows", "context", "bytes_share")
@@ -75,11 +75,11 @@ class Trials:
             done: called with the layers done, one method each.
         """
         known = {
-            (one["layer"], one["source"], _budgets(one["points"]))
+            (one["layer"], one["method"], one["source"], _budgets(one["points"]))
             for one in self.records.of(FRONTIER)
             if one["number"] == window.number
         }
-        names = {id(group): (_source(group[0]), _budgets(map(_budget, group))) for group in groups}
+        names = {id(group): (*_measured_as(group), _budgets(map(_budget, group))) for group in groups}
         missing = [group for group in groups if any((i, *names[id(group)]) not in known for i in self.decoder.sparse)]
         done(len(self.decoder.sparse) * (len(groups) - len(missing)))
         if not missing:
@@ -93,9 +93,9 @@ class Trials:
                 done(1)
 
     def frontiers(self, groups: Sequence[Sequence[Role]]) -> list[dict[str, Any]]:
-        """What was recorded of these methods, as they are now."""
-        sources = {_source(group[0]) for group in groups}
-        return [one for one in self.records.of(FRONTIER) if one["source"] in sources]
+        """What was recorded of these methods, as they are now; of no other, whatever a record calls itself."""
+        asked = {_measured_as(group) for group in groups}
+        return [one for one in self.records.of(FRONTIER) if (one["method"], one["source"]) in asked]
 
     def _layer(self, prefill: Any, window: Window, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
         for role in group:
@@ -114,13 +114,14 @@ class Trials:
             facts = asdict(point)
             del facts["role"]
             kept.append({**_budget(point.role), **facts})
-        place = {"number": window.number, "layer": layer, "method": group[0].method, "source": _source(group[0])}
+        method, source = _measured_as(group)
+        place = {"number": window.number, "layer": layer, "method": method, "source": source}
         self._add(FRONTIER, {**place, "points": kept})
 
     # -- configurations ----------------------------------------------------------------------------------------------
 
     def agreement(self, window: Window, roles: Roles) -> dict[str, Any]:
-        """How far the predictions of a window by a configuration are from full attention's, as `tasks.agreement`."""
+        """How far the predictions of a window by a configuration are from full attention's (`tasks.agreement`)."""
         source = roles.source()
         for one in self.records.of(TRIAL):
             if (one["number"], one["source"]) == (window.number, source):
@@ -155,6 +156,11 @@ class _Reading:
 
     def __init__(self, trials: Trials) -> None:
         self.read, self.index, self.start = trials.read, trials.decoder.index, trials.decoder.start
+
+
+def _measured_as(group: Sequence[Role]) -> tuple[str, str]:
+    """Method and source in the records of roles of one method."""
+    return group[0].method, _source(group[0])
 
 
 def _source(role: Role) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparseattn.tasks.agreement import AGREEMENT
-from sparseattn.tasks.run import Prompt
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.prompt import Prompt
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sparseattn.costs import Launch, Scan, sorted_best
+from sparseattn.core.row_buffer import State
+from sparseattn.core.selection import Selection, Tail, Weighed
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels.scoring import GROUPS as GROUPS
 from sparseattn.kernels.scoring import best as best
 from sparseattn.kernels.scoring import vote as vote
-from sparseattn.selection import Selection, Tail, Weighed
-from sparseattn.storage import State
+from sparseattn.selectors.names import NAMES
 
 if TYPE_CHECKING:
-    from sparseattn.board import Board
-    from sparseattn.kernels.coded import CodedRows
-    from sparseattn.rope import Rope
+    from sparseattn.core.layer_choices import Board
+    from sparseattn.core.rope import Rope
+    from sparseattn.kernels.attend_quantized.reference import CodedRows
 
 Self = TypeVar("Self", bound="Selector")
 
@@ -231,12 +232,13 @@ class Selector(ABC):
         """It and what it is made of, down to the last part."""
         return [self, *(inner for _, part in self.parts() for inner in part.within())]
 
-    def check_shape(self, heads: int, group: int, size: int) -> None:
-        """Refuses a layer that it cannot serve, before there is a row; `for_layer` has said which. By default parts do.
+    def check_shape(self, heads: int, group: int | None, size: int) -> None:
+        """Refuse a layer that it cannot serve, before a row is stored; `for_layer` has said which. By default parts do.
 
         Args:
             heads: KV heads that it is to be shown.
-            group: query heads of each.
+            group: query heads of each; None where they are not known yet, as in a cache whose rows come without
+                queries.
             size: of a head.
 
         Raises:
@@ -415,7 +417,7 @@ class Selector(ABC):
 
         A method that overrides it has its index kept in files where a cache is asked to (`KVCache(indexes=)`); others
         are built every time. A file is found by all of `rows` but the values: a method whose index depends on these
-        keeps none. `selectors.loaded` has the usual checks.
+        keeps none. `selectors.saved_state` has the usual checks.
 
         Args:
             state: attribute -> what its row buffer is to hold, in host memory; buffers that are empty are not in it.
@@ -497,19 +499,17 @@ class Selector(ABC):
         names = [name for name in inspect.signature(type(self)).parameters if name != self.knob]
         given = {name: getattr(self, name) for name in names}
         return {
-            name: {"selector": value.own_class(), **value.index_arguments()} if isinstance(value, Selector) else value
+            name: {"selector": identity(type(value)), **value.index_arguments()}
+            if isinstance(value, Selector)
+            else value
             for name, value in given.items()
         }
 
-    def own_class(self) -> str:
-        """The class, as `module:name`."""
-        return f"{type(self).__module__}:{type(self).__qualname__}"
-
     def source(self) -> str:
-        """The class with its module and, where it reads a file, its hash: with `repr`, what results depend on. Of a
-        method with parts, theirs too."""
+        """The class's identity and, where it reads a file, its hash: with `repr`, what results depend on. Of a method
+        with parts, theirs too."""
         inner = ", ".join(f"{name}={part.source()}" for name, part in self.parts())
-        return self.own_class() + (f"({inner})" if inner else "")
+        return identity(type(self)) + (f"({inner})" if inner else "")
 
     def label(self, *, knob: bool = True) -> str:
         """The class and the arguments that are not as by default, the `knob` among them or not; a part by its label."""
@@ -526,6 +526,18 @@ class Selector(ABC):
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def identity(method: type[Selector]) -> str:
+    """Return what index files and records call a class, wherever its module lies.
+
+    A registered class goes by its name in the registry (`quest`), another one of this package by `sparseattn:Class`,
+    and a class of a user by `module:Class`.
+    """
+    place = f"{method.__module__}:{method.__qualname__}"
+    if place in NAMES:
+        return NAMES[place]
+    return f"sparseattn:{method.__qualname__}" if method.__module__.startswith("sparseattn.") else place
 
 
 def half(keys: Tensor) -> torch.dtype:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.calibration import METHODS, Calibration
-from sparseattn.devices import usable_device
-from sparseattn.environment import versions
+from sparseattn.cost_model.environment import versions
+from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration
 from sparseattn.training.prompts import load, open_all
 from sparseattn.training.recipe import TrainingError
+from sparseattn.utils.devices import usable_device
 
 
 def calibrate(

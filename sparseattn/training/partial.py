@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.files import write_atomic
-from sparseattn.tensorfiles import TensorFileError, load_tensors, save_tensors
 from sparseattn.training.prompts import Prompts
 from sparseattn.training.recipe import Recipe, TrainingError
+from sparseattn.utils.files import write_atomic
+from sparseattn.utils.json_text import parse_entry, parse_object
+from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-saap-state"
 VERSION = "2"
@@ -53,7 +54,7 @@ class Partial:
         stamp = self.path / "run.json"
         if self.path.exists():
             try:
-                theirs = json.loads(stamp.read_text())["identity"]
+                theirs = parse_object(stamp.read_bytes())["identity"]
             except FileNotFoundError:
                 theirs = None if any(self.path.glob("*.safetensors")) or not self.path.is_dir() else self.identity
             except (OSError, ValueError, LookupError, TypeError):
@@ -105,7 +106,7 @@ class Partial:
     def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         try:
             metadata, tensors = load_tensors(path, FORMAT, VERSION, "a state of training")
-            return tensors, json.loads(metadata["facts"])
+            return tensors, parse_entry(metadata, "facts")
         except (TensorFileError, LookupError, ValueError) as error:
             raise TrainingError(f"{path} is damaged; delete it, and the run goes on without it") from error
 

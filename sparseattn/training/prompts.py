@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseattn.rope import Rope
-from sparseattn.traces import LayerShape, Trace, TraceLayer
+from sparseattn.core.rope import Rope
+from sparseattn.traces.trace import LayerShape, Trace, TraceLayer
 from sparseattn.training.recipe import Filters, TrainingError
 
 LEAST = 16  # tokens of a prompt that have a far key, and queries of a prompt that are trained on at least

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sparseattn.hashes import stream
+from sparseattn.utils.hashing import stream
 
 WARM_UP = 0.05  # share of the steps over which the learning rate grows
 
@@ -136,5 +136,5 @@ class Recipe:
 
 
 def bucket_stream(*place: int | str) -> torch.Generator:
-    """A random stream of training, keyed by where it is used (see `sparseattn.hashes.stream`)."""
+    """A random stream of training, keyed by where it is used (see `sparseattn.utils.hashing.stream`)."""
     return stream("saap", *place)

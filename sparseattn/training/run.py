@@ -22,10 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparseattn.artefact import Artefact, Classifier, Partition
-from sparseattn.devices import usable_device
-from sparseattn.dtypes import STORED
-from sparseattn.environment import machine, versions
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
 from sparseattn.training.examples import pool_of, sample_keys
 from sparseattn.training.fit import Fit, over_distances
 from sparseattn.training.kmeans import balance, mean_lengths, spherical_kmeans
@@ -33,6 +31,8 @@ from sparseattn.training.partial import Partial, Progress, identity
 from sparseattn.training.prompts import Prompt, Prompts, load, open_prompts, quota
 from sparseattn.training.recipe import Recipe, TrainingError, bucket_stream
 from sparseattn.training.validation import classifier_scores, held_of, recovered, symmetric_scores
+from sparseattn.utils.devices import usable_device
+from sparseattn.utils.dtypes import STORED
 
 CLUSTERS = 1024
 ROWS_A_BUCKET = 32  # that the shortest prompt leaves to a bucket, where the number of clusters is not given

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseattn.devices import usable_device
-from sparseattn.environment import versions
-from sparseattn.similarity import Similarity
-from sparseattn.traces import Trace
+from sparseattn.cost_model.environment import versions
+from sparseattn.selectors.parameters.layer_similarity import Similarity
+from sparseattn.traces.trace import Trace
 from sparseattn.training.prompts import Prompts, open_all
 from sparseattn.training.recipe import TrainingError
+from sparseattn.utils.devices import usable_device
 
 SHARE, LEAST = 0.1, 128  # rows of a choice: the paper's share of the context, and its fewest
 SINK, WINDOW = 4, 64  # rows that every query reads: nothing is chosen among them

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.integrations.vllm.installed import distribution
+from sparseattn.serving.vllm.installed import distribution
 
 HERE = distribution() is not None  # by the distribution: `import vllm` finds this folder too
 if HERE:

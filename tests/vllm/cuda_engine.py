@@ -48,8 +48,8 @@ def as_on_cuda() -> None:
     scoring.chosen = on_a_gpu
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from sparseattn.integrations.vllm import counters, cuda
-    from sparseattn.integrations.vllm.plugin import CUDA_BACKEND
+    from sparseattn.serving.vllm import counters, cuda
+    from sparseattn.serving.vllm.plugin import CUDA_BACKEND
 
     counters.begin()  # as the plug-in does
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
@@ -69,7 +69,7 @@ class Watch:
         return self.phase
 
     def install(self) -> None:
-        from sparseattn.integrations.vllm import cuda
+        from sparseattn.serving.vllm import cuda
 
         forward = cuda.SparseTritonImpl.forward
         watch = self
@@ -146,7 +146,7 @@ def record(builder: Any, most: int) -> None:
 
     import torch
 
-    from sparseattn.integrations.vllm.cuda_step import Fixed
+    from sparseattn.serving.vllm.cuda_step import Fixed
 
     builder.fixed = Fixed(builder.zones, 4, most, torch.device("cpu"))
     build, capture, recorded = builder.build, builder.build_for_cudagraph_capture, {}
@@ -196,12 +196,12 @@ def tiny(folder: str) -> None:
 
 
 def refusals(builder: Any) -> dict[str, str | None]:
-    """What is said of layers and engines that cannot be served, beside what `engine.settings_of` says of any."""
+    """What is said of layers and engines that cannot be served, beside what `engine_checks.settings_of` says of any."""
     from dataclasses import replace
 
     import torch
 
-    from sparseattn.integrations.vllm import cuda
+    from sparseattn.serving.vllm import cuda
 
     config = builder.vllm_config
 
@@ -275,7 +275,7 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
 
     if not interpreted:
         return {"tokens": generate()}
-    from sparseattn.integrations.vllm import stats
+    from sparseattn.serving.vllm.counters import stats
 
     watch, builder = Watch(), builder_of(llm)
     watch.install()
@@ -288,7 +288,7 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
     for name, budget in (("full", full), ("small", SMALL), ("fixed", SMALL)):
         for impl in layers:
             if impl.sparse is not None:
-                impl.sparse.pages = builder.pages = budget // PAGE
+                impl.sparse.pages = budget // PAGE
         if name == "fixed":
             record(builder, 256)
         result[name] = watch.begin(budget)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from sparseattn.integrations.vllm import VLLMStats, stats
+from sparseattn.serving.vllm.counters import VLLMStats, stats
 
 VOCABULARY = 512
 LAYERS = 4

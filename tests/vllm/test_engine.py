@@ -26,7 +26,7 @@ from engines import (
     with_tokenizer,
 )
 
-from sparseattn.integrations.vllm.settings import parse
+from sparseattn.serving.vllm.settings import parse
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def stock(models: Callable[..., Path]) -> Callable[..., Answer]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What every step served sparsely, None for nothing."""
-    from sparseattn.integrations.vllm.cpu import SparseCPUBuilder
+    from sparseattn.serving.vllm.cpu import SparseCPUBuilder
 
     seen: list[Any] = []
     build = SparseCPUBuilder.build
@@ -106,7 +106,7 @@ def test_every_method_and_setting_is_stock_at_full_budget_and_alone_as_in_a_batc
     models: Callable[..., Path], stock: Callable[..., Answer]
 ) -> None:
     """One engine, whose settings are switched. A window of every row is the full budget of a method without pages."""
-    from sparseattn.integrations.vllm.cpu import switch
+    from sparseattn.serving.vllm.cpu import switch
 
     model = models(llama)
     expected, asked = stock(model), prompts(*LENGTHS)
@@ -193,7 +193,7 @@ def sampled(llm: Any, asked: list[list[int]]) -> Answer:
 def beams(llm: Any, asked: list[list[int]]) -> Answer:
     from vllm.sampling_params import BeamSearchParams
 
-    from sparseattn.integrations.vllm import stats
+    from sparseattn.serving.vllm.counters import stats
 
     before = stats()
     found = llm.beam_search(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.fingerprints import of_folder
-from sparseattn.integrations.models import folder_of
-from sparseattn.integrations.packages import PACKAGED
-from sparseattn.plans import Plan
-from sparseattn.roles import Role
+from sparseattn.models.load import folder_of
+from sparseattn.models.pypi_models import PACKAGED
+from sparseattn.roles.fingerprint import of_folder
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Role
 
 
 def run(out: Path, *more: str) -> tuple[list[dict[str, object]], str]:

@@ -12,12 +12,12 @@ from engines import LAYERS, SPARSE, ask, check_counts, engine, llama, prompts
 from torch import Tensor
 
 from sparseattn import KVCache, make_selector
-from sparseattn.kernels import blocks
-from sparseattn.selectors.paged import Entries, PageSelector
+from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+from sparseattn.selectors.pages.base import Entries, PageSelector
 
 pytest.importorskip("numba")
-from sparseattn.integrations.vllm import cpu
-from sparseattn.kernels import blocks_cpu
+from sparseattn.kernels.attend_vllm_blocks import cpu as attend_vllm_blocks_cpu
+from sparseattn.serving.vllm import cpu
 
 BUDGET, WINDOW = 96, 40
 LENGTHS, TOKENS = (500, 260, 390), (20, 20, 6)
@@ -47,7 +47,7 @@ class Means(PageSelector):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What sparse layers read, for each request and step: the kernel's own lists, and the request's keys."""
     seen: list[dict[str, Any]] = []
-    kernel, forward = blocks_cpu._attend, cpu.SparseCPUImpl.forward
+    kernel, forward = attend_vllm_blocks_cpu._attend, cpu.SparseCPUImpl.forward
     names = list(inspect.signature(kernel.py_func).parameters)
     ran: list[dict[str, Any]] = []
 
@@ -65,7 +65,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             chosen = ran[0]["ids"].view(served.count, -1, ran[0]["ids"].shape[-1])
             for r, request in enumerate(which.tolist()):
                 rows, table = int(metadata.seq_lens[request]), metadata.block_table[request].long()
-                keys = blocks.keys(held, impl.packing, table[: -(-rows // size)], size)  # [blocks,H,size,D]
+                keys = attend_vllm_blocks_reference.keys(
+                    held, impl.packing, table[: -(-rows // size)], size
+                )  # [blocks,H,size,D]
                 seen.append({
                     "layer": layer.layer_name, "rows": rows, "blocks": table, "size": size, "page": impl.page,
                     "unit": impl.unit, "query": query[served.tokens[r]].unflatten(0, (keys.shape[1], -1)).clone(),
@@ -74,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
                 })  # fmt: skip
         return done
 
-    monkeypatch.setattr(blocks_cpu, "_attend", watched)
+    monkeypatch.setattr(attend_vllm_blocks_cpu, "_attend", watched)
     monkeypatch.setattr(cpu.SparseCPUImpl, "forward", forwarded)
     return seen
 

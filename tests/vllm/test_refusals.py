@@ -13,8 +13,9 @@ from engines import SPARSE, ask, check_counts, engine, gemma, layers, llama, pro
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from sparseattn.integrations.vllm import installed, stats
-from sparseattn.integrations.vllm.settings import VARIABLE, parse
+from sparseattn.serving.vllm import installed
+from sparseattn.serving.vllm.counters import stats
+from sparseattn.serving.vllm.settings import VARIABLE, parse
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +98,9 @@ def test_another_version_of_vllm_is_refused(model: Path, monkeypatch: pytest.Mon
 
 
 def test_a_packing_that_is_not_known_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparseattn.kernels import blocks
+    from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
 
-    monkeypatch.setattr(blocks, "PACKINGS", ("pairs",))
+    monkeypatch.setattr(attend_vllm_blocks_reference, "PACKINGS", ("pairs",))
     said = "the packing of vLLM's cache for '[a-z0-9]+' with torch.float32 is not known"
     with pytest.raises(ValueError, match=said), engine(model, SPARSE):
         pass
@@ -140,8 +141,8 @@ def test_layers_of_chunks_stay_dense_and_settings_that_do_not_fit_change_nothing
 ) -> None:
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-    from sparseattn.integrations.vllm import cpu
-    from sparseattn.integrations.vllm.layers import plan_layers
+    from sparseattn.serving.vllm import cpu
+    from sparseattn.serving.vllm.sparse_layers import plan_layers
 
     gc.collect()  # `switch` finds every engine of this process
     with engine(model, {**SPARSE, "budget": 32}) as llm:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.integrations.packages import PACKAGED
+from sparseattn.models.pypi_models import PACKAGED
 
 ROOT = Path(__file__).parent.parent.parent
 TOKENS = 200

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engines import LAYERS, LENGTHS, SPARSE, TOKENS, Answer, ask, check_counts, decoded, engine, llama, prompts
 
-from sparseattn.integrations.vllm import VLLMStats
+from sparseattn.serving.vllm.counters import VLLMStats
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,274 @@
+"""The sentences that refuse bad input at the cache's door, before anything is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from sparseattn.kernels.attend_quantized.reference import check_bits
+from sparseattn.selectors.base import Selector
+from sparseattn.utils.tensors import only_tensors
+
+
+def unused(selector: Selector) -> None:
+    """A selector that no cache and no caller has filled; else ValueError."""
+    if selector.stored is not None or any(state.rows for _, state in selector.buffers()):
+        raise ValueError(
+            f"this {selector!r} holds the rows of another cache: one selector serves one cache, so give each layer its "
+            f"own with selector.for_layer(i)"
+        )
+
+
+def reachable(selector: Selector, device: torch.device, sealed_device: torch.device | None) -> None:
+    """The selector can work where its rows will lie; else ValueError."""
+    if selector.host and (sealed_device or device).type != "cpu":
+        raise ValueError(
+            f"{selector!r} works in host memory, these rows are on {device}: keep the sealed ones there with "
+            f'KVCache(..., sealed_device="cpu")'
+        )
+
+
+def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
+    """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
+    if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
+        raise ValueError(
+            f"append takes keys and values of one shape [B,H,n,D], got {list(keys.shape)} and {list(values.shape)}"
+        )
+    if not 1 <= keys.shape[3] <= 256:
+        raise ValueError(f"the head size D is 1 to 256, got {keys.shape[3]}")
+    if keys.dtype != values.dtype or keys.device != values.device or not keys.is_floating_point():
+        raise ValueError(
+            f"append takes keys and values of one floating dtype and device, got {keys.dtype} on {keys.device} and "
+            f"{values.dtype} on {values.device}"
+        )
+    if held is not None:
+        if (keys.shape[0], keys.shape[1], keys.shape[3]) != (held.shape[0], held.shape[1], held.shape[3]):
+            raise ValueError(
+                f"this cache's storage is [B,H,N,D] = {[*held.shape[:2], 'N', held.shape[3]]}, got keys "
+                f"{list(keys.shape)}"
+            )
+        if keys.dtype != held.dtype or keys.device != held.device:
+            raise ValueError(
+                f"this cache's storage is {held.dtype} on {held.device}, got keys of {keys.dtype} on {keys.device}"
+            )
+    if not keys.is_cuda or keys.shape[2] > 1:  # a check at every step would make the host wait for the GPU
+        finite(keys=keys, values=values)
+
+
+def loose(selector: Selector) -> None:
+    """A selector whose storage no cache has fixed; else ValueError."""
+    if any(state.room is not None for _, state in selector.buffers()):
+        raise ValueError(
+            f"the storage of this {selector!r} was fixed for another cache: one selector serves one cache, so give "
+            f"each layer its own with selector.for_layer(i)"
+        )
+
+
+def capturing(rows: Tensor) -> bool:
+    """Whether what is done to `rows` now goes into a CUDA graph."""
+    return rows.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def repeatable(rows: Tensor, what: str) -> None:
+    """Not inside the capture of a CUDA graph, whose replays would not do `what` as it is meant; else RuntimeError."""
+    if capturing(rows):
+        raise RuntimeError(f"{what} goes by counts on the host, which no CUDA graph repeats: do it between the replays")
+
+
+def queries(given: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:
+    """Queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
+    if given is None:
+        raise ValueError(f"{selector!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
+    batch, heads, new, size = keys.shape
+    group = "G" if held is None else held.shape[2]
+    fits = given.ndim == 5 and given.shape[:2] == (batch, heads) and given.shape[3:] == (new, size)
+    if not fits or (held is not None and given.shape[2] != group):
+        raise ValueError(
+            f"queries of keys {list(keys.shape)} are [B,H,G,n,D] = {[batch, heads, group, new, size]}, got "
+            f"{list(given.shape)}"
+        )
+    if given.dtype != keys.dtype or given.device != keys.device:
+        raise ValueError(f"queries are of the keys' {keys.dtype} on {keys.device}, got {given.dtype} on {given.device}")
+    if not given.is_cuda or new > 1:
+        finite(queries=given)
+
+
+def positions(at: Tensor, batch: int, new: int, after: Sequence[int]) -> Tensor:
+    """Positions `[B,n]` on the CPU as int64, if they rise and are at least `after` of B; else ValueError."""
+    if tuple(at.shape) != (batch, new) or at.is_floating_point():
+        raise ValueError(
+            f"positions of {new} rows of {batch} sequences are integers [B,n] = {[batch, new]}, got "
+            f"{at.dtype} {list(at.shape)}"
+        )
+    at = at.to("cpu", torch.int64)
+    for b in range(batch):
+        real = at[b][at[b] >= 0]
+        if real.numel() and (int(real[0]) < after[b] or bool((real.diff() <= 0).any())):
+            raise ValueError(
+                f"the positions of a sequence rise from row to row (padding, negative, apart) and continue after "
+                f"{after[b] - 1}; sequence {b} got {real[:8].tolist()}..."
+            )
+    return at
+
+
+def dropped(given: int | Tensor, batch: int) -> list[int]:
+    """Rows to drop from each of B sequences, given as one integer or as integers `[B]`; else ValueError."""
+    drop = torch.tensor(given) if isinstance(given, Integral) else given
+    whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if not isinstance(drop, Tensor) or drop.dtype not in whole or [*drop.shape] not in ([], [1], [batch]):
+        raise ValueError(f"crop takes the rows to drop as an int or as integers [B] = [{batch}], got {given!r}")
+    each: list[int] = drop.expand(batch).tolist()
+    return each
+
+
+def indices(given: Tensor, batch: int) -> None:
+    """`[B']` int64 numbers of sequences below `batch`; else ValueError."""
+    only_tensors(index=given)
+    if given.ndim != 1 or given.dtype != torch.int64 or not bool(((given >= 0) & (given < batch)).all()):
+        raise ValueError(f"reorder takes int64 [B'] indices below the batch of {batch}, got {given}")
+
+
+def share(selector: Selector) -> float:
+    """The selector's `queries_share`, from 0 to 1; else ValueError."""
+    given = selector.queries_share
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+        raise ValueError(f"queries_share of {selector!r} is a share of the rows from 0 to 1, got {given!r}")
+    return given
+
+
+def last_queries(selector: Selector) -> int:
+    """The selector's `last_queries`, 0 or more; else ValueError."""
+    given = selector.last_queries
+    if type(given) is not int or given < 0:
+        raise ValueError(f"last_queries of {selector!r} is a number of queries, 0 or more, got {given!r}")
+    return given
+
+
+def held(given: Tensor, real: Tensor, selector: Selector) -> None:
+    """What a selector says it holds is `[B,H,N]` bool as `real` is, where that lies; else ValueError."""
+    only_tensors(held=given)
+    if given.shape != real.shape or given.dtype != torch.bool or given.device != real.device:
+        raise ValueError(
+            f"held of {selector!r} is bool [B,H,N] = {list(real.shape)} on {real.device} or None, got {given.dtype} "
+            f"{list(given.shape)} on {given.device}"
+        )
+
+
+def roundable(selector: Selector, bits: int, group: int, fixed: bool) -> None:
+    """Sealed rows can be kept in `bits` bits, keys in groups of `group` rows, for this selector; else ValueError."""
+    check_bits(bits)
+    if type(group) is not int or not 8 <= group <= 1024 or group & (group - 1):
+        raise ValueError(f"group is a power of two rows of keys that share levels, 8 to 1024, got {group!r}")
+    if fixed:
+        raise ValueError(
+            f"bits={bits} keeps sealed rows apart from the others, which a fixed cache cannot: leave fixed=True out"
+        )
+    if selector.reads_stored:
+        raise ValueError(
+            f"{selector!r} scores the cache's own keys, which are not kept with bits={bits}: take a method with an "
+            f"index of its own, such as quest or lowbit, or leave bits out"
+        )
+    if selector.observes:
+        raise ValueError(
+            f"{selector!r} learns from what its rows weigh, which attention over rows of {bits} bits does not tell: "
+            f"leave bits out"
+        )
+
+
+def levels(selector: Selector, bits: int | None, group: int) -> None:
+    """The cache rounds keys in the groups whose levels the selector reads, if it reads any; else ValueError."""
+    wanted = selector.rounded_group
+    if wanted is not None and (bits is None or group != wanted):
+        got = "rows that are not rounded" if bits is None else f"groups of {group} rows"
+        raise ValueError(
+            f"{selector!r} reads the levels of rounded keys in groups of {wanted} rows, got {got}: give the cache "
+            f"bits=8 or bits=4, and group={wanted}"
+        )
+
+
+def compactable(selector: Selector, fixed: bool, bits: int | None = None) -> None:
+    """Rows that the selector drops can be freed; else ValueError."""
+    if bits is not None:
+        raise ValueError(f"rows of bits={bits} share levels in groups, so single ones cannot be freed: leave bits out")
+    if not selector.evicts:
+        raise ValueError(f"{selector!r} drops no rows (evicts is False), so there are none to free")
+    if fixed:
+        raise ValueError(
+            "a fixed cache keeps its storage where a CUDA graph has found it, so no rows of it can be freed: build the "
+            "KVCache without fixed=True"
+        )
+    if not _follows(selector):
+        raise ValueError(
+            f"{selector!r} does not say, or a part of it, how its state follows rows that move (keep), so none can be "
+            f"freed"
+        )
+
+
+def _follows(selector: Selector) -> bool:
+    """Whether it overrides `keep`, and so do its parts."""
+    own = type(selector).keep is not Selector.keep
+    return own and all(_follows(part) for _, part in selector.parts())
+
+
+def sealed_device(given: torch.device | str | None) -> torch.device | None:
+    """None, or host memory as a device; else ValueError."""
+    if given is None or str(given).partition(":")[0] == "cpu":
+        return None if given is None else torch.device("cpu")
+    raise ValueError(f"sealed_device is None (sealed rows lie with the others) or 'cpu' (host memory), got {given!r}")
+
+
+def query(asked: Tensor, held: Tensor) -> None:
+    """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
+    only_tensors(query=asked)
+    if (
+        asked.ndim != 4
+        or asked.shape[:2] != held.shape[:2]
+        or asked.shape[3] != held.shape[3]
+        or (asked.dtype != held.dtype or asked.device != held.device)
+    ):
+        (batch, heads, _, size), hint = held.shape, ""
+        group = asked.shape[1] // heads if asked.ndim == 4 else 0
+        if group > 1 and list(asked.shape) == [batch, heads * group, 1, size]:
+            hint = f"; transformers' [B,Hq,1,D] is query.view({batch}, {heads}, {group}, {size}) here"
+        raise ValueError(
+            f"a query of this cache is [B,H,G,D] = {[batch, heads, 'G', size]} {held.dtype} on {held.device}, got "
+            f"{list(asked.shape)} {asked.dtype} on {asked.device}{hint}"
+        )
+
+
+def group(asked: Tensor, learned: Tensor) -> None:
+    """A query `[B,H,G,D]` has the G of the queries stored, `[B,H,G,m,D]`, or a multiple of it; else ValueError."""
+    if asked.shape[2] % learned.shape[2]:
+        raise ValueError(
+            f"this cache was shown queries of {learned.shape[2]} query heads per KV head, got a query of "
+            f"{asked.shape[2]}"
+        )
+
+
+def finite(**parts: Tensor) -> None:
+    """No NaN and no infinity in any of the tensors `[B,H,...,D]`; else ValueError with the name and the place."""
+    for name, part in parts.items():
+        # NaN and infinity stay in a sum. A sum may also overflow: then each is looked at.
+        if not math.isfinite(part.sum()) and not bool(torch.isfinite(part).all()):
+            bad = (~torch.isfinite(part)).nonzero()[0].tolist()
+            raise ValueError(f"{name} must be finite, got {part[tuple(bad)].item()} at [b,h,...,d] = {bad}")
+
+
+def order(given: Tensor, stored: Tensor, new: int) -> None:
+    """A selector's order `[B,H,m]` permutes, in every head, the last m rows of the sealed keys `stored` `[B,H,N,D]`, at
+    least the `new` ones; else ValueError."""
+    batch, heads, held = stored.shape[:3]
+    fits = given.ndim == 3 and given.shape[:2] == (batch, heads) and new <= given.shape[2] <= held
+    if not fits or given.dtype != torch.int64:
+        more = f", or of up to all {held} sealed rows" if held > new else ""
+        raise ValueError(
+            f"a selector's order is int64 [B,H,n] = {[batch, heads, new]}{more}, got {given.dtype} {list(given.shape)}"
+        )
+    moved = given.shape[2]
+    seen = torch.zeros_like(given, dtype=torch.bool)
+    if not bool(((given >= 0) & (given < moved)).all()) or not bool(seen.scatter_(2, given, True).all()):
+        raise ValueError(f"a selector's order must be a permutation of the {moved} rows in every head")

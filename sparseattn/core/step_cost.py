@@ -1,0 +1,304 @@
+"""What one decode step moves and computes, by formula: bytes, operations and launches, from shapes alone.
+
+A step is launches one after another: of the method's kernels, which choose, and of the one that attends. A machine
+(`sparseattn.cost_model.machine`) says how long each takes: as long as its bytes or its arithmetic need, whichever is
+more, the roofline of Williams et al. 2009, https://doi.org/10.1145/1498765.1498785, and a fixed cost.
+
+Letters: B sequences, H KV heads, G query heads per KV head, D head size, Hs selection heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.budget import Budget, Reader, budget_of
+
+MEMORY_PAGE = 4096  # bytes whose address is looked up at once
+
+# What a launch runs, by which a machine knows its speed.
+KINDS = {
+    "step": "what a step does whatever the method, such as to look at the query",
+    "operator": "a tensor operation on a few numbers: its launch is what it costs",
+    "dense": "attention over every row, as torch computes it",
+    "attend": "attention over rows named in runs, such as pages; entries: runs",
+    "gather": "attention over rows named one by one; entries: pages of memory that they lie in",
+    "bounds": "products of the queries with the bounds of pages",
+    "product": "products in float32 of the queries with a tensor of the keys' dtype; entries: scores made",
+    "codes": "products of the queries with keys of a few bits, the group's vote, and the best; entries: their sort",
+    "listed": "the same of listed rows",
+    "names": "sums over tables by codes that name centroids; entries: names looked up",
+    "classifier": "a network of two layers that ranks buckets, for few queries; entries: its numbers",
+    "network": "the same for many queries",
+    "sort": "the best of many scores; entries: scores",
+    "walk": "scores of keys here and there, as of a search of a graph; entries: keys",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the layers of a model have: B, H, G, D and the dtype of keys, values and queries.
+
+    Raises:
+        ValueError: a size below 1, or a dtype that is none of torch's floating ones.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    size: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "group", "size"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} of a shape is 1 or more, an int, got {number!r}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ValueError(f"the dtype of a shape is a floating one such as torch.bfloat16, got {self.dtype!r}")
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and a value of one KV head."""
+        return 2 * self.size * self.dtype.itemsize
+
+    def query(self) -> Tensor:
+        """`[B,H,G,D]` without data: what a step's query is, for formulas."""
+        return torch.empty(self.batch, self.heads, self.group, self.size, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel of a step, or `count` equal ones.
+
+    Args:
+        kind: one of `KINDS`.
+        bytes: that it moves between the memory and the processor, of all sequences and heads, each number once.
+        flops: additions and multiplications.
+        entries: what it handles one by one, see `KINDS`.
+        count: launches; `bytes`, `flops` and `entries` are of all of them.
+    """
+
+    kind: str
+    bytes: float = 0.0
+    flops: float = 0.0
+    entries: float = 0.0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What one `select` costs and names.
+
+    Args:
+        read: bytes read to choose, of one KV head of one sequence: what `Selection.scan_bytes` says.
+        launches: of all sequences and heads.
+        lists: Hs, lists of rows chosen: H, or H*G.
+        rows: rows that a list names.
+        runs: that they lie in, each of rows that follow each other; as many as rows, where these are single.
+        tail: rows of the selector's own that each KV head attends to besides.
+        expected: what of this the data decide, so that a count is only expected, in words; "" for nothing.
+    """
+
+    read: float
+    launches: tuple[Launch, ...]
+    lists: int
+    rows: float
+    runs: float
+    tail: float = 0.0
+    expected: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a step, or of several.
+
+    Args:
+        launches: in order.
+        dtype: of keys and values, by which arithmetic has its speed.
+        scan_bytes: that methods say they read to choose, of all sequences and heads.
+        rows: rows attended by a KV head, in the mean of sequences and heads; where query heads choose for themselves
+            as if no two chose the same.
+        rows_bytes: of their keys and values.
+        expected: what of it the data decide, in words.
+        host: whether a method searches in host memory, so that no GPU runs it.
+    """
+
+    launches: tuple[Launch, ...]
+    dtype: torch.dtype
+    scan_bytes: float
+    rows: float
+    rows_bytes: float
+    expected: str = ""
+    host: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """That a step must move."""
+        return sum(launch.bytes for launch in self.launches)
+
+    @property
+    def flops(self) -> float:
+        return sum(launch.flops for launch in self.launches)
+
+    @property
+    def count(self) -> int:
+        """Launches."""
+        return sum(launch.count for launch in self.launches)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Of the layers, or the groups of KV heads, of one step. `rows` is their sum.
+
+    Raises:
+        ValueError: no cost, or costs of more than one dtype.
+    """
+    parts = list(costs)
+    kinds = {part.dtype for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"costs that are added are one or more, of one dtype, got {sorted(map(str, kinds))}")
+    return Cost(
+        tuple(launch for part in parts for launch in part.launches),
+        kinds.pop(),
+        sum(part.scan_bytes for part in parts),
+        sum(part.rows for part in parts),
+        sum(part.rows_bytes for part in parts),
+        "; ".join(dict.fromkeys(part.expected for part in parts if part.expected)),
+        any(part.host for part in parts),
+    )
+
+
+def attention(
+    shape: Shape,
+    lists: int,
+    near: float,
+    rows: float,
+    runs: float,
+    distinct: float,
+    held: float,
+    kind: str | None = None,
+) -> Launch:
+    """The launch that attends: every query head of a list to its `rows` and to the `near` ones.
+
+    Args:
+        lists: Hs, H or H*G.
+        near: rows that every query reads.
+        rows: that a list names, in so many `runs`.
+        distinct: rows that are read for a KV head, each once, the near ones among them.
+        held: rows that these are among.
+        kind: of the launch; None: "gather" where runs are single rows, else "attend".
+    """
+    heads, single = shape.batch * shape.heads, 0 < rows <= runs
+    return Launch(
+        kind or ("gather" if single else "attend"),
+        bytes=heads * distinct * shape.row_bytes,
+        flops=4.0 * heads * shape.group * (near + rows) * shape.size,
+        entries=shape.batch * lists * (memory_pages(shape, rows, held) if single else runs),
+    )
+
+
+def memory_pages(shape: Shape, rows: float, held: float) -> float:
+    """Pages of memory of 4 KiB in which keys and values of so many rows lie, of one KV head, where they are spread
+    among `held` rows as at random."""
+    pages = max(held * shape.row_bytes / 2 / MEMORY_PAGE, 1.0)
+    return 2 * pages * (1 - math.exp(-rows / pages))
+
+
+def dense_cost(shape: Shape, context: int) -> Cost:
+    """Of full attention over `context` rows, as torch computes it."""
+    launch = attention(shape, shape.heads, context, 0, 0, context, context, "dense")
+    return Cost((launch,), shape.dtype, 0.0, context, launch.bytes)
+
+
+def sorted_best(lists: float, many: float, few: float) -> float:
+    """Entries of a sort that finds the best `few` of `many` scores for each list, and puts these in order."""
+    return lists * (many + (few * math.log2(few) if few > 1 else 0.0))
+
+
+def picked(lists: float, many: float, few: float) -> float:
+    """Entries that are handled one by one to find the best `few` of `many` scores for each list, in no order: where
+    these are scattered, next to none of the others."""
+    return lists * min(many, 8 * few)
+
+
+class Chooser(Reader, Protocol):
+    """What a step's cost is asked of: a selector."""
+
+    @property
+    def unit(self) -> int: ...
+    @property
+    def host(self) -> bool: ...
+    def allowed(self, budget: int) -> int: ...
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan: ...
+
+
+def step_cost(
+    selector: Chooser,
+    shape: Shape,
+    context: int,
+    budget: Budget,
+    *,
+    sink: int = 4,
+    window: int = 64,
+    waiting: int = 0,
+    rows: float | None = None,
+) -> Cost:
+    """Of one step of one layer: choosing, and attention to what is chosen, to sink and window and to what waits.
+
+    Args:
+        selector: of the layer (`for_layer`) where the method has parameters of its own.
+        shape: of the KV heads that it serves.
+        context: rows of each sequence.
+        budget: as of `decode`. Of a mass its most rows, as if all were read, unless `rows` says how many are.
+        sink, window: of the cache.
+        waiting: rows that wait to be sealed beyond those that fill no unit of the selector: 0 right after a seal,
+            half of the cache's `seal` in the mean.
+        rows: that a list names, where they are known better than by the method's formula, as from a comparison.
+
+    Raises:
+        ValueError: a method that does not say what choosing costs, a budget below its span, or a size below 0.
+    """
+    for name, number in {"context": context, "sink": sink, "window": window, "waiting": waiting}.items():
+        if number < 0:
+            raise ValueError(f"{name} is 0 or more rows, got {number}")
+    sealed = max(context - sink - window - waiting, 0) // selector.unit * selector.unit
+    near = context - sealed
+    scan = Scan(0.0, (), shape.heads, 0.0, 0.0)
+    if sealed:
+        allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
+        scan = selector.cost(shape.query(), sealed, allowed)
+    named, runs = scan.rows, scan.runs
+    if rows is not None and named:
+        named, runs = rows, runs * rows / named
+    distinct = near + min(named * scan.lists / shape.heads, sealed)
+    launches = [Launch("step"), *scan.launches, attention(shape, scan.lists, near, named, runs, distinct, sealed)]
+    if scan.tail:
+        launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail, scan.tail))
+        distinct += scan.tail
+    heads = shape.batch * shape.heads
+    return Cost(
+        tuple(launches),
+        shape.dtype,
+        heads * scan.read,
+        distinct,
+        heads * distinct * shape.row_bytes,
+        scan.expected,
+        selector.host,
+    )
+
+
+def products(query: Tensor, entries: int, size: int, read: float = 0.0) -> Launch:
+    """Of queries `[B,H,G,D]` with so many vectors of `size` numbers in each KV head, in float32, for which each KV head
+    of each sequence reads `read` bytes."""
+    scores = query.shape[:3].numel() * entries
+    return Launch("product", query.shape[:2].numel() * read, 2.0 * scores * size, scores)
+
+
+def both(first: str, second: str) -> str:
+    """What two parts expect, in words."""
+    return "; ".join(filter(None, (first, second)))

@@ -1,0 +1,175 @@
+"""A transformers model as what `run` measures with: one dense prefill, from which every method decodes on its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.budget import Budget
+from sparseattn.models.attention_routing import name_of
+from sparseattn.models.errors import ModelError
+from sparseattn.roles.fingerprint import fingerprint
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Method, Roles
+
+
+class ModelDecoder:
+    """Decodes with a causal LM of transformers, one sequence at a time.
+
+    Args:
+        model: as `load_model` gives it.
+        sink, window: rows that every query of a sparse layer reads.
+        dense_layers: how many of the first layers stay dense.
+        seal: as in `KVCache`; None: the selector's span, so that less than a span of further dense rows flatters it.
+        chunk: tokens per forward call of a prefill.
+        queries: whether any selector to come learns from the prefill's queries.
+
+    Attributes:
+        positions: tokens that the model can tell apart by place; None: any number.
+        ends: tokens that end a response.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        sink: int = 4,
+        window: int = 64,
+        dense_layers: int = 0,
+        seal: int | None = None,
+        chunk: int = 2048,
+        queries: bool = True,
+    ) -> None:
+        self.model, self.chunk, self.queries, self.seal = model, chunk, queries, seal
+        self.settings: dict[str, Any] = {"sink": sink, "window": window, "dense_layers": dense_layers}
+        self.config = model.config.get_text_config(decoder=True)
+        if not 0 <= dense_layers < self.config.num_hidden_layers:
+            raise ModelError(
+                f"the model has {self.config.num_hidden_layers} layers: of them 0 to "
+                f"{self.config.num_hidden_layers - 1} may be dense, got {dense_layers}"
+            )
+        self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        ends = model.generation_config.eos_token_id
+        self.ends: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    def check(self, tokens: int, what: str, remedy: str = "") -> None:
+        """ModelError where the model has no positions for so many tokens, with the `remedy` behind it."""
+        if self.positions is not None and tokens > self.positions:
+            raise ModelError(f"the model has {self.positions} positions, {what} takes {tokens}{remedy}")
+
+    @functools.cached_property
+    def sparse(self) -> tuple[int, ...]:
+        """The layers that attend to the whole context and are not dense: those that can be sparse."""
+        from sparseattn.models.sparse_cache import SparseCache
+
+        return tuple(SparseCache(self.model, "window", None, **self.settings).sparse_layers)
+
+    def check_layers(self, layers: Sequence[int], what: str) -> None:
+        """ModelError where not all of `layers` can be sparse."""
+        strange = [layer for layer in layers if layer not in self.sparse]
+        if strange:
+            raise ModelError(
+                f"{what} names layers of {', '.join(map(str, self.sparse))}, which attend to the whole context and are "
+                f"not dense; layer {strange[0]} is none of them"
+            )
+
+    def check_roles(self, roles: Roles) -> None:
+        """ValueError where roles do not fit the model, or a plan was made for another or with other rows."""
+        from sparseattn.models.sparse_cache import SparseCache
+
+        if isinstance(roles, Plan):
+            roles.check_model(self.fingerprint(), name_of(self.model))
+            roles.check_rows(self.settings["sink"], self.settings["window"])
+        SparseCache(self.model, roles=roles, budget=None, seal=self.seal, **self.settings)
+
+    def fingerprint(self) -> str:
+        """To tell retrained weights of the same name apart."""
+        return fingerprint(self.model.named_parameters())
+
+    def read(self, tokens: Sequence[int]) -> Any:
+        """A dense prefill."""
+        from sparseattn.models.prefill import Prefill
+
+        return Prefill(self.model, self._ids(tokens), chunk=self.chunk, queries=self.queries)
+
+    def index(
+        self,
+        prefill: Any,
+        tail: Sequence[int],
+        selector: Method | None,
+        layers: Sequence[int] | None = None,
+        bits: int | None = None,
+    ) -> Any:
+        """The cache of one method behind a prefill and a `tail`, read densely too; its index is built.
+
+        `layers`: those that are sparse, of `sparse`; None: all of these. `bits`: as in `KVCache`.
+        """
+        every = self.config.num_hidden_layers
+        if selector is None:
+            cache = prefill.cache("window", None, dense_layers=every)
+        else:
+            settings = dict(self.settings)
+            if layers is not None:
+                settings["dense_layers"] = sorted(set(range(every)) - set(layers))
+            which = {"roles": selector} if isinstance(selector, Roles) else {"selector": selector}
+            cache = prefill.cache(**which, budget=None, seal=self.seal, bits=bits, check=True, **settings)
+        cache.sparse_from = prefill.tokens + len(tail)
+        if tail:
+            self.forward(cache, tail, 1)
+        cache.seal()
+        return cache
+
+    def start(self, indexed: Any, budget: Budget) -> ModelSession:
+        """Decoding from a copy of `indexed`, which stays as it is."""
+        return ModelSession(self, indexed.clone(budget))
+
+    def forward(self, cache: Any, tokens: Sequence[int], logits: int) -> Tensor:
+        """The logits `[n,V]` behind the last `logits` tokens, behind all of them for 0."""
+        with torch.no_grad():
+            out = self.model(input_ids=self._ids(tokens), past_key_values=cache, use_cache=True, logits_to_keep=logits)
+        made: Tensor = out.logits[0]
+        return made
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.model.device)
+
+
+class ModelSession:
+    """One method decoding, token by token."""
+
+    def __init__(self, decoder: ModelDecoder, cache: Any) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._fed, self._held = 0, 0  # tokens fed; rows stored when each was, summed
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Feeds tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
+        logits = self._decoder.forward(self._cache, tokens, 0)
+        n = len(tokens)
+        self._fed += n
+        self._held += n * self._cache.get_seq_length() - n * (n - 1) // 2
+        return logits
+
+    def facts(self) -> dict[str, Any]:
+        """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
+        bytes that were read, to choose too (None where the selector does not say); means over the tokens. Layers that
+        roles leave dense count, with all their rows."""
+        stats = self._cache.stats()
+        context = self._held / max(self._fed, 1)
+        share, rows = (stats.bytes_share, stats.rows) if stats.sparse_calls else (1.0, context)
+        if (roles := self._cache.roles) is not None:
+            sparse, dense = len(self._cache.sparse_layers), sum(map(roles.dense, self._decoder.sparse))
+            share, rows = (
+                (x * sparse + all_ * dense) / (sparse + dense) for x, all_ in ((share, 1.0), (rows, context))
+            )
+        return {
+            "rows": rows,
+            "context": context,
+            "bytes_share": None if math.isnan(share) else share,
+            "sparse_calls": stats.sparse_calls,
+            "dense_calls": stats.dense_calls,
+        }

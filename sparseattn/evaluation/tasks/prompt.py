@@ -1,0 +1,116 @@
+"""A prompt as tokens: what is read densely, what is asked, and the keys of its records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.compared import FORCED, Compared
+from sparseattn.evaluation.tasks.records import KEY, Key
+from sparseattn.evaluation.tasks.tokens import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Tokens to measure on.
+
+    Args:
+        facts: of every record: task, length, depth, seed and the like.
+        context: tokens that are read densely.
+        question: tokens of the question; of a text for agreement, those fed one by one.
+        example: what to score a response by; None for agreement.
+        expected: for agreement, the token to expect behind each of `question`.
+        limit: tokens of an answer at most.
+    """
+
+    facts: dict[str, Any]
+    context: list[int]
+    question: list[int]
+    example: Example | None = None
+    expected: list[int] = field(default_factory=list)
+    limit: int = 0
+
+    @classmethod
+    def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
+        """The prompt of an example; `limit` None: twice the tokens of the answers and 8."""
+        question = tokens.asked(example.question, example.lead)
+        limit = limit or 2 * tokens.count(example.target) + 8
+        context = [*tokens.before, *tokens.ids(example.context)]
+        return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
+
+    def shortened(self, longest: int, tokens: Tokens, option: str = "longest") -> Prompt:
+        """With so much cut out of the middle of the context that prompt and answer have `longest` tokens at most.
+
+        The example loses the same.
+
+        Raises:
+            ValueError: naming the `option` that `longest` was given to: question and answer leave no room for 2 tokens
+                of the context.
+        """
+        asked = len(self.question) + self.limit
+        room = longest - asked
+        if len(self.context) <= room:
+            return self
+        if room < 2:
+            raise ValueError(
+                f"{self.name} has {len(self.question)} tokens of a question and {self.limit} of an answer: {option} is "
+                f"{asked + min(len(self.context), 2)} or more, got {longest}"
+            )
+        head, foot = self.context[: room // 2], self.context[-(room - room // 2) :]
+        words = tokens.text(head[len(tokens.before) :]) + tokens.text(foot)
+        return replace(
+            self,
+            context=head + foot,
+            example=self.example and replace(self.example, context=words),
+            facts={**self.facts, "cut": len(self.context) - room},
+        )
+
+    @classmethod
+    def passage(cls, facts: dict[str, Any], ids: Sequence[int], last: int) -> Prompt:
+        """Tokens of a text, the last of which are predicted one after the other."""
+        ids = list(ids)
+        return cls(facts, ids[: -last - 1], ids[-last - 1 : -1], expected=ids[-last:])
+
+    @property
+    def name(self) -> str:
+        """What the sentences of errors call it."""
+        where = [
+            f"{name} {self.facts[name]}"
+            for name in ("file", "line", "text", "length", "start", "depth", "seed")
+            if name in self.facts
+        ]
+        return f"a prompt of {self.facts['task']} ({', '.join(where)})"
+
+    @property
+    def tokens(self) -> int:
+        """Of context and question."""
+        return len(self.context) + len(self.question)
+
+    @property
+    def hash(self) -> str:
+        """Of all tokens and what they are for."""
+        place = (self.context, self.question, self.expected, self.example and self.example.answers)
+        return hashlib.sha256(repr(place).encode()).hexdigest()[:16]
+
+    def protocols(self, asked: Sequence[str]) -> Sequence[str]:
+        """Those of `asked` that fit this prompt."""
+        return asked if self.example is not None else (FORCED,)
+
+    def keys(self, asked: Sequence[str], methods: Sequence[Compared]) -> list[Key]:
+        """The keys of its records, in the order in which `measure` makes them."""
+        name = (self.facts["task"], self.hash)
+        return [
+            (*name, protocol, method.label, method.written, method.source, method.where)
+            for protocol in self.protocols(asked)
+            for method in methods
+        ]
+
+    def record(self, key: Key, *parts: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of one of its `keys`, with what was found."""
+        made = {**self.facts, **dict(zip(KEY, key, strict=True)), "prompt_tokens": self.tokens}
+        for part in parts:
+            made |= part
+        return made

@@ -1,0 +1,114 @@
+"""Results as JSON lines, appended one by one, so that an interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.jsonlines import append, json_object, whole_lines
+from sparseattn.utils.json_fields import MOST, Number
+
+Key: TypeAlias = "tuple[Any, ...]"
+
+KEY = ("task", "prompt", "protocol", "method", "budget", "source", "layers")  # what tells records of a file apart
+NULLABLE = ("budget", "source", "layers")  # of full attention, of methods without a budget, and for all layers
+WHOLE = "whole"  # the protocol of prompts that are handed over whole, of which nobody says what rows are read
+
+
+def key_of(record: Mapping[str, Any]) -> Key:
+    return tuple(record.get(name) for name in KEY)
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """ValueError in a sentence for a record that tables and figures could not be made of.
+
+    It has the texts of `KEY`, the number `rows` (by the protocol `WHOLE` `seconds`), and either `score`, from 0 to 1,
+    or what `agreement` gives. Records of perplexity alone, as releases before that wrote them, may stay in a file.
+    """
+    for name in KEY:
+        if not (isinstance(record.get(name), str) or (name in NULLABLE and record.get(name) is None)):
+            raise ValueError(f"{name} is text, got {reprlib.repr(record.get(name))}")
+    if "nll" in record or record["task"] == AGREEMENT:
+        _number(record, "nll")
+        _number(record, "scored_tokens", 1)
+        if record["task"] == AGREEMENT:
+            _number(record, "length", 1)
+            _number(record, "kl", 0)
+            _number(record, "same_top", 0, 1)
+            _number(record, "nll_difference", -MOST)
+            for name in ("text", "kind"):
+                if not isinstance(record.get(name), str):
+                    raise ValueError(f"{name} is text, got {reprlib.repr(record.get(name))}")
+    else:
+        _number(record, "score", 0, 1)
+        if record.get("ruler") is not None:
+            _number(record, "ruler", 0, 1)
+        if not isinstance(record.get("answers", []), list):
+            raise ValueError(f"answers are a list, got {reprlib.repr(record['answers'])}")
+    _number(record, "seconds" if record["protocol"] == WHOLE else "rows")
+    for name in ("length", "depth", "bytes_share", "first_token_seconds", "new_tokens"):
+        if record.get(name) is not None:
+            _number(record, name)
+
+
+def _number(record: Mapping[str, Any], name: str, least: float = 0, most: float = MOST) -> None:
+    Number(least, most).check(record.get(name), name)
+
+
+class Records:
+    """The records of a file. A line that was cut off, as of a run that was killed, is dropped.
+
+    Args:
+        path: the file; its folder exists.
+        settings: what every record's numbers depend on beyond its own `KEY`; it becomes part of each.
+
+    Raises:
+        OSError: the file cannot be used.
+        ValueError: it holds records of other settings, or lines that are no records; names file and line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.settings = json.loads(json.dumps(settings))
+        self.found: dict[Key, dict[str, Any]] = {}
+        whole_lines(self.path, self._take)
+
+    def _take(self, line: bytes, number: int) -> None:
+        try:
+            record = json_object(line)
+            check_record(record)
+            theirs = record.get("settings")
+            if not isinstance(theirs, dict):
+                raise ValueError(f"settings are an object, got {reprlib.repr(theirs)}")
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}, line {number} is a line that is no record of this command: {error}; remove that line or "
+                "file, or name another folder"
+            ) from None
+        for name in {**theirs, **self.settings}:
+            if theirs.get(name) != self.settings.get(name):
+                raise ValueError(
+                    f"{self.path}, line {number} holds results with another {name} ({reprlib.repr(theirs.get(name))}, "
+                    f"now {self.settings.get(name)!r}, in settings): name another folder, or remove that file"
+                )
+        self.found[key_of(record)] = record
+
+    def add(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends a record and returns it as it reads back; it is on the disk then.
+
+        Raises:
+            ValueError: it could not be read again (see `check_record`): a model that answers NaN has no perplexity.
+        """
+        try:
+            check_record(record)
+        except ValueError as error:
+            what = ", ".join(f"{name} {record.get(name)}" for name in ("task", "protocol", "method", "budget"))
+            raise ValueError(f"what was measured ({what}) cannot be kept: {error}") from None
+        kept = append(self.path, {**record, "settings": self.settings})
+        self.found[key_of(kept)] = kept
+        return kept

@@ -1,0 +1,189 @@
+"""One prefill of a prompt, and from it the responses of every method, by one of two protocols; what scores a response.
+
+- "question", the papers': the context is read densely; the question's tokens and then the answer's go through the
+  sparse path, one by one.
+- "prefill": the question is read densely too, all but its last token; that one is the first to go through the sparse
+  path, so that every token of the answer comes from it.
+
+Agreement has one protocol, "forced": the last tokens of a text go through the sparse path whatever the model expected,
+and through full attention, whose predictions the method's are compared with.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sparseattn.core.budget import Budget
+from sparseattn.evaluation.tasks.agreement import agreement
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.compared import FORCED, FULL
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.records import Key
+from sparseattn.evaluation.tasks.scoring import ruler, score
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.roles.roles import Method as Sparse
+from sparseattn.roles.roles import ranges, rounded_label
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A selector, its budget and where it is applied; without a selector, full attention.
+
+    Args:
+        selector: of every sparse layer, or roles, which have one for each layer or head.
+        budget: rows beyond sink and window.
+        written: the budget as text, for records; None where the selector does not look at it.
+        layers: those that are sparse, ascending; None: every one that attends to the whole context and is not dense.
+        bits: of the sealed rows of these, see `KVCache`; None: as they come.
+    """
+
+    selector: Sparse | None = None
+    budget: Budget = None
+    written: str | None = None
+    layers: tuple[int, ...] | None = None
+    bits: int | None = None
+
+    @property
+    def label(self) -> str:
+        return FULL if self.selector is None else rounded_label(self.selector.label(), self.bits)
+
+    @functools.cached_property
+    def source(self) -> str | None:
+        """What tells methods of one label apart: the selector's identity and a hash of what it read."""
+        return None if self.selector is None else self.selector.source()
+
+    @property
+    def where(self) -> str | None:
+        """The layers as text, for records: "0-9,12"; None for all of them."""
+        return None if self.layers is None else ranges(self.layers)
+
+
+class Session(Protocol):
+    """One method behind a prefill, decoding. It does not change what other sessions of the prefill read."""
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Feeds tokens through the method's attention, each by itself; the logits `[n,V]` behind each of them."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the tokens so far cost, for the record: `rows` attended among them."""
+
+
+class Decoder(Protocol):
+    """A model that reads prompts densely and goes on by any method, such as `decoder.ModelDecoder`."""
+
+    def read(self, tokens: Sequence[int]) -> Any:
+        """A dense prefill of a fresh prompt, 1 token or more."""
+
+    def index(
+        self,
+        prefill: Any,
+        tail: Sequence[int],
+        selector: Sparse | None,
+        layers: Sequence[int] | None = None,
+        bits: int | None = None,
+    ) -> Any:
+        """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
+
+        `layers`: those that are to be sparse; None: all that can. `bits`: of their sealed rows; None: as they come.
+        """
+
+    def start(self, indexed: Any, budget: Budget) -> Session:
+        """A session behind what `index` gave, which stays as it is."""
+
+
+def measure(
+    prompt: Prompt,
+    methods: Sequence[Method],
+    protocols: Sequence[str],
+    decoder: Decoder,
+    tokens: Tokens,
+    known: Collection[Key] = (),
+    ends: Collection[int] = (),
+) -> Iterator[dict[str, Any]]:
+    """A record for every protocol and method, but for those in `known`; the prompt is read once, if at all.
+
+    Args:
+        prompt: what to read and ask.
+        methods: what to compare.
+        protocols: of `PROTOCOLS`.
+        decoder: the model.
+        tokens: its tokenizer.
+        known: keys of records that are there already.
+        ends: tokens that end a response.
+    """
+    prefill, times = None, {}
+    for protocol in prompt.protocols(protocols):
+        keys = dict(zip(prompt.keys([protocol], methods), methods, strict=True))
+        wanted = [(key, method) for key, method in keys.items() if key not in known]
+        at = len(prompt.question) - 1 if protocol == "prefill" else 0
+        dense: Tensor | None = None  # [n,V] of full attention: not in records, so made again where they are continued
+        for (_, layers), group in itertools.groupby(wanted, lambda one: (one[1].label, one[1].layers)):
+            if prefill is None:
+                began = time.perf_counter()
+                prefill = decoder.read(prompt.context)
+                times["prefill_seconds"] = time.perf_counter() - began
+            members = list(group)
+            selector, bits = members[0][1].selector, members[0][1].bits
+            if protocol == FORCED and dense is None and selector is not None:
+                dense = decoder.start(decoder.index(prefill, [], None), None).feed(prompt.question)
+            began = time.perf_counter()
+            indexed = decoder.index(prefill, prompt.question[:at], selector, layers, bits)
+            times["index_seconds"] = time.perf_counter() - began
+            for key, method in members:
+                began = time.perf_counter()
+                session = decoder.start(indexed, method.budget)
+                if protocol == FORCED:
+                    logits = session.feed(prompt.question)
+                    times["decode_seconds"] = time.perf_counter() - began
+                    dense = logits if dense is None else dense
+                    result = agreement(logits, dense, prompt.expected)
+                else:
+                    result = _answer(session, prompt.question[at:], prompt, tokens, ends)
+                    times["decode_seconds"] = time.perf_counter() - began
+                chosen_by = {"selector": method.selector and repr(method.selector)}
+                took = {name: round(seconds, 4) for name, seconds in times.items()}
+                yield prompt.record(key, chosen_by, result, session.facts(), took)
+                del session  # before another one copies the keys and values
+            del indexed
+
+
+def _answer(
+    session: Session, fed: Sequence[int], prompt: Prompt, tokens: Tokens, ends: Collection[int]
+) -> dict[str, Any]:
+    """Greedy decoding until an end, a line's end behind some text, or the limit."""
+    logits = session.feed(fed)[-1]
+    made: list[int] = []
+    while True:
+        token = int(logits.argmax())
+        if token in ends:
+            break
+        made.append(token)
+        response = tokens.text(made)
+        if len(made) == prompt.limit or line_ended(response):
+            break
+        logits = session.feed([token])[-1]
+    assert prompt.example is not None
+    return scored(prompt.example, tokens.text(made))
+
+
+def line_ended(response: str) -> bool:
+    """Whether a response is whole: a line has ended behind some text."""
+    return "\n" in response.lstrip()
+
+
+def scored(example: Example, response: str) -> dict[str, Any]:
+    """A response and its scores, for a record."""
+    return {
+        "response": response,
+        "answers": list(example.answers),
+        "scoring": example.scoring,
+        "score": score(example.scoring, response, example.answers, example.others),
+        "ruler": ruler(example.scoring, response, example.answers),
+    }

@@ -1,0 +1,108 @@
+"""Servers as an engine: each is handed the same prompts whole, several at once, and answers by its own attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.records import WHOLE, Key
+from sparseattn.evaluation.tasks.run import line_ended, scored
+from sparseattn.evaluation.tasks.tokens import Tokens, turns
+from sparseattn.serving.openai_client import Answer, Question, Server, ServerError
+
+AHEAD = 2  # prompts that are made, for each that a server is asked at once: making one must not leave a server idle
+
+
+class Served:
+    """Compares servers, one after the other, so that two on one machine do not slow each other.
+
+    Args:
+        servers: the one that others are compared with first.
+        tokens: whose tokens prompts are counted in.
+        chat: whether prompts are turns of a user in a chat.
+        concurrency: requests at a server at once.
+    """
+
+    protocols = (WHOLE,)
+
+    def __init__(self, servers: Sequence[Server], tokens: Tokens, chat: bool, concurrency: int) -> None:
+        self.servers = servers
+        self.passes = [Asked(server, tokens, chat, concurrency) for server in servers]
+        self.positions = min((server.positions for server in servers if server.positions is not None), default=None)
+
+    def check(self, tokens: int, what: str, remedy: str = "") -> None:
+        """ServerError where a server says that it takes fewer tokens."""
+        for server in self.servers:
+            if server.positions is not None and tokens > server.positions:
+                raise ServerError(
+                    f"the server {server.name} takes {server.positions} tokens, {what} takes {tokens}{remedy}"
+                )
+
+
+class Asked:
+    """One server, as what is compared and as the pass that asks it."""
+
+    written = where = None
+
+    def __init__(self, server: Server, tokens: Tokens, chat: bool, concurrency: int) -> None:
+        self.server, self.tokens, self.chat, self.concurrency = server, tokens, chat, concurrency
+        self.label, self.source = server.name, f"{server.model} at {server.url}"
+        self.compared = [self]
+        self.facts = {
+            "url": server.url,
+            "served_model": server.model,
+            "server_version": server.version,
+            "concurrency": concurrency,
+        }
+
+    def measure(self, prompts: Iterable[Prompt], known: Collection[Key]) -> Generator[dict[str, Any], None, None]:
+        """Asks, as long as there are prompts; an answer that fails ends it, behind those that are there by then.
+
+        Raises:
+            ServerError: out of reach, refused, or broken off, again and again where it may pass.
+        """
+        coming = (prompt for prompt in prompts if self._key(prompt) not in known)
+        asked: dict[Future[Answer], Prompt] = {}
+        with self.server.asking(self.concurrency) as ask:
+            while True:
+                while len(asked) < AHEAD * self.concurrency and (prompt := next(coming, None)) is not None:
+                    asked[ask(self._question(prompt))] = prompt
+                if not asked:
+                    return
+                done, _ = wait(asked, return_when=FIRST_COMPLETED)
+                for future in sorted(done, key=lambda one: one.exception() is not None):  # keep what is there first
+                    answer = future.result()
+                    yield self._record(asked.pop(future), answer)
+
+    def _key(self, prompt: Prompt) -> Key:
+        (key,) = prompt.keys((WHOLE,), self.compared)
+        return key
+
+    def _question(self, prompt: Prompt) -> Question:
+        one = prompt.example
+        assert one is not None
+        question, begun = turns(one.question, one.lead) if self.chat else (one.question, None)
+        return Question(prompt.name, one.context + question, begun, prompt.limit, line_ended)
+
+    def _record(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+        """With seconds to the first token and to the end, tokens of the response, and attempts that it took."""
+        assert prompt.example is not None
+        response = whole_line(answer.text)
+        first = answer.first_seconds
+        facts = {
+            "seconds": round(answer.seconds, 4),
+            "first_token_seconds": None if first is None else round(first, 4),
+            "new_tokens": self.tokens.count(answer.text),
+            "attempts": answer.attempts,
+        }
+        return prompt.record(self._key(prompt), scored(prompt.example, response), facts, self.facts)
+
+
+def whole_line(text: str) -> str:
+    """A text as far as its first line that holds something, and that line's end."""
+    found = re.match(r"\s*[^\n]*\n?", text)
+    assert found is not None
+    return found[0]

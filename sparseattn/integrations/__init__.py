@@ -1,1 +1,0 @@
-"""Bridges to other libraries, imported when one of their functions runs and never by `import sparseattn`."""

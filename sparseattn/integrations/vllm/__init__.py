@@ -1,5 +1,0 @@
-"""Sparse decoding in vLLM: a plug-in that is inert unless an engine is configured (`settings`), on the CPU (`cpu`)."""
-
-from sparseattn.integrations.vllm.counters import VLLMStats, stats
-
-__all__ = ["VLLMStats", "stats"]

@@ -1,0 +1,1 @@
+"""Attention over rows that are stored in few bits."""

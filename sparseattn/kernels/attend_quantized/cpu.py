@@ -1,0 +1,240 @@
+"""`attend_coded`, compiled by numba for the CPU: codes are read in place, 32 rows at a time are read back into a buffer
+that stays in the cache of a core, and what attends to them there is the code that attends to rows of 32 bits.
+
+A row is read back once for all query heads that share its choice; the levels of a group of keys are widened once for
+all rows of it that follow each other in a selection, as those of a page do.
+"""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from sparseattn.core.selection import Selection
+from sparseattn.kernels.attend.cpu import (  # fmt: skip
+    FAST,
+    LOG2E,
+    ONE_AT_A_TIME,
+    PART_ROWS,
+    PARTS,
+    TILE,
+    _bits,
+    _flat,
+    _merge,
+    _no_bias,
+    _read,
+    _scope,
+    _tile,
+    fetch,
+    use_threads,
+)
+from sparseattn.kernels.attend_quantized.reference import CHANNELS, CodedRows
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_entry import entry
+
+
+@intrinsic
+def _half(typing, array, place, shift):
+    """Four bits of the byte at `place` of a flat uint8 array, from bit `shift` on, as float32."""
+
+    def code(context, builder, signature, arguments):
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        value = builder.load(builder.gep(data, [arguments[1]]))
+        value.set_metadata("alias.scope", _scope(builder))
+        byte = ir.IntType(8)
+        shifted = builder.lshr(value, builder.trunc(arguments[2], byte))
+        return builder.uitofp(builder.and_(shifted, ir.Constant(byte, 15)), ir.FloatType())
+
+    return types.float32(array, types.intp, types.intp), code
+
+
+@intrinsic
+def _put(typing, array, place, number):
+    """`array[place] = number` of a flat float32 array that no `_read` in the loop touches."""
+
+    def code(context, builder, signature, arguments):
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        builder.store(arguments[2], builder.gep(data, [arguments[1]])).set_metadata("noalias", _scope(builder))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), code
+
+
+@njit(fastmath=set(FAST))
+def _widened(levels, at, out, size):
+    """Levels of a group of keys, low then step, as float32."""
+    for d in range(2 * size):
+        _put(out, d, _read(levels, at + d))
+
+
+@njit(fastmath=set(FAST))
+def _key(codes, at, levels, out, to, size, bits):
+    """Reads a key back into `out[to:]`; levels: float32, low then step."""
+    if bits == 8:
+        for d in range(size):
+            _put(out, to + d, _read(levels, d) + _read(levels, size + d) * _read(codes, at + d))
+        return
+    wide = (size + 1) // 2
+    for d in range(wide):
+        _put(out, to + d, _read(levels, d) + _read(levels, size + d) * _half(codes, at + d, 0))
+    for d in range(size - wide):
+        low, step = _read(levels, wide + d), _read(levels, size + wide + d)
+        _put(out, to + wide + d, low + step * _half(codes, at + d, 4))
+
+
+@njit(fastmath=set(FAST))
+def _value(codes, at, levels, level_at, groups, out, to, size, bits):
+    """Reads a value back into `out[to:]`; levels: the lows of its `groups` groups of channels from `level_at` on, then
+    their steps."""
+    wide = size if bits == 8 else (size + 1) // 2
+    d = 0
+    while d < size:  # as many channels as are of one group and one half of the bytes
+        c = d // CHANNELS
+        high = d >= wide
+        end = min((c + 1) * CHANNELS, size if high else min(wide, size))
+        low, step = _read(levels, level_at + c), _read(levels, level_at + groups + c)
+        if bits == 8:
+            for e in range(d, end):
+                _put(out, to + e, low + step * _read(codes, at + e))
+        elif high:
+            for e in range(d, end):
+                _put(out, to + e, low + step * _half(codes, at + e - wide, 4))
+        else:
+            for e in range(d, end):
+                _put(out, to + e, low + step * _half(codes, at + e, 0))
+        d = end
+
+
+@njit(fastmath=set(FAST))
+def _part(
+    query, scale, keys, key_base, key_step, levels, level_base, level_step, values, value_base, value_step,
+    of_values, of_base, of_step, stored, group, bits, start, length, bias, span, split, splits, acc, peak, total,
+):  # fmt: skip
+    """Attention of a list's query heads `[share,D]` over one part: `acc` `[share*D]`, `peak` and `total` `[share]`."""
+    share, size = query.shape
+    slots, groups = start.shape[0], (size + CHANNELS - 1) // CHANNELS
+    wide = (size * bits + 7) // 8
+    rows = 0
+    for s in range(slots):
+        rows += max(min(start[s] + min(length[s], span), stored) - max(start[s], 0), 0)
+    begin, stop = rows * split // splits, rows * (split + 1) // splits
+    asked, flat = np.empty(share * size, np.float32), query.reshape(-1)
+    for d in range(share * size):
+        asked[d] = _read(flat, d) * scale
+    acc[:], peak[:], total[:] = 0, -np.inf, 0
+    row_at = np.empty(TILE, np.int64)
+    key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    read_keys, read_values = np.empty(TILE * size, np.float32), np.empty(TILE * size, np.float32)
+    own, held = np.empty(2 * size, np.float32), -1
+    weights, more = np.empty(share * TILE, np.float32), np.zeros(TILE, np.float32)
+    filled, passed, seen = 0, 0, -1
+    for s in range(slots + 1):
+        low, high, extra = 0, 0, np.float32(0)
+        if s < slots:
+            low, high = max(start[s], 0), min(start[s] + min(length[s], span), stored)
+            extra = bias[s] * LOG2E if bias.shape[0] else np.float32(0)
+        first, last = max(low, low + begin - passed), min(high, low + stop - passed)
+        passed += max(high - low, 0)
+        end = s == slots or passed >= stop
+        row = first
+        while row < last or (end and filled):
+            if row < last:
+                row_at[filled], more[filled] = row, extra
+                fetch(keys, key_base + row * key_step, wide)
+                fetch(values, value_base + row * value_step, wide)
+                fetch(of_values, of_base + row * of_step, 2 * groups)
+                if row // group != seen:
+                    seen = row // group
+                    fetch(levels, level_base + seen * level_step, 2 * size)
+                row += 1
+                filled += 1
+            if filled == TILE or (end and row >= last):
+                for t in range(filled):
+                    at = row_at[t]
+                    if at // group != held:
+                        held = at // group
+                        _widened(levels, level_base + held * level_step, own, size)
+                    key_at[t] = value_at[t] = t * size
+                    _key(keys, key_base + at * key_step, own, read_keys, t * size, size, bits)
+                    _value(
+                        values, value_base + at * value_step, of_values, of_base + at * of_step, groups,
+                        read_values, t * size, size, bits,
+                    )  # fmt: skip
+                _tile(
+                    asked, share, size, read_keys, read_values, key_at, value_at, more, filled, weights, peak, total,
+                    acc,
+                )  # fmt: skip
+                filled = 0
+        if end:
+            break
+
+
+@entry(parallel=True, cache=True, nogil=True)
+def _attend(
+    query, scale, keys, key_steps, levels, level_steps, values, value_steps, of_values, of_steps, heads, batch, stored,
+    group, bits, start, length, bias, span, acc, peak, total, out, lse,
+):  # fmt: skip
+    """query, out: `[B*Hs,share,D]`; keys, levels, values, of_values: flat, with the steps of sequence, head and row;
+    start, length, bias: `[B*Hs,S]`, or a bias without slots; acc, peak and total: `[B*Hs,splits,share,..]`, the
+    parts."""
+    lists, splits = total.shape[:2]
+    chosen = lists // batch
+    for unit in prange(lists * splits):
+        which, split = unit // splits, unit % splits
+        b = which // chosen
+        h = which % chosen * heads // chosen
+        _part(
+            query[which], scale, keys, b * key_steps[0] + h * key_steps[1], key_steps[2],
+            levels, b * level_steps[0] + h * level_steps[1], level_steps[2],
+            values, b * value_steps[0] + h * value_steps[1], value_steps[2],
+            of_values, b * of_steps[0] + h * of_steps[1], of_steps[2], stored, group, bits,
+            start[which], length[which], bias[which], span, split, splits,
+            acc[which, split].reshape(-1), peak[which, split], total[which, split],
+        )  # fmt: skip
+    for which in range(lists):
+        for g in range(total.shape[2]):
+            _merge(acc[which], peak[which], total[which], g, out[which], lse[which])
+
+
+def attend(query: Tensor, rows: CodedRows, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
+    """As `dispatch.attend_coded`, accumulated in float32; rows are views of any strides but the last.
+
+    Raises:
+        ValueError: codes or levels whose elements of one row are not adjacent.
+    """
+    batch, heads, group, size = query.shape
+    chosen, slots = selection.start.shape[1:]
+    lists, share = batch * chosen, heads * group // chosen
+    splits = max(1, min(-(-PARTS // max(lists, 1)), slots * selection.span // PART_ROWS + 1))
+    parts = [_flat(part) for part in (rows.keys, rows.key_levels.flatten(3), rows.values, rows.value_levels.flatten(3))]
+    acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
+    out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
+    bias = _no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
+    with ONE_AT_A_TIME:
+        use_threads(2 * slots * selection.span * lists * share * size)
+        _attend(
+            _bits(query).reshape(lists, share, size),
+            np.float32(scale) * LOG2E,
+            *(one for part in parts for one in part),
+            heads,
+            batch,
+            rows.keys.shape[2],
+            rows.group,
+            rows.bits,
+            selection.start.contiguous().numpy().reshape(lists, slots),
+            selection.length.contiguous().numpy().reshape(lists, slots),
+            bias,
+            selection.span,
+            acc.numpy(),
+            *total.numpy(),
+            out.numpy().reshape(lists, share, size),
+            lse.numpy().reshape(lists, share),
+        )
+    return out.to(query.dtype), lse

@@ -1,0 +1,1 @@
+"""Attention over chosen pages of vLLM's packed blocks, where they lie (CPU)."""

@@ -1,0 +1,1 @@
+"""The visited buckets' rows as spans within the budget (SAAP)."""

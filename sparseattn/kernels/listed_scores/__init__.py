@@ -1,0 +1,1 @@
+"""Scores of keys that a list names, read where they lie (QueryBridge)."""

@@ -1,0 +1,1 @@
+"""Quest's scores of pages, from the minimum and maximum of each channel."""

@@ -1,0 +1,182 @@
+"""The best rows by their scores, compiled by numba for the CPU: by histogram, of the rows that can be among them."""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from sparseattn.kernels.attend.cpu import ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORD, every, place_in, splat
+
+
+@intrinsic
+def _fold(typing, numbers, at, many, out, o):
+    """`out[o:o + 16]`: the largest of each lane of `many` registers from `numbers[at]` on, or of those behind the last
+    NaN, or this: no more than the largest number."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, many_, out_, o_ = arguments
+        top = cgutils.alloca_once(builder, FLOATS)
+        builder.store(every(FLOATS, -math.inf), top)
+        with cgutils.for_range(builder, many_) as loop:
+            place = builder.add(at_, builder.mul(loop.index, ir.Constant(at_.type, LANES)))
+            x = builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
+            held = builder.load(top)
+            builder.store(builder.select(builder.fcmp_ordered("<=", x, held), held, x), top)
+        builder.store(builder.load(top), place_in(context, builder, out, out_, o_, FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.intp, types.intp, out, types.intp), code
+
+
+@intrinsic
+def _reaching(typing, numbers, at, least):
+    """A bit for each of the 16 `numbers[at:]` that is not below `least`, and not -inf."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, least_ = arguments
+        x = builder.load(place_in(context, builder, numbers, numbers_, at_, FLOATS), align=4)
+        reaches = builder.fcmp_unordered(">=", x, splat(builder, least_, FLOATS))
+        reaches = builder.and_(reaches, builder.fcmp_unordered("!=", x, every(FLOATS, -math.inf)))
+        return builder.zext(builder.bitcast(reaches, ir.IntType(LANES)), WORD)
+
+    return types.uint32(numbers, types.intp, types.float32), code
+
+
+@intrinsic
+def _first_bit(typing, bits):
+    """The place of the lowest bit of a number that is not 0."""
+
+    def code(context, builder, signature, arguments):
+        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+
+    return types.intp(types.uint32), code
+
+
+@intrinsic
+def _key(typing, number):
+    """An integer that is the larger the larger a float32 is."""
+
+    def code(context, builder, signature, arguments):
+        bits = builder.bitcast(arguments[0], WORD)
+        sign = builder.ashr(bits, ir.Constant(WORD, 31))
+        return builder.xor(bits, builder.or_(sign, ir.Constant(WORD, 1 << 31)))
+
+    return types.uint32(types.float32), code
+
+
+@intrinsic
+def _number(typing, key):
+    """The float32 of a `_key`."""
+
+    def code(context, builder, signature, arguments):
+        sign = builder.ashr(arguments[0], ir.Constant(WORD, 31))
+        flip = builder.or_(builder.not_(sign), ir.Constant(WORD, 1 << 31))
+        return builder.bitcast(builder.xor(arguments[0], flip), FLOAT)
+
+    return types.float32(types.uint32), code
+
+
+@njit
+def _nth(keys, many, count, spare):
+    """The `count`-th largest of `keys[:many]` and how many equal to it are among the `count` largest.
+
+    By a histogram of the leading 11 bits, then of the next 11 in the bin where the count is reached, then of the last.
+    """
+    bins = np.empty(2048, np.int32)
+    held, shift = keys, 21
+    while True:
+        bins[:] = 0
+        mask = 2047 if shift else 1023
+        for i in range(many):
+            bins[np.intp(held[i] >> np.uint32(shift)) & mask] += 1
+        edge = mask
+        while bins[edge] < count:
+            count -= bins[edge]
+            edge -= 1
+        inside = 0
+        for i in range(many):  # `spare` may be what is read: it is written no farther than read
+            key = held[i]
+            if np.intp(key >> np.uint32(shift)) & mask == edge:
+                spare[inside] = key
+                inside += 1
+        held, many = spare, inside
+        if shift == 0 or many == 1:
+            return spare[0], count
+        shift = 10 if shift == 21 else 0
+
+
+@njit
+def best(scores, ids):
+    """The largest of `scores` that are not -inf, in no order, as `ids` `[count]`, -1 where there are fewer."""
+    total, count = scores.shape[0], ids.shape[0]
+    if count == 0:
+        return
+    keys, spare, places = np.empty(total, np.uint32), np.empty(total, np.uint32), np.empty(total, np.int32)
+    fold = 16
+    while fold > 1 and total // (fold * LANES) * LANES < 2 * count:
+        fold //= 4
+    blocks = total // (fold * LANES)
+    least = np.float32(-np.inf)
+    if fold > 1:
+        # Each of so many sets of rows has a row that is its largest: the count-th largest of these is no larger than
+        # the count-th largest row, and nearly as large where the best rows are scattered.
+        tops = np.empty(blocks * LANES, np.float32)
+        for block in range(blocks):
+            _fold(scores, block * fold * LANES, fold, tops, block * LANES)
+        for i in range(blocks * LANES):
+            keys[i] = _key(tops[i])
+        least = _number(_nth(keys, blocks * LANES, count, spare)[0])
+    found = 0
+    for n in range(0, total - LANES + 1, LANES):
+        marks = _reaching(scores, n, least)
+        while marks:
+            row = n + _first_bit(marks)
+            marks &= marks - np.uint32(1)
+            places[found], keys[found] = row, _key(scores[row])
+            found += 1
+    for row in range(total & -LANES, total):
+        if not scores[row] < least and scores[row] != -np.inf:
+            places[found], keys[found] = row, _key(scores[row])
+            found += 1
+    if found <= count:
+        ids[:found], ids[found:] = places[:found], -1
+        return
+    edge, equal = _nth(keys, found, count, spare)
+    filled = 0
+    for i in range(found):
+        if keys[i] < edge or (keys[i] == edge and equal == 0):
+            continue
+        equal -= keys[i] == edge
+        ids[filled] = places[i]
+        filled += 1
+
+
+@entry(parallel=True, cache=True, nogil=True)
+def _best_rows(scores, ids):
+    for which in prange(len(scores)):
+        best(scores[which], ids[which])
+
+
+def best_rows(scores: Tensor, count: int) -> Tensor:
+    """As `sparseattn.kernels.scoring.best_rows`, of float32."""
+    batch, chosen, total = scores.shape
+    ids = torch.empty(batch, chosen, min(count, total), dtype=torch.int32)
+    if not ids.numel():
+        return ids
+    with ONE_AT_A_TIME:
+        use_threads(2 * scores.numel())
+        _best_rows(scores.contiguous().numpy().reshape(-1, total), ids.numpy().reshape(-1, ids.shape[2]))
+    return ids

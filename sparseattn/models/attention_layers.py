@@ -1,0 +1,95 @@
+"""What the attention layers of a transformers model are: shapes, scale, window, RoPE. Told by what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparseattn.core.rope import Rope
+from sparseattn.models import rotary
+from sparseattn.models.attention_routing import Call, not_held
+from sparseattn.models.capture import probe, quiet
+from sparseattn.models.transformers_classes import DynamicCache
+
+TOKENS = 4  # of a look at a model
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One layer with softmax attention.
+
+    Args:
+        heads, group, size: H, G and D.
+        scale: factor of the logits.
+        window: rows of a sliding window, None for the whole context.
+        beyond: what it does that softmax attention over keys and values does not say, in words; None: nothing.
+        rope: its RoPE; None where it applies none, or one whose frequencies follow the length.
+        dtype, device: of its keys.
+    """
+
+    heads: int
+    group: int
+    size: int
+    scale: float
+    window: int | None
+    beyond: str | None
+    rope: Rope | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
+    """The softmax attention layers of a model by number, from three forward passes over a few tokens.
+
+    Args:
+        model: a causal LM of transformers.
+        original: the name of its attention implementation.
+
+    Raises:
+        ModelError: it has none that goes through transformers' AttentionInterface.
+    """
+    config = model.config.get_text_config(decoder=True)
+    ids = (torch.arange(1, TOKENS + 1) % config.vocab_size)[None]
+    with quiet(model):
+        # With a cache, which layers may share keys through. Calls are held, so equal addresses are of the same keys.
+        cached = probe(model, original, ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+        keys = {index: call.key.data_ptr() for index, call in cached.items()}
+        with rotary.Watch({index: call.module for index, call in cached.items()}) as watch:
+            calls = probe(model, original, ids)
+            ropes = {index: rope for index, call in calls.items() if (rope := _rope(model, call, watch)) is not None}
+            if ropes:
+                # Beyond every length it was made for, a model whose frequencies follow the length applies others.
+                far = 2 * config.max_position_embeddings + torch.arange(TOKENS)
+                watch.outputs_too = False
+                probe(model, original, ids, position_ids=far[None].to(model.device))
+                ropes = {i: rope for i, rope in ropes.items() if _applied(rope, watch, i, far)}
+    sharing = {index: [other for other in keys if keys[other] == keys[index]] for index in keys}
+    return {index: _described(call, ropes.get(index), sharing[index]) for index, call in calls.items()}
+
+
+def _rope(model: Any, call: Call, watch: rotary.Watch) -> Rope | None:
+    given, outputs = watch.embeddings.get(call.layer), watch.outputs.get(call.layer, [])
+    positions = torch.arange(TOKENS, device=call.key.device)
+    try:
+        return rotary.find(rotary.ropes_of(model), given, positions, call.query[0], call.key[0], outputs)
+    except rotary.NoRope:
+        return None
+
+
+def _applied(rope: Rope, watch: rotary.Watch, index: int, positions: torch.Tensor) -> bool:
+    given = watch.embeddings.get(index)
+    return given is not None and rotary.applied(rope, given, positions.to(given[0].device))
+
+
+def _described(call: Call, rope: Rope | None, sharing: Sequence[int]) -> AttentionLayer:
+    _, heads, _, size = call.key.shape
+    beyond = not_held(call)
+    if len(sharing) > 1:
+        beyond = f"shares its keys with other layers (all of {', '.join(map(str, sharing))})"
+    if call.value.shape[-1] != size:
+        beyond = f"has keys of {size} dimensions and values of {call.value.shape[-1]}"
+    group = call.query.shape[1] // heads
+    return AttentionLayer(heads, group, size, call.scale, call.window, beyond, rope, call.key.dtype, call.key.device)

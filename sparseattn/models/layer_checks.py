@@ -1,0 +1,164 @@
+"""Which layers of a model are to be sparse, and whether what is asked for fits them: the checks of `SparseCache`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparseattn.cache.decode import decode
+from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
+from sparseattn.core.budget import Budget, budget_of
+from sparseattn.core.layer_choices import Board
+from sparseattn.models.attention_layers import AttentionLayer
+from sparseattn.models.attention_routing import name_of
+from sparseattn.models.errors import ModelError
+from sparseattn.models.transformers_classes import DynamicLayer
+from sparseattn.roles.fingerprint import fingerprint
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Roles, Share, ranges
+
+
+def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
+    """The layers to stay dense, in order; else ValueError."""
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= layers:
+        return tuple(range(given))
+    if isinstance(given, Sequence) and not isinstance(given, str) and set(given) <= set(range(layers)):
+        return tuple(sorted(set(given)))
+    raise ValueError(
+        f"dense_layers is how many of the first layers stay dense, 0 to {layers}, or a list of layers, got {given!r}"
+    )
+
+
+def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, trusted: Collection[str] = ()) -> Plan:
+    """The plan, of a file perhaps, that may name classes of modules that are `trusted`.
+
+    Raises:
+        ValueError: it was made for other weights, or something is `beside` it that chooses too.
+    """
+    weights = fingerprint(model.named_parameters()), name_of(model)
+    found = plan if isinstance(plan, Plan) else Plan.load(plan, trusted, weights)
+    if beside is not None:
+        raise ValueError(
+            f"plan {found.name} names the method of every layer: give it, roles or a selector, got {beside!r}"
+        )
+    found.check_model(*weights)
+    return found
+
+
+def dense_by_roles(
+    roles: Roles, model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
+) -> tuple[int, ...]:
+    """The layers to stay dense, in order: those named already, and those whose heads all are dense by their role.
+
+    Raises:
+        ValueError: roles that do not fit the model: a layer that it does not have or that they leave out, another
+            number of heads, or anything but dense for a layer that does not attend to the whole context.
+    """
+    if strange := [i for i in roles.layers if i >= len(layers)]:
+        raise ValueError(
+            f"roles {roles.name} name layers {ranges(roles.layers)}, and {name_of(model)} has {len(layers)}, 0 to "
+            f"{len(layers) - 1}: layer {strange[0]} is none of them"
+        )
+    able = _whole_context(layers, found)
+    for i in able:
+        if i in found:  # what is not found cannot be sparse
+            roles.shares(i, found[i].heads)
+    for i in roles.layers:
+        if i not in able and not roles.dense(i):
+            raise ValueError(
+                f"roles {roles.name} are more than dense in layer {i}, which does not attend to the whole context in "
+                f"{name_of(model)} and stays as it is: leave it out"
+            )
+    return tuple(sorted({*dense, *(i for i in roles.layers if roles.dense(i))}))
+
+
+def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
+    """The layers that attend to every row, as far as is known."""
+    able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    return [i for i in able if i not in found or found[i].window is None]
+
+
+def sparse_layers(
+    model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
+) -> list[int]:
+    """The layers to be sparse: those that attend to the whole context and are not to stay dense; else ModelError."""
+    able = _whole_context(layers, found)
+    if not able:
+        raise ModelError(f"{name_of(model)} has no layer that attends to the whole context: there is nothing to select")
+    sparse = [i for i in able if i not in dense]
+    for i in sparse:
+        if i not in found:
+            raise ModelError(f"layer {i} of {name_of(model)} has no attention that can be routed: make it dense")
+        if (beyond := found[i].beyond) is not None:
+            raise ModelError(
+                f"layer {i} of {name_of(model)} {beyond}, which sparse attention does not compute: name such layers in "
+                f"dense_layers, or use another model"
+            )
+    return sparse
+
+
+def check_mapping(name: str, given: Any, sparse: Sequence[int]) -> None:
+    """A mapping from layers covers the sparse ones and names no others; else ValueError."""
+    if not isinstance(given, Mapping):
+        return
+    strange = [key for key in given if key != "default" and key not in sparse]
+    lacking = [i for i in sparse if i not in given and "default" not in given]
+    if strange or lacking:
+        raise ValueError(
+            f"{name} by layer names sparse layers ({', '.join(map(str, sparse))}) and 'default' for the others; "
+            + (f"{strange[0]!r} is none of them" if strange else f"layer {lacking[0]} is missing")
+        )
+
+
+def of_layer(given: Any, index: int) -> Any:
+    """What `given`, one value or a mapping by layer, says of a layer."""
+    return given.get(index, given.get("default")) if isinstance(given, Mapping) else given
+
+
+def check_budget(index: int, budget: Budget, share: Share) -> None:
+    """A budget fits the selector of a layer's heads; else ValueError."""
+    try:
+        budget_of(share.selector, share.budget(budget), 1)
+    except ValueError as error:
+        raise ValueError(f"layer {index}: {error}") from error
+
+
+def try_out(
+    share: Share,
+    index: int,
+    depth: int,
+    what: AttentionLayer,
+    budget: Budget,
+    apart: torch.device | str | None,
+    impl: str | None,
+    board: Board,
+    bits: int | None = None,
+    group: int = GROUP,
+) -> None:
+    """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now.
+
+    depth: layers of the model.
+    board: of its layers, which are tried one after another. bits, group: as in `KVCache`.
+    """
+    selector = share.fresh(index, what.rope, depth, what.scale)
+    selector.board = board
+    if selector.foresees:
+        raise ValueError(
+            f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
+            f"traces made with `sparseattn capture --ahead`, or make the layer dense"
+        )
+    heads = what.heads if share.heads is None else len(share.heads.which)
+    selector.check_shape(heads, what.group, what.size)
+    count = max(unit_of(selector, bits, group), 16)
+    draw = torch.Generator().manual_seed(0)
+    shape = (1, heads, count, what.size)
+    rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
+    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, bits=bits, group=group, check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what so few rows lack
+        trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))
+        decode(rows[2:, :, :, 0].movedim(0, 2), trial, share.budget(budget), scale=what.scale, impl=impl)

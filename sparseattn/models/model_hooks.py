@@ -1,0 +1,238 @@
+"""Prepare a transformers model for sparse attention and give it back: a route for its calls, a frame for its passes.
+
+Threads may share a prepared model, a cache each: what is known of a pass lies in context variables.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparseattn.models.attention_layers import attention_layers
+from sparseattn.models.attention_routing import Call, Route, delegate, implementation, name_of
+from sparseattn.models.capture import alone
+from sparseattn.models.errors import ModelError
+from sparseattn.models.sparse_layer import RUNNING, SparseLayer
+
+# Of how many of the last tokens the pass in progress is to give logits, 0: of all.
+_WANTED: ContextVar[int] = ContextVar("sparseattn_wanted", default=0)
+
+
+class Prepared:
+    """A model whose attention calls come to `_attend`, and whose passes tell which cache they were given.
+
+    Attributes:
+        original: the name of its own attention implementation.
+        layers: its softmax attention layers, by number.
+        undone: whether it has its own attention back.
+        due: whether the `SparseCache` that it was prepared for is done with it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.undone = self.due = False
+        with alone(model, "prepared for sparse attention"):
+            self.original = implementation(model)
+            if self.original not in ("sdpa", "eager") and "flash" not in self.original:
+                raise ModelError(
+                    f"the attention of {name_of(model)} is {self.original!r}; sparse attention goes with sdpa, eager "
+                    f"and flash attention: model.set_attn_implementation('sdpa') first"
+                )
+            self.layers = attention_layers(model, self.original)
+            self._route = Route(model, self.original, "sparse", _attend)
+            inner = _inner(model)
+            try:
+                if inner is not model:
+                    _Whole.put_on(model, self)
+                _Inner.put_on(inner, self)
+                self._route.set()
+            except BaseException:
+                self.undo(model)
+                raise
+
+    def undo(self, model: Any) -> None:
+        """Takes everything back."""
+        self.undone = True
+        self._route.undo()
+        for module in (model, _inner(model)):
+            _Around.take_off(module)
+
+    def cache_of(self, module: Any, inputs: dict[str, Any]) -> Any:
+        """The `SparseCache` that a pass of the model's inner part was given.
+
+        Raises:
+            RuntimeError: another cache or none, or a model that is being trained.
+        """
+        cache: Any = inputs.get("past_key_values")
+        if getattr(cache, "prepared", None) is not self:
+            what = "no cache" if cache is None else f"a {type(cache).__name__} that was not made for it"
+            raise RuntimeError(
+                f"this model is prepared for sparse attention and was run with {what}: pass past_key_values=a "
+                f"SparseCache made for it, or give it its own attention back with restore(model)"
+            )
+        if module.training:
+            raise RuntimeError("sparse attention is for inference: put the model in eval() mode")
+        return cache
+
+
+class _Around(ABC):
+    """Stands in for a module's `forward`: whatever ends a pass, Ctrl-C too, comes by here, which hooks do not see.
+
+    Copies and pickles of the module have one of their own, for they hold theirs under the same name.
+
+    Args:
+        module: whose; held weakly, as it holds this.
+        prepared: its model's preparation.
+        own: what its `forward` was, where that was not its class's.
+    """
+
+    def __init__(self, module: nn.Module, prepared: Prepared, own: Callable[..., Any] | None) -> None:
+        self._module, self.prepared, self._own = weakref.ref(module), prepared, own
+        self.__signature__ = inspect.signature(self._forward)  # generate() looks which arguments there are
+
+    @classmethod
+    def put_on(cls, module: nn.Module, prepared: Prepared) -> None:
+        """Stands in for a module's `forward` from now on."""
+        vars(module)["forward"] = cls(module, prepared, vars(module).get("forward"))
+
+    @staticmethod
+    def take_off(module: nn.Module) -> None:
+        """Gives a module its `forward` back; one that has been wrapped again since stays, and passes calls on."""
+        around = vars(module).get("forward")
+        if isinstance(around, _Around):
+            if around._own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = around._own
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        module: Any = self._module()
+        return types.MethodType(type(module).forward, module) if self._own is None else self._own
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self._forward(*args, **inputs) if self.prepared.undone else self._run(args, inputs)
+
+    @abstractmethod
+    def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        """The pass."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self.prepared, self._own)
+
+
+class _Whole(_Around):
+    """Around a model: notes how many logits are wanted, which its inner part is not told."""
+
+    def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        wanted = inputs.get("logits_to_keep", 0)
+        try:
+            _WANTED.set(wanted if isinstance(wanted, int) else 0)
+            return self._forward(*args, **inputs)
+        finally:
+            _WANTED.set(0)
+
+
+class _Inner(_Around):
+    """Around the part of a model that its layers are in: says which cache the pass runs with, to this thread alone."""
+
+    def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        logits, before = _WANTED.get(), RUNNING.get()
+        cache = self.prepared.cache_of(self._module(), inputs)
+        named = args and "input_ids" not in inputs and isinstance(args[0], Tensor)
+        run = cache.begin({**inputs, "input_ids": args[0]} if named else inputs, logits)
+        try:
+            RUNNING.set(run)
+            out = self._forward(*args, **inputs)
+            cache.end()
+        except BaseException:
+            cache.cut_short()
+            raise
+        finally:
+            RUNNING.set(before)
+        return out
+
+
+def _inner(model: Any) -> Any:
+    """The part of a model that its layers are in and that every pass goes through."""
+    decoder = model.get_decoder()  # OPT's forward goes past its base_model to this
+    holds_layers = any(hasattr(part, "layer_idx") for part in decoder.modules())
+    return decoder if holds_layers else model.base_model  # the decoder of ModernBERT is its head
+
+
+# Models are prepared and given back by one thread at a time.
+_CHANGING = threading.RLock()
+# Which preparation a SparseCache has and which thread made it, until it is done with its model.
+_HOLDERS: weakref.WeakKeyDictionary[Any, tuple[Prepared, threading.Thread]] = weakref.WeakKeyDictionary()
+
+
+def preparation(model: Any) -> Prepared | None:
+    """The model's, None if there is none. A copy of a prepared model has one of its own."""
+    if not hasattr(model, "get_decoder"):
+        return None
+    around = vars(_inner(model)).get("forward")
+    return around.prepared if isinstance(around, _Around) else None
+
+
+def prepare(model: Any, cache: Any) -> tuple[Prepared, bool]:
+    """The model's preparation for a `SparseCache`, and whether it was there before.
+
+    Another thread that leaves the model, see `leave`, lets it be for this cache.
+    """
+    with _CHANGING:
+        prepared = preparation(model)
+        found = prepared is not None
+        if prepared is None:
+            prepared = Prepared(model)
+        _HOLDERS[cache] = prepared, threading.current_thread()
+        return prepared, found
+
+
+def leave(cache: Any, found: bool) -> None:
+    """A `SparseCache` is done with its model, which gets its own attention back if the cache had found it so; where
+    other threads decode with it, when the last of them leaves."""
+    with _CHANGING:
+        prepared: Prepared = cache.prepared
+        _HOLDERS.pop(cache, None)
+        prepared.due = prepared.due or not found
+        mine = threading.current_thread()
+        holders = [thread for other, thread in list(_HOLDERS.values()) if other is prepared]
+        held = any(thread is not mine and thread.is_alive() for thread in holders)
+        if prepared.due and not held and preparation(cache.model) is prepared:
+            restore(cache.model)
+
+
+def restore(model: Any) -> None:
+    """Gives a prepared model its own attention back. Its SparseCaches can then only be read; make new ones to go on.
+
+    A pass that another thread runs at that moment ends with an error.
+    """
+    with _CHANGING:
+        prepared = preparation(model)
+        if prepared is not None:
+            prepared.undo(model)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """What the attention calls of prepared models come to."""
+    run = RUNNING.get()
+    if run is None:
+        raise RuntimeError(
+            "a layer of a model prepared for sparse attention was called outside a pass of the model, or in a pass "
+            "that began before it was prepared"
+        )
+    call = Call(module, query, key, value, attention_mask, options)
+    layers = run.cache.layers  # some releases have none for a layer that shares another's keys
+    if call.layer < len(layers) and isinstance(layers[call.layer], SparseLayer):
+        return layers[call.layer].attend(call, run), None
+    run.cache.count_dense(call.layer)
+    return delegate(call, run.original)

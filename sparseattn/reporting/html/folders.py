@@ -1,0 +1,82 @@
+"""Reads the records that commands left in folders."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from sparseattn.utils.json_text import JsonError, parse
+
+Record: TypeAlias = "dict[str, Any]"
+Check: TypeAlias = "Callable[[Record, Sequence[Record]], None]"  # of a line and those above it
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of records.
+
+    Args:
+        path: where it lies.
+        records: its lines, in their order.
+    """
+
+    path: Path
+    records: Sequence[Record]
+
+
+def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[Source]]:
+    """What the folders hold of files with a name of `files`: name -> sources, in the order of the folders.
+
+    Every line is checked here, so that who shows records need not ask again what they are.
+
+    Args:
+        folders: where to look.
+        files: name -> what refuses a line that is no record of that file, by a FieldError.
+
+    Raises:
+        ValueError: no folder, one twice, one without any such file, or a line that is no record, naming file, line and
+            field.
+        OSError: a file cannot be read.
+    """
+    wanted = list(files)
+    found: dict[str, list[Source]] = {}
+    seen: set[Path] = set()
+    for folder in folders:
+        if not folder.exists():
+            raise ValueError(f"there is no folder {folder}")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is a file; name the folder that a command wrote, such as {folder.parent}")
+        if folder.resolve() in seen:
+            raise ValueError(f"the folder {folder} is named twice")
+        seen.add(folder.resolve())
+        there = [name for name in wanted if (folder / name).is_file()]
+        if not there:
+            raise ValueError(f"{folder} holds no records: none of {', '.join(wanted)} is there")
+        for name in there:
+            found.setdefault(name, []).append(Source(folder / name, lines(folder / name, files[name])))
+    return found
+
+
+def lines(path: Path, check: Check) -> list[Record]:
+    """The records of a file, a line each. ValueError names file, line and field of what is none, or an empty file."""
+    made: list[Record] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            one = parse(line)
+        except JsonError as error:
+            raise ValueError(f"{path}, line {number} is no JSON that can be read: {error}") from None
+        if not isinstance(one, dict):
+            raise ValueError(f"{path}, line {number} is no record but {reprlib.repr(one)}")
+        try:
+            check(one, made)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no record that this command can read: {error}") from None
+        made.append(one)
+    if not made:
+        raise ValueError(f"{path} is empty")
+    return made

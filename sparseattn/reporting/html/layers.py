@@ -1,0 +1,128 @@
+"""The section of `by-layer.jsonl`: methods at equal rows and at equal bytes, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparseattn.core.budget import budget_label
+from sparseattn.reporting.html.folders import Record
+from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, HEADS, NAME, NUMBER, ORIGIN
+from sparseattn.reporting.html.views import Heat, Measure, Section, Table, View
+from sparseattn.utils.json_fields import FieldError, Flag, Items, Maybe, Number, Object, Text
+
+FILE = "by-layer.jsonl"
+
+MEASURES = (
+    Measure("relative_error", "error of the output", "share", better="low"),
+    Measure("recovered", "share recovered of the far attention", "share", better="high", top=1.0),
+)
+
+
+def _layers_fit(one: Mapping[str, Any], name: str) -> None:
+    """A method has a number a layer."""
+    count = len(one["layers"])
+    for i, method in enumerate(one["methods"]):
+        for measure in MEASURES:
+            if len(method[measure.key]) != count:
+                raise FieldError(f"methods[{i}].{measure.key} is a list of {count} items, as layers is")
+
+
+METHOD = Object(
+    {
+        "label": NAME,
+        "budgets": Items(BUDGET),
+        "scans_all": Flag(),
+        "missed": COUNT,
+        "wins": Maybe(COUNT),
+        "mean": Object({"relative_error": Number(0)}, dict.fromkeys(("attended", "bytes_share", "recovered"), NUMBER)),
+        **{measure.key: HEADS for measure in MEASURES},
+    }
+)
+FIELDS = Object(
+    {
+        "trace": NAME,
+        "equal": Text(among=("rows", "bytes")),
+        "at": BUDGET,
+        "layers": Items(COUNT, 1),
+        "methods": Items(METHOD, 1),
+    },
+    ORIGIN,
+    _layers_fit,
+)
+
+
+def check(one: Record, before: Sequence[Record]) -> None:
+    """FieldError where a line is no comparison of `bench`; `before` are those above it."""
+    FIELDS.check(one)
+
+
+def section(records: Sequence[Record]) -> Section:
+    """A map of methods by layers for each comparison, and a table of them."""
+    methods = dict.fromkeys(method["label"] for one in records for method in one["methods"])
+    views: list[View] = [_map(records), _table(records)]
+    return Section("layers", "Which layers a method fails in", [_best(one) for one in records], views, tuple(methods))
+
+
+def _condition(one: Record) -> str:
+    if one["equal"] == "bytes":
+        return f"equal bytes, {budget_label(one['at'])} of the cache's"
+    return f"equal rows, those of budget {budget_label(one['at'])}"
+
+
+def _best(one: Record) -> str:
+    """Which method is nearest to full attention there, and how evenly."""
+    rivals = [method for method in one["methods"] if not method["scans_all"]] or one["methods"]
+    best = min(rivals, key=lambda method: method["mean"]["relative_error"])
+    errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]
+    who = "" if best["scans_all"] else ", of the methods that do not score every key,"
+    said = f"{one['trace']}, at {_condition(one)}: {best['label']}{who} is nearest to full attention, off by "
+    said += f"{best['mean']['relative_error']:.1%}"
+    if len(errors) > 1:
+        (least, low), (most, high) = min(errors), max(errors)
+        said += f", from {least:.1%} in layer {low} to {most:.1%} in layer {high}"
+    return f"{said}."
+
+
+def _map(records: Sequence[Record]) -> Heat:
+    panels: list[dict[str, Any]] = [
+        {
+            "method": None,
+            "choice": {"trace": one["trace"], "compared at": _condition(one)},
+            "columns": one["layers"],
+            "rows": [method["label"] for method in one["methods"]],
+            "values": {measure.key: [method[measure.key] for method in one["methods"]] for measure in MEASURES},
+        }
+        for one in records
+    ]
+    note = "The mean over the heads of each layer. At equal bytes, what is read to choose counts."
+    return Heat("Methods by layer", "layer", "method", ("trace", "compared at"), MEASURES, panels, True, note)
+
+
+def _table(records: Sequence[Record]) -> Table:
+    columns = [
+        Measure("trace", "trace", "text"),
+        Measure("at", "compared at", "text"),
+        Measure("label", "method", "text"),
+        Measure("budgets", "budget", "text"),
+        Measure("attended", "rows", "count"),
+        Measure("bytes_share", "bytes", "share"),
+        Measure("relative_error", "error", "share"),
+        Measure("recovered", "recovered", "share"),
+        Measure("missed", "heads missed", "count"),
+        Measure("wins", "heads won", "count"),
+    ]
+    rows = [
+        [
+            *(one["trace"], _condition(one), method["label"], " and ".join(map(budget_label, method["budgets"]))),
+            *(method["mean"].get(name) for name in ("attended", "bytes_share", "relative_error", "recovered")),
+            *(method["missed"], method["wins"]),
+        ]
+        for one in records
+        for method in one["methods"]
+    ]
+    note = (
+        "Of two budgets a method is mixed, token by token. A head is missed where less than half is recovered, and won "
+        "where no other method that does not score every key recovers more."
+    )
+    return Table("Every comparison", columns, rows, method=2, note=note)

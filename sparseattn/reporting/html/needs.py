@@ -1,0 +1,106 @@
+"""The section of `inspect.jsonl`: which rows heads need, whatever the method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparseattn.evaluation.attention_stats import MEASURES, NEEDED, PAGES, Inspection
+from sparseattn.reporting import inspect_tables
+from sparseattn.reporting.html.folders import Record
+from sparseattn.reporting.html.shared_fields import COUNT, HEADS, NAME, ORIGIN
+from sparseattn.reporting.html.views import Heat, Measure, Section
+from sparseattn.utils.json_fields import FieldError, Object
+
+FILE = "inspect.jsonl"
+
+SHARES = ("far_mass", "top_share", "overlap", "hits", "best_share", "bound_share")
+LEADING = ("needed", "top_share@256", "far_mass", "distance_ratio")  # shown first of what a file holds
+
+
+SAID = (  # measures that the findings speak of
+    *("distance_ratio", "far_mass", f"top_share@{NEEDED}", "overlap@1"),
+    *(f"{name}@{PAGES[0]}" for name in ("hits", "best_share", "bound_share")),
+)
+
+
+def _rows_fit(one: Mapping[str, Any], name: str) -> None:
+    """There are rows beyond sink and window, and every measure has as many heads."""
+    if one["sink"] + one["window"] >= one["tokens"]:
+        raise FieldError(f"tokens is more than sink and window, got {one['tokens']}")
+    count = _heads_of(one)
+    for measure in MEASURES:
+        if len(one["heads"].get(measure, ())) not in (0, count):
+            raise FieldError(f"heads.{measure} is a list of {count} items, as heads.{SAID[0]} is")
+
+
+def _heads_of(one: Mapping[str, Any]) -> int:
+    return len(one["heads"][SAID[0]])
+
+
+FIELDS = Object(
+    {
+        "trace": NAME,
+        **dict.fromkeys(("layer", "sink", "window", "last", "tokens"), COUNT),
+        "heads": Object(dict.fromkeys(SAID, HEADS), dict.fromkeys(MEASURES, HEADS)),
+    },
+    ORIGIN,
+    _rows_fit,
+)
+
+
+def check(one: Record, before: Sequence[Record]) -> None:
+    """FieldError where a line is no record of `inspect`, or of other heads than a line `before` it, of its trace."""
+    FIELDS.check(one)
+    first = next((other for other in before if other["trace"] == one["trace"]), one)
+    if _heads_of(first) != _heads_of(one):
+        raise FieldError(f"heads are {_heads_of(first)}, as in the trace's first line, got {_heads_of(one)}")
+
+
+def section(records: Sequence[Record]) -> Section:
+    """A map of layers and heads for each trace."""
+    names = [name for name in MEASURES if all(name in one["heads"] for one in records)]
+    names.sort(key=lambda name: LEADING.index(name) if name in LEADING else len(LEADING))
+    by_trace: dict[str, list[Record]] = {}
+    for one in records:
+        by_trace.setdefault(one["trace"], []).append(one)
+    panels: list[dict[str, Any]] = [
+        {
+            "method": None,
+            "choice": {"trace": trace},
+            "columns": list(range(len(mine[0]["heads"][names[0]]))),
+            "rows": [one["layer"] for one in mine],
+            "values": {name: [one["heads"][name] for one in mine] for name in names},
+        }
+        for trace, mine in by_trace.items()
+    ]
+    one = records[0]
+    note = (
+        f"A row a layer, a column a query head; the mean over the last {one['last']} tokens. Far rows are those beyond "
+        f"a sink of {one['sink']} and a window of {one['window']}."
+    )
+    measures = [_measure(name) for name in names]
+    view = Heat("What each head needs", "query head", "layer", ("trace",), measures, panels, note=note)
+    said = [sentence for mine in by_trace.values() for sentence in _findings(mine)]
+    return Section("needs", "Which rows heads need", said, [view])
+
+
+def _measure(name: str) -> Measure:
+    share = name.partition("@")[0] in SHARES
+    form = "share" if share else "count" if name.startswith(("needed", "rows")) else "number"
+    return Measure(name, MEASURES[name], form, log=name == "needed", top=1.0 if share else None)
+
+
+def _findings(mine: Sequence[Record]) -> list[str]:
+    settings = {name: mine[0][name] for name in ("sink", "window", "last", "tokens")}
+    heads = {
+        one["layer"]: {
+            name: torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+            for name, values in one["heads"].items()
+        }
+        for one in mine
+    }
+    return inspect_tables.findings(Inspection(mine[0]["trace"], settings, heads))

@@ -1,0 +1,88 @@
+"""The last section: every setting, version and machine that the records name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.recommend.records import KEY as KIND
+from sparseattn.reporting.html import views
+from sparseattn.reporting.html.folders import Record, Source
+from sparseattn.reporting.html.views import Section
+
+Facts: TypeAlias = "Mapping[str, Any]"  # as a record of them would hold them
+
+# What was measured, of any kind: all else that a line holds says how.
+MEASURED = {
+    *("mean", "worst", "heads", "steps", "methods", "left_out", "missed_by_both", "spearman"),
+    *("score", "ruler", "response", "answers", "rows", "context", "bytes_share", "prompt_tokens", "sparse_calls"),
+    *("dense_calls", "decode_seconds", "seconds", "first_token_seconds", "new_tokens", "kl", "same_top", "nll"),
+    *("nll_difference", "scored_tokens", "select_ms", "build_seconds", "index_bytes_per_key", "attended", "prompt"),
+    *("points", "rounds", "verified", "predicted", "cost"),
+}
+APART = ("versions", "machine", "trace_meta")  # in groups of their own
+SETTINGS = "settings"
+SAID = (SETTINGS, "made")  # lines of `recommend.jsonl` that say how the others were measured
+MOST = 12  # different values that are listed
+
+
+def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) -> Section:
+    """A group for each file, for each trace, for each set of versions and machine, and those of what was made here."""
+    groups: dict[str, dict[str, str]] = {}
+    traces: dict[str, dict[str, str]] = {}
+    made: dict[str, list[str]] = {}  # versions and machine -> files made by them
+    for source in (one for sources in found.values() for one in sources):
+        groups[str(source.path)] = _settings(source.records)
+        for one in source.records:
+            if isinstance(meta := one.get("trace_meta"), Mapping):
+                traces.setdefault(f"trace {one.get('trace', one.get('source', ''))}", _flat(meta))
+        for one in [one for one in source.records if "versions" in one] or source.records[:1]:
+            by = json.dumps([one.get("versions"), one.get("machine")], sort_keys=True)
+            files = made.setdefault(by, [])
+            if str(source.path) not in files:
+                files.append(str(source.path))
+    for by, files in made.items():
+        held = [one for one in json.loads(by) if one]
+        facts = {name: text for one in reversed(held) for name, text in _flat(one).items()}
+        groups[f"versions and machine of {', '.join(files)}"] = facts or {"": "the records do not say"}
+    for name, own in more.items():
+        groups[name] = _flat({**own, "versions": versions(), "machine": machine()})
+    view = views.Facts("Settings and versions", {**groups, **traces})
+    return Section("origin", "What it was measured with", (), [view])
+
+
+def _settings(records: Sequence[Record]) -> dict[str, str]:
+    """Name -> its values over the lines."""
+    flat = [
+        _flat({k: v for k, v in one.items() if k not in MEASURED and k not in APART})
+        for one in records
+        if one.get(KIND, SETTINGS) in SAID
+    ]
+    names = dict.fromkeys(name for one in flat for name in one)
+    said = {"records": f"{len(records):,}"}
+    for name in names:
+        values = list(dict.fromkeys(one[name] for one in flat if name in one))
+        more = f" and {len(values) - MOST} more" if len(values) > MOST else ""
+        said[name] = "; ".join(values[:MOST]) + more
+    return said
+
+
+def _flat(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Objects within as `outer inner`; lists as they are written."""
+    out: dict[str, str] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            out |= {f"{name} {inner}" if name != "settings" else inner: text for inner, text in _flat(value).items()}
+        elif isinstance(value, list):
+            out[name] = ", ".join(map(_text, value)) or "none"
+        else:
+            out[name] = _text(value)
+    return out
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return value if isinstance(value, str) else json.dumps(value)

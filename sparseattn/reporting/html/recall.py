@@ -1,0 +1,143 @@
+"""The section of `recall.jsonl`: what indexes scan to find the best keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from sparseattn.evaluation.recall_curve import MEASURES, Curve, Point
+from sparseattn.reporting import replay_tables
+from sparseattn.reporting.html.folders import Record
+from sparseattn.reporting.html.shared_fields import COUNT, NAME, ORIGIN
+from sparseattn.reporting.html.views import Lines, Measure, Section, Table, View
+from sparseattn.utils.json_fields import Maybe, Number, Object, Text, Values
+
+FILE = "recall.jsonl"
+
+QUALITY = (Measure("recall", "recall", "share", better="high", rule=replay_tables.LEVEL, top=1.0),)
+COST = (
+    Measure("scanned_share", "keys scored, of all", "share", log=True),
+    Measure("bytes_share", "bytes read, of all keys' and values'", "share", log=True),
+    Measure("select_ms", "milliseconds a choice", "number", log=True),
+)
+ASKED, CONTROL = "queries to keys", "keys to keys"
+
+
+MEANS = Values(Maybe(Number(0)))
+FIELDS = Object(
+    {
+        "source": NAME,
+        "label": NAME,
+        "direction": NAME,
+        "selector": Text(),
+        "knob": Maybe(Text()),
+        "gap": Maybe(Number()),
+        "value": Maybe(Number()),
+        "mean": MEANS,
+        "worst": MEANS,
+        **dict.fromkeys(("k", "keys", "queries"), COUNT),
+        **dict.fromkeys(("select_ms", "build_seconds", "index_bytes_per_key"), Number(0)),
+    },
+    ORIGIN,
+)
+
+
+def check(one: Record, before: Sequence[Record]) -> None:
+    """FieldError where a line is no record of `recall`; `before` are those above it."""
+    FIELDS.check(one)
+
+
+def section(records: Sequence[Record]) -> Section:
+    """Recall against keys scanned for each source of queries, the control beside it, and a table."""
+    points = [
+        {
+            "method": one["label"],
+            "facet": _facet(one),
+            "at": f"{one['knob']} {one['value']}" if one["knob"] else "no knob",
+            "values": {**one["mean"], "select_ms": one["select_ms"]},
+        }
+        for one in records
+    ]
+    one = records[0]
+    note = (
+        f"A point a value of the index's knob; recall of the {one['k']} best keys, mean over heads and "
+        f"{one['queries']} queries. The thin line is a recall of {replay_tables.LEVEL:.0%}. `{CONTROL}` is the "
+        f"control: held-out keys ask in place of queries."
+    )
+    lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
+    methods = dict.fromkeys(one["label"] for one in records)
+    views: list[View] = [lines, _table(records)]
+    return Section("recall", "What indexes scan to find the best keys", _said(records), views, tuple(methods))
+
+
+def _facet(one: Record) -> str:
+    gap = "" if one["gap"] is None else f", gap {one['gap']:g}"
+    return f"{one['source']}{gap}, {one['keys']:,} keys: {one['direction']}"
+
+
+def _said(records: Sequence[Record]) -> list[str]:
+    """The command's closing lines."""
+    said = []
+    groups: dict[tuple[str, int, float | None], list[Record]] = {}
+    for one in records:
+        groups.setdefault((one["source"], one["keys"], one["gap"]), []).append(one)
+    for (source, keys, gap), mine in groups.items():
+        asked = [one for one in mine if one["direction"] == ASKED]
+        if asked:
+            title = f"{source}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
+            said.append(replay_tables.recall_verdict(replay_tables.Column(title, _curves(asked), {})))
+    return said
+
+
+def _curves(records: Sequence[Record]) -> dict[str, Curve]:
+    """Label -> its curve, of means alone."""
+    by_label: dict[str, list[Record]] = {}
+    for one in records:
+        by_label.setdefault(one["label"], []).append(one)
+    return {label: _curve(mine) for label, mine in by_label.items()}
+
+
+def _curve(mine: Sequence[Record]) -> Curve:
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    points = tuple(
+        Point(
+            one["value"],
+            one["selector"],
+            {name: torch.tensor([number(one["mean"].get(name))], dtype=torch.float64) for name in MEASURES},
+            one["select_ms"] / 1000,
+        )
+        for one in mine
+    )
+    first = mine[0]
+    settings = {name: first[name] for name in ("k", "keys", "queries")}
+    return Curve(
+        first["selector"], first["knob"], settings, points, first["build_seconds"], first["index_bytes_per_key"]
+    )
+
+
+def _table(records: Sequence[Record]) -> Table:
+    columns = [
+        Measure("source", "queries", "text"),
+        Measure("label", "method", "text"),
+        Measure("value", "knob", "text"),
+        Measure("recall", "recall", "share"),
+        Measure("worst", "worst head", "share"),
+        Measure("scanned_share", "scored", "share"),
+        Measure("bytes_share", "bytes", "share"),
+        Measure("select_ms", "ms a choice", "number"),
+        Measure("build_seconds", "s to build", "number"),
+    ]
+    rows = [
+        [
+            *(_facet(one), one["label"], f"{one['knob']} {one['value']}" if one["knob"] else ""),
+            *(one["mean"].get("recall"), one["worst"].get("recall")),
+            *(one["mean"].get("scanned_share"), one["mean"].get("bytes_share")),
+            *(one["select_ms"], one["build_seconds"]),
+        ]
+        for one in records
+    ]
+    return Table("Every measurement", columns, rows, method=1)

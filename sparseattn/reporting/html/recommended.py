@@ -1,0 +1,172 @@
+"""The section of `recommend.jsonl`: what each layer loses with each method, and the plans that were chosen from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparseattn.core.budget import budget_label
+from sparseattn.recommend.records import KEY as KIND
+from sparseattn.recommend.records import check_line
+from sparseattn.reporting.html.folders import Record
+from sparseattn.reporting.html.shared_fields import ORIGIN
+from sparseattn.reporting.html.views import Given, Heat, Lines, Measure, Section, Table, View
+from sparseattn.selectors.registry import make_selector
+from sparseattn.selectors.trust import named_modules
+from sparseattn.utils.json_fields import FieldError, Object
+
+FILE = "recommend.jsonl"
+
+COST = (Measure("bytes_heads", "bytes read, of the layer's", "share", log=True),)
+LOSS = (
+    Measure("kl", "KL divergence by one layer alone, nats a token", "number", log=True, better="low"),
+    Measure("error_heads", "error of the output", "share", log=True, better="low"),
+)
+
+
+GIVEN = "A column a layer, a row a KV head; the number is the budget."
+
+
+def check(one: Record, before: Sequence[Record]) -> None:
+    """FieldError where a line is no record of `recommend`, or speaks of layers that the settings `before` it do not."""
+    Object(more=ORIGIN).check(one)
+    check_line(one)
+    if one[KIND] in ("frontier", "plan"):
+        heads = _heads(before)
+        named = map(int, one["layers"]) if one[KIND] == "plan" else [one["layer"]]
+        for layer in named:
+            if layer not in heads:
+                raise FieldError(f"layer {layer} is not among the layers of a line of settings above")
+
+
+def _heads(records: Sequence[Record]) -> dict[int, int]:
+    """KV heads of each layer."""
+    return {layer[0]: layer[1] for one in records if one[KIND] == "settings" for layer in one.get("layers", ())}
+
+
+def section(records: Sequence[Record]) -> Section:
+    """Frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
+    points = _points([one for one in records if one[KIND] == "frontier"])
+    plans = [one for one in records if one[KIND] == "plan"]
+    methods = dict.fromkeys(method for method, _, _ in points)
+    views: list[View] = [_frontier(points), _map(points)] if points else []
+    if plans:
+        given = _given(plans[::-1], _heads(records))
+        views = [Given("What the plan gives each layer", given, GIVEN), *views, _table(given)]
+    said = [_said(one) for one in reversed(plans)]
+    return Section("plan", "Which method each layer gets", said, views, tuple(methods))
+
+
+def _name(method: str) -> str:
+    """As other sections call it. What this release does not know keeps its text, and so does a class of another
+    package's module: nothing is imported because a record names it."""
+    if named_modules([method]):
+        return method
+    try:
+        return make_selector(method).label()
+    except (ValueError, ImportError):
+        return method
+
+
+def _points(frontiers: Sequence[Record]) -> dict[tuple[str, str, int], dict[str, float]]:
+    """(method, budget, layer) -> measures, the mean over windows and heads."""
+    names = {one["method"]: _name(one["method"]) for one in frontiers}
+    found: dict[tuple[str, str, int], list[dict[str, float]]] = {}
+    for one in frontiers:
+        for point in one["points"]:
+            measured = {name: _mean(point[name]) for name in ("error_heads", "bytes_heads")}
+            at = names[one["method"]], budget_label(point.get("budget")), one["layer"]
+            found.setdefault(at, []).append({"kl": point["kl"], **measured})
+    return {at: {name: _mean([one[name] for one in mine]) for name in mine[0]} for at, mine in found.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _frontier(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Lines:
+    groups: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    for (method, budget, _), measured in points.items():
+        groups.setdefault((method, budget), []).append(measured)
+    drawn = [
+        {
+            "method": method,
+            "facet": "the mean over layers",
+            "at": f"budget {budget}",
+            "values": {name: _mean([one[name] for one in mine]) for name in mine[0]},
+        }
+        for (method, budget), mine in groups.items()
+        if len(mine) == len({layer for _, _, layer in points})  # means over other layers compare with nothing
+    ]
+    note = "A point a budget, the mean over windows and layers: one layer is sparse at a time, all others are dense."
+    return Lines("What methods lose in a layer", "layers", COST, LOSS, drawn, note)
+
+
+def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
+    layers = sorted({layer for _, _, layer in points})
+    panels: list[dict[str, Any]] = []
+    for budget in dict.fromkeys(budget for _, budget, _ in points):
+        methods = list(dict.fromkeys(method for method, mine, _ in points if mine == budget))
+        cells = {
+            measure.key: [[points.get((method, budget, n), {}).get(measure.key) for n in layers] for method in methods]
+            for measure in LOSS
+        }
+        panels.append(
+            {"method": None, "choice": {"budget": budget}, "columns": layers, "rows": methods, "values": cells}
+        )
+    note = "One layer is sparse at a time, all others are dense; the mean over windows."
+    return Heat("What each layer loses", "layer", "method", ("budget",), LOSS, panels, True, note)
+
+
+def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, Any]]:
+    """By plan and layer, the method and the budget of each KV head.
+
+    Args:
+        heads: of each layer.
+    """
+    found = []
+    for plan in plans:
+        layers = []
+        for layer, given in plan["layers"].items():
+            roles = [role if isinstance(role, dict) else {"method": role} for role in _list(given)]
+            each = [
+                {"method": _name(role["method"]), "budget": budget_label(role["budget"]) if "budget" in role else ""}
+                for role in roles
+            ]
+            agree = len(each) == 1
+            layers.append({"layer": int(layer), "agree": agree, "heads": each * heads[int(layer)] if agree else each})
+        found.append({"name": plan["name"], "layers": layers})
+    return found
+
+
+def _list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def _table(given: Sequence[Mapping[str, Any]]) -> Table:
+    columns = [Measure(name, name, "text") for name in ("plan", "layer", "heads", "method", "budget")]
+    rows = [
+        [
+            plan["name"],
+            str(layer["layer"]),
+            "all" if layer["agree"] else f"KV head {head}",
+            one["method"],
+            one["budget"],
+        ]
+        for plan in given
+        for layer in plan["layers"]
+        for head, one in enumerate(layer["heads"][: 1 if layer["agree"] else None])
+    ]
+    return Table("What each plan gives each layer, as a table", columns, rows, method=3)
+
+
+def _said(plan: Record) -> str:
+    cost, verified = plan["cost"], plan["verified"]
+    predicted = " (predicted)" if cost["predicted"] else ""
+    told = f"{cost['plan'] / cost['full']:.0%} of full attention's {cost['unit']}"
+    told += (f" on {cost['machine']}" if cost.get("machine") else "") + predicted
+    kl, same = (verified[name]["mean"] for name in ("kl", "same_top"))
+    return (
+        f"The plan {plan['name']} costs {told}. On {verified['windows']} windows held out its predictions differ by "
+        f"{kl:.3g} nats a token, and {same:.0%} of the likeliest tokens are the same."
+    )

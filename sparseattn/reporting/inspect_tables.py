@@ -1,0 +1,149 @@
+"""The tables of `inspect` and its closing lines: what was measured, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from sparseattn.evaluation.attention_stats import BEFORE, BEST, COUNTS, NEEDED, PAGES, Inspection
+from sparseattn.reporting.terminal import plain
+
+ALIKE = 1.2  # ratio of distances up to which queries lie where keys lie
+
+# Title, measure, digits, factor.
+Column = tuple[str, str, int, float]
+ROWS: tuple[Column, ...] = (
+    ("query", "query_distance", 1, 1),
+    ("key", "key_distance", 1, 1),
+    ("ratio", "distance_ratio", 2, 1),
+    ("far %", "far_mass", 1, 100),
+    *((f"top {k}", f"top_share@{k}", 0, 100.0) for k in COUNTS),
+    ("last", "overlap@1", 0, 100),
+    (f"last {BEFORE}", f"overlap@{BEFORE}", 0, 100),
+    (f"rows of {BEFORE}", f"rows@{BEFORE}", 0, 1),
+)
+ROWS_ARE = (
+    f"query, key: Mahalanobis distance from the keys beyond sink and window; ratio of the two. far: share of the "
+    f"attention on those. top k: % of it on the k best rows. last, last {BEFORE}: % of the {NEEDED} best rows that the "
+    f"token before needed, or one of {BEFORE} before; rows of {BEFORE}: different rows that these needed."
+)
+
+
+def _of_pages(page: int) -> tuple[Column, ...]:
+    return (
+        (f"slack {page}", f"slack@{page}", 1, 1),
+        (f"rank {page}", f"rank@{page}", 2, 1),
+        (f"hits {page}", f"hits@{page}", 0, 100),
+        (f"best {page}", f"best_share@{page}", 0, 100),
+        (f"bound {page}", f"bound_share@{page}", 0, 100),
+    )
+
+
+BOUNDS: tuple[Column, ...] = tuple(column for page in PAGES for column in _of_pages(page))
+BOUNDS_ARE = (
+    f"For pages of {PAGES[0]} and {PAGES[1]} rows. slack: bound less the page's largest logit, in standard deviations "
+    f"of the logits. rank: rank correlation of the two. hits: % of the {BEST} pages with the largest logits that the "
+    f"bound finds. best, bound: % of the attention beyond sink and window in {NEEDED} rows of pages, those with the "
+    f"largest logits and those that the bound names; the best {NEEDED} single rows hold top {NEEDED}."
+)
+
+
+def tables(found: Inspection, per_head: bool) -> list[Table]:
+    """A row a layer and one of all, or a row a head: about the rows, and about Quest's bounds."""
+    settings = found.settings
+    where = (
+        f"last {settings['last']} of {settings['tokens']} tokens, sink {settings['sink']}, window {settings['window']}"
+        f"{'' if per_head else '; mean over heads'}"
+    )
+    return [
+        _table(f"{plain(found.trace)}, rows: {where}", ROWS, ROWS_ARE, found, per_head),
+        _table(f"{plain(found.trace)}, pages: {where}", BOUNDS, BOUNDS_ARE, found, per_head),
+    ]
+
+
+def _table(title: str, columns: Sequence[Column], note: str, found: Inspection, per_head: bool) -> Table:
+    out = Table(
+        title=title,
+        caption=note,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("layer", *(["head"] if per_head else []), *(column[0] for column in columns)):
+        out.add_column(name, justify="right")
+    for layer, heads in found.heads.items():
+        if not per_head:
+            out.add_row(str(layer), *(_cell(column, found.mean(column[1], layer)) for column in columns))
+            continue
+        for head in range(len(heads["far_mass"])):
+            out.add_row(str(layer), str(head), *(_cell(column, float(heads[column[1]][head])) for column in columns))
+    if not per_head:
+        out.add_section()
+        out.add_row("all", *(_cell(column, found.mean(column[1])) for column in columns))
+    return out
+
+
+def _cell(column: Column, number: float) -> str:
+    _, _, digits, factor = column
+    return "-" if math.isnan(number) else f"{factor * number:.{digits}f}"
+
+
+def findings(found: Inspection) -> list[str]:
+    """Three sentences: where queries lie, which rows are needed, what pages make of it."""
+    return [f"{plain(found.trace)}, {sentence}" for sentence in (_distance(found), _needed(found), _bounds(found))]
+
+
+def _distance(found: Inspection) -> str:
+    ratio = found.mean("distance_ratio")
+    if ratio > ALIKE:
+        what = "queries are not distributed as keys are"
+    else:
+        what = "queries lie where keys lie"
+    return (
+        f"distance: a query lies {ratio:.1f} times as far from the keys as another key does "
+        f"({_by_layer(found, 'distance_ratio', lambda x: f'{x:.1f}')}): {what}."
+    )
+
+
+def _needed(found: Inspection) -> str:
+    settings, top = found.settings, f"top_share@{NEEDED}"
+    far = settings["tokens"] - settings["sink"] - settings["window"]
+    change = ""
+    if settings["last"] > 1:
+        change = (
+            f" From one token to the next {_percent(found.mean('overlap@1'))} of these rows stay; chance would leave "
+            f"{_percent(min(NEEDED / far, 1))}."
+        )
+    return (
+        f"rows: {_percent(found.mean('far_mass'))} of the attention lies beyond sink and window "
+        f"({_by_layer(found, 'far_mass', _percent)}), and the best {min(NEEDED, far)} of {far:,} rows there hold "
+        f"{_percent(found.mean(top))} of that ({_by_layer(found, top, _percent)}).{change}"
+    )
+
+
+def _bounds(found: Inspection) -> str:
+    page = PAGES[0]
+    count, hits, bound = NEEDED // page, f"hits@{page}", f"bound_share@{page}"
+    rows, right, named = (found.mean(name) for name in (f"top_share@{NEEDED}", f"best_share@{page}", bound))
+    return (
+        f"pages: of the attention beyond sink and window {NEEDED} single rows hold {_percent(rows)}, as many rows in "
+        f"the {count} pages with the largest logits {_percent(right)}, and in the {count} pages that Quest's bound "
+        f"names {_percent(named)} ({_by_layer(found, bound, _percent)}): scattered rows cost "
+        f"{100 * (rows - right):.0f} points, the bound {100 * (right - named):.0f} more. It finds "
+        f"{_percent(found.mean(hits))} of the {BEST} right pages ({_by_layer(found, hits, _percent)})."
+    )
+
+
+def _by_layer(found: Inspection, measure: str, shown: Callable[[float], str]) -> str:
+    low, high = found.extremes(measure)
+    if low == high:
+        return f"layer {low}"
+    return f"layer {low}: {shown(found.mean(measure, low))}, layer {high}: {shown(found.mean(measure, high))}"
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.0%}"

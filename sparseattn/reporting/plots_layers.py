@@ -1,0 +1,62 @@
+"""The pictures of `bench --by-layer`: what methods recover by layer, and how alike they order the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparseattn.evaluation.by_head import Comparison
+from sparseattn.reporting.layer_tables import condition
+from sparseattn.reporting.line_style import broken, name_ends, style
+from sparseattn.reporting.plots import SHARE, panel_grid, save, shown
+
+
+def by_layer(compared: Sequence[Comparison], path: Path) -> None:
+    """The share recovered against the layer, a line a method: a panel a condition of one trace."""
+    labels = list(dict.fromkeys(label for one in compared for label in one.readings))
+    figure, axes = panel_grid(len(compared), 1, (5.0, 2.8), labels, sharex=True, sharey=True)
+    for axis, one in zip(axes[:, 0], compared, strict=True):
+        for label, reading in one.readings.items():
+            axis.plot(one.layers, reading.layers("recovered").tolist(), **style(labels.index(label), label))
+        axis.set_title(f"at {condition(one)}", fontsize=10)
+        axis.set_ylabel("recovered")
+        axis.set_ylim(-0.03, 1.03)
+        axis.yaxis.set_major_formatter(SHARE)
+        axis.grid(alpha=0.3)
+    axes[-1, 0].set_xticks(compared[0].layers)
+    axes[-1, 0].tick_params(labelsize=8)
+    axes[-1, 0].set_xlabel("layer")
+    trace = next(iter(compared[0].readings.values())).low.trace
+    figure.suptitle(
+        shown(f"{trace}: attention on indexed rows that each method recovers, mean over heads"), fontsize=10
+    )
+    name_ends(figure, axes[:, 0])
+    save(figure, path)
+
+
+def alike(compared: Sequence[Comparison], path: Path) -> None:
+    """Spearman's rank correlation of the heads of every two methods: a panel a condition of one trace.
+
+    Methods that recover the same at every head, such as the window nothing, have no order and are left out.
+    """
+    most = max(len(one.readings) for one in compared)
+    figure, axes = panel_grid(1, len(compared), (2.2 + 0.55 * most, 1.5 + 0.5 * most), ())
+    for axis, one in zip(axes[0], compared, strict=True):
+        ranks = one.correlation()
+        ordered = ~ranks.diagonal().isnan()
+        names = [broken(shown(label)) for label, kept in zip(one.readings, ordered.tolist(), strict=True) if kept]
+        cells = ranks[ordered][:, ordered].tolist()
+        axis.set_title(f"at {condition(one)}, {one.count()} heads", fontsize=10)
+        axis.set_xticks(range(len(names)), names, fontsize=7, rotation=45, ha="right", rotation_mode="anchor")
+        axis.set_yticks(range(len(names)), names, fontsize=7)
+        if not names:
+            continue
+        image = axis.imshow(cells, vmin=-1.0, vmax=1.0, cmap="coolwarm")
+        for i, row in enumerate(cells):
+            for j, value in enumerate(row):
+                colour = "white" if abs(value) > 0.75 else "black"  # on the ends of the scale, which are dark
+                axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        figure.colorbar(image, ax=axis, label="rank correlation", shrink=0.8)
+    trace = next(iter(compared[0].readings.values())).low.trace
+    figure.suptitle(shown(f"{trace}: do methods fail at the same heads? By the share recovered"), fontsize=10)
+    save(figure, path)

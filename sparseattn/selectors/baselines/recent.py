@@ -1,0 +1,52 @@
+"""StreamingLLM's window, longer by the budget; without a limit, every row. https://arxiv.org/abs/2309.17453"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
+from sparseattn.selectors.base import Rows, Selector, best, check_least
+
+
+class Recent(Selector):
+    """Reads the newest sealed rows up to the budget, in whole pages, the same for every head.
+
+    It reads nothing to choose: StreamingLLM at as many rows as other methods read. At an unlimited budget it is
+    full attention, by the road of all other methods: what a head is that stays dense in a layer where others do not
+    (`roles`).
+
+    Args:
+        page: rows of a slot, a power of two; the cache seals whole pages, and a budget is cut to them.
+    """
+
+    def __init__(self, page: int = 16) -> None:
+        check_least(page=(page, 1))
+        if page & (page - 1):
+            raise ValueError(f"page is a power of two (8, 16, ...), got {page}")
+        self.page = self.span = page
+        self.real = RowBuffer(1, spare=False)  # [B,P] bool
+
+    def fix(self, rows: int, seal: int) -> None:
+        self.real.fix(rows // self.page)
+
+    def append(self, rows: Rows) -> None:
+        self.real.append(rows.positions[:, :: self.page] >= 0)  # padding comes in whole pages
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        pages = min(budget, sealed) // self.page
+        sort = Launch("sort", entries=sorted_best(len(query), sealed // self.page, pages))
+        launches = sort, Launch("operator", count=self.operators)
+        return Scan(0, launches, query.shape[1], pages * self.page, pages)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads = query.shape[:2]
+        if not self.real.rows:
+            return Selection.none(batch, heads, query.device)
+        real = self.real.visible
+        age = torch.arange(real.shape[1], dtype=torch.float32, device=real.device).expand_as(real)
+        pages = best(age.masked_fill(~real, -torch.inf)[:, None], budget // self.page)  # [B,1,S]
+        nothing = torch.zeros(batch, heads, dtype=torch.int64, device=real.device)
+        return Selection.pages(pages.expand(-1, heads, -1), self.page, nothing, nothing)

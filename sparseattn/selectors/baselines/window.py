@@ -1,0 +1,31 @@
+"""StreamingLLM: attention sinks and a recent window, nothing else. https://arxiv.org/abs/2309.17453"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import Scan
+from sparseattn.selectors.base import Rows, Selector
+
+
+class Window(Selector):
+    """Reads nothing beyond the cache's sink and window, whatever the budget.
+
+    Rows keep their original positions; the paper's re-indexing of positions inside the cache is not done, because the
+    keys of the cache carry RoPE already.
+    """
+
+    uses_budget = False
+
+    def fix(self, rows: int, seal: int) -> None:
+        return None
+
+    def append(self, rows: Rows) -> None:
+        return None
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(0, (), query.shape[1], 0, 0)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        return Selection.none(query.shape[0], query.shape[1], query.device)

@@ -1,0 +1,137 @@
+"""Buckets ranked by what the context's own keys in them are like: their mean and variance. Ours; no paper's method.
+
+The buckets are SAAP's, https://arxiv.org/abs/2502.08246.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.step_cost import Launch, products
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.clusters.bucket_table import CHUNK, Parameters, Partitioned
+from sparseattn.selectors.parameters.saap_artefact import AUTO, Partition
+from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite
+
+SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see docs/log)
+
+
+class KeyMoments(RowBuffer):
+    """Mean, variance and number of the keys of every bucket, as attention sees them: `[B,H,C,2D+1]` float32."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def fresh(self) -> KeyMoments:
+        return KeyMoments()
+
+    def add(self, keys: Tensor, bucket: Tensor, buckets: int) -> None:
+        """Takes in keys `[B,H,n,D]` of buckets `bucket` `[B,H,n]` int64, C = `buckets` for padding."""
+        batch, heads, new, size = keys.shape
+        if not self.rows:
+            self.append(keys.new_zeros(batch, heads, buckets, 2 * size + 1, dtype=torch.float32))
+        step = max(CHUNK // (batch * heads * size), 1)
+        for first in range(0, new, step):
+            part = slice(first, first + step)
+            self._merge(keys[:, :, part].float(), bucket[:, :, part], buckets)
+
+    def _merge(self, keys: Tensor, bucket: Tensor, buckets: int) -> None:
+        """Means of sets are merged by their difference (Chan et al. 1979): squares of long keys would cancel."""
+        place = bucket[..., None].expand_as(keys)
+
+        def summed(terms: Tensor) -> Tensor:  # [B,H,C+1,..], the padding's last
+            zeros = terms.new_zeros(*terms.shape[:2], buckets + 1, terms.shape[-1])
+            return zeros.scatter_add_(2, place[..., : terms.shape[-1]], terms)
+
+        number = summed(torch.ones_like(keys[..., :1]))
+        mean = summed(keys) / number.clamp(min=1)
+        spread = summed((keys - mean.gather(2, place)).square())
+        number, mean, spread = number[:, :, :-1], mean[:, :, :-1], spread[:, :, :-1]
+        held_mean, held_variance, held = self.parts()
+        total = (held + number).clamp(min=1)
+        change = mean - held_mean
+        spread = spread + held_variance * held + change.square() * held * number / total
+        self.data.copy_(torch.cat([held_mean + change * number / total, spread / total, held + number], -1))
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and variance `[B,H,C,D]`, number `[B,H,C,1]`."""
+        size = self.data.shape[-1] // 2
+        mean, variance, number = self.data.split([size, size, 1], -1)
+        return mean, variance, number
+
+    def logits(self, query: Tensor, temperature: float) -> Tensor:
+        """`[B,H,G,C]`: about the logarithm of the mean weight of a bucket's row for `query` `[B,H,G,D]`, -inf if empty.
+
+        The logarithm of the mean of `exp(q.k / temperature)` over Gaussian keys of independent dimensions is its mean
+        exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows.
+        """
+        mean, variance, number = self.parts()
+        asked = query.float() / temperature
+        logits = asked @ mean.mT + SPREAD / 2 * asked.square() @ variance.mT
+        return logits.masked_fill(number.mT == 0, -torch.inf)
+
+    @staticmethod
+    def wanted(rows: Rows, buckets: int) -> Wanted:
+        """Dtype and shape of `rows` in C = `buckets`, under the name that methods give it."""
+        batch, heads, _, size = rows.keys.shape
+        return {"moments": (torch.float32, (batch, heads, buckets, 2 * size + 1))}
+
+    @staticmethod
+    def check(state: Loaded) -> None:
+        """Loaded moments belong to loaded edges; else ValueError."""
+        check_finite(state, "moments")
+        held, size = state["moments"], state["moments"].shape[-1] // 2
+        if bool((held[..., size : 2 * size] < 0).any()):
+            raise ValueError("moments have a negative variance")
+        if bool((held[..., -1] != state["edges"][:, :, 0].diff()[..., :-1]).any()):
+            raise ValueError("moments count other rows than the buckets hold")
+
+    @property
+    def read(self) -> int:
+        """Bytes of one KV head of one sequence."""
+        return self.bytes_of(*self.data.shape[2:])
+
+    @staticmethod
+    def bytes_of(buckets: int, numbers: int) -> int:
+        """Of so many buckets with so many numbers each."""
+        return 4 * buckets * numbers
+
+    @classmethod
+    def model(cls, query: Tensor, buckets: int) -> tuple[int, Launch]:
+        """As of `Partitioned.model`; every sequence has its own."""
+        size = query.shape[3]
+        read = cls.bytes_of(buckets, 2 * size + 1)
+        return read, products(query, buckets, 2 * size, read)
+
+
+class Moments(Partitioned):
+    """Ranks buckets by the mean weight that their rows would have if keys were Gaussian within a bucket.
+
+    Mean and diagonal variance are of the context's own keys, after RoPE, so that near and far and what is particular to
+    this prompt count, which no classifier trained beforehand can know. It needs SAAP's centroids, not its classifier.
+    Arguments: see `Partitioned`; `group="softmax"` sums what each query head's weights are after normalisation.
+
+    `scan_bytes`: 8 bytes for each bucket and dimension, 4 for each bucket, and the table's (see `Partitioned`).
+    """
+
+    def __init__(self, artefact: str = AUTO, probes: int = 32, group: str = "softmax", span: int = 16) -> None:
+        super().__init__(artefact, probes, group, span)
+        self.moments = KeyMoments()
+
+    def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
+        self.moments.add(rows.keys, bucket, own.buckets)
+
+    def wanted(self, rows: Rows, buckets: int) -> Wanted:
+        return KeyMoments.wanted(rows, buckets)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        super().check_state(state, rows, order)
+        KeyMoments.check(state)
+
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
+        return self.moments.logits(query, self.temperature(query.shape[-1])), own.buckets, self.moments.read
+
+    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+        return KeyMoments.model(query, partition.centroids.shape[1])

@@ -1,0 +1,1 @@
+"""Methods made of other methods: two stages, top-p, tails, reuse over layers."""

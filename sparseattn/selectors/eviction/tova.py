@@ -1,0 +1,57 @@
+"""TOVA: the row to which the current query gives the least attention is dropped. https://arxiv.org/abs/2401.06104"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.selection import Selection
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.eviction.attention_received import received
+from sparseattn.selectors.eviction.base import Observing, every_row, last_of, left
+
+
+class TOVA(Observing):
+    """Holds the rows with the largest weight of the newest query, in the mean over all heads of the layer.
+
+    The prompt's last query chooses among the prompt's rows; each step's query, among those that are left. All heads
+    hold the same rows. A row whose weight is not known yet is held until it is: it has left the cache's window since
+    the last step. With `TOVA.paper()` there is none: compare with that (`--sink 0 --window 1 --seal 1`), at equal total
+    rows. Of rows that are appended together after the first seal, such as a second turn's, the newest query is the next
+    step's.
+
+    Nothing but the newest weights is kept. As in the paper, no row is safe, the first and the newest ones neither; a
+    cache with sink and window keeps these on top of the budget.
+
+    Where a fused kernel attends, the weights of a step are computed after it, from the keys of the rows selected, which
+    are read twice. `scan_bytes` does not count that.
+    """
+
+    last_queries = 1
+
+    @classmethod
+    def paper(cls) -> dict[str, Any]:
+        """The paper's setting as arguments of `KVCache`: no sink; the token of the step is on top of the budget."""
+        return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
+
+    def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        sealed, rest = received(*last_of(rows, 1), every_row(rows), self.scale)
+        assert rows.unsealed_positions is not None
+        return sealed.mean(1, keepdim=True), rest.mean(1, keepdim=True), rows.unsealed_positions
+
+    def unknown(self, positions: Tensor) -> Tensor:
+        return 1e6 + positions  # above every weight
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        if not self.worth.rows:
+            return
+        got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
+        self.waiting_at.data[:, :-1] = -1  # what earlier queries gave counts no more
+        # Summed over the group, as the prompt's: G times the mean over all heads ranks alike.
+        self.waiting.data[:, :, -1] = left(got).sum(2).mean(1, keepdim=True)
+        worth = self.worth.visible
+        got = got.sum(2).mean(1, keepdim=True)  # [B,1,S]
+        now = torch.zeros_like(worth).scatter_add_(2, selection.start[:, :1].long(), got)
+        worth.copy_(torch.where(worth > -torch.inf, now, -torch.inf))

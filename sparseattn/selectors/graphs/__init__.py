@@ -1,0 +1,1 @@
+"""Methods that search a graph or another nearest-neighbour index: RetrievalAttention and its relatives."""

@@ -1,0 +1,1 @@
+"""Methods that hash keys and queries and read what collides: MagicPIG, KDEformer, Reformer."""

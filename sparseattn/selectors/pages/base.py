@@ -1,0 +1,196 @@
+"""Methods whose index has an entry for every few rows and whose choice is of whole pages by a score.
+
+Quest is the first of them, https://arxiv.org/abs/2406.10774. What an entry holds and how pages score is all that such a
+method says: a `KVCache` keeps the entries of a sequence side by side, a serving engine
+(`sparseattn.serving.vllm`) in the order of its blocks, as PagedAttention has them, https://arxiv.org/abs/2309.06180.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.selection import Selection, Weighed
+from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.kernels.scoring import best_pages
+from sparseattn.selectors.base import Rows, Selector, check_group, vote
+from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
+
+Entries: TypeAlias = Mapping[str, Tensor]
+
+
+class PageSelector(Selector):
+    """Chooses pages of `page` rows by a score, from entries of `unit` rows that their keys alone decide.
+
+    A subclass names the tensors of an entry (`entry_names`), computes them (`entries`) and scores them (`scores`). That
+    is enough for every cache; `scores_at` may be overridden for speed.
+
+    Args:
+        page: rows of a page, a power of two.
+        group: how a query group votes, see `vote`.
+
+    Attributes:
+        entry_names: names of an entry's tensors. Each is an attribute, a `RowBuffer` of `[B,H,E,..]`, E entries.
+        real: `[B,E]` bool, entries that are no padding.
+        kernel: kind of the launch that scores, see `core.step_cost.KINDS`.
+        mass: whether a score estimates the logarithm of the sum of the page's exponentiated logits; else it is on the
+            scale of one row's logit.
+    """
+
+    entry_names: tuple[str, ...] = ()
+    mass: bool = False
+    kernel: str = "bounds"
+    estimates = True
+
+    def __init__(self, page: int, group: str) -> None:
+        if page < 1 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows, got {page}")
+        self.page, self.group = page, check_group(group)
+        self.span = page
+        for name in self.entry_names:
+            setattr(self, name, RowBuffer(2))
+        self.real = RowBuffer(1, spare=False)
+
+    # -- what a method says ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        """The entries of E times `unit` rows.
+
+        Args:
+            keys: `[B,H,E*unit,D]`, after RoPE; the elements of a row are adjacent.
+
+        Returns:
+            name -> `[B,H,E,..]` for every name of `entry_names`: what one holds depends on its own rows alone.
+        """
+
+    @abstractmethod
+    def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        """How much pages promise, the group's vote included.
+
+        Args:
+            query: `[B,H,G,D]`, after RoPE.
+            entries: name -> `[B,H,E,..]`, of the query's dtype or what `entries` made of it.
+            real: `[B,E]` bool; an entry that is not may hold anything.
+
+        Returns:
+            `[B,Hs,P]` float32, P = E * unit / page, -inf where an entry is not real. For a vote by probabilities and
+            for budgets by mass, on the scale of the layer's logits (`temperature`).
+        """
+
+    def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
+        """`scores` where sequences share one store of entries, as the blocks of a serving engine are shared.
+
+        Args:
+            query: `[B,H,G,D]`.
+            store: name -> `[entries,H,..]`.
+            table: `[B,E]` int32, which entry of the store is a sequence's; negative: none.
+
+        Returns:
+            As `scores`.
+        """
+        place = table.long().clamp(min=0)
+        own = {name: held[place].transpose(1, 2) for name, held in store.items()}
+        return self.scores(query, own, table >= 0)
+
+    def page_logits(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        """What a page weighs for each query head, by the method's estimate: for budgets by mass (`weigh`).
+
+        By default `scores` where every query head chooses for itself: right for scores that estimate a logit, too large
+        for those that bound one.
+
+        Args:
+            query, entries, real: as of `scores`.
+
+        Returns:
+            `[B,H,G,P]` float32: the logarithm of the mean exponentiated logit of a page's rows, -inf where an entry is
+            not real.
+        """
+        each = copy.copy(self)
+        each.group = "each"
+        scores = each.scores(query, entries, real).unflatten(1, query.shape[1:3])
+        return scores - math.log(self.page) if self.mass else scores
+
+    def why_not_shared(self) -> str | None:
+        """Why its entries cannot lie in a store that sequences share, as the end of a sentence; None: they can."""
+        return None
+
+    # -- what every cache needs --------------------------------------------------------------------------------------
+
+    def fix(self, rows: int, seal: int) -> None:
+        for name in (*self.entry_names, "real"):
+            getattr(self, name).fix(rows // self.unit)
+
+    def append(self, rows: Rows) -> None:
+        for name, part in self.entries(rows.keys).items():
+            getattr(self, name).append(part)
+        self.real.append(rows.positions[:, :: self.unit] >= 0)
+
+    def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
+        """An entry's shape and dtype are told by making one."""
+        check_no_order(order)
+        count = rows.keys.shape[2] // self.unit
+        one = self.entries(rows.keys[:, :, : self.unit])
+        wanted = {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()}
+        check_tensors(state, {**wanted, "real": (torch.bool, (len(rows.keys), count))})
+        check_equal(state, "real", (rows.positions[:, :: self.unit] >= 0).cpu())
+        check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        self._check_budget(budget)
+        if self.real.rows == 0:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        entries = self._entries()
+        return self._chosen(self.scores(query, entries, self.real.visible), entries, query.shape[1], budget)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        (batch, heads, members, size), count = query.shape, sealed // self.unit
+        read, numbers = self.scored(count, size, query.dtype)
+        pages = min(budget, sealed) // self.page
+        scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
+        return self.ranked_cost(query, [scoring], read, (sealed // self.page, pages), group=self.group, page=self.page)
+
+    def scored(self, count: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes and numbers of `count` entries of one KV head with heads of `size` channels, as a step scores them."""
+        twin = self.for_layer(self.layer, self.rope)
+        one = twin.entries(torch.zeros(1, 1, self.unit, size, dtype=dtype))
+        read = int(twin.bytes_read(one, torch.tensor([[count]])))
+        return read, count * sum(part[0, 0].numel() for part in one.values())
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        self._check_budget(budget)
+        if self.real.rows == 0:
+            return Weighed.nothing(query)
+        entries = self._entries()
+        logits = self.page_logits(query, entries, self.real.visible)
+        selection = self._chosen(vote(logits, self.group), entries, query.shape[1], budget)
+        return Weighed.of(selection, self.fitted(logits), self.page)
+
+    def _check_budget(self, budget: int) -> None:
+        if budget < self.page:
+            raise ValueError(
+                f"{type(self).__name__} reads whole pages: its budget is at least {self.page} rows, got {budget}"
+            )
+
+    def _entries(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name).visible for name in self.entry_names}
+
+    def _chosen(self, scores: Tensor, entries: Entries, heads: int, budget: int) -> Selection:
+        """The best pages by `scores` `[B,Hs,P]` within `budget` rows, and what scoring all of them read for each of H =
+        `heads` KV heads."""
+        start, length = best_pages(scores, budget // self.page, self.page)
+        count = self.real.visible.sum(-1, keepdim=True)  # [B,1] entries
+        read = self.bytes_read(entries, count).expand(-1, heads)
+        scanned = (count * (self.unit // self.page)).expand(-1, scores.shape[1])
+        return Selection(start, length, self.page, scanned, read, whole=True)
+
+    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
+        """`[B,1]` int64: what scoring `count` `[B,1]` entries of one KV head reads."""
+        return count * sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entries.values())

@@ -1,0 +1,112 @@
+"""What Loki and DoubleSparsity share: parameters of a calibration, or of this prompt where no file is named."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.rope import Rope
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors.base import Rows, warn_of_keys_as_queries
+from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError, shared
+from sparseattn.selectors.tokens.base import Ranked
+from sparseattn.utils.hashing import file_hash
+
+Self = TypeVar("Self", bound="Calibrated")
+
+PROMPT = "prompt"  # stands for a calibration by this prompt alone
+
+
+class Calibrated(Ranked):
+    """Keeps something short of every key, by parameters that a calibration gives.
+
+    Args:
+        artefact: a file of `sparseattn calibrate`; "prompt" (default): the parameters are taken from the first rows
+            that a sequence seals, its prompt's, and not changed by those sealed later.
+        group: how a query group votes, see `vote`.
+        roped: whether the parameters are of keys after RoPE, not before it.
+
+    Raises:
+        ValueError: a file that is not there or is of another method; in `for_layer`, a layer that it lacks; in
+            `append`, one of another shape or RoPE.
+    """
+
+    method: str  # in a calibration
+    late = ("_held",)
+
+    def __init__(self, artefact: str, group: str, roped: bool = True) -> None:
+        super().__init__(group)
+        self.artefact, self.roped = artefact, roped
+        self.known = RowBuffer(1)
+        self._held: Calibration | None = None
+        if artefact != PROMPT:
+            self.calibration()
+
+    @abstractmethod
+    def taken(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a layer's parameters (`channel_calibration`), what the row buffers of their names hold: `[H,..]`."""
+
+    def calibration(self) -> Calibration:
+        """The file, read once for all layers; ValueError where it is none of this method."""
+        if self._held is None:
+            held = shared(self.artefact)
+            if held.method != self.method:
+                raise CalibrationError(
+                    f"{self.artefact} is a calibration for {held.method}, {type(self).__name__} needs one for "
+                    f"{self.method}: sparseattn calibrate --method {self.method}"
+                )
+            if held.roped != self.roped:
+                found, asked = ("after", "before") if held.roped else ("before", "after")
+                raise CalibrationError(
+                    f"{self.artefact} is of keys {found} RoPE, and this {type(self).__name__} takes them {asked} it"
+                )
+            self._held = held
+        return self._held
+
+    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
+        fresh = super().for_layer(layer, rope)
+        if fresh.artefact != PROMPT:
+            fresh.calibration().holds(layer)
+        return fresh
+
+    def check_shape(self, heads: int, group: int | None, size: int) -> None:
+        if self.artefact != PROMPT:
+            self.calibration().check(self.layer, self._every(heads), size, self.rope)
+        elif not self.roped:
+            self._rope()
+
+    def _every(self, heads: int) -> int:
+        """KV heads of the layer, of which it is shown `heads`."""
+        return heads if self.heads is None else self.heads.of
+
+    def _rope(self) -> Rope:
+        """What takes RoPE back from keys; ValueError where it is not known."""
+        if self.rope is None:
+            raise ValueError(
+                f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: pass "
+                f"it to for_layer(layer, rope), or take keys as they are, before=False"
+            )
+        return self.rope
+
+    def source(self) -> str:
+        return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
+
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        keys, positions = rows.keys[0], rows.positions[0]
+        if self.artefact != PROMPT:
+            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.rope)
+            own = list(self.numbers(len(keys)))
+            return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
+        if not self.roped:
+            keys = self._rope().unrotate(keys.float(), positions)
+        queries: Tensor | None = None
+        if METHODS[self.method].queries:
+            if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
+                warn_of_keys_as_queries(self, len(keys), len(keys))
+                queries = keys[:, None]
+            else:
+                queries, keys = rows.queries[0], keys[:, torch.searchsorted(positions, rows.query_positions[0])]
+        return self.taken(METHODS[self.method].of(keys, queries))

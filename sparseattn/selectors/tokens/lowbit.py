@@ -1,0 +1,200 @@
+"""Every row ranked by its key in one, two or four bits, stored by channel as KIVI stores keys. Ours.
+
+KIVI, https://arxiv.org/abs/2402.02750; FIER, https://arxiv.org/abs/2508.08256, ranks by one bit (`Fier`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.selection import Selection, Weighed
+from sparseattn.core.step_cost import Launch, Scan, picked
+from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
+from sparseattn.kernels.quantized_keys import level_grid as grids
+from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.scoring import best_rows
+from sparseattn.selectors.base import Rows, Selector, half, vote
+from sparseattn.selectors.pages.base import Entries, PageSelector
+
+BITS = (1, 2, 4)
+
+
+class LowBit(PageSelector):
+    """Reads the rows whose keys, rounded to a few bits a channel, have the largest product with the query.
+
+    Args:
+        bits: 1, 2 (default) or 4 of a channel of a row.
+        rows: a group that shares levels, a multiple of 16. Rows that wait for a full one are read densely.
+        page: choose pages of so many rows by the sum of their rows' weights, a power of two that divides `rows`; 1
+            (default): single rows.
+        group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
+            for itself.
+        scales: bits of a level, 16 (default) or 8. With 8, levels are on a grid of each channel, which grows as keys
+            do, see `kernels.quantized_keys.level_grid`.
+
+    Two bits and four: levels in the middle of 4 or 16 equal parts of what a channel's numbers in the group reach over,
+    so that a number is at most half a step off, and a logit at most `sum_i |q_i| step_i / (2 sqrt(D))`; where numba
+    scores, the query is rounded too (`kernels.quantized_keys.dispatch.logits`). One bit: the means of the numbers below
+    and above the middle, without such a bound. An index row takes `bits * D / 8` bytes and its share of the levels,
+    `scales D / (4 rows)` (two numbers a channel): at D = 64, 20 bytes where Quest's bounds (page 16, bfloat16) take 16.
+
+    The bound holds for levels of 8 bits as they are read, too, until keys come that do not fit a channel's grid: then
+    the levels that are stored are rounded anew, at most by a few units of the new grid.
+
+    `scan_bytes`: the codes and levels of every row, and the grid.
+    """
+
+    operators = 10
+    entry_names = ("codes", "low", "step")
+    codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.quantized_keys.reference`
+    low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
+    step: RowBuffer
+
+    def __init__(self, bits: int = 2, rows: int = 64, page: int = 1, group: str = "softmax", scales: int = 16) -> None:
+        if bits not in BITS:
+            raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
+        if rows < quantized_keys_reference.TILE or rows % quantized_keys_reference.TILE:
+            raise ValueError(f"rows of a group are a multiple of {quantized_keys_reference.TILE}, got {rows}")
+        if page < 1 or page & (page - 1) or rows % page:
+            raise ValueError(f"a page is a power of two rows that divides a group's {rows}, or 1, got {page}")
+        if scales not in (8, 16):
+            raise ValueError(f"scales is 8 or 16 bits of a level, got {scales}")
+        super().__init__(page, group)
+        self.bits, self.rows, self.scales = bits, rows, scales
+        self.mass = page > 1
+        self.grid = RowBuffer(
+            2, grids.NUMBERS
+        )  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.quantized_keys.level_grid`
+
+    @property
+    def unit(self) -> int:
+        return self.rows
+
+    @property
+    def levels(self) -> str:
+        """See `kernels.quantized_keys.reference.quantise`."""
+        return "bins" if self.bits > 1 else "means"
+
+    def fix(self, rows: int, seal: int) -> None:
+        for name in self.entry_names:
+            getattr(self, name).fix(rows // self.rows)
+        self.grid.fix()
+        self.real.fix(rows)  # [B,N]: rows, not groups
+
+    def to(self, device: torch.device | str) -> None:
+        held = self.codes.full if self.codes.allocated else None
+        super().to(device)
+        if held is not None and quantized_keys_reference.tile(held.device) != quantized_keys_reference.tile(
+            self.codes.full.device
+        ):
+            codes = self.codes.full
+            codes.copy_(quantized_keys_reference.moved(held, self.bits, self.low.full.shape[-1], codes.device))
+
+    def append(self, rows: Rows) -> None:
+        for name, part in self.entries(rows.keys).items():
+            getattr(self, name).append(part)
+        self.real.append(rows.positions >= 0)
+
+    def entries(self, keys: Tensor) -> dict[str, Tensor]:
+        found = quantized_keys_reference.reach(keys, self.rows, self.levels)
+        if self.scales == 16:
+            low, step = quantized_keys_reference.sixteen(*found, self.bits, self.levels, half(keys))
+        else:
+            low, step = self._on_grid(*found)
+        return {
+            "codes": quantized_keys_reference.code(keys, low, step, self.bits, self.levels_grid),
+            "low": low,
+            "step": step,
+        }
+
+    def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
+        return quantized_keys.scores(
+            query, *self._index(entries), real, self.bits, self.group, self.page, grid=self.levels_grid
+        )
+
+    def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
+        return quantized_keys.scores_at(query, *self._index(store), table, self.bits, self.group, self.page)
+
+    def why_not_shared(self) -> str | None:
+        if self.page == 1:
+            return "it chooses single rows: give it pages, such as lowbit:page=16"
+        return "its 8-bit levels are on a grid of a whole sequence" if self.scales == 8 else None
+
+    check_state = Selector.check_state  # not kept in files
+
+    def _index(self, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
+        return entries["codes"], entries["low"], entries["step"]
+
+    def _on_grid(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels of 8 bits; where they do not fit, the grid grows, and those stored before are rounded to it."""
+        held = self.levels_grid
+        low, step, grid = quantized_keys_reference.eight(least, most, self.bits, self.levels, held)
+        if held is None:
+            self.grid.append(grid)
+        elif not torch.equal(held, grid):
+            if self.low.rows:
+                stored = grids.moved(self.low.data, self.step.data, held, grid, self.bits)
+                for buffer, levels in zip((self.low, self.step), stored, strict=True):
+                    buffer.data.copy_(levels)
+            held.copy_(grid)
+        return low, step
+
+    @property
+    def levels_grid(self) -> Tensor | None:
+        """The grid of levels of 8 bits; None with 16, and before the first row."""
+        return self.grid.data if self.grid.rows else None
+
+    def levels_bytes(self, groups: Tensor, size: int) -> Tensor:
+        """Bytes of the levels of so many groups of `size` channels, and of the grid that they are on."""
+        read = groups * (self.scales // 4 * size)
+        return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
+
+    def read(self, rows: Tensor, size: int) -> Tensor:
+        """Bytes that scoring so many rows reads, of whole groups."""
+        return rows * (4 * quantized_keys_reference.words(size, self.bits)) + self.levels_bytes(rows // self.rows, size)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        batch, heads, members, size = query.shape
+        read, every = int(self.read(torch.tensor(sealed), size)), batch * heads
+        best, lists = min(budget, sealed) // self.page, heads * members if self.group == "each" else heads
+        work = picked(batch * lists, sealed // self.page, best)
+        scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size, work)
+        launches = (scoring, Launch("operator", count=self.operators))
+        return Scan(read, launches, lists, best * self.page, best)
+
+    def forget(self, first: int) -> None:
+        """Forgets the rows from `first` on, a multiple of a group's."""
+        for buffer in (self.codes, self.low, self.step):
+            buffer.resize(first // self.rows, buffer.full)
+        self.real.resize(first, self.real.full)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        if not self.real.rows:
+            return Selection.none(query.shape[0], query.shape[1], query.device)
+        real = self.real.visible
+        index = self.codes.visible, self.low.visible, self.step.visible
+        best = budget // self.page
+        ids = quantized_keys.best(query, *index, real, self.bits, self.group, best, self.page, grid=self.levels_grid)
+        return self._named(query, ids)
+
+    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
+        if not self.real.rows:
+            return Weighed.nothing(query)
+        entries = {name: getattr(self, name).visible for name in self.entry_names}
+        logits = self.page_logits(self.asked(query), entries, self.real.visible)
+        selection = self._named(query, best_rows(vote(logits, self.group), budget // self.page))
+        return Weighed.of(selection, self.fitted(logits), self.page)
+
+    def asked(self, query: Tensor) -> Tensor:
+        """`query` for kernels that divide products by `sqrt(D)`, in a layer of another scale."""
+        size = query.shape[3]
+        return query if self.scale is None else query * (size**0.5 / self.temperature(size))
+
+    def _named(self, query: Tensor, ids: Tensor) -> Selection:
+        """The pages `ids` `[B,Hs,S]`, and what choosing them cost."""
+        heads, size = query.shape[1], query.shape[3]
+        scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
+        read = self.read(scanned, size)
+        return Selection.pages(ids, self.page, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))

@@ -1,0 +1,192 @@
+"""RocketKV: bounds of small pages, of which few channels are read, choose rows. https://arxiv.org/abs/2502.14051"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import Scan, products
+from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, vote
+from sparseattn.selectors.eviction.snapkv import check_pooling, pooled_votes
+from sparseattn.selectors.tokens.sparq import largest_channels, whole_channels
+
+
+class RocketKV(Selector):
+    """Reads the rows of the pages with the largest bounds over few channels, of a prompt that may have dropped rows.
+
+    Hybrid sparse attention, the paper's second stage: a page keeps the least and the largest of its keys in every
+    channel. A step reads one of the two, by the sign of the group's summed query, in the r channels with the largest
+    sum of `|q|` over the group. The products are divided by SparQ's temperature, `sqrt(D * sum|q_r| / sum|q|)`, and the
+    rows of the best pages are read, of the last page as many as the budget has left.
+
+    The first stage, off by default, drops rows of the prompt for good: it holds those that SnapKV's votes rank first.
+    Rows that are held are stored together, in their order, and pages are of these, as in the paper.
+
+    Args:
+        ratio: c, by how much keys are compressed that a step reads to choose: 1 or more. The paper has the rows held
+            over the token budget, of which half are rows that are read.
+        page: rows per page, a power of two; 0 (default): that next to `sqrt(ratio)` rounded up, the paper's size.
+        channels: r, all of them if there are fewer; 0 (default): `D * page / ratio` rounded down, 1 or more.
+        prompt: rows of the prompt that each KV head holds, rounded down to whole pages; 0 (default): all of them.
+        window: how many of the prompt's last queries vote, if rows are dropped; their own rows are held.
+        kernel: rows that max-pooling of votes joins, an odd number.
+        group: how a query group votes, see `vote`: "softmax" (default, the paper's), "sum", "max"; "each": every query
+            head chooses for itself, by the group's channels and signs.
+
+    An index page takes 2 D numbers of the keys' dtype, channel by channel, so that r channels are read and no others;
+    with pages of one row it is a copy of the keys, D numbers.
+
+    Departures. Pages are a power of two, as spans are. The paper's rows are all ranked alike; here sink and window come
+    on top of the budget, and rows that are not sealed are read densely; with `RocketKV.paper()` that is the current,
+    partial page alone. With a sink its rows are not among those that votes pool or `prompt` counts.
+
+    `scanned`: pages. `scan_bytes`: r numbers of every page.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    operators = 30
+
+    def __init__(
+        self,
+        ratio: float = 16.0,
+        page: int = 0,
+        channels: int = 0,
+        prompt: int = 0,
+        window: int = 32,
+        kernel: int = 63,
+        group: str = "softmax",
+    ) -> None:
+        if not 1 <= ratio < math.inf:
+            raise ValueError(f"ratio is 1 (every channel of every key) or more, got {ratio}")
+        if page < 0 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows, or 0 for the ratio's, got {page}")
+        check_least(channels=(channels, 0), prompt=(prompt, 0))
+        check_pooling(window, kernel)
+        self.ratio, self.page, self.channels, self.prompt = ratio, page, channels, prompt
+        self.window, self.kernel, self.group = window, kernel, check_group(group)
+        self.span = page or _page(ratio)
+        if 0 < prompt < self.span:
+            raise ValueError(f"prompt is 0 (nothing is dropped) or at least a page, {self.span} rows, got {prompt}")
+        self.evicts, self.last_queries = prompt > 0, window if prompt else 0
+        self.bounds = RowBuffer(3)  # [B,H,2D,P] the least, then the largest by channel; [B,H,D,P] with pages of one row
+        self.real = RowBuffer(1, spare=False)  # [B,P] pages that are held
+
+    @classmethod
+    def paper(cls, tokens: int, budget: int, answer: int = 256) -> dict[str, Any]:
+        """The paper's setting as arguments of `KVCache`: no sink, the current page always read.
+
+        Its code splits the compression of `tokens` to a token budget between both stages: `tokens / c^a` rows are held,
+        `a = min(0.2 + 0.06 log2(c), 0.8)` of `c = tokens / budget`, of which the answer has its part. Half of the token
+        budget is rows: `decode(query, cache, budget=budget // 2)`.
+
+        Args:
+            tokens: of prompt and answer, at most.
+            budget: tokens whose bytes a step may read, those read to choose included.
+            answer: of `tokens`, those that are decoded.
+        """
+        check_least(tokens=(tokens, 1), budget=(budget, 1), answer=(answer, 0))
+        whole = max(tokens / budget, 1.0)
+        held = tokens / whole ** min(0.2 + 0.06 * math.log2(whole), 0.8)
+        ratio = max(held / budget, 1.0)
+        made = cls(ratio, prompt=max(int(held) - answer, _page(ratio)))
+        return {"selector": made, "sink": 0, "window": 1, "seal": made.span}
+
+    def fix(self, rows: int, seal: int) -> None:
+        self.bounds.fix(rows // self.span)
+        self.real.fix(rows // self.span)
+
+    def append(self, rows: Rows) -> Tensor | None:
+        keys, real, order = rows.keys, rows.positions[:, :: self.span] >= 0, None
+        if rows.last_queries is not None and self.prompt and self._most() < keys.shape[2]:
+            order, real = self._dropped(rows)
+            keys = keys.gather(2, order[..., None].expand_as(keys))
+        pages = keys.unflatten(2, (-1, self.span))  # [B,H,P,page,D]
+        low = pages.amin(3).mT
+        self.bounds.append(low if self.span == 1 else torch.cat([low, pages.amax(3).mT], 2))
+        self.real.append(real)
+        return order
+
+    def _most(self) -> int:
+        """Rows of the prompt that are held at most."""
+        return self.prompt // self.span * self.span
+
+    def _dropped(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The order `[B,H,n]` with the rows that are held in front, by position, and which pages `[B,P]` these fill."""
+        real, most = rows.positions >= 0, self._most()
+        worth = pooled_votes(rows, self.window, self.kernel, scale=self.scale)
+        worth = worth.masked_fill(~real[:, None], -torch.inf)
+        held = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(most, sorted=False).indices, True)
+        order = (~(held & real[:, None])).int().argsort(dim=-1, stable=True)
+        place = torch.arange(0, real.shape[1], self.span, device=real.device)
+        return order, place < real.sum(1, keepdim=True).clamp(max=most)
+
+    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        batch, heads, _, size = query.shape
+        if not self.real.rows:
+            return Selection.none(batch, heads, query.device)
+        if budget < self.span:
+            raise ValueError(f"RocketKV reads by pages: its budget is at least {self.span} rows, got {budget}")
+        ids = best(vote(self.logits(query), self.group), -(-budget // self.span))  # [B,Hs,S], the best first
+        left = budget - torch.arange(ids.shape[2], device=ids.device) * self.span
+        length = (ids >= 0) * left.clamp(max=self.span)
+        scanned = self.real.visible.sum(-1, keepdim=True)  # [B,1]
+        read = scanned * (self._channels(size) * self.bytes_of(query))
+        return Selection(
+            (ids.clamp(min=0) * self.span).int(),
+            length.int(),
+            self.span,
+            scanned.expand(-1, ids.shape[1]),
+            read.expand(-1, heads),
+            whole=budget % self.span == 0,
+        )
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if all rows were the prompt's, where it drops any."""
+        held = min(sealed, self._most()) if self.prompt else sealed
+        pages, channels, rows = held // self.span, self._channels(query.shape[3]), min(budget, held)
+        read = pages * channels * self.bytes_of(query)
+        launch = products(query, pages, channels, read)
+        expected = "all rows are the prompt's" if self.prompt else ""
+        scan = self.ranked_cost(
+            query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected
+        )
+        return replace(scan, rows=rows)
+
+    def logits(self, query: Tensor) -> Tensor:
+        """`[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf where a
+        page is not held."""
+        size = query.shape[3]
+        largest, asked = largest_channels(query, self._channels(size), self.temperature(size))
+        if self.span > 1:
+            largest = largest + size * (query.float().sum(2).gather(2, largest) > 0)
+        logits = asked @ whole_channels(self.bounds.visible, largest).float()
+        return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+
+    def _channels(self, size: int) -> int:
+        """r, of heads of this size."""
+        return min(self.channels or max(int(size * self.span / self.ratio), 1), size)
+
+    def held(self) -> Tensor | None:
+        if not self.evicts:
+            return None
+        rows = self.real.data.repeat_interleave(self.span, 1)
+        return rows[:, None].expand(-1, self.bounds.full.shape[1], -1)
+
+    def keep(self, ids: Tensor) -> None:
+        pages = ids[..., :: self.span] // self.span  # rows are held, or not, by page, and the same places in all heads
+        self.bounds.keep(pages[:, :, None].expand(-1, -1, self.bounds.full.shape[2], -1))
+        self.real.keep(pages[:, 0])
+
+
+def _page(ratio: float) -> int:
+    """The power of two next to the square root of a ratio, rounded up."""
+    root = math.ceil(math.sqrt(ratio))
+    return 1 if root > ratio else 1 << round(math.log2(root))

@@ -1,0 +1,518 @@
+"""A server that speaks OpenAI's protocol: its model, its tokenizer, and its answers to prompts, several at once.
+
+`openai` is imported when a server is reached. Streams are read as they come, so that the first token's time is known.
+
+A server is not trusted. Prompts and the key go to the address that was named and to none that it redirects to, and what
+it sends is bounded: the bytes of a reply and of an event, the pieces of an answer, and the time without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+ATTEMPTS = 5  # at an answer, where what failed may pass
+PAUSE = 0.5  # seconds before the second attempt; each next pause is twice as long, or as long as the server asks
+LONGEST = 60.0  # seconds of such a pause
+PASSING = (408, 429, 502, 503, 504)  # statuses of a server that may answer later
+PATIENCE = 3600.0  # seconds to an answer's first text: a prompt of a million tokens takes long before it
+GAP = 600.0  # seconds from one piece of an answer to the next: a busy server lets some requests wait for others
+SOON = 60.0  # seconds for all that a server need not compute: its models, its version, tokens of a text
+REACH = 10.0  # seconds to connect
+REPLY = 1 << 24  # bytes of a reply at once: the tokens of a prompt of a million take less than half
+EVENT = 1 << 20  # bytes of one event of a stream
+MUTE = 1000  # events without text, beyond one for each token asked for: some servers say so that they still work
+SENTENCE = 500  # characters of a server's own words
+PROBE = "The old ferry passed the quiet harbour at noon, in 1984."  # to see how a server counts
+
+
+class ServerError(ValueError):
+    """What a server does not do, in one sentence."""
+
+
+class _Torn(Exception):
+    """A stream without its end."""
+
+    def __str__(self) -> str:
+        return "it broke off in the middle of an answer"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is.
+
+    Args:
+        name: as tables and records call it.
+        url: of the API, as far as `/v1`.
+        model: what the server calls its model; None: the only one that it has.
+    """
+
+    name: str
+    url: str
+    model: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """`NAME=URL#MODEL`; without a name the name is the URL. A URL without a path gets `/v1`.
+
+        Raises:
+            ValueError: no http or https URL, or one with a password or a query, which records would hold.
+        """
+        head, equals, rest = text.partition("=")
+        name, url = (head, rest) if equals and "://" not in head else ("", text)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            whole = False
+        if not whole or (equals and not name and "://" not in head):
+            raise ValueError(f"--endpoint is NAME=URL or URL, such as dense=http://127.0.0.1:8000/v1, got {text!r}")
+        if parts.username is not None or parts.query:
+            raise ValueError("--endpoint takes no password and no query, which records would show: use OPENAI_API_KEY")
+        plain = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+        return cls(name or plain, plain, parts.fragment or None)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a server is asked.
+
+    Args:
+        what: it is, for the sentences of errors.
+        prompt: the text to go on with.
+        begun: None: `prompt` is plain text. Else it is the turn of a user in a chat, and the answer begins so.
+        limit: tokens of an answer at most. A server that sends more pieces of text is cut there.
+        ended: whether an answer so far is whole, though the server goes on.
+    """
+
+    what: str
+    prompt: str
+    begun: str | None
+    limit: int
+    ended: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered.
+
+    Args:
+        text: as far as it was read.
+        first_seconds: until the first text came; None: none came.
+        seconds: until the answer was whole.
+        attempts: that it took; the times are those of the last.
+    """
+
+    text: str
+    first_seconds: float | None
+    seconds: float
+    attempts: int
+
+
+class Server:
+    """A server that answers. Close it, or use it as a context.
+
+    Args:
+        address: where it is.
+
+    Attributes:
+        name, url: of the address.
+        model: what the server calls its model.
+        positions: tokens that prompt and answer may have; None: it does not say.
+        version: of the server's program; None: it does not say.
+
+    Raises:
+        ImportError: `openai` is missing.
+        ServerError: out of reach, no such API there, or not one model.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._openai = _library()
+        self.name, self.url = address.name, address.url
+        self._options: dict[str, Any] = {
+            "base_url": self.url,
+            "api_key": os.environ.get("OPENAI_API_KEY") or "none",  # a server of one's own seldom asks for it
+            "max_retries": 0,  # it would not retry a broken stream, and would retry what is refused here
+            "default_headers": {"Accept-Encoding": "identity"},  # a packed reply is as long as it says once unpacked
+        }
+        self._client = self._openai.OpenAI(
+            **self._options,
+            timeout=self._openai.Timeout(SOON, connect=REACH),
+            http_client=self._openai.DefaultHttpxClient(
+                follow_redirects=False, event_hooks={"response": [lambda reply: self._bind(reply, SOON)]}
+            ),
+        )
+        try:
+            self.model, self.positions = self._served(address.model)
+            self.version = self._version()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _served(self, wanted: str | None) -> tuple[str, int | None]:
+        """Name and positions of the model."""
+        try:
+            held = self._client.get("/models", cast_to=object)
+        except Exception as error:
+            raise self._sentence(error, "the list of its models", SOON) from error
+        data = held.get("data") if isinstance(held, dict) else None
+        cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+        models = {str(card["id"]): card.get("max_model_len") for card in cards if "id" in card}
+        if not models:
+            raise ServerError(
+                f"{self._who} lists no models at {self.url}/models: is it the address of an OpenAI-compatible API, "
+                f"such as http://127.0.0.1:8000/v1?"
+            )
+        if wanted is None and len(models) > 1:
+            raise ServerError(
+                f"{self._who} has the models {', '.join(models)[:SENTENCE]}: name one behind the URL, as in "
+                f"{self.url}#{next(iter(models))}"
+            )
+        name = next(iter(models)) if wanted is None else wanted
+        if name not in models:
+            raise ServerError(f"{self._who} has no model {name!r}, it has {', '.join(models)[:SENTENCE]}")
+        positions = models[name]
+        return name, positions if isinstance(positions, int) and positions > 0 else None
+
+    def _version(self) -> str | None:
+        """As vLLM says it beside its API."""
+        held = self._beside("get", "/version")
+        version = held.get("version") if isinstance(held, dict) else None
+        return version if isinstance(version, str) else None
+
+    def _beside(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What the server says at `path` outside its OpenAI API, where vLLM and SGLang have more; None: it has none."""
+        url = self.url.removesuffix("/v1") + path
+        ask = getattr(self._client, verb)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return ask(url, cast_to=object) if body is None else ask(url, cast_to=object, body=dict(body))
+            except Exception as error:
+                if (pause := self._pause(error, attempt)) is None:
+                    if isinstance(error, self._openai.APIStatusError) and error.status_code not in PASSING:
+                        return None
+                    raise self._sentence(error, path, SOON) from error
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def ids(self, text: str, special: bool = False) -> list[int] | None:
+        """The tokens of a text, by the server's tokenizer; None: it has no `/tokenize` of vLLM's form.
+
+        `special`: with the tokens that mark a text's beginning and end.
+        """
+        body = {"model": self.model, "prompt": text, "add_special_tokens": special}
+        return _tokens(self._beside("post", "/tokenize", body))
+
+    def turn(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
+        """The tokens of a chat, up to where the model is to answer; None: no such `/tokenize`, or no chat template."""
+        body = {"model": self.model, "messages": list(messages), "add_generation_prompt": True}
+        return _tokens(self._beside("post", "/tokenize", body))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens. ServerError where the server does not give it."""
+        held = self._beside("post", "/detokenize", {"model": self.model, "tokens": list(ids)})
+        if not isinstance(held, dict) or not isinstance(held.get("prompt"), str):
+            raise ServerError(f"{self._who} has no /detokenize: say with --model whose tokenizer makes the prompts")
+        return str(held["prompt"])
+
+    @contextlib.contextmanager
+    def asking(self, concurrency: int) -> Iterator[Callable[[Question], Future[Answer]]]:
+        """Gives a function that asks and does not wait; `concurrency` requests at most are at the server at once.
+
+        A future that fails has a ServerError. What is unanswered where the block ends is dropped.
+        """
+        import anyio
+        from anyio.from_thread import start_blocking_portal
+
+        asked: list[Future[Answer]] = []
+        with start_blocking_portal() as portal:
+
+            async def bind(reply: Any) -> None:
+                self._bind(reply, math.inf)
+
+            client = self._openai.AsyncOpenAI(
+                **self._options,
+                timeout=self._openai.Timeout(PATIENCE, connect=REACH),
+                http_client=self._openai.DefaultAsyncHttpxClient(
+                    follow_redirects=False, event_hooks={"response": [bind]}
+                ),
+            )
+            room = portal.call(anyio.Semaphore, concurrency)
+
+            def ask(question: Question) -> Future[Answer]:
+                asked[:] = [one for one in asked if not one.done()]
+                asked.append(portal.start_task_soon(self._answer, client, room, question))
+                return asked[-1]
+
+            try:
+                yield ask
+            finally:
+                for one in reversed(asked):  # those that wait for room before those that would give it to them
+                    one.cancel()
+                portal.call(client.close)
+
+    async def _answer(self, client: Any, room: Any, question: Question) -> Answer:
+        import anyio
+
+        async with room:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    return await self._once(client, question, attempt)
+                except Exception as error:
+                    if (pause := self._pause(error, attempt)) is None:
+                        raise self._sentence(error, question.what, PATIENCE) from error
+                await anyio.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _once(self, client: Any, question: Question, attempt: int) -> Answer:
+        began = time.perf_counter()
+        first, text, chosen, whole = None, "", False, False
+        pieces = events = 0
+        async with await self._within(PATIENCE, _begin(client, self.model, question)) as stream:
+            chunks = stream.__aiter__()
+            while (chunk := await self._within(PATIENCE if first is None else GAP, anext(chunks, None))) is not None:
+                events += 1
+                if events > question.limit + MUTE:
+                    raise ServerError(
+                        f"{self._who} answers {question.what} with more events than its {question.limit} tokens can "
+                        f"have, got {events}: most hold no text, and the last is not in sight"
+                    )
+                piece = ""
+                for choice in chunk.choices[:1]:  # none in a chunk that only counts
+                    chosen, whole = True, choice.finish_reason is not None
+                    piece = (choice.text if question.begun is None else choice.delta.content) or ""
+                if piece and pieces == question.limit:  # a piece is a token or more, and all that were asked for came
+                    whole = True
+                    break
+                pieces += bool(piece)
+                text += piece
+                if text and first is None:
+                    first = time.perf_counter() - began
+                if question.ended(text):
+                    whole = True
+                    break
+        if not chosen:
+            raise ServerError(f"{self._who} sent no answer to {question.what}, or not as a stream")
+        if not whole:  # without a length or an end of chunks, a lost connection looks like the end of the stream
+            raise _Torn
+        return Answer(text, first, time.perf_counter() - began, attempt)
+
+    async def _within(self, seconds: float, awaited: Awaitable[Any]) -> Any:
+        """What is awaited; ServerError where it takes longer, however busily bytes come meanwhile."""
+        import anyio
+
+        try:
+            with anyio.fail_after(seconds):
+                return await awaited
+        except TimeoutError as error:
+            raise self._late(seconds) from error
+
+    def _bind(self, reply: Any, seconds: float) -> None:
+        """Lets no more be read of a reply than there should be, for so many seconds; ServerError for a packed one."""
+        packing = reply.headers.get("content-encoding", "identity")
+        if packing != "identity":
+            raise ServerError(f"{self._who} packs its reply ({packing[:SENTENCE]}), which it was asked not to")
+        stream = "text/event-stream" in reply.headers.get("content-type", "")
+        reply.stream = _bounded(reply, _Bounds(self._who, stream, time.monotonic() + seconds, self._late(seconds)))
+
+    @property
+    def _who(self) -> str:
+        return f"the server {self.name}" if self.name == self.url else f"the server {self.name} ({self.url})"
+
+    def _lost(self, error: Exception) -> bool:
+        """Whether the connection failed. In the middle of a stream older releases of openai raise httpx's own error."""
+        named = {kind.__name__ for kind in type(error).__mro__}
+        return isinstance(error, (self._openai.APIConnectionError, _Torn)) or "TransportError" in named
+
+    def _pause(self, error: Exception, attempt: int) -> float | None:
+        """Seconds until the next attempt; None: it is no use, or this was the last one."""
+        if attempt == ATTEMPTS or _ours(error) is not None or isinstance(error, self._openai.APITimeoutError):
+            return None  # the last: it was waited for long enough
+        if not self._lost(error) and getattr(error, "status_code", None) not in PASSING:
+            return None
+        return min(_asked_to_wait(error) or PAUSE * 2 ** (attempt - 1), LONGEST)
+
+    def _late(self, seconds: float) -> ServerError:
+        return ServerError(f"{self._who} did not answer in time ({REACH:g} s to connect, {seconds:g} s to go on)")
+
+    def _sentence(self, error: Exception, what: str, patience: float) -> ServerError:
+        """What went wrong, with the server's own words; `patience`: seconds that it was waited for."""
+        if (ours := _ours(error)) is not None:
+            return ours
+        if isinstance(error, self._openai.APITimeoutError):
+            return self._late(patience)
+        if self._lost(error):
+            cause = error.__cause__ or error
+            return ServerError(f"{self._who} is out of reach: {str(cause).strip() or type(cause).__name__}")
+        if isinstance(error, self._openai.APIStatusError):
+            if error.status_code in range(300, 400):
+                where = " ".join(error.response.headers.get("location", "nowhere").split())[:SENTENCE]
+                return ServerError(
+                    f"{self._who} redirects {what} to {where}, and nothing is sent but to the address that was named: "
+                    f"name that one with --endpoint if you trust it"
+                )
+            words = _own_words(error.body) or _own_words(error.response.text)
+            key = "; the key is taken from OPENAI_API_KEY" if error.status_code in (401, 403) else ""
+            return ServerError(
+                f"{self._who} refuses {what} with status {error.status_code}: {words or 'it says no more'}{key}"
+            )
+        return ServerError(f"{self._who} broke off at {what}: {_own_words(str(error)) or type(error).__name__}")
+
+
+class ServedTokenizer:
+    """A server's tokenizer, with as much of the interface of transformers' as the tasks use.
+
+    Raises:
+        ServerError: the server has no `/tokenize` of vLLM's form.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        bare, marked = server.ids(PROBE), server.ids(PROBE, special=True)
+        if not bare or not marked:
+            raise ServerError(
+                f"the server {server.name} does not say how it counts tokens (it has no /tokenize such as vLLM's): say "
+                f"with --model whose tokenizer makes the prompts"
+            )
+        self.bos_token_id = marked[0] if marked[1 : 1 + len(bare)] == bare else None
+        self.chat_template = server.turn([{"role": "user", "content": PROBE}]) is not None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        if not text:  # some servers refuse to count nothing
+            return {"input_ids": [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []}
+        ids = self._server.ids(text, add_special_tokens)
+        if ids is None:
+            raise ServerError(f"the server {self._server.name} no longer says how it counts tokens")
+        return {"input_ids": ids}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._server.text(ids)
+
+    def apply_chat_template(self, turn: Sequence[Mapping[str, str]], **_: Any) -> str:
+        """The text of a chat, up to where the model is to answer."""
+        return self._server.text(self._server.turn(turn) or [])
+
+
+def counts_alike(server: Server, count: Callable[[str], int]) -> tuple[int, int] | None:
+    """Tokens of a sentence by `count` and by the server, where they differ; None: they agree, or it does not say."""
+    ids, ours = server.ids(PROBE), count(PROBE)
+    return None if not ids or len(ids) == ours else (ours, len(ids))
+
+
+@dataclass
+class _Bounds:
+    """What is read of a reply: whom it is of, whether it is a stream of events, until when, and what is said then."""
+
+    who: str
+    events: bool
+    end: float
+    late: ServerError
+    held: int = 0  # bytes of the reply, or of the event that is not over
+    tail: bytes = b""
+
+    def check(self, data: bytes) -> bytes:
+        """`data`, the next bytes; ServerError where they are too many or too late."""
+        if time.monotonic() > self.end:
+            raise self.late
+        self.held += len(data)
+        if self.events:  # an event ends with an empty line, which may lie across two pieces of data
+            seen = self.tail + data
+            over = max(seen.rfind(end) + len(end) if end in seen else 0 for end in (b"\n\n", b"\r\r", b"\r\n\r\n"))
+            if over:
+                self.held = len(seen) - over
+            self.tail = seen[-3:]
+        most = EVENT if self.events else REPLY
+        if self.held > most:
+            what = "an event of its answer" if self.events else "a reply"
+            raise ServerError(f"{self.who} sends {what} of more than {most:,} bytes, which is not read")
+        return data
+
+
+def _bounded(reply: Any, bounds: _Bounds) -> Any:
+    """The stream of a reply's bytes within bounds. Older releases of openai go by httpx, newer ones by httpx2."""
+    library, inner = sys.modules[type(reply).__module__.partition(".")[0]], reply.stream
+
+    def read(self: Any) -> Iterator[bytes]:
+        return map(bounds.check, inner)
+
+    async def read_async(self: Any) -> AsyncIterator[bytes]:
+        async for data in inner:
+            yield bounds.check(data)
+
+    def close(self: Any) -> None:
+        inner.close()
+
+    async def close_async(self: Any) -> None:
+        await inner.aclose()
+
+    made = {"__iter__": read, "__aiter__": read_async, "close": close, "aclose": close_async}
+    return type("Bounded", (library.SyncByteStream, library.AsyncByteStream), made)()
+
+
+def _ours(error: BaseException | None) -> ServerError | None:
+    """The sentence that an error has or comes from: some releases of openai put errors into their own."""
+    while error is not None and not isinstance(error, ServerError):
+        error = error.__cause__
+    return error
+
+
+def _library() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise ImportError("asking a server needs openai: pip install 'sparseattn[endpoint]'") from error
+    return openai
+
+
+def _begin(client: Any, model: str, question: Question) -> Awaitable[Any]:
+    """The stream of an answer, greedy: of the likeliest tokens, whatever the model's own settings penalise."""
+    more: dict[str, Any] = {"repetition_penalty": 1.0}
+    options: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": question.limit, "stream": True}
+    if question.begun is None:
+        started: Awaitable[Any] = client.completions.create(prompt=question.prompt, **options, extra_body=more)
+        return started
+    messages = [{"role": "user", "content": question.prompt}]
+    if question.begun:  # the server's template must not close the turn that the model is to go on with
+        messages.append({"role": "assistant", "content": question.begun})
+        more |= {"continue_final_message": True, "add_generation_prompt": False}
+    chat: Awaitable[Any] = client.chat.completions.create(messages=messages, **options, extra_body=more)
+    return chat
+
+
+def _tokens(held: Any) -> list[int] | None:
+    ids = held.get("tokens") if isinstance(held, dict) else None
+    return ids if isinstance(ids, list) and all(isinstance(one, int) for one in ids) else None
+
+
+def _asked_to_wait(error: Exception) -> float | None:
+    """Seconds of a Retry-After header."""
+    response = getattr(error, "response", None)
+    try:
+        seconds = float(response.headers["retry-after"]) if response is not None else math.nan
+    except (KeyError, ValueError):
+        return None
+    return None if math.isnan(seconds) else max(seconds, 0.0)
+
+
+def _own_words(body: Any) -> str:
+    """The sentence in an error's body, however deep servers put it."""
+    while isinstance(body, dict):
+        body = next((body[name] for name in ("message", "error", "detail") if body.get(name)), "")
+    return " ".join(str(body or "").split())[:SENTENCE].rstrip(".")

@@ -1,0 +1,414 @@
+"""vLLM's attention on the CPU with sparse decoding: chosen pages are read where they lie in its packed blocks.
+
+Everything that is not the decoding of one token of a long sequence is the stock backend's: prefill, short sequences,
+layers with windows, and whatever runs unconfigured. So blocks keep the size and packing that suit its kernel. An
+entry of the index is made from the cache, once it is whole and a sequence that holds it is long enough to be decoded
+sparsely; a row that is written anew undoes it. That holds for chunked prefill, prefix hits (whole blocks), recycled
+blocks and preempted requests alike, and short sequences pay nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+    get_layers_from_vllm_config,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from sparseattn.kernels.attend_vllm_blocks import cpu as attend_vllm_blocks_cpu
+from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.serving.vllm.counters import Counter
+from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
+from sparseattn.serving.vllm.page_index import Store, entry_bytes
+from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.settings import Settings
+from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, plan_layers
+
+logger = init_logger("vllm.sparseattn")
+AT_ONCE = 1024  # entries whose keys are unpacked together
+BUILDERS: weakref.WeakSet[SparseCPUBuilder] = weakref.WeakSet()  # of this process's engines
+
+
+def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) -> str:
+    """The packing of a cache, seen by letting the engine write rows and reading them.
+
+    Raises:
+        ValueError: a packing that is not known.
+    """
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 2 * block, heads, size, generator=draw).to(dtype)
+    for packing in attend_vllm_blocks_reference.PACKINGS:
+        cache = torch.zeros(2, heads, block, 2 * size, dtype=dtype)
+        halves = cache.view(2, heads, 2 * block, size).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(rows[0], rows[1], *halves, torch.arange(2 * block), isa)
+        read = [
+            part(cache, packing, torch.arange(2), block)
+            for part in (attend_vllm_blocks_reference.keys, attend_vllm_blocks_reference.values)
+        ]
+        if all(torch.equal(a.transpose(1, 2).flatten(0, 1), b) for a, b in zip(read, rows, strict=True)):
+            return packing
+    raise ValueError(
+        f"the packing of vLLM's cache for {isa!r} with {dtype} is not known: sparseattn reads "
+        f"{' and '.join(attend_vllm_blocks_reference.PACKINGS)}"
+    )
+
+
+def warm_up(dtype: torch.dtype, packing: str, queries: int, heads: int, block: int, size: int, zones: Zones) -> None:
+    """Compiles what a step runs, for this engine's dtype: it takes seconds the first time."""
+    cache = torch.zeros(1, heads, block, 2 * size, dtype=dtype)
+    query = torch.zeros(1, queries, size, dtype=dtype)
+    place = torch.zeros(1, 1, dtype=torch.int32)
+    scores = torch.zeros(1, heads, zones.unit // zones.page)
+    tails = torch.ones(1, dtype=torch.int32)
+    attend_vllm_blocks_reference.attend(
+        query, torch.empty_like(query), cache, packing, zones.page, zones.unit, place, tails, place, scores, 1,
+        torch.zeros(1, dtype=torch.int64), 1.0,
+    )  # fmt: skip
+
+
+def why_dense_layer(layer: Attention, vllm_config: Any) -> str | None:
+    """Why a layer cannot be sparse; None: it can."""
+    if not isinstance(layer.impl, SparseCPUImpl):
+        return "it has another backend"
+    if layer.impl.unable is not None:
+        return layer.impl.unable
+    # By its own cache, for vLLM may merge those of a group. A subclass's is of chunks, or has a mask of its own.
+    if type(layer.get_kv_cache_spec(vllm_config)) is not FullAttentionSpec:
+        return "its cache is not of full causal attention"
+    return "its values have another size than its keys" if layer.head_size_v != layer.head_size else None
+
+
+class SparseCPUBackend(CPUAttentionBackend):
+    """The stock backend, or where an engine is configured ours."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return CPUAttentionBackendImpl if settings_of(get_current_vllm_config()) is None else SparseCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return SparseCPUBuilder
+
+
+@dataclass
+class Served:
+    """The requests that decode sparsely in a step, and what they may read.
+
+    Args:
+        tokens: `[R]` int64, their rows of the query.
+        count: R.
+        in_order: whether these are the first R.
+        table, always, tails: see `attend_vllm_blocks.reference.attend`.
+        rest: metadata of the other requests, in which ours attend to one row; None: there are no others.
+        pages, near: `[R]`, pages to choose from, and rows that a KV head reads in any case.
+        held: rows of all of them.
+        known: what `read` said of other layers.
+    """
+
+    tokens: Tensor
+    count: int
+    in_order: bool
+    table: Tensor
+    always: Tensor
+    tails: Tensor
+    rest: CPUAttentionMetadata | None
+    pages: Any
+    near: Any
+    held: int
+    known: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+
+    def read(self, page: int, most: int) -> int:
+        """Rows that a KV head of a layer reads, of all requests, which chooses `most` pages of `page` rows at most."""
+        if (page, most) not in self.known:
+            self.known[page, most] = int((np.minimum(self.pages, most) * page + self.near).sum())
+        return self.known[page, most]
+
+
+@dataclass
+class SparseMetadata(CPUAttentionMetadata):
+    """The stock metadata, with what sparse layers need.
+
+    Args:
+        due: `[n]` int64, entries to be made in this step; None: there are none.
+        served: None: no request decodes sparsely.
+    """
+
+    due: Tensor | None = None
+    served: Served | None = None
+
+
+class SparseCPUBuilder(CPUAttentionMetadataBuilder):
+    """Makes the tables of a step, once for all layers of a group."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self.impls = {name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, SparseCPUImpl)}
+        self.use(settings_of(vllm_config))
+        BUILDERS.add(self)
+
+    def plan(self, settings: Settings | None) -> dict[str, str | None]:
+        """See `plan_layers`, of this group's layers; none without settings.
+
+        Raises:
+            ValueError: settings that do not fit the model or the engine's blocks.
+        """
+        if settings is None:
+            return {}
+        every = plan_layers(settings, self.vllm_config, why_dense_layer)
+        why = {name: every[name] for name in self.impls}
+        if not all(why.values()):
+            check_shape(settings, self.block_size)
+        return why
+
+    def use(self, settings: Settings | None) -> None:
+        """Serves by these settings from the next step on; None: as stock. Indexes begin anew.
+
+        Raises:
+            ValueError: see `plan`; then nothing has changed.
+        """
+        why = self.plan(settings)
+        for name, impl in self.impls.items():
+            impl.use(name, settings, why.get(name))
+        self.sparse = [impl for impl in self.impls.values() if impl.sparse]
+        self.settings = settings if self.sparse else None
+        if self.settings is None:
+            return
+        page, unit = self.settings.shape
+        self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
+        self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
+        packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
+        for impl in self.sparse:
+            impl.packing = packing
+        warm_up(self.dtype, packing, self.num_heads, self.num_kv_heads, self.block_size, self.head_dim, self.zones)
+        self.indexed = any(isinstance(impl.selector, PageSelector) for impl in self.sparse)
+        entries = [entry_bytes(impl.selector, self.num_kv_heads, self.head_dim, self.dtype) for impl in self.sparse]
+        places = (self.vllm_config.cache_config.num_gpu_blocks or 0) * self.block_size // unit
+        dense = {reason for reason in why.values() if reason is not None}
+        logger.info(
+            "sparseattn: %s, sink %d, window %d, sequences above %d rows, in %d of %d layers%s; blocks of %d (%s); "
+            "index %.0f MiB",
+            self.settings.label,
+            self.settings.sink,
+            self.settings.window,
+            self.settings.above,
+            len(self.sparse),
+            len(why),
+            f" (dense: {', '.join(sorted(dense))})" if dense else "",
+            self.block_size,
+            self.isa,
+            sum(entries) * places / 2**20,
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.settings is None:
+            return stock
+        self.written(stock)
+        due, served = None, None
+        if stock.max_seq_len > self.settings.above:
+            due, served = self._due(stock), self._served(stock, common_attn_metadata)
+        if due is None and served is None:
+            return stock
+        held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
+        return SparseMetadata(**held, due=due, served=served)
+
+    def written(self, stock: CPUAttentionMetadata) -> None:
+        """Takes note of the entries of which a step writes a row: what the index holds of them is no longer so."""
+        slots = stock.slot_mapping[: stock.num_actual_tokens].numpy()
+        places = slots[slots >= 0] // self.zones.unit
+        if len(places):
+            self._know(int(places.max()))
+            self.made[places] = False
+
+    def _know(self, place: int) -> None:
+        """Makes room for what is known of a place: compiled code looks there unasked."""
+        if place >= len(self.made):
+            self.made = np.concatenate([self.made, np.zeros(2 * (place + 1) - len(self.made), np.bool_)])
+
+    def _due(self, stock: CPUAttentionMetadata) -> Tensor | None:
+        """`[n]`: entries to be made in this step, of long sequences, whether they decode or are read; None: none."""
+        if self.settings is None or not self.indexed:
+            return None
+        self._know((int(stock.block_table.max()) + 1) * (self.zones.block // self.zones.unit) - 1)
+        places = attend_vllm_blocks_cpu.due(
+            stock.seq_lens.numpy(), stock.block_table.numpy(), self.settings.above, self.zones.unit, self.zones.block,
+            self.made,
+        )  # fmt: skip
+        return torch.from_numpy(places) if len(places) else None
+
+    def _served(self, stock: CPUAttentionMetadata, common: CommonAttentionMetadata) -> Served | None:
+        settings = self.settings
+        if settings is None or not stock.causal:
+            return None
+        starts, rows = stock.query_start_loc.numpy(), stock.seq_lens.numpy()
+        ours = (starts[1:] - starts[:-1] == 1) & (rows > settings.above)
+        if common.is_prefilling is not None:  # a prompt's last token that comes alone is no decoding
+            ours &= ~common.is_prefilling[: len(ours)].numpy()
+        (which,) = ours.nonzero()
+        count = len(which)
+        if not count:
+            return None
+        every = count == len(ours)
+        own = rows if every else rows[which]
+        blocks_of = stock.block_table if every else stock.block_table[torch.from_numpy(which)]
+        zone = self.zones
+        table, always, tails = attend_vllm_blocks_cpu.tables(
+            own,
+            blocks_of.numpy(),
+            zone.page,
+            zone.unit,
+            zone.block,
+            zone.first,
+            zone.window,
+            int(own.max()),
+            zone.recent,
+        )
+        rest = None
+        if not every:
+            fewer = torch.where(torch.from_numpy(ours), 1, stock.seq_lens)
+            rest = dataclasses.replace(stock, seq_lens=fewer, scheduler_metadata=self._schedule(stock, fewer))
+        pages = (table >= 0).sum(1) * (zone.unit // zone.page)
+        near = ((always >= 0).sum(1) - 1) * zone.page + tails
+        tokens = torch.from_numpy(starts[:-1][which].astype(np.int64))
+        table, always, tails = (torch.from_numpy(part) for part in (table, always, tails))
+        return Served(tokens, count, every, table, always, tails, rest, pages, near, int(own.sum()))
+
+    def _schedule(self, stock: CPUAttentionMetadata, rows: Tensor) -> Tensor:
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(rows),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=rows,
+            dtype=self.dtype,
+            query_start_loc=stock.query_start_loc,
+            causal=stock.causal,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class SparseCPUImpl(CPUAttentionBackendImpl):
+    """One layer: the stock backend's, but for requests that a step serves sparsely."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.unable = why_dense(self, self.attn_type, self.head_size)
+        self.full = False  # whether it is of full attention, sparse or one of the first
+        self.sparse = False
+        self.counter: Counter | None = None
+
+    def use(self, name: str, settings: Settings | None, dense: str | None) -> None:
+        """See `SparseCPUBuilder.use`; `dense`: why it stays so, None where it is sparse from now on."""
+        self.store: Store | None = None
+        self.packing = ""
+        self.sparse = settings is not None and dense is None
+        self.full = self.sparse or dense in (EARLY, PLANNED)
+        self.counter = Counter.of_process()
+        if settings is not None and dense is None:
+            index = extract_layer_index(name)
+            self.selector, self.pages = settings.make(index).for_layer(index), settings.pages(index)
+            self.page, self.unit = settings.shape
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        metadata = attn_metadata
+        if not self.sparse or not isinstance(metadata, SparseMetadata):
+            if metadata is not None and self.full and self.counter is not None:
+                self.counter.add(dense_calls=1)
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
+            )
+        assert self.counter is not None
+        if self.store is None and isinstance(self.selector, PageSelector):
+            self.store = self._index(kv_cache)
+        if metadata.due is not None and self.store is not None:
+            for places in metadata.due.split(AT_ONCE):
+                self.store.update(places, attend_vllm_blocks_reference.keys(kv_cache, self.packing, places, self.unit))
+            self.counter.add(entries_made=len(metadata.due))
+        served = metadata.served
+        if served is None or served.rest is not None:
+            dense = metadata if served is None else served.rest
+            super().forward(layer, query, key, value, kv_cache, dense, output, output_scale, output_block_scale)
+            self.counter.add(dense_calls=1)
+        if served is None:
+            return output
+        heads, size = self.num_kv_heads, self.head_size
+        asked = query[: served.count] if served.in_order else query[served.tokens]
+        grouped = asked.view(served.count, heads, -1, size)
+        if self.store is None:
+            scores = torch.empty(served.count, heads, 0)
+        else:
+            scores = self.store.scores(grouped, served.table)
+        attend_vllm_blocks_reference.attend(
+            query, output, kv_cache, self.packing, self.page, self.unit, served.always, served.tails, served.table,
+            scores, self.pages, served.tokens, self.scale,
+        )  # fmt: skip
+        read = served.read(self.page, self.pages)
+        self.counter.add(sparse_calls=served.count, rows_read=read * heads, rows_held=served.held * heads)
+        return output
+
+    def _index(self, kv_cache: Tensor) -> Store:
+        """Beside a cache, which is there with the first call."""
+        assert isinstance(self.selector, PageSelector)
+        count, heads, block, double = kv_cache.shape
+        return Store(self.selector, count * block // self.unit, heads, double // 2, kv_cache.dtype, kv_cache.device)
+
+
+def check(settings: Settings | None) -> list[SparseCPUBuilder]:
+    """Those that settings would be of; nothing changes.
+
+    Raises:
+        RuntimeError: there is no engine in this process that was started with the plug-in.
+        ValueError: settings that do not fit.
+    """
+    builders = [builder for builder in BUILDERS if builder.impls]  # others are of stock engines
+    if not builders:
+        raise RuntimeError("no engine of this process was started with sparseattn's settings")
+    for builder in builders:
+        builder.plan(settings)
+    return builders
+
+
+def switch(settings: Settings | None) -> None:
+    """Lets the engines of this process serve by other settings, or as stock; indexes are made anew from their caches.
+
+    Raises:
+        RuntimeError, ValueError: see `check`; then nothing has changed.
+    """
+    for builder in check(settings):
+        builder.use(settings)

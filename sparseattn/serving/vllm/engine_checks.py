@@ -1,0 +1,125 @@
+"""What an engine must be for us to serve with it: version, configuration and layers, refused at start in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparseattn.serving.vllm.installed import why_not_version
+from sparseattn.serving.vllm.settings import Settings, configured
+
+FULL = "full_attention"  # as transformers calls a layer's kind
+KINDS = {FULL, "sliding_attention", "chunked_attention", "linear_attention"}
+
+
+def settings_of(vllm_config: Any) -> Settings | None:
+    """The settings of an engine's configuration, checked against it; None where there are none.
+
+    Raises:
+        ValueError: settings that `settings.parse` refuses, or an engine that cannot be served.
+    """
+    settings = configured(vllm_config.additional_config)
+    if settings is None:
+        return None
+    if why := why_not_version():
+        raise ValueError(why)
+    cache = vllm_config.cache_config
+    if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
+        raise ValueError(
+            "sparseattn keeps an index of every block, and KV connectors and offloading write blocks behind its back: "
+            "start vLLM without --kv-transfer-config and --kv-offloading-size"
+        )
+    if vllm_config.speculative_config is not None:
+        raise ValueError(
+            "speculative decoding verifies several tokens a step, which stays dense, so that nothing would be sparse: "
+            "start vLLM without --speculative-config, or without sparseattn"
+        )
+    if vllm_config.cache_config.cache_dtype.startswith("fp8"):
+        raise ValueError(
+            f"an FP8 cache is not served sparsely, got kv_cache_dtype {vllm_config.cache_config.cache_dtype}"
+        )
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "use_ubatching", False):
+        raise ValueError(
+            "dual-batch overlap makes two plans of a step, which sparseattn does not: start without --enable-dbo"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError("context parallelism splits a sequence over ranks, which sparseattn does not serve")
+    if vllm_config.model_config is not None:  # None: no model is served by this configuration
+        _check_model(vllm_config, settings)
+    return settings
+
+
+def check_platform(device: str, backend: Any) -> None:
+    """ValueError where vLLM would not ask our backend on a device of a type, so that nothing would be sparse.
+
+    Args:
+        device: "cpu", "cuda" or another of vLLM's.
+        backend: the attention backend that vLLM was told to take, None for its own choice.
+    """
+    if device == "cpu":
+        return
+    if device != "cuda":
+        raise ValueError(f"sparseattn serves on CPUs and, experimentally, on CUDA, and this vLLM runs on {device}")
+    if getattr(backend, "name", backend) != "CUSTOM":
+        raise ValueError("on CUDA sparseattn is vLLM's backend CUSTOM: start vLLM with --attention-backend CUSTOM")
+
+
+def _check_model(vllm_config: Any, settings: Settings) -> None:
+    """ValueError for a model of which nothing would be sparse, as far as its configuration tells."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.use_mla:
+        raise ValueError(
+            "this model's attention is MLA, whose cache of latents sparseattn does not read: start vLLM without it"
+        )
+    if model.runner_type == "pooling":
+        raise ValueError("this model decodes nothing (it is run for pooling), so that nothing would be sparse")
+    if model.is_attention_free:
+        raise ValueError("this model has no attention, so that nothing would be sparse: start vLLM without sparseattn")
+    if cache.enable_prefix_caching and cache.mamba_cache_mode == "align":
+        raise ValueError(
+            "vLLM copies blocks of models with Mamba layers for cached prefixes, and the index of a copy would be "
+            "missing: start vLLM with --no-enable-prefix-caching"
+        )
+    if not model.is_hybrid:  # or vLLM still chooses larger blocks
+        check_shape(settings, cache.block_size)
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    if kinds and set(kinds) <= KINDS and not model.disable_sliding_window:
+        full = list(kinds).count(FULL)
+    else:  # each may be; what they are is seen when they are made
+        full = model.get_total_num_hidden_layers()
+    if settings.dense_layers >= full:
+        raise ValueError(nothing_sparse(settings, f"it has {full} of full attention"))
+
+
+def check_shape(settings: Settings, block: int) -> None:
+    """ValueError where pages do not fit blocks, or registers."""
+    page, unit = settings.shape
+    if page % 16:
+        raise ValueError(f"in vLLM, pages are a multiple of 16 rows, got {page} from {settings.called!r}")
+    if block % unit:
+        raise ValueError(
+            f"a block of the engine holds whole entries of the index: {settings.called!r} has entries of {unit} rows "
+            f"and this engine blocks of {block}; start vLLM with a --block-size that is a multiple of {unit}"
+        )
+
+
+def nothing_sparse(settings: Settings, why: str) -> str:
+    """What is said of a model without a sparse layer."""
+    return (
+        f"no layer of this model would be sparse with dense_layers {settings.dense_layers} ({why}): start vLLM with "
+        f"fewer dense_layers, or without sparseattn"
+    )
+
+
+def why_dense(impl: Any, attn_type: str, size: int) -> str | None:
+    """Why a layer with vLLM's attention `impl` stays dense; None: it may be sparse."""
+    reasons = {
+        "it is no decoder's self-attention": attn_type != "decoder",
+        "it has a sliding window": impl.sliding_window not in (-1, None, (-1, -1)),
+        "it shares another layer's keys": impl.kv_sharing_target_layer_name is not None,
+        "it caps its logits": bool(impl.logits_soft_cap),
+        "it adds ALiBi slopes": impl.alibi_slopes is not None,
+        "it has attention sinks of its own": impl.sinks is not None,
+        f"its heads have {size} channels, no multiple of 16": size % 16 != 0,
+    }
+    return next((why for why, true in reasons.items() if true), None)
