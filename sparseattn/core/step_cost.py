@@ -93,10 +93,22 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one `select` costs and names.
+    """What choosing reads, for one sequence.
 
     Args:
-        read: bytes read to choose, of one KV head of one sequence: what `Selection.scan_bytes` says.
+        scanned: entries scored for a list of rows: rows, pages or buckets.
+        read: bytes of index, metadata and model read for a KV head, for all of its query heads together.
+    """
+
+    scanned: float
+    read: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceCost:
+    """What one `select` launches and names.
+
+    Args:
         launches: of all sequences and heads.
         lists: Hs, lists of rows chosen: H, or H*G.
         rows: rows that a list names.
@@ -105,7 +117,6 @@ class Scan:
         expected: what of this the data decide, so that a count is only expected, in words; "" for nothing.
     """
 
-    read: float
     launches: tuple[Launch, ...]
     lists: int
     rows: float
@@ -234,7 +245,8 @@ class Chooser(Reader, Protocol):
     @property
     def host(self) -> bool: ...
     def allowed(self, budget: int) -> int: ...
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan: ...
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None: ...
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost: ...
 
 
 def step_cost(
@@ -268,26 +280,30 @@ def step_cost(
             raise ValueError(f"{name} is 0 or more rows, got {number}")
     sealed = max(context - sink - window - waiting, 0) // selector.unit * selector.unit
     near = context - sealed
-    scan = Scan(0.0, (), shape.heads, 0.0, 0.0)
+    choice, read = ChoiceCost((), shape.heads, 0.0, 0.0), 0.0
     if sealed:
         allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
-        scan = selector.cost(shape.query(), sealed, allowed)
-    named, runs = scan.rows, scan.runs
+        query = shape.query()
+        choice, scan = selector.cost(query, sealed, allowed), selector.scan(query, sealed, allowed)
+        if scan is None:
+            raise ValueError(f"{selector!r} does not say what choosing reads (scan), so no time can be predicted")
+        read = scan.read
+    named, runs = choice.rows, choice.runs
     if rows is not None and named:
         named, runs = rows, runs * rows / named
-    distinct = near + min(named * scan.lists / shape.heads, sealed)
-    launches = [Launch("step"), *scan.launches, attention(shape, scan.lists, near, named, runs, distinct, sealed)]
-    if scan.tail:
-        launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail, scan.tail))
-        distinct += scan.tail
+    distinct = near + min(named * choice.lists / shape.heads, sealed)
+    launches = [Launch("step"), *choice.launches, attention(shape, choice.lists, near, named, runs, distinct, sealed)]
+    if choice.tail:
+        launches.append(attention(shape, shape.heads, 0, choice.tail, choice.tail, choice.tail, choice.tail))
+        distinct += choice.tail
     heads = shape.batch * shape.heads
     return Cost(
         tuple(launches),
         shape.dtype,
-        heads * scan.read,
+        heads * read,
         distinct,
         heads * distinct * shape.row_bytes,
-        scan.expected,
+        choice.expected,
         selector.host,
     )
 

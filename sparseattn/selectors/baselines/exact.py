@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import Scan, products
-from sparseattn.selectors.base import Rows, Selector, best, check_group, vote
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.selectors.abilities import EstimatesMass, ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
+from sparseattn.selectors.checks import check_group
 
 LAYER = "layer"
 
 
-class Exact(Selector):
+class Exact(ReadsKeys, EstimatesMass, Selector):
     """Scores every sealed key and reads the best: with `group="each"`, recall@k is 1 for every k up to the budget.
 
     Args:
@@ -27,76 +31,67 @@ class Exact(Selector):
     with which a head holds the share.
     """
 
-    reads_stored = True
-
     def __init__(self, group: str = "each", refresh: int = 1) -> None:
         if refresh < 1:
             raise ValueError(f"refresh is 1 or more queries, got {refresh}")
         self.group, self.refresh = group if group == LAYER else check_group(group), refresh
-        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.kept = RowBuffer(2)  # [B,Hs,S] the choice in force, best first
-        self.asked = 0
+        self.queries_seen = 0
+
+    def has(self, ability: type) -> bool:
         # A choice that is kept was weighed for another query, and one for all heads of a layer would be cut apart.
-        self.estimates = refresh == 1 and group != LAYER
+        weighs = self.refresh == 1 and self.group != LAYER
+        return super().has(ability) and (weighs or ability is not EstimatesMass)
 
     def fix(self, rows: int, seal: int) -> None:
         if self.refresh > 1:
             raise ValueError(f"{self!r} counts queries on the host: with fixed=True refresh is 1")
-        self.real.fix(rows)
 
     def append(self, rows: Rows) -> None:
-        self.real.append(rows.positions >= 0)
+        return None
 
     def reset(self) -> None:
         super().reset()
-        self.asked = 0
+        self.queries_seen = 0
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        fresh = self.asked % self.refresh == 0
-        self.asked += 1
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        if self.refresh == 1:
+            return Selection.tokens(self._best(self._scores(query, step), budget))
+        fresh = self.queries_seen % self.refresh == 0
+        self.queries_seen += 1
         if fresh:
             self.kept = RowBuffer(2)
-            if self.real.rows:
-                self.kept.append(self._best(self._scores(query), budget))
-        if not self.kept.rows:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        return self._named(query, self.kept.data[..., :budget], int(fresh))
+            self.kept.append(self._best(self._scores(query, step), budget))
+        selection = Selection.tokens(self.kept.data[..., :budget])
+        if fresh or not step.counted:
+            return selection
+        nothing = torch.zeros(selection.start.shape[:2], dtype=torch.int64, device=query.device)
+        return replace(selection, scanned=nothing, scan_bytes=nothing[:, : query.shape[1]])
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """Of a step that chooses."""
-        size = query.shape[3]
-        read = sealed * size * self.bytes_of(query)
-        scoring = products(query, sealed, size, read)
+        scoring = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
         expected = "" if self.refresh == 1 else "every step chooses"
-        found = sealed, min(budget, sealed)
-        return self.ranked_cost(
-            query, [scoring], read, found, group="max" if self.group == LAYER else self.group, expected=expected
-        )
+        group = "max" if self.group == LAYER else self.group
+        return self.ranked_cost(query, [scoring], (sealed, min(budget, sealed)), group=group, expected=expected)
 
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        if not self.estimates:
-            return super().weigh(query, positions, budget)
-        if not self.real.rows:
-            return Weighed.nothing(query)
-        scores = self._scores(query)
-        return Weighed.of(self._named(query, best(vote(scores, self.group), budget), 1), self.fitted(scores))
-
-    def _named(self, query: Tensor, ids: Tensor, scans: int) -> Selection:
-        """The rows `ids` `[B,Hs,S]`, chosen by so many scans of all keys."""
-        heads, size = query.shape[1], query.shape[3]
-        scanned = self.real.visible.sum(-1)[:, None] * scans  # [B,1]
-        read = scanned * size * self.bytes_of(query)
-        return Selection.tokens(ids, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))
+    def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
+        scores = self._scores(query, step)
+        selection = Selection.tokens(best(vote(scores, self.group), budget))
+        return Weighed.of(self.counted(selection, query, step, budget), self.fitted(scores))
 
     def _best(self, scores: Tensor, budget: int) -> Tensor:
         """`[B,Hs,S]`: the best rows, where their scores are `[B,H,G,N]`."""
         if self.group != LAYER:
             return best(vote(scores, self.group), budget)
-        one = vote(scores.flatten(1, 2)[:, :, None], "softmax").amax(1, keepdim=True)  # [B,1,N] log probabilities
-        return best(one, budget).expand(-1, scores.shape[1], -1)
+        shared = vote(scores.flatten(1, 2)[:, :, None], "softmax").amax(1, keepdim=True)  # [B,1,N] log probabilities
+        return best(shared, budget).expand(-1, scores.shape[1], -1)
 
-    def _scores(self, query: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, step: StepContext) -> Tensor:
         """`[B,H,G,N]`: the logits of the sealed rows, -inf for padding."""
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = query.to(wide) @ self.stored_keys().to(wide).mT / self.temperature(query.shape[-1])
-        return scores.masked_fill(~self.real.visible[:, None, None], -torch.inf)
+        return scores.masked_fill(~step.valid[:, None, None], -torch.inf)

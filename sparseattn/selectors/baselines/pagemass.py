@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
-from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 
-class PageMass(PageSelector):
+class PageMass(ReadsKeys, PageSelector):
     """Reads the pages with the most attention: log-sum-exp of their rows' logits for each query head, then the vote.
 
     It reads every key, so its choice costs as many bytes as dense attention's logits, and `scan_bytes` says so: a
@@ -26,7 +24,6 @@ class PageMass(PageSelector):
     """
 
     mass = True
-    reads_stored = True
 
     def __init__(self, page: int = 16, group: str = "softmax") -> None:
         super().__init__(page, group)
@@ -44,20 +41,10 @@ class PageMass(PageSelector):
         masses = logits.unflatten(-1, (-1, self.page)).logsumexp(-1)
         return vote(masses.masked_fill(~real[:, None, None], -torch.inf), self.group)
 
-    def _chosen(self, scores: Tensor, entries: Entries, heads: int, budget: int) -> Selection:
-        chosen = super()._chosen(scores, entries, heads, budget)
-        scanned = None if chosen.scanned is None else chosen.scanned * self.page  # keys, not pages
-        return dataclasses.replace(chosen, scanned=scanned)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))  # keys, not pages
 
-    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
-        return self._key_bytes(count, self.stored_keys())
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        read = int(self._key_bytes(torch.tensor(sealed // self.page), query))
-        scoring = products(query, sealed, query.shape[3], read)
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        scoring = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
         pages = sealed // self.page, min(budget, sealed) // self.page
-        return self.ranked_cost(query, [scoring], read, pages, group=self.group, page=self.page)
-
-    def _key_bytes(self, pages: Tensor, keys: Tensor) -> Tensor:
-        """Of the keys `[..,D]` of so many pages."""
-        return pages * (self.page * keys.shape[-1] * self.bytes_of(keys))
+        return self.ranked_cost(query, [scoring], pages, group=self.group, page=self.page)

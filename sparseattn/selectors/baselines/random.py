@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
 from sparseattn.kernels.random_draws import draws, streams
-from sparseattn.selectors.base import Rows, Selector, best
+from sparseattn.selectors.base import Rows, Selector, StepContext, best
 
 
 class Random(Selector):
@@ -37,19 +37,18 @@ class Random(Selector):
     def append(self, rows: Rows) -> None:
         self.at.append(rows.positions)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        at = self.at.visible
+        random = streams(self.seed, self.layer, self.head_numbers(query.shape[1]), at.device)
+        uniform = (draws(random, step.positions, at) >> 11).double()  # [B,H,N]
+        return Selection.tokens(best(uniform.masked_fill((at < 0)[:, None], -torch.inf), budget))
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(0, 0)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads = query.shape[:2]
         rows = min(budget, sealed)
         sort = Launch("sort", entries=sorted_best(batch * heads, sealed, rows))
         draw = Launch("product", bytes=8 * batch * sealed, entries=batch * heads * sealed)
-        return Scan(0, (draw, sort, Launch("operator", count=self.operators)), heads, rows, rows)
-
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads = query.shape[:2]
-        if self.at.rows == 0:
-            return Selection.none(batch, heads, query.device)
-        at = self.at.visible
-        draw = draws(streams(self.seed, self.layer, self.numbers(heads), at.device), positions, at)  # [B,H,N]
-        uniform = (draw >> 11).double().masked_fill((at < 0)[:, None], -torch.inf)
-        scanned = torch.zeros(batch, heads, dtype=torch.int64, device=at.device)
-        return Selection.tokens(best(uniform, budget), scanned, scanned)
+        return ChoiceCost((draw, sort, Launch("operator", count=self.operators)), heads, rows, rows)

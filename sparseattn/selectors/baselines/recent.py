@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, sorted_best
-from sparseattn.selectors.base import Rows, Selector, best, check_least
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.selectors.base import Rows, Selector, StepContext, best
+from sparseattn.selectors.checks import check_least
 
 
 class Recent(Selector):
@@ -27,26 +27,24 @@ class Recent(Selector):
         if page & (page - 1):
             raise ValueError(f"page is a power of two (8, 16, ...), got {page}")
         self.page = self.span = page
-        self.real = RowBuffer(1, spare=False)  # [B,P] bool
 
     def fix(self, rows: int, seal: int) -> None:
-        self.real.fix(rows // self.page)
+        return None
 
     def append(self, rows: Rows) -> None:
-        self.real.append(rows.positions[:, :: self.page] >= 0)  # padding comes in whole pages
+        return None
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        valid = step.valid[:, :: self.page]  # padding comes in whole pages
+        age = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device).expand_as(valid)
+        pages = best(age.masked_fill(~valid, -torch.inf)[:, None], budget // self.page)  # [B,1,S]
+        return Selection.pages(pages.expand(-1, query.shape[1], -1), self.page)
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(0, 0)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         pages = min(budget, sealed) // self.page
         sort = Launch("sort", entries=sorted_best(len(query), sealed // self.page, pages))
         launches = sort, Launch("operator", count=self.operators)
-        return Scan(0, launches, query.shape[1], pages * self.page, pages)
-
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads = query.shape[:2]
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        real = self.real.visible
-        age = torch.arange(real.shape[1], dtype=torch.float32, device=real.device).expand_as(real)
-        pages = best(age.masked_fill(~real, -torch.inf)[:, None], budget // self.page)  # [B,1,S]
-        nothing = torch.zeros(batch, heads, dtype=torch.int64, device=real.device)
-        return Selection.pages(pages.expand(-1, heads, -1), self.page, nothing, nothing)
+        return ChoiceCost(launches, query.shape[1], pages * self.page, pages)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan
-from sparseattn.selectors.base import Rows, Selector
+from sparseattn.core.step_cost import ChoiceCost, Scan
+from sparseattn.selectors.base import Rows, Selector, StepContext
 
 
 class Window(Selector):
@@ -24,8 +24,11 @@ class Window(Selector):
     def append(self, rows: Rows) -> None:
         return None
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(0, (), query.shape[1], 0, 0)
-
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         return Selection.none(query.shape[0], query.shape[1], query.device)
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(0, 0)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        return ChoiceCost((), query.shape[1], 0, 0)

@@ -18,15 +18,17 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
 from sparseattn.kernels.scoring import best_pages
-from sparseattn.selectors.base import Rows, Selector, check_group, vote
-from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
+from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.base import Rows, Selector, StepContext, vote
+from sparseattn.selectors.checks import check_group
+from sparseattn.selectors.saved_state import Loaded, check_finite, check_no_order, check_tensors
 
 Entries: TypeAlias = Mapping[str, Tensor]
 
 
-class PageSelector(Selector):
+class PageSelector(EstimatesMass, Selector):
     """Chooses pages of `page` rows by a score, from entries of `unit` rows that their keys alone decide.
 
     A subclass names the tensors of an entry (`entry_names`), computes them (`entries`) and scores them (`scores`). That
@@ -38,7 +40,6 @@ class PageSelector(Selector):
 
     Attributes:
         entry_names: names of an entry's tensors. Each is an attribute, a `RowBuffer` of `[B,H,E,..]`, E entries.
-        real: `[B,E]` bool, entries that are no padding.
         kernel: kind of the launch that scores, see `core.step_cost.KINDS`.
         mass: whether a score estimates the logarithm of the sum of the page's exponentiated logits; else it is on the
             scale of one row's logit.
@@ -47,7 +48,6 @@ class PageSelector(Selector):
     entry_names: tuple[str, ...] = ()
     mass: bool = False
     kernel: str = "bounds"
-    estimates = True
 
     def __init__(self, page: int, group: str) -> None:
         if page < 1 or page & (page - 1):
@@ -56,7 +56,6 @@ class PageSelector(Selector):
         self.span = page
         for name in self.entry_names:
             setattr(self, name, RowBuffer(2))
-        self.real = RowBuffer(1, spare=False)
 
     # -- what a method says ------------------------------------------------------------------------------------------
 
@@ -125,53 +124,51 @@ class PageSelector(Selector):
     # -- what every cache needs --------------------------------------------------------------------------------------
 
     def fix(self, rows: int, seal: int) -> None:
-        for name in (*self.entry_names, "real"):
+        for name in self.entry_names:
             getattr(self, name).fix(rows // self.unit)
 
     def append(self, rows: Rows) -> None:
         for name, part in self.entries(rows.keys).items():
             getattr(self, name).append(part)
-        self.real.append(rows.positions[:, :: self.unit] >= 0)
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         """An entry's shape and dtype are told by making one."""
         check_no_order(order)
         count = rows.keys.shape[2] // self.unit
         one = self.entries(rows.keys[:, :, : self.unit])
-        wanted = {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()}
-        check_tensors(state, {**wanted, "real": (torch.bool, (len(rows.keys), count))})
-        check_equal(state, "real", (rows.positions[:, :: self.unit] >= 0).cpu())
+        check_tensors(state, {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()})
         check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         self._check_budget(budget)
-        if self.real.rows == 0:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        entries = self._entries()
-        return self._chosen(self.scores(query, entries, self.real.visible), entries, query.shape[1], budget)
+        return self._best(self.scores(query, self._entries(), self._valid(step)), budget)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        (batch, heads, members, size), count = query.shape, sealed // self.unit
-        read, numbers = self.scored(count, size, query.dtype)
+    def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
+        self._check_budget(budget)
+        logits = self.page_logits(query, self._entries(), self._valid(step))
+        selection = self._best(vote(logits, self.group), budget)
+        return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed // self.page, sealed // self.unit * self.entry_size(query)[0])
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        batch, heads, members, _ = query.shape
+        numbers = sealed // self.unit * self.entry_size(query)[1]
         pages = min(budget, sealed) // self.page
+        read = self.scan(query, sealed, budget).read
         scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
-        return self.ranked_cost(query, [scoring], read, (sealed // self.page, pages), group=self.group, page=self.page)
+        return self.ranked_cost(query, [scoring], (sealed // self.page, pages), group=self.group, page=self.page)
 
-    def scored(self, count: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes and numbers of `count` entries of one KV head with heads of `size` channels, as a step scores them."""
-        twin = self.for_layer(self.layer, self.rope)
-        one = twin.entries(torch.zeros(1, 1, self.unit, size, dtype=dtype))
-        read = int(twin.bytes_read(one, torch.tensor([[count]])))
-        return read, count * sum(part[0, 0].numel() for part in one.values())
-
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        self._check_budget(budget)
-        if self.real.rows == 0:
-            return Weighed.nothing(query)
-        entries = self._entries()
-        logits = self.page_logits(query, entries, self.real.visible)
-        selection = self._chosen(vote(logits, self.group), entries, query.shape[1], budget)
-        return Weighed.of(selection, self.fitted(logits), self.page)
+    def entry_size(self, query: Tensor) -> tuple[int, int]:
+        """Return the bytes that are read of one entry of a KV head, and the numbers in it, for a query `[B,H,G,D]`."""
+        if self.entry_names and getattr(self, self.entry_names[0]).rows:
+            entry = {name: getattr(self, name).full[:1, :1, :1] for name in self.entry_names}
+        else:
+            keys = torch.zeros(1, 1, self.unit, query.shape[3], dtype=query.dtype)
+            entry = self.for_layer(self.context).entries(keys)
+        read = sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entry.values())
+        return read, sum(math.prod(part.shape[3:]) for part in entry.values())
 
     def _check_budget(self, budget: int) -> None:
         if budget < self.page:
@@ -182,15 +179,11 @@ class PageSelector(Selector):
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}
 
-    def _chosen(self, scores: Tensor, entries: Entries, heads: int, budget: int) -> Selection:
-        """The best pages by `scores` `[B,Hs,P]` within `budget` rows, and what scoring all of them read for each of H =
-        `heads` KV heads."""
-        start, length = best_pages(scores, budget // self.page, self.page)
-        count = self.real.visible.sum(-1, keepdim=True)  # [B,1] entries
-        read = self.bytes_read(entries, count).expand(-1, heads)
-        scanned = (count * (self.unit // self.page)).expand(-1, scores.shape[1])
-        return Selection(start, length, self.page, scanned, read, whole=True)
+    def _valid(self, step: StepContext) -> Tensor:
+        """`[B,E]` bool, the entries that are no padding, which comes in whole entries."""
+        return step.valid if self.unit == 1 else step.valid[:, :: self.unit]
 
-    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
-        """`[B,1]` int64: what scoring `count` `[B,1]` entries of one KV head reads."""
-        return count * sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entries.values())
+    def _best(self, scores: Tensor, budget: int) -> Selection:
+        """The best pages by `scores` `[B,Hs,P]` within `budget` rows."""
+        start, length = best_pages(scores, budget // self.page, self.page)
+        return Selection(start, length, self.page, whole=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparseattn.kernels.page_directions import dispatch as page_directions
 from sparseattn.kernels.page_directions import reference as page_directions_reference
 from sparseattn.kernels.page_directions.reference import Form
-from sparseattn.selectors.base import half
+from sparseattn.selectors.checks import half
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 

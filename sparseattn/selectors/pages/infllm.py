@@ -7,12 +7,15 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
 from sparseattn.kernels.scoring import GROUPS, best_pages, vote
-from sparseattn.selectors.base import Rows, Selector, check_least
+from sparseattn.core.rope import Rope
+from sparseattn.selectors.abilities import LearnsFromQueries
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least
 
 
-class InfLLM(Selector):
+class InfLLM(LearnsFromQueries, Selector):
     """Reads the blocks whose representative keys have the largest products with the query.
 
     A row's score is the mean product of its key with the queries of its own token and those that follow it. Of each
@@ -61,11 +64,9 @@ class InfLLM(Selector):
         self.group, self.distance = group, distance
         self.span = page
         self.means = RowBuffer(3)  # [B,H,G,P,D], of the keys' dtype
-        self.real = RowBuffer(1, spare=False)  # [B,P] bool, not padding
 
     def fix(self, rows: int, seal: int) -> None:
-        for buffer in (self.means, self.real):
-            buffer.fix(rows // self.page)
+        self.means.fix(rows // self.page)
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         if self.distance is not None:
@@ -91,7 +92,6 @@ class InfLLM(Selector):
                     chosen = placed[b, h].unflatten(0, (-1, self.page)).take_along_dim(best[..., None], 1)
                     means[b, h, g] = chosen.float().mean(1).to(keys.dtype)
         self.means.append(means)
-        self.real.append(rows.positions[:, :: self.page] >= 0)
 
     def _unturned(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys `[B,H,n,D]` as blocks keep them: with a `distance` before RoPE."""
@@ -99,41 +99,36 @@ class InfLLM(Selector):
             return keys
         return self._rope().unrotate(keys, positions.to(keys.device)[:, None])
 
-    def _rope(self):  # type: ignore[no-untyped-def]
-        if self.rope is None:
+    def _rope(self) -> Rope:
+        if self.context.rope is None:
             raise ValueError(
                 f"{self!r} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: pass it "
-                f"to for_layer(layer, rope), or score keys as they are, distance=None"
+                f"to for_layer(LayerContext(layer, rope=...)), or score keys as they are, distance=None"
             )
-        return self.rope
+        return self.context.rope
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, _ = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        means, real = self.means.visible, self.real.visible
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.distance is not None:
-            at = positions.to(query.device)[:, None, None]
+            at = step.positions.to(query.device)[:, None, None]
             query = self._rope().rotate(self._rope().unrotate(query, at), torch.full_like(at, self.distance))
-        scores = (means.float() @ query.float()[..., None])[..., 0]  # [B,H,G,P]; in 16 bits near blocks would tie
-        scores = scores.masked_fill(~real[:, None, None], -torch.inf)
+        scores = (self.means.visible.float() @ query.float()[..., None])[..., 0]  # [B,H,G,P]; 16 bits would make ties
+        scores = scores.masked_fill(~step.valid[:, None, None, :: self.page], -torch.inf)
         if self.group == "layer":
-            voted = scores.sum((1, 2))[:, None].expand(-1, heads, -1)
+            voted = scores.sum((1, 2))[:, None].expand(-1, query.shape[1], -1)
         else:
             voted = vote(scores, self.group)
         start, length = best_pages(voted, budget // self.page, self.page)
-        blocks = real.sum(-1)[:, None]  # [B,1]
-        apart = self.group == "each"
-        scanned = (blocks if apart else blocks * group).expand(-1, heads * group if apart else heads)
-        read = (blocks * self._block_bytes(query)).expand(-1, heads)
-        return Selection(start, length, self.page, scanned, read, whole=True)
+        return Selection(start, length, self.page, whole=True)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        blocks, group = sealed // self.page, query.shape[2]
+        return Scan(blocks if self.group == "each" else blocks * group, blocks * self._block_bytes(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         blocks = sealed // self.page
-        read = blocks * self._block_bytes(query)
-        launch = products(query, blocks, query.shape[3], read)
-        found, group = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
-        return self.ranked_cost(query, [launch], read, found, group=group, page=self.page)
+        launch = products(query, blocks, query.shape[3], self.scan(query, sealed, budget).read)
+        pages, group = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
+        return self.ranked_cost(query, [launch], pages, group=group, page=self.page)
 
     def _block_bytes(self, query: Tensor) -> int:
         """Of the representative keys of a block that a KV head reads for a query `[B,H,G,D]`."""

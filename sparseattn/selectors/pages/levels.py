@@ -8,10 +8,11 @@ from torch import Tensor
 from sparseattn.kernels.attend_quantized.reference import CodedRows
 from sparseattn.kernels.page_directions import dispatch as page_directions
 from sparseattn.kernels.page_directions import reference as page_directions_reference
+from sparseattn.selectors.abilities import ReadsRoundedKeys
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 
-class Levels(PageSelector):
+class Levels(ReadsRoundedKeys, PageSelector):
     """Reads the pages with the highest bound of a logit, as `Quest` does, where a page is a group of rounded keys.
 
     A cache of rows of few bits (`KVCache(bits=)`) keeps, of each channel in a group of keys, `low` and `step`: all keys
@@ -39,22 +40,20 @@ class Levels(PageSelector):
         return "its bounds are the levels of one cache's rounded keys"
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
-        held = self._held()
+        rounded = self._rounded()
         wide = query if query.dtype == torch.float64 else query.float()
-        parts = torch.cat([wide, wide.relu() * ((1 << held.bits) - 1)], -1)  # [B,H,G,2D]
+        parts = torch.cat([wide, wide.relu() * ((1 << rounded.bits) - 1)], -1)  # [B,H,G,2D]
         if self.group == "sum":
             parts = parts.sum(2, keepdim=True)  # of products, as they are linear in it
         form = page_directions_reference.Form("quad", self.page, 0)
-        vectors = {"vectors": held.key_levels.flatten(3)}
-        return page_directions.scores(parts, vectors, real, form, self.group, self.temperature(held.size))
+        vectors = {"vectors": rounded.key_levels.flatten(3)}
+        return page_directions.scores(parts, vectors, real, form, self.group, self.temperature(rounded.size))
 
-    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
-        return count * self._held().group_bytes()
+    def entry_size(self, query: Tensor) -> tuple[int, int]:
+        numbers = 2 * query.shape[3]
+        return 2 * numbers if self.rounded is None else self.rounded.group_bytes(), numbers  # 16 bits by default
 
-    def scored(self, count: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        return 2 * 2 * size * count, 2 * size * count  # of 16 bits
-
-    def _held(self) -> CodedRows:
+    def _rounded(self) -> CodedRows:
         if self.rounded is None:
             raise RuntimeError(f"{self!r} reads the levels of a KVCache's rounded keys: use it in one with bits=8 or 4")
         return self.rounded

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.step_cost import Scan
 from sparseattn.kernels.scoring import page_scores, page_scores_at
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import Entries, PageSelector
-from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
+from sparseattn.selectors.saved_state import Loaded, check_finite, check_no_order, check_tensors
 
 SLACK = 1.25  # a step leaves room for longer keys, so that few of them make the stored bounds be rounded anew
 TINY = 1e-30  # least step, of a channel that is zero
@@ -71,11 +73,10 @@ class Quest(PageSelector):
         check_no_order(order)
         batch, heads, new, size = rows.keys.shape
         bounds = (torch.int8 if self.int8 else rows.keys.dtype, (batch, heads, new // self.page, size))
-        wanted = {"low": bounds, "high": bounds, "real": (torch.bool, (batch, new // self.page))}
+        wanted = {"low": bounds, "high": bounds}
         if self.int8:
             wanted["step"] = (torch.float32, (batch, heads, size))
         check_tensors(state, wanted)
-        check_equal(state, "real", (rows.positions[:, :: self.page] >= 0).cpu())
         check_finite(state, "low", "high", "step")
         if bool((state["low"] > state["high"]).any()) or bool((state.get("step", torch.ones(1)) <= 0).any()):
             raise ValueError("a page's least key is above its largest, or a step is not above 0")
@@ -86,17 +87,17 @@ class Quest(PageSelector):
         if not self.step.rows:
             self.step.capacity = needed.shape[2]
             self.step.append(torch.full_like(needed, TINY))
-        held = self.step.data
-        grows = needed > held
+        current = self.step.data
+        grows = needed > current
         if bool(grows.any()):
-            step = torch.where(grows, needed * SLACK, held)
+            step = torch.where(grows, needed * SLACK, current)
             if self.low.rows:
                 for b, h in grows.any(-1).nonzero().tolist():
-                    low_of, high_of, shrink = self.low.data[b, h], self.high.data[b, h], held[b, h] / step[b, h]
+                    low_of, high_of, shrink = self.low.data[b, h], self.high.data[b, h], current[b, h] / step[b, h]
                     low_of.copy_((low_of * shrink).floor())
                     high_of.copy_((high_of * shrink).ceil())
-            held.copy_(step)
-        step = held[:, :, None]
+            current.copy_(step)
+        step = current[:, :, None]
         return (low / step).floor().to(torch.int8), (high / step).ceil().to(torch.int8)
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
@@ -116,6 +117,6 @@ class Quest(PageSelector):
             query, store["low"], store["high"], table, self.group, temperature=self.temperature(query.shape[-1])
         )
 
-    def bytes_read(self, entries: Entries, count: Tensor) -> Tensor:
-        read = super().bytes_read(entries, count)
-        return read + (count > 0) * (4 * entries["low"].shape[-1]) if self.int8 else read
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = super().scan(query, sealed, budget)
+        return replace(scan, read=scan.read + 4 * query.shape[3]) if self.int8 else scan

@@ -1,0 +1,34 @@
+"""What a method may do beside `append` and `select`, a file each: a class names it in its bases, and the cache asks.
+
+May use `core` and `kernels`.
+"""
+
+from sparseattn.selectors.abilities.biases import Biases
+from sparseattn.selectors.abilities.estimates_mass import EstimatesMass
+from sparseattn.selectors.abilities.evicts import Evicts
+from sparseattn.selectors.abilities.follows_layers import FollowsLayers
+from sparseattn.selectors.abilities.follows_moves import FollowsMoves
+from sparseattn.selectors.abilities.has_tail import HasTail
+from sparseattn.selectors.abilities.host_only import HostOnly
+from sparseattn.selectors.abilities.learns_from_queries import LearnsFromQueries
+from sparseattn.selectors.abilities.looks_ahead import LooksAhead
+from sparseattn.selectors.abilities.observes import Observes
+from sparseattn.selectors.abilities.reads_keys import ReadsKeys
+from sparseattn.selectors.abilities.reads_rounded_keys import ReadsRoundedKeys
+from sparseattn.selectors.abilities.weighs_near import WeighsNear
+
+__all__ = [
+    "Biases",
+    "EstimatesMass",
+    "Evicts",
+    "FollowsLayers",
+    "FollowsMoves",
+    "HasTail",
+    "HostOnly",
+    "LearnsFromQueries",
+    "LooksAhead",
+    "Observes",
+    "ReadsKeys",
+    "ReadsRoundedKeys",
+    "WeighsNear",
+]
