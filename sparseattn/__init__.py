@@ -1,128 +1,111 @@
 """Query-aware sparse attention for long-context decoding: select the rows that a query needs, attend to them alone."""
 
-from sparseattn.cache.decode import decode
-from sparseattn.cache.kv_cache import KVCache
-from sparseattn.core.budget import Mass
-from sparseattn.core.selection import Bounds, Selection, Tail, Weighed
-from sparseattn.evaluation.replay import Evaluation, evaluate
-from sparseattn.kernels.attend.merge import merge
-from sparseattn.kernels.attend_quantized.dispatch import attend_coded
-from sparseattn.kernels.attend_quantized.reference import CodedRows
-from sparseattn.kernels.dispatch import attend
-from sparseattn.selectors.base import Rows, Selector
-from sparseattn.selectors.baselines.exact import Exact
-from sparseattn.selectors.baselines.pagemass import PageMass
-from sparseattn.selectors.baselines.random import Random
-from sparseattn.selectors.baselines.recent import Recent
-from sparseattn.selectors.baselines.window import Window
-from sparseattn.selectors.clusters.kmeans import KMeans
-from sparseattn.selectors.clusters.moments import Moments
-from sparseattn.selectors.clusters.retroinfer import RetroInfer
-from sparseattn.selectors.clusters.saap import SAAP, PerfectBuckets
-from sparseattn.selectors.combined.fitted import Fitted
-from sparseattn.selectors.combined.freekv import FreeKV
-from sparseattn.selectors.combined.kascade import Kascade
-from sparseattn.selectors.combined.tailed import Tailed
-from sparseattn.selectors.combined.topp import TopP
-from sparseattn.selectors.combined.twostage import TwoStage
-from sparseattn.selectors.combined.vattention import VAttention
-from sparseattn.selectors.eviction.h2o import H2O
-from sparseattn.selectors.eviction.pyramidkv import PyramidKV
-from sparseattn.selectors.eviction.snapkv import SnapKV
-from sparseattn.selectors.eviction.tova import TOVA
-from sparseattn.selectors.graphs.bridge import QueryBridge
-from sparseattn.selectors.graphs.faiss_indexes import HNSW, IVF, Flat
-from sparseattn.selectors.graphs.retrieval import RetrievalAttention
-from sparseattn.selectors.graphs.robustvamana import RobustVamana
-from sparseattn.selectors.hashing.kdeformer import KDEformer
-from sparseattn.selectors.hashing.magicpig import MagicPIG
-from sparseattn.selectors.hashing.reformer import Reformer
-from sparseattn.selectors.pages.base import PageSelector
-from sparseattn.selectors.pages.clse import Clse
-from sparseattn.selectors.pages.ellipsoid import Ellipsoid
-from sparseattn.selectors.pages.infllm import InfLLM
-from sparseattn.selectors.pages.levels import Levels
-from sparseattn.selectors.pages.mean import Mean
-from sparseattn.selectors.pages.quad import Quad
-from sparseattn.selectors.pages.quest import Quest
-from sparseattn.selectors.pages.unique import Unique
-from sparseattn.selectors.registry import SELECTORS, make_selector
-from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity
-from sparseattn.selectors.tokens.fier import Fier
-from sparseattn.selectors.tokens.infinigen import InfiniGen
-from sparseattn.selectors.tokens.loki import Loki
-from sparseattn.selectors.tokens.lowbit import LowBit
-from sparseattn.selectors.tokens.pariskv import ParisKV
-from sparseattn.selectors.tokens.pq import PQ
-from sparseattn.selectors.tokens.pqcache import PQCache
-from sparseattn.selectors.tokens.rocketkv import RocketKV
-from sparseattn.selectors.tokens.selfindex import SelfIndex
-from sparseattn.selectors.tokens.sparq import SparQ
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sparseattn.cache.decode import decode as decode
+from sparseattn.cache.kv_cache import KVCache as KVCache
+from sparseattn.core.budget import Mass as Mass
+from sparseattn.core.context import LayerContext as LayerContext
+from sparseattn.core.context import StepContext as StepContext
+from sparseattn.core.selection import Bounds as Bounds
+from sparseattn.core.selection import Selection as Selection
+from sparseattn.core.selection import Tail as Tail
+from sparseattn.core.selection import Weighed as Weighed
+from sparseattn.core.step_cost import Scan as Scan
+from sparseattn.evaluation.replay import Evaluation as Evaluation
+from sparseattn.evaluation.replay import evaluate as evaluate
+from sparseattn.kernels.attend.merge import merge as merge
+from sparseattn.kernels.attend_quantized.dispatch import attend_coded as attend_coded
+from sparseattn.kernels.attend_quantized.reference import CodedRows as CodedRows
+from sparseattn.kernels.dispatch import attend as attend
+from sparseattn.selectors.base import Rows as Rows
+from sparseattn.selectors.base import Selector as Selector
+from sparseattn.selectors.names import CLASSES
+from sparseattn.selectors.registry import SELECTORS as SELECTORS
+from sparseattn.selectors.registry import make_selector as make_selector
+
+if TYPE_CHECKING:  # classes of methods are imported when they are asked for
+    from sparseattn.selectors.baselines.exact import Exact as Exact
+    from sparseattn.selectors.baselines.pagemass import PageMass as PageMass
+    from sparseattn.selectors.baselines.random import Random as Random
+    from sparseattn.selectors.baselines.recent import Recent as Recent
+    from sparseattn.selectors.baselines.window import Window as Window
+    from sparseattn.selectors.clusters.kmeans import KMeans as KMeans
+    from sparseattn.selectors.clusters.moments import Moments as Moments
+    from sparseattn.selectors.clusters.retroinfer import RetroInfer as RetroInfer
+    from sparseattn.selectors.clusters.saap import SAAP as SAAP
+    from sparseattn.selectors.clusters.saap import PerfectBuckets as PerfectBuckets
+    from sparseattn.selectors.combined.fitted import Fitted as Fitted
+    from sparseattn.selectors.combined.freekv import FreeKV as FreeKV
+    from sparseattn.selectors.combined.kascade import Kascade as Kascade
+    from sparseattn.selectors.combined.tailed import Tailed as Tailed
+    from sparseattn.selectors.combined.topp import TopP as TopP
+    from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
+    from sparseattn.selectors.combined.vattention import VAttention as VAttention
+    from sparseattn.selectors.eviction.h2o import H2O as H2O
+    from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
+    from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV
+    from sparseattn.selectors.eviction.tova import TOVA as TOVA
+    from sparseattn.selectors.graphs.bridge import QueryBridge as QueryBridge
+    from sparseattn.selectors.graphs.faiss_indexes import HNSW as HNSW
+    from sparseattn.selectors.graphs.faiss_indexes import IVF as IVF
+    from sparseattn.selectors.graphs.faiss_indexes import Flat as Flat
+    from sparseattn.selectors.graphs.retrieval import RetrievalAttention as RetrievalAttention
+    from sparseattn.selectors.graphs.robustvamana import RobustVamana as RobustVamana
+    from sparseattn.selectors.hashing.kdeformer import KDEformer as KDEformer
+    from sparseattn.selectors.hashing.magicpig import MagicPIG as MagicPIG
+    from sparseattn.selectors.hashing.reformer import Reformer as Reformer
+    from sparseattn.selectors.pages.base import PageSelector as PageSelector
+    from sparseattn.selectors.pages.clse import Clse as Clse
+    from sparseattn.selectors.pages.ellipsoid import Ellipsoid as Ellipsoid
+    from sparseattn.selectors.pages.infllm import InfLLM as InfLLM
+    from sparseattn.selectors.pages.levels import Levels as Levels
+    from sparseattn.selectors.pages.mean import Mean as Mean
+    from sparseattn.selectors.pages.quad import Quad as Quad
+    from sparseattn.selectors.pages.quest import Quest as Quest
+    from sparseattn.selectors.pages.unique import Unique as Unique
+    from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
+    from sparseattn.selectors.tokens.fier import Fier as Fier
+    from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen
+    from sparseattn.selectors.tokens.loki import Loki as Loki
+    from sparseattn.selectors.tokens.lowbit import LowBit as LowBit
+    from sparseattn.selectors.tokens.pariskv import ParisKV as ParisKV
+    from sparseattn.selectors.tokens.pq import PQ as PQ
+    from sparseattn.selectors.tokens.pqcache import PQCache as PQCache
+    from sparseattn.selectors.tokens.rocketkv import RocketKV as RocketKV
+    from sparseattn.selectors.tokens.selfindex import SelfIndex as SelfIndex
+    from sparseattn.selectors.tokens.sparq import SparQ as SparQ
 
 __version__ = "0.1.0"
 
+# Methods without a name in the registry, and the base of those that choose by page.
+_UNNAMED = {
+    "Fitted": "sparseattn.selectors.combined.fitted",
+    "Levels": "sparseattn.selectors.pages.levels",
+    "PageSelector": "sparseattn.selectors.pages.base",
+    "PerfectBuckets": "sparseattn.selectors.clusters.saap",
+}
+_METHODS = {place.partition(":")[2]: place.partition(":")[0] for place in CLASSES.values()} | _UNNAMED
+
 __all__ = [
-    "H2O",
-    "HNSW",
-    "IVF",
-    "PQ",
-    "SAAP",
-    "SELECTORS",
-    "TOVA",
+    *sorted(_METHODS),
     "Bounds",
-    "Clse",
     "CodedRows",
-    "DoubleSparsity",
-    "Ellipsoid",
     "Evaluation",
-    "Exact",
-    "Fier",
-    "Fitted",
-    "Flat",
-    "FreeKV",
-    "InfLLM",
-    "InfiniGen",
-    "KDEformer",
-    "KMeans",
     "KVCache",
-    "Kascade",
-    "Levels",
-    "Loki",
-    "LowBit",
-    "MagicPIG",
+    "LayerContext",
     "Mass",
-    "Mean",
-    "Moments",
-    "PQCache",
-    "PageMass",
-    "PageSelector",
-    "ParisKV",
-    "PerfectBuckets",
-    "PyramidKV",
-    "Quad",
-    "QueryBridge",
-    "Quest",
-    "Random",
-    "Recent",
-    "Reformer",
-    "RetrievalAttention",
-    "RetroInfer",
-    "RobustVamana",
-    "RocketKV",
     "Rows",
+    "SELECTORS",
+    "Scan",
     "Selection",
     "Selector",
-    "SelfIndex",
-    "SnapKV",
-    "SparQ",
+    "StepContext",
     "Tail",
-    "Tailed",
-    "TopP",
-    "TwoStage",
-    "Unique",
-    "VAttention",
     "Weighed",
-    "Window",
     "attend",
     "attend_coded",
     "decode",
@@ -130,3 +113,14 @@ __all__ = [
     "make_selector",
     "merge",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _METHODS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    method = globals()[name] = getattr(importlib.import_module(_METHODS[name]), name)
+    return method
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -49,23 +49,23 @@ def decode(
             scale that a selector with a tail, or one that weighs its rows for a mass, was not told (`Selector.scale`).
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
-    mass = cache.mass(budget)
-    if mass is not None or cache.selector.needs_near:
+    allowed = cache.prepare(query, budget)
+    if allowed.mass is not None or cache.weighs_near:
         _same_scale(query, cache, scale, "weighs rows")
     if cache.sealed_device is None:
-        return attend_chosen(query, cache, cache.select(query, budget), scale=scale, impl=impl)
-    rows = cache.prepare(query, budget)
-    asked, copied = _to_host(query)
+        selection = cache.choose(query, allowed, counted=cache.check)
+        return attend_chosen(query, cache, selection, scale=scale, impl=impl)
+    on_host, copied = _to_host(query)
     nothing = Selection.none(query.shape[0], query.shape[1], query.device)
     near = attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl)
     if copied is not None:
         copied.synchronize()  # waits for the query, not for the attention queued behind it
-    selection = cache.search(asked, rows, mass, lambda: near[1].to(asked.device))
-    parts, weights = _attend_parts(asked, cache, selection, True, scale, None)
+    selection = cache.search(on_host, allowed, lambda: near[1].to(on_host.device), counted=cache.check)
+    parts, weights = _attend_parts(on_host, cache, selection, True, scale, None)
     there = [(_to_device(out, query.device), _to_device(lse, query.device)) for out, lse in parts]
     out, total = _merged([near, *there])
     if weights is not None:  # the host waits for the device: what rows got is known when all is
-        _observed(cache, selection, weights, parts[0][1], total.to(asked.device))
+        _observed(cache, selection, weights, parts[0][1], total.to(on_host.device))
     return out
 
 
@@ -109,7 +109,7 @@ def _attend_parts(
         rows = cache.keys, cache.values, selection, cache.bounds
         if apart:
             rows = cache.sealed_keys, cache.sealed_values, selection, cache.sealed_bounds
-        if cache.selector.observes:
+        if cache.observed:
             out, lse, weights = attend(query, *rows, scale=scale, impl=impl, weights=True)
         else:
             out, lse = attend(query, *rows, scale=scale, impl=impl)
@@ -123,11 +123,12 @@ def _attend_parts(
 
 def _same_scale(query: Tensor, cache: KVCache, scale: float | None, what: str) -> None:
     """ValueError where a step's scale is not the one that the selector, which does `what` by logits, was told."""
-    told, used = (query.shape[3] ** -0.5 if given is None else given for given in (cache.selector.scale, scale))
-    if not math.isclose(told, used, rel_tol=1e-6):
+    default = query.shape[3] ** -0.5
+    bound, used = (default if factor is None else factor for factor in (cache.selector.context.scale, scale))
+    if not math.isclose(bound, used, rel_tol=1e-6):
         raise ValueError(
-            f"{cache.selector!r} {what} by logits of scale {told:g}, and this step has {used:g}: set the selector's "
-            f"`scale` to that before rows are sealed"
+            f"{cache.selector!r} {what} by logits of scale {bound:g}, and this step has {used:g}: bind the selector to "
+            f"a LayerContext with that scale before rows are sealed"
         )
 
 

@@ -7,7 +7,7 @@ metadata (strings, as safetensors requires):
 
     format     "sparseattn-index"
     version    "3"
-    selector   the class: its name in the registry, or `module:Class` (`selectors.base.identity`); it is compared, and
+    selector   the class: its name in the registry, or `module:Class` (`selectors.identity`); it is compared, and
                nothing is imported by it
     arguments  JSON object, `Selector.index_arguments`: what the index depends on beside the rows
     rows       SHA-256 of the keys and positions indexed and of the queries learned from, with the keys not indexed
@@ -31,13 +31,14 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.state_checks import append_first
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.selectors.base import Rows, Selector, identity
+from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.identity import identity
 from sparseattn.utils.hashing import tensors_hash
 from sparseattn.utils.json_text import parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-index"
-VERSION = "3"
+VERSION = "4"
 ORDER = "order"
 
 

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor
 
 from sparseattn.kernels.attend_quantized.reference import check_bits
+from sparseattn.selectors.abilities import (
+    Evicts,
+    FollowsMoves,
+    LearnsFromQueries,
+    Observes,
+    ReadsKeys,
+    ReadsRoundedKeys,
+)
 from sparseattn.selectors.base import Selector
 from sparseattn.utils.tensors import only_tensors
 
 
 def unused(selector: Selector) -> None:
     """A selector that no cache and no caller has filled; else ValueError."""
-    if selector.stored is not None or any(state.rows for _, state in selector.buffers()):
+    shown = any(part.stored is not None for part in selector.find(ReadsKeys))
+    if shown or any(state.rows for _, state in selector.buffers()):
         raise ValueError(
             f"this {selector!r} holds the rows of another cache: one selector serves one cache, so give each layer its "
             f"own with selector.for_layer(i)"
@@ -132,20 +141,26 @@ def indices(given: Tensor, batch: int) -> None:
         raise ValueError(f"reorder takes int64 [B'] indices below the batch of {batch}, got {given}")
 
 
-def share(selector: Selector) -> float:
-    """The selector's `queries_share`, from 0 to 1; else ValueError."""
-    given = selector.queries_share
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
-        raise ValueError(f"queries_share of {selector!r} is a share of the rows from 0 to 1, got {given!r}")
-    return given
+def queries_wanted(selector: Selector) -> tuple[float, int]:
+    """The share of the prompt's queries, and how many of its newest, that the selector learns from; else ValueError."""
+    for part in selector.find(LearnsFromQueries):
+        share, last = part.queries_share, part.last_queries
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ValueError(f"queries_share of {part!r} is a share of the rows from 0 to 1, got {share!r}")
+        if type(last) is not int or last < 0:
+            raise ValueError(f"last_queries of {part!r} is a number of queries, 0 or more, got {last!r}")
+    return selector.queries_wanted
 
 
-def last_queries(selector: Selector) -> int:
-    """The selector's `last_queries`, 0 or more; else ValueError."""
-    given = selector.last_queries
-    if type(given) is not int or given < 0:
-        raise ValueError(f"last_queries of {selector!r} is a number of queries, 0 or more, got {given!r}")
-    return given
+def parts_declared(selector: Selector) -> None:
+    """Every selector that a method keeps in an attribute is named in `part_names`; else ValueError."""
+    for part in selector.tree():
+        for name, value in vars(part).items():
+            if isinstance(value, Selector) and name not in part.part_names:
+                raise ValueError(
+                    f"{type(part).__name__} keeps {value!r} in its attribute {name!r}: a class made of other methods "
+                    f'names them, part_names = ("{name}",), so that they are cloned, moved and reset with it'
+                )
 
 
 def held(given: Tensor, real: Tensor, selector: Selector) -> None:
@@ -167,12 +182,12 @@ def roundable(selector: Selector, bits: int, group: int, fixed: bool) -> None:
         raise ValueError(
             f"bits={bits} keeps sealed rows apart from the others, which a fixed cache cannot: leave fixed=True out"
         )
-    if selector.reads_stored:
+    if selector.find(ReadsKeys):
         raise ValueError(
             f"{selector!r} scores the cache's own keys, which are not kept with bits={bits}: take a method with an "
             f"index of its own, such as quest or lowbit, or leave bits out"
         )
-    if selector.observes:
+    if selector.find(Observes):
         raise ValueError(
             f"{selector!r} learns from what its rows weigh, which attention over rows of {bits} bits does not tell: "
             f"leave bits out"
@@ -181,21 +196,22 @@ def roundable(selector: Selector, bits: int, group: int, fixed: bool) -> None:
 
 def levels(selector: Selector, bits: int | None, group: int) -> None:
     """The cache rounds keys in the groups whose levels the selector reads, if it reads any; else ValueError."""
-    wanted = selector.rounded_group
-    if wanted is not None and (bits is None or group != wanted):
-        got = "rows that are not rounded" if bits is None else f"groups of {group} rows"
-        raise ValueError(
-            f"{selector!r} reads the levels of rounded keys in groups of {wanted} rows, got {got}: give the cache "
-            f"bits=8 or bits=4, and group={wanted}"
-        )
+    for part in selector.find(ReadsRoundedKeys):
+        wanted = part.rounded_group
+        if bits is None or group != wanted:
+            got = "rows that are not rounded" if bits is None else f"groups of {group} rows"
+            raise ValueError(
+                f"{selector!r} reads the levels of rounded keys in groups of {wanted} rows, got {got}: give the cache "
+                f"bits=8 or bits=4, and group={wanted}"
+            )
 
 
 def compactable(selector: Selector, fixed: bool, bits: int | None = None) -> None:
     """Rows that the selector drops can be freed; else ValueError."""
     if bits is not None:
         raise ValueError(f"rows of bits={bits} share levels in groups, so single ones cannot be freed: leave bits out")
-    if not selector.evicts:
-        raise ValueError(f"{selector!r} drops no rows (evicts is False), so there are none to free")
+    if not selector.find(Evicts):
+        raise ValueError(f"{selector!r} drops no rows (Evicts), so there are none to free")
     if fixed:
         raise ValueError(
             "a fixed cache keeps its storage where a CUDA graph has found it, so no rows of it can be freed: build the "
@@ -203,15 +219,14 @@ def compactable(selector: Selector, fixed: bool, bits: int | None = None) -> Non
         )
     if not _follows(selector):
         raise ValueError(
-            f"{selector!r} does not say, or a part of it, how its state follows rows that move (keep), so none can be "
-            f"freed"
+            f"{selector!r} does not say, or a part of it, how its state follows rows that move (FollowsMoves), so none "
+            f"can be freed"
         )
 
 
 def _follows(selector: Selector) -> bool:
-    """Whether it overrides `keep`, and so do its parts."""
-    own = type(selector).keep is not Selector.keep
-    return own and all(_follows(part) for _, part in selector.parts())
+    """Whether all of its parts that keep anything of the rows follow those that move."""
+    return all(part.has(FollowsMoves) or not part.states() for part in selector.tree())
 
 
 def sealed_device(given: torch.device | str | None) -> torch.device | None:

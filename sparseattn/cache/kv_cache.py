@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseattn.cache import input_checks, selection_checks
+from sparseattn.cache.abilities import Abilities
 from sparseattn.cache.index_files import append_kept, usable_folder
 from sparseattn.cache.layout import Zones
 from sparseattn.cache.quantized_rows import SealedCodes
@@ -23,10 +26,11 @@ from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.state_checks import append_first
 from sparseattn.core.budget import Budget, Mass, budget_of, parse_budget
 from sparseattn.core.mass import Promise, cut
-from sparseattn.core.selection import Bounds, Selection, Tail
+from sparseattn.core.selection import Bounds, Selection, Tail, Weighed
 from sparseattn.kernels.attend_quantized.reference import CodedRows
 from sparseattn.kernels.dispatch import attend
-from sparseattn.selectors.base import Selector
+from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.base import Selector, StepContext
 from sparseattn.selectors.registry import as_selector
 from sparseattn.utils.tensors import only_tensors
 
@@ -43,6 +47,19 @@ def check_seal(selector: Selector, seal: int, bits: int | None = None, group: in
     if seal < (unit := unit_of(selector, bits, group)):
         whose = "" if bits is None else f" and of groups of {group} rows"
         raise ValueError(f"seal is at least the unit of {selector!r}{whose}, {unit} rows, got {seal}")
+
+
+class Allowance(NamedTuple):
+    """What a budget allows at a step.
+
+    Args:
+        rows: rows per head beyond sink and window, 1 or more.
+        mass: the share of the attention that is to be held; None where the budget is no mass, or the selector has no
+            use for it.
+    """
+
+    rows: int
+    mass: float | None
 
 
 class KVCache:
@@ -77,7 +94,7 @@ class KVCache:
         bits: 8 or 4: keep sealed rows in so many bits (`kernels.attend_quantized.reference`), keys by channel and
             values by row, as KIVI does (https://arxiv.org/abs/2402.02750); sink and rows that are not sealed stay as
             they come. A selector is shown the rows as they came, once: none that scores stored keys
-            (`Selector.reads_stored`) or learns from weights (`observes`) can be had. None (default): nothing is
+            (`ReadsKeys`) or learns from weights (`Observes`) can be had. None (default): nothing is
             rounded.
         group: with `bits`, rows of keys that share a channel's levels, a power of two; rows are sealed in multiples of
             it. KIVI's is 32.
@@ -114,6 +131,7 @@ class KVCache:
         check: bool = False,
     ) -> None:
         selector = as_selector(selector)
+        input_checks.parts_declared(selector)
         sizes = {"sink": sink, "window": window, "rollback": rollback, "capacity": capacity, "seal": seal}
         for name, size in sizes.items():
             if type(size) is not int or size < 0:
@@ -131,14 +149,17 @@ class KVCache:
         self.check = check
         near = capacity
         if self.sealed_device is not None or bits is not None:
-            near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
+            near = (
+                sink + window + rollback + seal + unit_of(selector, bits, group)
+            )  # after a seal, room until the next one
         if self.sealed_device is not None:
             selector.to(self.sealed_device)
-        learned = input_checks.share(selector), input_checks.last_queries(selector)
+        learned = input_checks.queries_wanted(selector)
         if learned[0] == 1 and learned[1]:  # no query of the prompt is missing, however wide the window
-            learned = learned[0], max(learned[1], window + rollback + self.unit)
+            learned = learned[0], max(learned[1], window + rollback + unit_of(selector, bits, group))
         codes = None if bits is None else SealedCodes(bits, group, capacity)
         self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned, codes, exact)
+        self._abilities = Abilities.of(selector)
         if fixed:
             self._fix(capacity)
         self._forget()
@@ -151,8 +172,9 @@ class KVCache:
                 f"fixed=True takes a capacity for the sink and a unit, {self.sink + unit} rows or more, all on one "
                 f"device; got capacity={capacity}{apart}"
             )
-        self.selector.fix((capacity - self.sink) // unit * unit, self.seal_rows // unit * unit)
-        self._stored.fix(capacity)
+        sealed = (capacity - self.sink) // unit * unit
+        self.selector.fix(sealed, self.seal_rows // unit * unit)
+        self._stored.fix(capacity, sealed)
         self._capacity = capacity
 
     def _forget(self) -> None:
@@ -162,8 +184,9 @@ class KVCache:
         self.latest_tail: Tail | None = None  # what was attended to beside it
         self.latest_promise: Promise | None = None  # what it holds by the selector's estimate, of a budget by mass
         self._shown: Tensor | None = None  # the storage of which the selector has a view
+        self._lookahead: Tensor | None = None  # the next query, as the layer before foresees it
 
-    @property
+    @functools.cached_property
     def unit(self) -> int:
         """Rows are sealed in multiples of this, see `unit_of`."""
         return unit_of(self.selector, self.bits, self.group)
@@ -384,13 +407,17 @@ class KVCache:
         """Brings the selector's view of the stored keys up to date; of keys of a few bits only what asks for it has
         one."""
         if self.bits is not None:
-            if self.selector.rounded_group is not None:
-                self.selector.rounded = self._codes()
+            for part in self._abilities.rounded_readers:
+                part.rounded = self._codes()
+            return
+        if not (readers := self._abilities.key_readers):
             return
         storage, places = self._stored.indexed()
-        stored = self.selector.stored
+        stored = readers[0].stored
         if stored is None or self._shown is not storage or stored.shape[2] != places:
-            self.selector.stored, self._shown = self._stored.shown(), storage
+            shown, self._shown = self._stored.shown(), storage
+            for reader in readers:
+                reader.stored = shown
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -433,15 +460,19 @@ class KVCache:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def select(self, query: Tensor, budget: Budget) -> Selection:
-        """Seals what is due and asks the selector for at most `budget` rows per head; see `sparseattn.decode`.
+        """Seals what is due, asks the selector for at most `budget` rows per head, and counts what choosing read; see
+        `sparseattn.decode`.
 
         The selection lies with the sealed rows, on `sealed_device` if there is one: it names rows of `sealed_keys`
         then, not of `keys`, and `decode` is what attends to both parts and merges them.
         """
-        rows, mass = self.prepare(query, budget), self.mass(budget)
-        asked = query if self.sealed_device is None else query.to(self.sealed_device)
-        chosen = self.search(asked, rows, mass, lambda: self.near(query).to(asked.device))
-        if mass is not None or self.selector.needs_near:
+        return self.choose(query, self.prepare(query, budget), counted=True)
+
+    def choose(self, query: Tensor, allowed: Allowance, counted: bool) -> Selection:
+        """`select` with what `prepare` returned; `counted`: whether what choosing reads is counted."""
+        there = query if self.sealed_device is None else query.to(self.sealed_device)
+        chosen = self.search(there, allowed, lambda: self.near(query).to(there.device), counted)
+        if counted and (allowed.mass is not None or self._abilities.weighs_near):
             self.latest = chosen = self._also_read(chosen)
         return chosen
 
@@ -462,14 +493,8 @@ class KVCache:
             read = chosen.scan_bytes + rows * (keys.shape[3] * self.selector.bytes_of(keys))
         return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
 
-    def mass(self, budget: Budget) -> float | None:
-        """The share of the attention that a budget asks for; None where it is no mass, or the selector has no use for
-        it."""
-        budget = parse_budget(budget)
-        return budget.share if isinstance(budget, Mass) and self.selector.uses_budget else None
-
-    def prepare(self, query: Tensor, budget: Budget) -> int:
-        """The first half of `select`: checks both, seals what is due, and returns the budget in rows."""
+    def prepare(self, query: Tensor, budget: Budget) -> Allowance:
+        """The first half of `select`: checks both, seals what is due, and says what the budget allows."""
         self._require_rows()
         input_checks.query(query, self._stored.keys.full)
         if not query.is_cuda:
@@ -479,17 +504,25 @@ class KVCache:
         if (learned := self._stored.learned) is not None:
             input_checks.group(query, learned)
         budget = parse_budget(budget)
-        unlimited = budget is None or (isinstance(budget, Mass) and budget.most is None)
+        by_mass = isinstance(budget, Mass)
+        unlimited = budget is None or (by_mass and budget.most is None)
         context = self._capacity if self.fixed and unlimited else max(self._stored.zones.count)
         rows = budget_of(self.selector, budget, context)
         if not unlimited:
             rows = self.selector.allowed(rows)
         self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
-        return min(rows, max(self._capacity if self.fixed else context, self.selector.span))
+        rows = min(rows, max(self._capacity if self.fixed else context, self.selector.span))
+        return Allowance(rows, budget.share if by_mass and self.selector.uses_budget else None)
+
+    def step(self, near: Tensor | None = None, counted: bool = False) -> StepContext:
+        """What the selector is told of a step at the newest token, see `StepContext`; once rows are sealed."""
+        stored = self._stored
+        positions = self.positions if self.sealed_device is None else torch.tensor(stored.zones.next) - 1
+        return StepContext(positions, stored.valid.visible, stored.zones.sealed, counted, near, self._lookahead)
 
     def foresee(self, ahead: Tensor) -> None:
-        """Tells a selector that looks ahead (`Selector.foresees`) what the layer before knew of the next query.
+        """Tells a selector that looks ahead (`LooksAhead`) what the layer before knew of the next query.
 
         Args:
             ahead: `[B,H,G,D]`, after RoPE: the query that this layer's projection makes of the input of the attention
@@ -502,60 +535,63 @@ class KVCache:
         input_checks.query(ahead, self._stored.keys.full)
         if not ahead.is_cuda:
             input_checks.finite(ahead=ahead)
-        self.selector.ahead = ahead if self.sealed_device is None else ahead.to(self.sealed_device)
+        self._lookahead = ahead if self.sealed_device is None else ahead.to(self.sealed_device)
 
     def search(
-        self,
-        query: Tensor,
-        rows: int,
-        mass: float | None = None,
-        near: Callable[[], Tensor] | None = None,
+        self, query: Tensor, allowed: Allowance, near: Callable[[], Tensor] | None = None, counted: bool = False
     ) -> Selection:
-        """The second half: at most `rows` rows per head for a query `[B,H,G,D]` on the device of the sealed rows.
+        """The second half: the rows of a query `[B,H,G,D]` on the device of the sealed rows.
 
         Args:
-            mass: the share of the attention that the rows attended are to hold, see `mass`; needs `near`.
+            allowed: what `prepare` said.
             near: gives what `KVCache.near` does, on the device of the sealed rows, for a mass and for a selector that
-                `needs_near`. For a mass it is asked once the selector has weighed its rows, so that what another device
-                computes for it may take as long as the search.
+                weighs it (`WeighsNear`). For a mass it is asked once the selector has weighed its rows, so that what
+                another device computes for it may take as long as the search.
+            counted: whether what choosing reads is counted.
 
         Raises:
             ContractError: with `check`, a selection that the contract does not allow.
         """
         if self.check:
             self._note_dropped()  # what it drops while it chooses, it may still read at this step
-        at = self._asked_at()
-        if near is None and (mass is not None or self.selector.needs_near):
-            raise ValueError(f"this search by {self.selector!r} needs what sink and unsealed rows weigh: give it near")
+        (rows, mass), selector, known = allowed, self.selector, self._abilities
+        if near is None and (mass is not None or known.weighs_near):
+            raise ValueError(f"this search by {selector!r} needs what sink and unsealed rows weigh: give it near")
         self.latest_tail = self.latest_promise = None
-        if near is not None and self.selector.needs_near:
-            self.selector.near = near()
+        if not self._stored.zones.zone:
+            self._lookahead = None
+            self.latest = Selection.none(query.shape[0], query.shape[1], query.device)
+            if mass is not None and near is not None:
+                self.latest, self.latest_promise = cut(Weighed.nothing(query), near(), mass)
+            return self.latest
+        step = self.step(near() if near is not None and known.weighs_near else None, counted)
         weighed = None
         if mass is None:
-            self.latest = self.selector.select(query, at, rows)
+            chosen = selector.select(query, step, rows)
         else:
-            weighed = self.selector.weigh(query, at, rows)
-            self.latest = weighed.selection
-        if self.selector.foresees:
-            self.selector.ahead = None  # it was of this step
+            assert isinstance(selector, EstimatesMass)  # `prepare` refuses others
+            weighed = selector.weigh(query, step, rows)
+            chosen = weighed.selection
+        self._lookahead = None  # it was of this step
         if self.check:
             stored = self._stored
-            selection_checks.check(self.latest, query, at, rows, stored.zones.zone, stored.sealed_real, self.selector)
-        if self.selector.needs_near:
-            self.selector.near = None
+            selection_checks.check(chosen, query, step.positions, rows, stored.zones.zone, stored.sealed_real, selector)
+        self.latest = selector.counted(chosen, query, step, rows) if counted else chosen
         if mass is not None and weighed is not None and near is not None:
             if self.check:
-                selection_checks.check_weighed(weighed, query, self.selector)
-            self.latest, self.latest_promise = cut(weighed, near(), mass)
+                selection_checks.check_weighed(weighed, query, selector)
+            self.latest, self.latest_promise = cut(dataclasses.replace(weighed, selection=self.latest), near(), mass)
         return self.latest
 
     def _note_dropped(self) -> None:
-        """Asks a selector that evicts what it holds; what it has dropped once it has dropped for good."""
+        """Asks methods that evict what they hold; what they have dropped once they have dropped for good."""
         stored = self._stored
-        if not (self.selector.evicts and stored.zones.zone) or (held := self.selector.held()) is None:
+        if not stored.zones.zone:
             return
-        input_checks.held(held, stored.real.data, self.selector)
-        stored.drop(held)
+        for part in self._abilities.evictors:
+            if (held := part.held()) is not None:
+                input_checks.held(held, stored.real.data, self.selector)
+                stored.drop(held)
 
     def tail(self, query: Tensor, selection: Selection) -> Tail | None:
         """Rows that the selector adds for what this selection of `search` does not read, None for none. They are part
@@ -567,22 +603,29 @@ class KVCache:
         Raises:
             ContractError: with `check`, a tail that the contract does not allow.
         """
-        if not self.selector.tails:
+        part = self._abilities.tail
+        if part is None or not self._stored.zones.zone:
             return None
-        at = self._asked_at()
-        self.latest_tail = self.selector.tail(query, at, selection)
+        step = self.step()
+        self.latest_tail = part.tail(query, step, selection)
         if self.check:
-            selection_checks.check_tail(self.latest_tail, query, at, self.selector)
+            selection_checks.check_tail(self.latest_tail, query, step.positions, self.selector)
         return self.latest_tail
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        """Tells a selector that `observes` what a step's selection got, see there; others nothing."""
-        if self.selector.observes:
-            self.selector.observe(selection, weights)
+    @property
+    def observed(self) -> bool:
+        """Whether the selector, or a part of it, learns from what a step's selection got."""
+        return bool(self._abilities.observers) and self._stored.zones.zone > 0
 
-    def _asked_at(self) -> Tensor:
-        """`[B]`: the newest tokens' positions, on the device of the sealed rows."""
-        return self.positions if self.sealed_device is None else torch.tensor(self._stored.zones.next) - 1
+    @property
+    def weighs_near(self) -> bool:
+        """Whether the selector, or a part of it, goes by what sink and unsealed rows weigh."""
+        return self._abilities.weighs_near
+
+    def observe(self, selection: Selection, weights: Tensor) -> None:
+        """Tells parts that observe what a step's selection got, see `Observes`."""
+        for part in self._abilities.observers:
+            part.observe(selection, weights)
 
     # -- editing -----------------------------------------------------------------------------------------------------
 
@@ -598,7 +641,7 @@ class KVCache:
             Places of each head that were freed; 0 where there were none to free.
 
         Raises:
-            ValueError: a selector that does not evict or cannot follow (`Selector.keep`), a `fixed` cache, or one of
+            ValueError: a selector that does not evict or cannot follow (`FollowsMoves`), a `fixed` cache, or one of
                 rows of a few bits.
         """
         self._require_rows()
@@ -614,7 +657,8 @@ class KVCache:
             return 0
         ids = dropped.byte().argsort(dim=-1, stable=True)[..., :places]
         self._broken = f"{self.selector!r} failed while rows were sealed or freed"
-        self.selector.keep(ids)
+        for part in self._abilities.followers:
+            part.keep(ids)
         stored.compact(ids)
         self._broken = ""
         self.latest = self.latest_tail = self.latest_promise = None  # whose places are others' now
@@ -634,8 +678,7 @@ class KVCache:
         self._require_rows()
         input_checks.repeatable(self._stored.keys.full, "dropping rows")
         self._stored.crop(input_checks.dropped(drop, self.batch))
-        if self.selector.foresees:
-            self.selector.ahead = None  # of a token that is gone
+        self._lookahead = None  # of a token that is gone
         self._show()
 
     def reorder(self, index: Tensor) -> None:
@@ -647,6 +690,7 @@ class KVCache:
         input_checks.repeatable(self._stored.keys.full, "reordering sequences")
         input_checks.indices(index, self.batch)
         self._stored.take(index)
+        self._lookahead = None  # of sequences as they were
         self.selector.reorder(index if self.sealed_device is None else index.to(self.sealed_device))
         self._show()
 
@@ -654,6 +698,7 @@ class KVCache:
         """An independent copy, selector included."""
         twin = copy.copy(self)
         twin.selector, twin._stored = self.selector.clone(), self._stored.clone()
+        twin._abilities, twin._lookahead = Abilities.of(twin.selector), None
         if self.batch:
             twin._show()
         return twin

@@ -57,6 +57,8 @@ class StoredRows:
         self.apart_keys, self.apart_values = (RowBuffer(2, own, pinned=apart is not None) for _ in range(2))
         # [B,H,N] bool, where the sealed rows lie: neither padding nor known to be dropped by the selector.
         self.real = RowBuffer(2, capacity)
+        # [B,N] bool: of these, by place, those that are no padding in any head; what a step's selector sees.
+        self.valid = RowBuffer(1, capacity, spare=False)
         self.positions = RowBuffer(1, near)  # [B,N] int64 on the CPU, in the order of appending; valid if unsealed
         self.queries, self.last = Queries(share), LastQueries(last)
         # What steps on the device read, updated in place: [B] each.
@@ -66,7 +68,18 @@ class StoredRows:
         self.fixed = self.dropped = False  # whether `drop` has taken a row
         self.zones = self._no_zones()
 
-    _BUFFERS = ("keys", "values", "apart_keys", "apart_values", "real", "positions", "queries", "last", "codes")
+    _BUFFERS = (
+        "keys",
+        "values",
+        "apart_keys",
+        "apart_values",
+        "real",
+        "valid",
+        "positions",
+        "queries",
+        "last",
+        "codes",
+    )
 
     def _buffers(self) -> dict[str, State]:
         return {name: state for name in self._BUFFERS if (state := getattr(self, name)) is not None}
@@ -84,10 +97,12 @@ class StoredRows:
         """The buffers whose rows lie alike."""
         return self.keys, self.values, self.positions
 
-    def fix(self, capacity: int) -> None:
-        """Allocates `capacity` rows a sequence at the first append and never again (`RowBuffer.fix`)."""
+    def fix(self, capacity: int, sealed: int) -> None:
+        """Allocates `capacity` rows a sequence, of which `sealed` may be sealed, at the first append and never again
+        (`RowBuffer.fix`)."""
         for buffer in self._near:
             buffer.fix(capacity)
+        self.valid.fix(sealed)
         self.fixed = True
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -194,7 +209,7 @@ class StoredRows:
             kv += apart
         else:
             kv, more = kv + self.codes.nbytes, {"exact": apart} if self.exact else {}
-        books = (self.positions, self.real, self.queries, self.last)
+        books = (self.positions, self.real, self.valid, self.queries, self.last)
         return {"kv": kv, "books": sum(buffer.nbytes for buffer in books)} | more
 
     # -- storing -----------------------------------------------------------------------------------------------------
@@ -302,7 +317,9 @@ class StoredRows:
         if queries is not None and self.keys.full.is_cuda:
             input_checks.finite(queries=queries)
         last = self._take_last(decoded) if first and self.last.wanted else ()
-        self.real.append((~padding).to(keys.device)[:, None].expand(-1, keys.shape[1], -1))
+        valid = (~padding).to(keys.device)
+        self.real.append(valid[:, None].expand(-1, keys.shape[1], -1))
+        self.valid.append(valid)
         return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
 
     def _unrounded(self) -> tuple[Tensor, Tensor]:
@@ -326,6 +343,8 @@ class StoredRows:
             for rows in (*kept, self.real.data[..., None]):
                 moved = rows[:, :, rows.shape[2] - order.shape[2] :]
                 moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
+            first = self.real.rows - order.shape[2]
+            self.valid.data[:, first:] = self.real.data[:, :, first:].any(1)
         if self.codes is not None and not self.exact:
             self.apart_keys.reset()
             self.apart_values.reset()
@@ -421,6 +440,9 @@ class StoredRows:
         zones = self.zones
         low, start, kept = zones.sink, zones.start, ids.shape[2]
         self.real.keep(ids)
+        valid = self.real.data.any(1)
+        self.valid.reset()
+        self.valid.append(valid)
         if zones.apart:
             self.apart_keys.keep(ids)
             self.apart_values.keep(ids)
@@ -484,7 +506,7 @@ class StoredRows:
         for state in (self.keys, self.values, self.queries, self.last):
             state.to(device)
         if self.apart is None:
-            for sealed in filter(None, (self.real, self.codes, self.apart_keys, self.apart_values)):
+            for sealed in filter(None, (self.real, self.valid, self.codes, self.apart_keys, self.apart_values)):
                 sealed.to(device)
         if self.zones.count:
             self.publish()

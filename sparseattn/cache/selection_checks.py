@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection, Tail, Weighed
+from sparseattn.selectors.abilities import Biases, Evicts
 from sparseattn.selectors.base import Selector
 
 
@@ -49,10 +50,10 @@ def check(
             f"{selector!r} returned a selection [B,Hs,S] = {list(selection.start.shape)} for a query "
             f"{list(query.shape)}: B is {batch} and Hs is {heads} (per KV head) or {heads * group} (per query head)"
         )
-    if selection.bias is not None and not selector.biases:
+    if selection.bias is not None and not selector.find(Biases):
         raise ContractError(
-            f"{selector!r} returned a selection with a bias and has biases = False: a class whose selections have one "
-            f"says biases = True, so that who takes its rows knows"
+            f"{selector!r} returned a selection with a bias and is no Biases: a class whose selections have one names "
+            f"that ability in its bases, so that whoever takes its rows knows"
         )
     costs = {"scanned": (selection.scanned, shape), "scan_bytes": (selection.scan_bytes, (batch, heads))}
     for name, (cost, wanted) in costs.items():
@@ -181,5 +182,5 @@ def _check_rows(
         before = before.repeat_interleave(shape[1] // heads, 1)
         first = torch.where(used, start, 0)
         count = before.gather(-1, first + torch.where(used, length, 0)) - before.gather(-1, first)
-        more = " or what it had dropped (held)" if selector.evicts else ""
+        more = " or what it had dropped (held)" if selector.find(Evicts) else ""
         refuse(used & (count < length), "it names {rows}, among them padding" + more)

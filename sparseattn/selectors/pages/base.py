@@ -136,7 +136,9 @@ class PageSelector(EstimatesMass, Selector):
         check_no_order(order)
         count = rows.keys.shape[2] // self.unit
         one = self.entries(rows.keys[:, :, : self.unit])
-        check_tensors(state, {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()})
+        check_tensors(
+            state, {name: (part.dtype, (*part.shape[:2], count, *part.shape[3:])) for name, part in one.items()}
+        )
         check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:

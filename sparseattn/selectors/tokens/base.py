@@ -10,47 +10,47 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
 from sparseattn.kernels.scoring import best_rows
-from sparseattn.selectors.base import Rows, Selector, check_group, vote
+from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.base import Rows, Selector, StepContext, vote
+from sparseattn.selectors.checks import check_group
 
 
-class Ranked(Selector):
+class Ranked(EstimatesMass, Selector):
     """Reads the rows with the largest approximate logits.
 
     A method may learn parameters of a sequence (`learn`): from the first real rows that it seals, its prompt's, or from
     a file. They lie in row buffers that grow along dimension 2, and rows sealed later do not change them.
 
     Attributes:
-        by_row: names of the row buffers that hold something of every row, `real` aside.
+        by_row: names of the row buffers that hold something of every row.
         known: `[B,1]` bool, a sequence has its parameters; of methods that learn.
     """
 
     operators = 12
     by_row: tuple[str, ...]
     known: RowBuffer
-    estimates = True
 
     def __init__(self, group: str) -> None:
         self.group = check_group(group)
-        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
 
     @abstractmethod
-    def logits(self, query: Tensor) -> Tensor:
-        """`[B,H,G,N]` float32: approximate logits of the stored rows for queries `[B,H,G,D]`; -inf where a row is not
-        real. A new tensor."""
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
+        """Return approximate logits `[B,H,G,N]` float32 of the stored rows for queries `[B,H,G,D]`, -inf where `valid`
+        `[B,N]` is False. A new tensor."""
 
     @abstractmethod
     def reads(self, query: Tensor) -> tuple[int, int]:
-        """Bytes that scoring a row for `query` `[B,H,G,D]` reads, of which shape and dtype count alone; and those read
-        once for all rows of a KV head."""
+        """Return the bytes that scoring a row for `query` `[B,H,G,D]` reads, of which shape and dtype count alone; and
+        those read once for all rows of a KV head."""
 
     @abstractmethod
     def scoring(self, query: Tensor, sealed: int) -> Launch:
-        """The launch that scores so many rows, without its bytes."""
+        """Return the launch that scores so many rows, without its bytes."""
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
-        """The parameters of one sequence, by the names of their row buffers: `[H,..]` each.
+        """Return the parameters of one sequence, by the names of their row buffers: `[H,..]` each.
 
         Args:
             rows: its first rows, real ones alone: keys `[1,H,n,D]`, n >= 1.
@@ -58,7 +58,7 @@ class Ranked(Selector):
         raise NotImplementedError(f"{type(self).__name__} learns nothing")
 
     def learn(self, rows: Rows) -> None:
-        """Keeps what is `learned` of the sequences whose first real rows these are."""
+        """Keep what is `learned` of the sequences whose first real rows these are."""
         real = rows.positions >= 0
         if not self.known.rows:
             self.known.append(torch.zeros_like(real[:, :1]))
@@ -76,35 +76,28 @@ class Ranked(Selector):
         for _, buffer in self.buffers():
             if isinstance(buffer, RowBuffer):
                 buffer.fix()
-        for name in ("real", *self.by_row):
+        for name in self.by_row:
             getattr(self, name).fix(rows)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.real.rows:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        return self.named(query, self.logits(query), budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        return self.best(self.logits(query, step.valid), budget)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
+        logits = self.logits(query, step.valid)
+        return Weighed.of(self.best(logits, budget), self.fitted(logits))
+
+    def best(self, logits: Tensor, budget: int) -> Selection:
+        """Return the `budget` best rows by `logits` `[B,H,G,N]` and the group's vote."""
+        return Selection.tokens(best_rows(vote(logits, self.group), budget))
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         row, once = self.reads(query)
-        read, heads = sealed * row + once, query.shape[0] * query.shape[1]
-        scoring = replace(self.scoring(query, sealed), bytes=heads * read)
-        return self.ranked_cost(query, [scoring], read, (sealed, min(budget, sealed)), group=self.group)
+        return Scan(sealed, sealed * row + once)
 
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        if not self.real.rows:
-            return Weighed.nothing(query)
-        logits = self.logits(query)
-        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
-
-    def named(self, query: Tensor, logits: Tensor, budget: int) -> Selection:
-        """The `budget` best rows by `logits`, and what finding them cost."""
-        heads, group = query.shape[1:3]
-        ids = best_rows(vote(logits, self.group), budget)
-        scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
-        chosen = heads * group if self.group == "each" else heads
-        row, once = self.reads(query)
-        read = scanned * row + (scanned > 0) * once
-        return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        read = query.shape[0] * query.shape[1] * self.scan(query, sealed, budget).read
+        scoring = replace(self.scoring(query, sealed), bytes=read)
+        return self.ranked_cost(query, [scoring], (sealed, min(budget, sealed)), group=self.group)
 
 
 def _alone(rows: Rows, b: int) -> Rows:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.selectors.base import Rows, warn_of_keys_as_queries
+from sparseattn.selectors.base import LayerContext, Rows
+from sparseattn.selectors.checks import warn_of_keys_as_queries
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError, shared
 from sparseattn.selectors.tokens.base import Ranked
 from sparseattn.utils.hashing import file_hash
-
-Self = TypeVar("Self", bound="Calibrated")
 
 PROMPT = "prompt"  # stands for a calibration by this prompt alone
 
@@ -66,30 +64,29 @@ class Calibrated(Ranked):
             self._held = held
         return self._held
 
-    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
-        fresh = super().for_layer(layer, rope)
-        if fresh.artefact != PROMPT:
-            fresh.calibration().holds(layer)
-        return fresh
+    def bind(self, context: LayerContext) -> None:
+        super().bind(context)
+        if self.artefact != PROMPT:
+            self.calibration().holds(context.layer)
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         if self.artefact != PROMPT:
-            self.calibration().check(self.layer, self._every(heads), size, self.rope)
+            self.calibration().check(self.layer, self._every(heads), size, self.context.rope)
         elif not self.roped:
             self._rope()
 
     def _every(self, heads: int) -> int:
         """KV heads of the layer, of which it is shown `heads`."""
-        return heads if self.heads is None else self.heads.of
+        return heads if self.context.heads is None else self.context.heads.of
 
     def _rope(self) -> Rope:
         """What takes RoPE back from keys; ValueError where it is not known."""
-        if self.rope is None:
+        if self.context.rope is None:
             raise ValueError(
                 f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: pass "
-                f"it to for_layer(layer, rope), or take keys as they are, before=False"
+                f"it to for_layer(LayerContext(layer, rope=...)), or take keys as they are, before=False"
             )
-        return self.rope
+        return self.context.rope
 
     def source(self) -> str:
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
@@ -97,8 +94,8 @@ class Calibrated(Ranked):
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, positions = rows.keys[0], rows.positions[0]
         if self.artefact != PROMPT:
-            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.rope)
-            own = list(self.numbers(len(keys)))
+            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.context.rope)
+            own = list(self.head_numbers(len(keys)))
             return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
         if not self.roped:
             keys = self._rope().unrotate(keys.float(), positions)

@@ -41,11 +41,10 @@ class Coded(Ranked):
     def append(self, rows: Rows) -> None:
         self.learn(rows)
         self.codes.append(self.encode(rows.keys))
-        self.real.append(rows.positions >= 0)
 
-    def logits(self, query: Tensor) -> Tensor:
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         tables = self.tables(query.float() / self.temperature(query.shape[3]))
-        return codebooks.logits(tables, self.codes.visible, self.real.visible)
+        return codebooks.logits(tables, self.codes.visible, valid)
 
     @abstractmethod
     def names(self, size: int) -> tuple[int, int]:

@@ -8,13 +8,15 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Launch, products
 from sparseattn.kernels import codebooks
-from sparseattn.selectors.base import Rows, check_least, check_share, half
+from sparseattn.selectors.abilities import LearnsFromQueries
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.checks import check_least, check_share, half
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, Calibrated
 
 LEVELS = 15  # steps of a label of four bits
 
 
-class DoubleSparsity(Calibrated):
+class DoubleSparsity(LearnsFromQueries, Calibrated):
     """Reads the rows with the largest products over the channels that matter most in a KV head.
 
     Which channels these are is calibrated beforehand: those with the largest mean of `|q_i k_i|`, over tokens whose
@@ -78,20 +80,19 @@ class DoubleSparsity(Calibrated):
             self.labels.append(codebooks.paired(names.to(torch.uint8)))
         else:
             self.labels.append(kept)
-        self.real.append(rows.positions >= 0)
 
-    def logits(self, query: Tensor) -> Tensor:
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
         channels = self.which.visible  # [B,H,r]
-        asked = query.float().gather(3, channels[:, :, None].expand(-1, -1, query.shape[2], -1))  # [B,H,G,r]
-        asked /= self.temperature(query.shape[3])
+        chosen_query = query.float().gather(3, channels[:, :, None].expand(-1, -1, query.shape[2], -1))  # [B,H,G,r]
+        chosen_query /= self.temperature(query.shape[3])
         labels = self.labels.visible
         if self.bits == 4:
             names = torch.stack([labels & LEVELS, labels >> 4], 4).flatten(3)[..., : channels.shape[2]]
             low, step = self.levels.visible.float().mT[:, :, :, None].unbind(2)  # [B,H,1,N] each
-            logits = (asked @ names.float().mT).mul_(step).addcmul_(asked.sum(3, keepdim=True), low)
+            logits = (chosen_query @ names.float().mT).mul_(step).addcmul_(chosen_query.sum(3, keepdim=True), low)
         else:
-            logits = asked @ labels.float().mT
-        return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+            logits = chosen_query @ labels.float().mT
+        return logits.masked_fill_(~valid[:, None, None], -torch.inf)
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         kept = self._kept(query.shape[3])

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
 from sparseattn.kernels.scoring import best, vote
-from sparseattn.selectors.base import Rows, Selector, check_group, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_group, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.channel_calibration import CHUNK, outer
 
 
-class InfiniGen(Selector):
+class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
     """Reads the rows whose keys promise the largest logits to a query that is foreseen, by part of its channels.
 
-    The query is what this layer's projection makes of the input of the attention layer before (`Selector.ahead`), so
+    The query is what this layer's projection makes of the input of the attention layer before (`StepContext.lookahead`), so
     that rows can be fetched while that layer computes. Queries and keys are turned by an orthogonal matrix under which
     few channels hold most of their products: the right singular vectors of the prompt's queries. The channels with the
     largest magnitudes of queries and keys are kept. Of each query head the rows are counted whose speculated logits
@@ -49,7 +51,6 @@ class InfiniGen(Selector):
     """
 
     operators = 20
-    foresees = True
 
     def __init__(self, ratio: float = 0.2, alpha: float = 4.0, group: str = "each", share: float = 0.25) -> None:
         if not 0 < ratio <= 1:
@@ -62,7 +63,6 @@ class InfiniGen(Selector):
         self.part = RowBuffer(2)  # [B,H,N,r] keys in the kept channels, of the keys' dtype
         self.turn = RowBuffer(2)  # [B,H,D,r] float32, to the kept channels
         self.known = RowBuffer(1)  # [B,1] bool, a sequence has a turn
-        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
 
     def append(self, rows: Rows) -> None:
         batch, heads, _, size = rows.keys.shape
@@ -83,48 +83,36 @@ class InfiniGen(Selector):
             self.turn.data[b] = _turn(asked, keys, self.turn.data.shape[3])
         self.known.data[:, 0] |= fresh
         self.part.append((rows.keys.float() @ self.turn.data).to(rows.keys.dtype))
-        self.real.append(real)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        if self.ahead is None:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        if step.lookahead is None:
             raise ValueError(
                 f"{self!r} goes by a query foreseen from the input of the layer before, and none was given for layer "
                 f"{self.layer}: record it with `sparseattn capture --ahead` (the first attention layer has none: leave "
                 f"it out, or dense), or tell it with KVCache.foresee before each step; a SparseCache cannot"
             )
-        part, real = self.part.data, self.real.data
-        logits = (self.ahead.float() @ self.turn.data) @ part.float().mT / self.temperature(size)  # [B,H,G,N]
-        logits = logits.masked_fill(~real[:, None, None], -torch.inf)
-        near = (logits > logits.amax(-1, keepdim=True) - self.alpha).sum(-1)  # [B,H,G]
-        count = near.double().mean((1, 2)).long().clamp(min=1)  # one number for all heads
+        turned = step.lookahead.float() @ self.turn.data
+        logits = turned @ self.part.data.float().mT / self.temperature(query.shape[3])  # [B,H,G,N]
+        logits = logits.masked_fill(~step.valid[:, None, None], -torch.inf)
+        promising = (logits > logits.amax(-1, keepdim=True) - self.alpha).sum(-1)  # [B,H,G]
+        count = promising.double().mean((1, 2)).long().clamp(min=1)  # one number for all heads
         ids = best(vote(logits, self.group), budget)
-        ids = ids.masked_fill(torch.arange(ids.shape[2], device=ids.device) >= count[:, None, None], -1)
-        scanned = real.sum(-1)[:, None]  # [B,1]
-        row, once = self._reads(query)
-        read = scanned * row + (scanned > 0) * once
-        chosen = heads * group if self.group == "each" else heads
-        return Selection.tokens(ids, scanned.expand(-1, chosen), read.expand(-1, heads))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        row, once = self._reads(query)
-        read = sealed * row + once
-        launch = products(query, sealed, self._kept(query.shape[3]), read)
-        expected = "" if math.isinf(self.alpha) else "all of the budget is read"
-        return self.ranked_cost(
-            query, [launch], read, (sealed, min(budget, sealed)), group=self.group, expected=expected
+        return Selection.tokens(
+            ids.masked_fill(torch.arange(ids.shape[2], device=ids.device) >= count[:, None, None], -1)
         )
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        kept = self._kept(query.shape[3])
+        return Scan(sealed, sealed * kept * self.bytes_of(query) + 4 * query.shape[3] * kept)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        launch = products(query, sealed, self._kept(query.shape[3]), self.scan(query, sealed, budget).read)
+        expected = "" if math.isinf(self.alpha) else "all of the budget is read"
+        return self.ranked_cost(query, [launch], (sealed, min(budget, sealed)), group=self.group, expected=expected)
 
     def _kept(self, size: int) -> int:
         """r, of keys of `size` channels."""
         return math.ceil(self.ratio * size)
-
-    def _reads(self, query: Tensor) -> tuple[int, int]:
-        """Bytes of a row, and of the turn, once for all."""
-        kept = self._kept(query.shape[3])
-        return kept * self.bytes_of(query), 4 * query.shape[3] * kept
 
 
 def _turn(queries: Tensor, keys: Tensor, count: int) -> Tensor:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Launch, products
-from sparseattn.selectors.base import Rows, check_least
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.tokens.calibrated_base import PROMPT, Calibrated
 
 
@@ -55,11 +56,10 @@ class Loki(Calibrated):
     def append(self, rows: Rows) -> None:
         self.learn(rows)
         self.low.append((rows.keys.float() @ self.basis.data).to(rows.keys.dtype).mT)
-        self.real.append(rows.positions >= 0)
 
-    def logits(self, query: Tensor) -> Tensor:
-        asked = query.float() / self.temperature(query.shape[3]) @ self.basis.visible  # [B,H,G,d]
-        return (asked @ self.low.visible.float()).masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
+        turned_query = query.float() / self.temperature(query.shape[3]) @ self.basis.visible  # [B,H,G,d]
+        return (turned_query @ self.low.visible.float()).masked_fill_(~valid[:, None, None], -torch.inf)
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         size, dimensions = query.shape[3], self._kept(query.shape[3])

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import Launch, Scan, picked
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, picked
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import level_grid as grids
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
 from sparseattn.kernels.scoring import best_rows
-from sparseattn.selectors.base import Rows, Selector, half, vote
+from sparseattn.selectors.base import Selector, StepContext, vote
+from sparseattn.selectors.checks import half
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 BITS = (1, 2, 4)
@@ -81,7 +82,6 @@ class LowBit(PageSelector):
         for name in self.entry_names:
             getattr(self, name).fix(rows // self.rows)
         self.grid.fix()
-        self.real.fix(rows)  # [B,N]: rows, not groups
 
     def to(self, device: torch.device | str) -> None:
         held = self.codes.full if self.codes.allocated else None
@@ -91,11 +91,6 @@ class LowBit(PageSelector):
         ):
             codes = self.codes.full
             codes.copy_(quantized_keys_reference.moved(held, self.bits, self.low.full.shape[-1], codes.device))
-
-    def append(self, rows: Rows) -> None:
-        for name, part in self.entries(rows.keys).items():
-            getattr(self, name).append(part)
-        self.real.append(rows.positions >= 0)
 
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
         found = quantized_keys_reference.reach(keys, self.rows, self.levels)
@@ -151,50 +146,38 @@ class LowBit(PageSelector):
         read = groups * (self.scales // 4 * size)
         return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
 
-    def read(self, rows: Tensor, size: int) -> Tensor:
-        """Bytes that scoring so many rows reads, of whole groups."""
-        return rows * (4 * quantized_keys_reference.words(size, self.bits)) + self.levels_bytes(rows // self.rows, size)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        size = query.shape[3]
+        codes = sealed * 4 * quantized_keys_reference.words(size, self.bits)
+        return Scan(sealed, codes + int(self.levels_bytes(torch.tensor(sealed // self.rows), size)))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, size = query.shape
-        read, every = int(self.read(torch.tensor(sealed), size)), batch * heads
+        read, every = self.scan(query, sealed, budget).read, batch * heads
         best, lists = min(budget, sealed) // self.page, heads * members if self.group == "each" else heads
         work = picked(batch * lists, sealed // self.page, best)
         scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size, work)
         launches = (scoring, Launch("operator", count=self.operators))
-        return Scan(read, launches, lists, best * self.page, best)
+        return ChoiceCost(launches, lists, best * self.page, best)
 
     def forget(self, first: int) -> None:
-        """Forgets the rows from `first` on, a multiple of a group's."""
+        """Forget the rows from `first` on, a multiple of a group's."""
         for buffer in (self.codes, self.low, self.step):
             buffer.resize(first // self.rows, buffer.full)
-        self.real.resize(first, self.real.full)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.real.rows:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        real = self.real.visible
-        index = self.codes.visible, self.low.visible, self.step.visible
-        best = budget // self.page
-        ids = quantized_keys.best(query, *index, real, self.bits, self.group, best, self.page, grid=self.levels_grid)
-        return self._named(query, ids)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        index, count = self._index(self._entries()), budget // self.page
+        ids = quantized_keys.best(
+            query, *index, step.valid, self.bits, self.group, count, self.page, grid=self.levels_grid
+        )
+        return Selection.pages(ids, self.page)
 
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        if not self.real.rows:
-            return Weighed.nothing(query)
-        entries = {name: getattr(self, name).visible for name in self.entry_names}
-        logits = self.page_logits(self.asked(query), entries, self.real.visible)
-        selection = self._named(query, best_rows(vote(logits, self.group), budget // self.page))
+    def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
+        logits = self.page_logits(self.scaled(query), self._entries(), step.valid)
+        selection = Selection.pages(best_rows(vote(logits, self.group), budget // self.page), self.page)
         return Weighed.of(selection, self.fitted(logits), self.page)
 
-    def asked(self, query: Tensor) -> Tensor:
-        """`query` for kernels that divide products by `sqrt(D)`, in a layer of another scale."""
+    def scaled(self, query: Tensor) -> Tensor:
+        """Return `query` for kernels that divide products by `sqrt(head_dim)`, in a layer of another scale."""
         size = query.shape[3]
-        return query if self.scale is None else query * (size**0.5 / self.temperature(size))
-
-    def _named(self, query: Tensor, ids: Tensor) -> Selection:
-        """The pages `ids` `[B,Hs,S]`, and what choosing them cost."""
-        heads, size = query.shape[1], query.shape[3]
-        scanned = self.real.visible.sum(-1)[:, None]  # [B,1]
-        read = self.read(scanned, size)
-        return Selection.pages(ids, self.page, scanned.expand(-1, ids.shape[1]), read.expand(-1, heads))
+        return query if self.context.scale is None else query * (size**0.5 / self.temperature(size))

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.scoring import best_rows
-from sparseattn.selectors.base import Rows, Selector, check_group, half, vote
+from sparseattn.selectors.base import Rows, Selector, StepContext, vote
+from sparseattn.selectors.checks import check_group, half
 
 CHANNELS = 8  # of a subspace
 PATTERNS = 1 << CHANNELS
@@ -78,11 +79,10 @@ class ParisKV(Selector):
         self.names = RowBuffer(2, spare=0)  # [B,H,N,S] uint8; spare names must be there, too
         self.codes = RowBuffer(2, spare=0)  # [B,H,N,4*S] uint8, two channels a byte
         self.weights = RowBuffer(2, spare=0.0)  # [B,H,N,S] 16 bits
-        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.counts = RowBuffer(2)  # [B,H,S,256] int32, real rows of each name
 
     def fix(self, rows: int, seal: int) -> None:
-        for buffer in (self.names, self.codes, self.weights, self.real):
+        for buffer in (self.names, self.codes, self.weights):
             buffer.fix(rows)
         self.counts.fix()
 
@@ -98,7 +98,6 @@ class ParisKV(Selector):
         self.names.append(names)
         self.codes.append(codebooks.paired((signs * MAGNITUDES + magnitude).to(torch.uint8).flatten(3)))
         self.weights.append((length / own.clamp(min=TINY)).to(half(rows.keys)))
-        self.real.append(real)
         self._count(names, real)
 
     def _count(self, names: Tensor, real: Tensor) -> None:
@@ -108,61 +107,57 @@ class ParisKV(Selector):
             self.counts.append(torch.zeros(*names.shape[:3], PATTERNS, dtype=torch.int32, device=names.device))
         self.counts.data.scatter_add_(3, names, real.int()[:, None, None].expand_as(names))
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        asked = turned(query, self.seed) / self.temperature(size)  # [B,H,G,D']
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        rotated = turned(query, self.seed) / self.temperature(query.shape[3])  # [B,H,G,D']
         if self.group == "sum":
-            asked = asked.mean(2, keepdim=True)
-        ids = self._candidates(self.points(asked), budget)  # [B,L,C], L = H or H*G
-        logits = self.estimated(asked, ids)  # [B,L,G,C], G = 1 where a list has one query
+            rotated = rotated.mean(2, keepdim=True)
+        ids = self._candidates(self.points(rotated, step.valid), step.valid, budget)  # [B,L,C], L = H or H*G
+        logits = self.estimated(rotated, ids)  # [B,L,G,C], G = 1 where a list has one query
         voted = logits[:, :, 0] if logits.shape[2] == 1 else vote(logits, self.group)
         slot = best_rows(voted, budget).long()
-        chosen = torch.where(slot < 0, -1, ids.gather(2, slot.clamp(min=0)))
-        return Selection.tokens(chosen, *self._costs(ids, heads, group))
+        return Selection.tokens(torch.where(slot < 0, -1, ids.gather(2, slot.clamp(min=0))))
 
-    def points(self, asked: Tensor) -> Tensor:
+    def points(self, rotated: Tensor, valid: Tensor) -> Tensor:
         """`[B,H,G,N]` float32: collisions of each row with queries `[B,H,G,D']`, turned; -inf where it is not real."""
-        batch, heads, _, size = asked.shape
-        patterns = _patterns(asked.device).expand(batch, heads, size // CHANNELS, -1, -1)
-        order = codebooks.tables(asked, patterns).argsort(dim=-1, descending=True, stable=True)  # [B,H,G,S,256]
+        batch, heads, _, size = rotated.shape
+        patterns = _patterns(rotated.device).expand(batch, heads, size // CHANNELS, -1, -1)
+        order = codebooks.tables(rotated, patterns).argsort(dim=-1, descending=True, stable=True)  # [B,H,G,S,256]
         held = self.counts.visible[:, :, None].expand_as(order).gather(4, order)
         before = held.cumsum(-1) - held  # rows of better patterns
-        count = self.real.visible.sum(-1)  # [B]
+        count = valid.sum(-1)  # [B]
         most = count * (self._shares(count)[0] if self.collide is None else self.collide)  # [B] float64
         least = (most[:, None] * torch.tensor(TIERS, dtype=torch.float64, device=count.device)).ceil()
         tier = torch.zeros_like(before)
-        for one in least.unbind(1):
-            tier += before < one.view(-1, 1, 1, 1, 1)
+        for bound in least.unbind(1):
+            tier += before < bound.view(-1, 1, 1, 1, 1)
         tables = torch.empty(order.shape, device=order.device).scatter_(4, order, tier.float())
-        return codebooks.logits(tables, self.names.visible, self.real.visible)
+        return codebooks.logits(tables, self.names.visible, valid)
 
-    def _candidates(self, points: Tensor, budget: int) -> Tensor:
+    def _candidates(self, points: Tensor, valid: Tensor, budget: int) -> Tensor:
         """`[B,L,C]` int64: the rows with the most points, of equal ones the newest, -1 for none; C does not depend on
         what tensors hold."""
         total = points.flatten(1, 2) if self.group == "each" else points.sum(2)
-        rows, real = total.shape[2], self.real.visible
+        rows = total.shape[2]
         order = total.nan_to_num(neginf=-1.0).long() * rows + torch.arange(rows, device=total.device)
         many = max(budget, max(math.ceil(share * most) for share, most in self._lengths(rows)))
         top = order.topk(min(many, rows), dim=-1)
-        count = real.sum(-1)  # [B]
+        count = valid.sum(-1)  # [B]
         wanted = (count * (self._shares(count)[1] if self.candidates is None else self.candidates)).ceil()
         wanted = wanted.clamp(min=budget)[:, None, None]
         used = (top.values >= 0) & (torch.arange(top.values.shape[2], device=total.device) < wanted)
         return torch.where(used, top.values % rows, -1)
 
-    def estimated(self, asked: Tensor, ids: Tensor) -> Tensor:
+    def estimated(self, rotated: Tensor, ids: Tensor) -> Tensor:
         """`[B,L,G',C]` float32: products of the codes of rows `ids` `[B,L,C]` with queries `[B,H,G,D']`, those of a
         list; -inf for -1."""
-        (batch, heads, _, size), lists = asked.shape, ids.shape[1]
+        (batch, heads, _, size), lists = rotated.shape, ids.shape[1]
         every = torch.arange(lists, device=ids.device)
         if lists > heads:
-            asked = asked.reshape(batch, lists, 1, size)
+            rotated = rotated.reshape(batch, lists, 1, size)
         b, h = torch.arange(batch, device=ids.device)[:, None, None], (every * heads // lists)[:, None]
         at = ids.clamp(min=0)
         codes, weights = self.codes.visible[b, h, at], self.weights.visible[b, h, at].float()
-        tables = codebooks.tables(asked, _levels(asked.device).expand(batch, lists, size, -1, -1))
+        tables = codebooks.tables(rotated, _levels(rotated.device).expand(batch, lists, size, -1, -1))
         weights = weights.repeat_interleave(CHANNELS // 2, 3)
         return codebooks.logits(tables, codes, ids >= 0, weights)
 
@@ -180,28 +175,28 @@ class ParisKV(Selector):
         starts = (0, *(one[0] for one in SHARES[:-1]))
         return [(one[2], min(one[0] - 1, rows)) for start, one in zip(starts, SHARES, strict=True) if start <= rows]
 
-    def _costs(self, ids: Tensor, heads: int, group: int) -> tuple[Tensor, Tensor]:
-        """`scanned` `[B,Hs]` and `scan_bytes` `[B,H]`."""
-        count, listed = self.real.visible.sum(-1, keepdim=True), (ids >= 0).sum(-1)  # [B,1], [B,L]
-        row, once, candidate = _reads(self.names.full.shape[3])
-        read = count * row + (count > 0) * once
-        return count + listed, read + listed.unflatten(1, (heads, -1)).sum(2) * candidate
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        row, once, candidate = _reads(_padded(query.shape[3]) // CHANNELS)
+        listed, lists = self._listed(sealed, budget), query.shape[2] if self.group == "each" else 1
+        return Scan(sealed + listed, sealed * row + once + lists * listed * candidate)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, size = query.shape
         subspaces = _padded(size) // CHANNELS
         row, once, candidate = _reads(subspaces)
-        share = float(self._shares(torch.tensor([sealed]))[1]) if self.candidates is None else self.candidates
-        lists = heads * members if self.group == "each" else heads
-        listed = min(max(budget, math.ceil(share * sealed)), sealed)
-        read = sealed * row + once + lists // heads * listed * candidate
-        asked = batch * heads * (1 if self.group == "sum" else members)
+        lists, listed = heads * members if self.group == "each" else heads, self._listed(sealed, budget)
+        scored = batch * heads * (1 if self.group == "sum" else members)
         scoring = (
-            Launch("names", batch * heads * (sealed * row + once), entries=asked * sealed * subspaces),
+            Launch("names", batch * heads * (sealed * row + once), entries=scored * sealed * subspaces),
             Launch("sort", entries=sorted_best(batch * lists, sealed, listed)),
-            Launch("names", batch * lists * listed * candidate, entries=asked * listed * 4 * subspaces),
+            Launch("names", batch * lists * listed * candidate, entries=scored * listed * 4 * subspaces),
         )
-        return self.ranked_cost(query, scoring, read, (listed, min(budget, sealed)), group=self.group)
+        return self.ranked_cost(query, scoring, (listed, min(budget, sealed)), group=self.group)
+
+    def _listed(self, sealed: int, budget: int) -> int:
+        """Candidates of a list, of so many rows."""
+        share = float(self._shares(torch.tensor([sealed]))[1]) if self.candidates is None else self.candidates
+        return min(max(budget, math.ceil(share * sealed)), sealed)
 
 
 def _reads(subspaces: int) -> tuple[int, int, int]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.nearest import in_threads, load_faiss
-from sparseattn.selectors.base import Rows, check_least, half
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.checks import check_least, half
 from sparseattn.selectors.tokens.codebook_base import Coded
 from sparseattn.utils.hashing import stream
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
-from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, vote
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.selectors.abilities import Evicts, FollowsMoves, LearnsFromQueries
+from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
+from sparseattn.selectors.checks import check_group, check_least
 from sparseattn.selectors.eviction.snapkv import check_pooling, pooled_votes
 from sparseattn.selectors.tokens.sparq import largest_channels, whole_channels
 
 
-class RocketKV(Selector):
+class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     """Reads the rows of the pages with the largest bounds over few channels, of a prompt that may have dropped rows.
 
     Hybrid sparse attention, the paper's second stage: a page keeps the least and the largest of its keys in every
@@ -75,9 +77,12 @@ class RocketKV(Selector):
         self.span = page or _page(ratio)
         if 0 < prompt < self.span:
             raise ValueError(f"prompt is 0 (nothing is dropped) or at least a page, {self.span} rows, got {prompt}")
-        self.evicts, self.last_queries = prompt > 0, window if prompt else 0
+        self.last_queries = window if prompt else 0
         self.bounds = RowBuffer(3)  # [B,H,2D,P] the least, then the largest by channel; [B,H,D,P] with pages of one row
-        self.real = RowBuffer(1, spare=False)  # [B,P] pages that are held
+        self.kept_pages = RowBuffer(1, spare=False)  # [B,P] bool, neither padding nor dropped
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and (self.prompt > 0 or ability is not Evicts)
 
     @classmethod
     def paper(cls, tokens: int, budget: int, answer: int = 256) -> dict[str, Any]:
@@ -101,7 +106,7 @@ class RocketKV(Selector):
 
     def fix(self, rows: int, seal: int) -> None:
         self.bounds.fix(rows // self.span)
-        self.real.fix(rows // self.span)
+        self.kept_pages.fix(rows // self.span)
 
     def append(self, rows: Rows) -> Tensor | None:
         keys, real, order = rows.keys, rows.positions[:, :: self.span] >= 0, None
@@ -111,7 +116,7 @@ class RocketKV(Selector):
         pages = keys.unflatten(2, (-1, self.span))  # [B,H,P,page,D]
         low = pages.amin(3).mT
         self.bounds.append(low if self.span == 1 else torch.cat([low, pages.amax(3).mT], 2))
-        self.real.append(real)
+        self.kept_pages.append(real)
         return order
 
     def _most(self) -> int:
@@ -121,69 +126,64 @@ class RocketKV(Selector):
     def _dropped(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The order `[B,H,n]` with the rows that are held in front, by position, and which pages `[B,P]` these fill."""
         real, most = rows.positions >= 0, self._most()
-        worth = pooled_votes(rows, self.window, self.kernel, scale=self.scale)
+        worth = pooled_votes(rows, self.window, self.kernel, scale=self.context.scale)
         worth = worth.masked_fill(~real[:, None], -torch.inf)
         held = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(most, sorted=False).indices, True)
         order = (~(held & real[:, None])).int().argsort(dim=-1, stable=True)
         place = torch.arange(0, real.shape[1], self.span, device=real.device)
         return order, place < real.sum(1, keepdim=True).clamp(max=most)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, _, size = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if budget < self.span:
             raise ValueError(f"RocketKV reads by pages: its budget is at least {self.span} rows, got {budget}")
         ids = best(vote(self.logits(query), self.group), -(-budget // self.span))  # [B,Hs,S], the best first
         left = budget - torch.arange(ids.shape[2], device=ids.device) * self.span
         length = (ids >= 0) * left.clamp(max=self.span)
-        scanned = self.real.visible.sum(-1, keepdim=True)  # [B,1]
-        read = scanned * (self._channels(size) * self.bytes_of(query))
-        return Selection(
-            (ids.clamp(min=0) * self.span).int(),
-            length.int(),
-            self.span,
-            scanned.expand(-1, ids.shape[1]),
-            read.expand(-1, heads),
-            whole=budget % self.span == 0,
-        )
+        scanned = read = None
+        if step.counted and self.prompt:  # how many pages are left, the prompt's length decides
+            pages = self.kept_pages.visible.sum(-1, keepdim=True)  # [B,1]
+            scanned = pages.expand(-1, ids.shape[1])
+            read = (pages * (self._channels(query.shape[3]) * self.bytes_of(query))).expand(-1, query.shape[1])
+        start = (ids.clamp(min=0) * self.span).int()
+        return Selection(start, length.int(), self.span, scanned, read, whole=budget % self.span == 0)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if all rows were the prompt's, where it drops any."""
+        pages = (min(sealed, self._most()) if self.prompt else sealed) // self.span
+        return Scan(pages, pages * self._channels(query.shape[3]) * self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         held = min(sealed, self._most()) if self.prompt else sealed
         pages, channels, rows = held // self.span, self._channels(query.shape[3]), min(budget, held)
-        read = pages * channels * self.bytes_of(query)
-        launch = products(query, pages, channels, read)
+        launch = products(query, pages, channels, self.scan(query, sealed, budget).read)
         expected = "all rows are the prompt's" if self.prompt else ""
-        scan = self.ranked_cost(
-            query, [launch], read, (pages, -(-rows // self.span)), group=self.group, expected=expected
-        )
-        return replace(scan, rows=rows)
+        found = pages, -(-rows // self.span)
+        return replace(self.ranked_cost(query, [launch], found, group=self.group, expected=expected), rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:
         """`[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf where a
         page is not held."""
         size = query.shape[3]
-        largest, asked = largest_channels(query, self._channels(size), self.temperature(size))
+        largest, parts = largest_channels(query, self._channels(size), self.temperature(size))
         if self.span > 1:
             largest = largest + size * (query.float().sum(2).gather(2, largest) > 0)
-        logits = asked @ whole_channels(self.bounds.visible, largest).float()
-        return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+        logits = parts @ whole_channels(self.bounds.visible, largest).float()
+        return logits.masked_fill_(~self.kept_pages.visible[:, None, None], -torch.inf)
 
     def _channels(self, size: int) -> int:
         """r, of heads of this size."""
         return min(self.channels or max(int(size * self.span / self.ratio), 1), size)
 
     def held(self) -> Tensor | None:
-        if not self.evicts:
+        if not self.prompt:
             return None
-        rows = self.real.data.repeat_interleave(self.span, 1)
+        rows = self.kept_pages.data.repeat_interleave(self.span, 1)
         return rows[:, None].expand(-1, self.bounds.full.shape[1], -1)
 
     def keep(self, ids: Tensor) -> None:
         pages = ids[..., :: self.span] // self.span  # rows are held, or not, by page, and the same places in all heads
         self.bounds.keep(pages[:, :, None].expand(-1, -1, self.bounds.full.shape[2], -1))
-        self.real.keep(pages[:, 0])
+        self.kept_pages.keep(pages[:, 0])
 
 
 def _page(ratio: float) -> int:

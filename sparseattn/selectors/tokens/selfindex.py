@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels import codebooks
-from sparseattn.selectors.base import Rows, half
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.checks import half
 from sparseattn.selectors.tokens.codebook_base import Coded
 
 CHANNELS = 4  # of a pattern

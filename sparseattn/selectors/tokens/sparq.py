@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.core.selection import Selection, Tail, Weighed
-from sparseattn.core.step_cost import Launch, Scan, products
-from sparseattn.selectors.base import Rows, check_least
+from sparseattn.core.selection import Selection, Tail
+from sparseattn.core.step_cost import ChoiceCost, Launch, products
+from sparseattn.selectors.abilities import HasTail
+from sparseattn.selectors.base import Rows, StepContext
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.tokens.base import Ranked
 
 TINY = 1e-30  # in place of a query without length, whose logits are 0
 
 
-class SparQ(Ranked):
+class SparQ(HasTail, Ranked):
     """Reads the rows with the largest logits over the r channels in which the query is largest; a mean for the others.
 
     The channels are those with the largest sum of `|q|` over the query group. A row's approximate logit is the product
@@ -37,7 +39,7 @@ class SparQ(Ranked):
     Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not
     read have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate.
     Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
-    window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)` (`Selector.scale`).
+    window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)` (`LayerContext.scale`).
 
     `scan_bytes`: r numbers of every row. With the tail, logits of 4 bytes for each row and query head
     are held from one `select` to the next.
@@ -51,16 +53,17 @@ class SparQ(Ranked):
         check_least(channels=(channels, 1))
         super().__init__(group)
         self.channels, self.mean = channels, mean
-        self.tails = mean is not False
         self.keys = RowBuffer(3)  # [B,H,D,N], the keys by channel
         self.total = RowBuffer(2)  # [B,H,D] float32, the sum of the values
-        self._asked: Tensor | None = None  # [B,H,G,N] float32, logits that `select` leaves to `tail`, no state
+        self._logits: Tensor | None = None  # [B,H,G,N] float32, that `select` leaves to `tail`, no state
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and (self.mean is not False or ability is not HasTail)
 
     def append(self, rows: Rows) -> None:
-        real = rows.positions >= 0
         self.keys.append(rows.keys.mT)
-        self.real.append(real)
-        if self.tails:
+        if self.has(HasTail):
+            real = rows.positions >= 0
             total = (rows.values * real[:, None, :, None]).sum(2, dtype=torch.float32)
             if self.total.rows:
                 self.total.data.add_(total)
@@ -68,26 +71,13 @@ class SparQ(Ranked):
                 self.total.capacity = total.shape[2]
                 self.total.append(total)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.real.rows:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        logits = self.logits(query)
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
+        largest, parts = largest_channels(query, self.channels, self.temperature(query.shape[3]))
+        logits = parts @ whole_channels(self.keys.visible, largest).float()
+        logits = logits.masked_fill_(~valid[:, None, None], -torch.inf)
         if self._adds(query):
-            self._asked = logits
-        return self.named(query, logits, budget)
-
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        if not self.real.rows:
-            return Weighed.nothing(query)
-        logits = self.logits(query)
-        if self._adds(query):
-            self._asked = logits
-        return Weighed.of(self.named(query, logits, budget), self.fitted(logits))
-
-    def logits(self, query: Tensor) -> Tensor:
-        largest, asked = largest_channels(query, self.channels, self.temperature(query.shape[3]))
-        logits = asked @ whole_channels(self.keys.visible, largest).float()
-        return logits.masked_fill_(~self.real.visible[:, None, None], -torch.inf)
+            self._logits = logits
+        return logits
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         return min(self.channels, query.shape[3]) * self.bytes_of(query), 0
@@ -95,19 +85,17 @@ class SparQ(Ranked):
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         return products(query, sealed, min(self.channels, query.shape[3]))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = super().cost(query, sealed, budget)
-        return replace(scan, tail=1) if self._adds(query) else scan
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        cost = super().cost(query, sealed, budget)
+        return replace(cost, tail=1) if self._adds(query) else cost
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.real.rows:
-            return None
-        logits = self._asked
+    def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
+        logits = self._logits
         if logits is None:
             return None
         read = selection.mask(logits.shape[3]).unflatten(1, (logits.shape[1], -1))  # [B,H,G or 1,N]
         left = logits.masked_fill(read, -torch.inf).logsumexp(3).flatten(1)[..., None]  # [B,H*G,1]
-        count = self.real.visible.sum(-1)[:, None, None]  # [B,1,1]
+        count = step.valid.sum(-1)[:, None, None]  # [B,1,1]
         mean = (self.total.visible / count.clamp(min=1))[:, :, None].to(query.dtype)  # [B,H,1,D]
         none = left.isneginf()
         ids = torch.where(none, -1, 0)
@@ -131,13 +119,13 @@ def largest_channels(query: Tensor, channels: int, temperature: float) -> tuple[
     query = query.float()
     length = query.abs()
     largest = length.sum(2).topk(min(channels, query.shape[3])).indices
-    asked = query.gather(3, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
-    share = asked.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
-    return largest, asked / (temperature * share.clamp(min=TINY).sqrt())[..., None]
+    parts = query.gather(3, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
+    share = parts.abs().sum(-1) / length.sum(-1).clamp(min=TINY)
+    return largest, parts / (temperature * share.clamp(min=TINY).sqrt())[..., None]
 
 
-def whole_channels(held: Tensor, which: Tensor) -> Tensor:
-    """`[B,H,r,N]`, a copy: the channels `which` `[B,H,r]` of `held` `[B,H,C,N]`."""
-    batch, heads, channels, _ = held.shape
-    first = torch.arange(batch * heads, device=held.device).view(batch, heads, 1) * channels
-    return held.flatten(0, 2).index_select(0, (first + which).flatten()).view(*which.shape, -1)
+def whole_channels(keys: Tensor, which: Tensor) -> Tensor:
+    """`[B,H,r,N]`, a copy: the channels `which` `[B,H,r]` of `keys` `[B,H,C,N]`."""
+    batch, heads, channels, _ = keys.shape
+    first = torch.arange(batch * heads, device=keys.device).view(batch, heads, 1) * channels
+    return keys.flatten(0, 2).index_select(0, (first + which).flatten()).view(*which.shape, -1)
