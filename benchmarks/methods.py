@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import Inputs
+from sparseattn.core.context import LayerContext
 from sparseattn.cache.kv_cache import KVCache, unit_of
 from sparseattn.core.budget import budget_of, parse_budget
 from sparseattn.selectors.base import Selector
@@ -49,7 +50,7 @@ class Method:
     def slow_to_build(self) -> bool:
         """Its index takes minutes at long contexts."""
         probe = make_selector(self.spec)
-        return probe.host or probe.queries_share > 0
+        return probe.host or probe.queries_wanted[0] > 0
 
     @property
     def can_be_fixed(self) -> bool:
@@ -65,7 +66,7 @@ class Method:
         spec = self.spec
         if issubclass(self.kind, Partitioned) and "artefact=" not in spec:
             spec += (":" if ":" not in spec else ",") + f"artefact={artefact}"
-        return make_selector(spec).for_layer(0, inputs.rope)
+        return make_selector(spec).for_layer(LayerContext(0, rope=inputs.rope))
 
 
 def _rows(number: str, text: str) -> int:

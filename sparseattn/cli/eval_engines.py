@@ -97,7 +97,7 @@ def local(
             if wide:
                 method.selector.count_in(2)
         elif method.selector is not None and wide:
-            method.selector.width = 2
+            method.selector.count_in(2)
         decoder.check_layers(method.layers or [], "--sparse-layers")
     settings = {
         "model": name,

@@ -14,6 +14,7 @@ from rich.table import Table
 from sparseattn.cli.common import errors, in_a_sentence, integers, own_selectors, progress_bar, row_count
 from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.core.rope import Rope
+from sparseattn.core.context import LayerContext
 from sparseattn.core.step_cost import KINDS, Cost, Shape, dense_cost, step_cost
 from sparseattn.cost_model.machine import CPU, DTYPES, GPUS, Machine, measured_path
 from sparseattn.cost_model.measure import measure
@@ -125,7 +126,7 @@ def _title(known: Machine) -> str:
 def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, budget: str, json: bool) -> None:
     costs: dict[str, Cost] = {"dense": dense_cost(shape, context)}
     for spec in specs:
-        one = make_selector(spec).for_layer(0, Rope.of(shape.size))
+        one = make_selector(spec).for_layer(LayerContext(0, rope=Rope.of(shape.size)))
         one.check_shape(shape.heads, shape.group, shape.size)
         costs[spec] = step_cost(one, shape, context, parse_budget(budget), sink=ZONES[0], window=ZONES[1])
     seconds = {spec: known.seconds(cost) for spec, cost in costs.items()}

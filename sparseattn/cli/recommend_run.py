@@ -121,7 +121,7 @@ def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
             one.group,
             one.size,
             torch.bfloat16 if wide else one.dtype,
-            functools.partial(Share.fresh, layer=i, rope=one.rope, depth=depth, scale=one.scale),
+            functools.partial(Share.fresh, layer=LayerContext(i, depth, rope=one.rope, scale=one.scale)),
         )
         for i, one in ((i, found[i]) for i in decoder.sparse)
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import budget_rows
 from sparseattn.core.rope import Rope
 from sparseattn.evaluation.recall_curve import MEASURES, Curve, Point
+from sparseattn.core.context import LayerContext, StepContext
+from sparseattn.selectors.abilities import Evicts, LooksAhead, Observes, ReadsKeys
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
 from sparseattn.traces.trace import TraceLayer
@@ -172,17 +174,17 @@ def _same_keys(a: Problem, b: Problem) -> bool:
 
 def check(selector: Selector, keys: int, k: int) -> None:
     """`k` of `keys` keys can be looked for with this selector; else ValueError."""
-    if selector.observes:
+    if selector.find(Observes):
         raise ValueError(
             f"{selector!r} learns from what its selections got, and a sweep asks for rows without attending to them: "
             f"measure it by bench"
         )
-    if selector.foresees:
+    if selector.find(LooksAhead):
         raise ValueError(
             f"{selector!r} goes by queries foreseen from the layer before, and a sweep has none: measure it by bench, "
             f"on traces made with `sparseattn capture --ahead`"
         )
-    if selector.evicts:
+    if selector.find(Evicts):
         raise ValueError(
             f"{selector!r} drops rows for good at the first query, and a sweep asks one index with many: measure it by "
             f"bench"
@@ -198,7 +200,7 @@ class _Index:
     """A selector that has been shown a problem's keys."""
 
     def __init__(self, selector: Selector, problem: Problem) -> None:
-        self.selector = selector.for_layer(problem.layer, problem.rope)
+        self.selector = selector.for_layer(LayerContext(problem.layer, rope=problem.rope))
         cache = KVCache(self.selector, sink=0, window=0, seal=selector.unit)
         keys, training, at = problem.keys[None], problem.training, problem.positions
         learns = training is not None and selector.learns
@@ -209,13 +211,19 @@ class _Index:
         self.seconds = time.perf_counter() - start
         rows = int(cache.sealed[0])
         self.keys = cache.keys[0, :, :rows]  # [H,N,D] in stored order
+        self.step = cache.step(counted=True)
         self.bytes = sum(state.nbytes for _, state in self.selector.buffers()) / (rows * len(keys[0]))
 
     def searcher(self) -> Selector:
         """The index to ask and to turn the knob of; its state is its own."""
         twin = self.selector.clone()
-        twin.stored = self.selector.stored
+        for own, other in zip(twin.find(ReadsKeys), self.selector.find(ReadsKeys), strict=True):
+            own.stored = other.stored
         return twin
+
+    def at(self, positions: Tensor) -> StepContext:
+        """A step at `positions` `[1]`."""
+        return replace(self.step, positions=positions)
 
 
 def _build(selector: Selector, problems: Sequence[Problem], k: int, report: Progress) -> list[_Index]:
@@ -226,7 +234,8 @@ def _build(selector: Selector, problems: Sequence[Problem], k: int, report: Prog
     small = Problem(small.keys[:, :few], small.queries[:, :, :1], training, layer=small.layer, rope=small.rope)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what there is to say, the index itself says
-        _Index(selector, small).selector.select(small.queries[None, :, :, 0], torch.tensor([few]), k)
+        index = _Index(selector, small)
+        index.selector.select(small.queries[None, :, :, 0], index.at(torch.tensor([few])), k)
     indexes = []
     for i, problem in enumerate(problems):
         report("build", i, len(problems))
@@ -308,7 +317,7 @@ class _Layer:
     """One layer's index, its queries and what they should find."""
 
     def __init__(self, index: _Index, problem: Problem, best: Tensor) -> None:
-        self.searcher, self.keys, self.best = index.searcher(), index.keys, best
+        self.index, self.searcher, self.keys, self.best = index, index.searcher(), index.keys, best
         count = problem.queries.shape[2]
         self.queries = problem.queries
         self.positions = torch.arange(count) + problem.keys.shape[1]
@@ -324,11 +333,12 @@ class _Layer:
         heads, group, _, size = self.queries.shape
         rows = self.keys.shape[1]
         query = self.queries[None, :, :, t]
-        held = self.searcher.held()
+        step = self.index.at(self.positions[t : t + 1])
         start = time.perf_counter()
-        selection = self.searcher.select(query, self.positions[t : t + 1], k)
+        selection = self.searcher.select(query, step, k)
         seconds = time.perf_counter() - start
-        selection_checks.check(selection, query, self.positions[t : t + 1], k, rows, held, self.searcher)
+        selection_checks.check(selection, query, step.positions, k, rows, None, self.searcher)
+        selection = self.searcher.counted(selection, query, step, k)
         reads = selection.mask(rows)[0].view(heads, -1, rows)  # [H,1 or G,N]
         distinct = reads.any(1).sum(-1, keepdim=True)  # [H,1]
         recall = reads.expand(-1, group, -1).gather(-1, self.best[:, :, t]).double().mean(-1)  # [H,G]

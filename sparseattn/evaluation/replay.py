@@ -28,7 +28,9 @@ from sparseattn.core.mass import Promise
 from sparseattn.core.selection import Bounds, Selection, Tail
 from sparseattn.kernels.attend import reference as attend_reference
 from sparseattn.roles.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
-from sparseattn.selectors.base import Heads, Selector
+from sparseattn.core.context import Heads, LayerContext
+from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
+from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace, TraceLayer
 from sparseattn.utils.devices import usable_device
 
@@ -302,8 +304,16 @@ def evaluate_budgets(
         shares = shares_of(method, index, trace.shapes[index].heads)
         parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
         for share in shares:
-            mine = share.fresh(index, layer.rope, trace.depth, layer.scale)
-            mine.width, mine.board = trace.dtype.itemsize, board
+            mine = share.fresh(
+                LayerContext(
+                    index,
+                    trace.depth,
+                    rope=layer.rope,
+                    scale=layer.scale,
+                    key_bytes=trace.dtype.itemsize,
+                    board=board,
+                )
+            )
             cache = KVCache(
                 mine,
                 sink=sink,
@@ -468,21 +478,23 @@ def check_replay(
     if layers is not None:
         for index, share in each:
             shape = trace.shapes[index]
-            own = share.fresh(index, trace.ropes[index], trace.depth, shape.scale)
-            if (anchor := own.follows) is not None and anchor not in layers[: layers.index(index)]:
-                raise ValueError(
-                    f"{own!r} reads in layer {index} what layer {anchor} chose, so that layer is measured too, before "
-                    f"it; got layers {list(layers)}"
-                )
+            own = share.fresh(LayerContext(index, trace.depth, rope=trace.ropes[index], scale=shape.scale))
+            for part in own.find(FollowsLayers):
+                if (anchor := part.follows) is not None and anchor not in layers[: layers.index(index)]:
+                    raise ValueError(
+                        f"{own!r} reads in layer {index} what layer {anchor} chose, so that layer is measured too, "
+                        f"before it; got layers {list(layers)}"
+                    )
             own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
             lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
-            unread = 0 if own.queries_share else max(trace.tokens - last - own.last_queries, 0)
+            queries_share, last_queries = own.queries_wanted
+            unread = 0 if queries_share else max(trace.tokens - last - last_queries, 0)
             if own.learns and lacking > unread:
                 raise ValueError(
                     f"{own!r} learns from the queries of the prefill, and this trace holds only those of the last "
                     f"{shape.queries} tokens of {trace.tokens}"
                 )
-        blind = [index for index, share in each if share.selector.foresees and not trace.shapes[index].ahead]
+        blind = [index for index, share in each if share.selector.find(LooksAhead) and not trace.shapes[index].ahead]
         if blind:
             raise ValueError(
                 f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
@@ -529,15 +541,15 @@ def _replay(
         append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
         input_checks.finite(query=query)
-        if cache.selector.foresees:
+        if cache.selector.find(LooksAhead):
             assert layer.ahead is not None  # check_replay
             cache.foresee(layer.ahead[None, :, :, t - tokens].float())
-        if cache.selector.board is not None:
-            cache.selector.board.step = turn, t
+        if (board := cache.selector.context.board) is not None:
+            board.step = turn, t
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         if watch is not None:
-            watch(Step(layer.index, cache.selector.heads, t, query, cache, selection, layer.scale, step))
+            watch(Step(layer.index, cache.selector.context.heads, t, query, cache, selection, layer.scale, step))
         for name, values in series.items():
             values.append(step[name].float())
         for name, value in step.items():

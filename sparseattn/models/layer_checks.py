@@ -12,6 +12,7 @@ import torch
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
 from sparseattn.core.budget import Budget, budget_of
+from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
@@ -19,6 +20,7 @@ from sparseattn.models.errors import ModelError
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
+from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.roles.roles import Roles, Share, ranges
 
 
@@ -144,9 +146,8 @@ def try_out(
     depth: layers of the model.
     board: of its layers, which are tried one after another. bits, group: as in `KVCache`.
     """
-    selector = share.fresh(index, what.rope, depth, what.scale)
-    selector.board = board
-    if selector.foresees:
+    selector = share.fresh(LayerContext(index, depth, rope=what.rope, scale=what.scale, board=board))
+    if selector.find(LooksAhead):
         raise ValueError(
             f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
             f"traces made with `sparseattn capture --ahead`, or make the layer dense"

@@ -13,6 +13,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import EllipsisType
 from typing import Any, NoReturn, TypeAlias
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
 from sparseattn.core.budget import Budget
+from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models import layer_checks as checks
 from sparseattn.models.attention_routing import name_of
@@ -33,6 +35,7 @@ from sparseattn.models.stats import LayerStats, Stats
 from sparseattn.models.transformers_classes import Cache, DynamicCache
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Roles, Share
+from sparseattn.selectors.abilities import Evicts
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
 
@@ -161,8 +164,7 @@ class SparseCache(Cache):
         shares, parts = self._shares(index), []
         try:
             for share in shares:
-                selector = share.fresh(index, what.rope, depth, what.scale)
-                selector.board = self.board
+                selector = share.fresh(LayerContext(index, depth, rope=what.rope, scale=what.scale, board=self.board))
                 seal = unit_of(selector, *self._rounding) if self._seal is None else self._seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
                 checks.try_out(
@@ -237,7 +239,7 @@ class SparseCache(Cache):
             ValueError: no layer's selector drops rows, or one cannot follow when they move.
         """
         parts = [part.rows for layer in self.sparse_layers.values() for part in layer.parts]
-        evicting = [rows for rows in parts if rows.selector.evicts]
+        evicting = [rows for rows in parts if rows.selector.find(Evicts)]
         if not evicting:
             raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
         return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in evicting)
@@ -255,7 +257,8 @@ class SparseCache(Cache):
         twin._dense_calls, twin.board, twin._passes = Counter(), Board(), self._passes.clone()
         for layer in twin.sparse_layers.values():
             for part in layer.parts:
-                part.rows.selector.board = twin.board
+                selector = part.rows.selector
+                selector.bind(replace(selector.context, board=twin.board))
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
             twin.budget = budget

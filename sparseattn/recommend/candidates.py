@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sparseattn.core.budget import Budget
 from sparseattn.roles.roles import DENSE, WINDOW, Role
-from sparseattn.selectors.combined.kascade import Kascade
+from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
 
 # Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
 # what is not read, and among the pages of another; clusters; pages by means and by directions.
@@ -70,9 +70,9 @@ def candidates(
 
 def _check_alone(role: Role) -> None:
     """ValueError for a method that goes by another layer: what each layer loses is measured with the others full."""
-    for part in role.selector.within():
-        if part.foresees or isinstance(part, Kascade):
-            why = "the query of the layer before" if part.foresees else "the choice of another layer"
+    reasons = {LooksAhead: "the query of the layer before", FollowsLayers: "the choice of another layer"}
+    for ability, why in reasons.items():
+        if role.selector.find(ability):
             raise ValueError(
                 f"{role.method!r} goes by {why}, and layers are measured one by one: take methods by which each layer "
                 f"chooses for itself"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models.error_sensitivity import LayerSeen
 from sparseattn.models.head_group import SparseHeads
@@ -49,8 +50,7 @@ def measured(
     """
     shape = seen.shape
     share = Share(roles[0].selector, None, roles[0])
-    selector = share.fresh(layer, shape.rope, depth, shape.scale)
-    selector.board = Board()
+    selector = share.fresh(LayerContext(layer, depth, rope=shape.rope, scale=shape.scale, board=Board()))
     heads = SparseHeads(share, KVCache(selector, sink=sink, window=window, seal=unit_of(selector), check=True), None)
     heads.rows.append_from(prefill.rows(layer))
     heads.rows.seal()

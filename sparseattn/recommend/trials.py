@@ -99,7 +99,7 @@ class Trials:
 
     def _layer(self, prefill: Any, window: Window, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
         for role in group:
-            role.selector.width = self.settings.width
+            role.selector.count_in(self.settings.width)
         points = measured(
             prefill,
             seen,

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from sparseattn.core.budget import Budget, Rows, budget_of, budget_record, budget_rows, parse_budget
 from sparseattn.core.rope import Rope
-from sparseattn.selectors.base import Heads, Selector
+from sparseattn.core.context import Heads, LayerContext
+from sparseattn.selectors.base import Selector
 from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.registry import as_selector, make_selector
@@ -148,11 +149,10 @@ class Share:
             return None
         return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
 
-    def fresh(self, layer: int, rope: Rope | None, depth: int | None, scale: float | None) -> Selector:
-        """A selector for its heads in a layer of a model, told what is known of both: see `Selector`."""
-        made = self.selector.for_layer(layer, rope)
-        made.heads, made.depth, made.scale = self.heads, depth, scale
-        return made
+    def fresh(self, layer: LayerContext) -> Selector:
+        """Return a selector for its heads in a layer of a model, bound to what is known of it."""
+        key_bytes = self.selector.context.key_bytes if layer.key_bytes is None else layer.key_bytes
+        return self.selector.for_layer(replace(layer, heads=self.heads, key_bytes=key_bytes))
 
     def of(self, x: Tensor, dim: int = 1) -> Tensor:
         """Its heads of all a layer's in a dimension; a view where they are neighbours."""
@@ -274,7 +274,7 @@ class Roles:
 
     @property
     def learns(self) -> bool:
-        """See `Selector.learns`, of any of its methods."""
+        """Whether any of its methods learns from queries."""
         return any(role.selector.learns for role in self.distinct())
 
     @property
@@ -293,9 +293,9 @@ class Roles:
         return max(role.selector.unit for role in self.distinct())
 
     def count_in(self, width: int) -> None:
-        """Bytes of an element of a key, as `Selector.width`."""
+        """Count an element of a key as `width` bytes, see `LayerContext.key_bytes`."""
         for role in self.distinct():
-            role.selector.width = width
+            role.selector.count_in(width)
 
     def label(self) -> str:
         """Its name in tables."""

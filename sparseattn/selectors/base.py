@@ -245,6 +245,10 @@ class Selector(Stateful, Named, ABC):
         for _, part in self.parts():
             part.bind(context)
 
+    def count_in(self, key_bytes: int) -> None:
+        """Count an element of a key as so many bytes, see `LayerContext.key_bytes`."""
+        self.bind(dataclasses.replace(self.context, key_bytes=key_bytes))
+
     @property
     def layer(self) -> int:
         """The layer's number in the model."""

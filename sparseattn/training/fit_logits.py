@@ -15,6 +15,8 @@ from torch import Tensor
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.evaluation.replay import append_rows, check_replay, usable_layers
 from sparseattn.selectors.base import Selector
+from sparseattn.core.context import LayerContext
+from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.parameters.logit_fit import Estimates
 from sparseattn.selectors.registry import as_selector
 from sparseattn.traces.trace import Trace
@@ -81,8 +83,8 @@ def _seen(
     """Of each decoded token: estimates of slots and logarithms of their rows `[H*G,T,S+1]`, and true weights, padded;
     the last class is what every query reads."""
     layer = trace.layer(index)
-    mine = selector.for_layer(index, layer.rope)
-    mine.depth, mine.scale = trace.depth, layer.scale
+    mine = selector.for_layer(LayerContext(index, trace.depth, rope=layer.rope, scale=layer.scale))
+    assert isinstance(mine, EstimatesMass)  # `fit` refuses others
     cache = KVCache(mine, sink=sink, window=window, seal=mine.unit, check=True)
     positions = trace.positions
     append_rows(cache, layer, positions, 0, trace.tokens - last)
@@ -90,7 +92,8 @@ def _seen(
     for t in range(trace.tokens - last, trace.tokens):
         append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - trace.tokens].float()
-        weighed = mine.weigh(query, positions[t : t + 1], cache.prepare(query, None))
+        rows = cache.prepare(query, None).rows
+        weighed = mine.weigh(query, cache.step(), rows)
         heads, group = query.shape[1:3]
         chosen, logits = weighed.selection, (query @ cache.keys.mT * layer.scale).flatten(1, 2)[0]  # [H*G,N]
         at, first = cache.bounds, cache.bounds.base

@@ -13,6 +13,7 @@ from typing import Any
 
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import DENSE, WINDOW, Role
+from sparseattn.selectors.abilities import Evicts, HasTail, Observes
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
@@ -144,10 +145,10 @@ def servable(text: str) -> PageSelector | Window:
             f"vLLM's cache is kept by page, and {type(made).__name__} ({text!r}) has another kind of index: serve "
             f"quest, lowbit:page=16, window, or a PageSelector of your own"
         )
-    if made.learns or made.evicts:
+    if made.learns or made.find(Evicts):
         what = "learns from a prompt's queries" if made.learns else "drops rows"
         raise ValueError(f"{text!r} {what}, and blocks that sequences share cannot follow that")
-    if made.observes or made.tails:
+    if made.find(Observes) or made.find(HasTail):
         raise ValueError(
             f"{text!r} cannot be served: in vLLM a method neither learns from what its selections got nor has rows of "
             f"its own"
