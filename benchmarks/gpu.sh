@@ -50,7 +50,7 @@ else
 fi
 
 parts() {
-  part 170 tests "$python" -m pytest -m gpu -q --durations=10 "--junitxml=$name.xml" $(grep -lE 'mark\.gpu' tests/*.py)
+  part 170 tests "$python" -m pytest -m gpu -q --durations=10 "--junitxml=$name.xml" $(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
   part 20 nearest "$python" -m benchmarks.nearest "${nearest[@]}" --results "$results"
   part 80 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
   part 60 batch "$python" -m benchmarks.speed "${batch[@]}" "${fast[@]}" --name speed-batch

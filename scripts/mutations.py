@@ -39,7 +39,7 @@ import torch
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))  # report_records: small records of every kind, by the project's own writers
+sys.path.append(str(ROOT))  # tests.report_records: small records of every kind, by the project's own writers
 
 from sparseattn.cache.index_files import append_kept, load_index  # noqa: E402
 from sparseattn.cli.app import app  # noqa: E402
@@ -65,7 +65,7 @@ from sparseattn.traces.trace import Trace  # noqa: E402
 from sparseattn.traces.trace_format import hash_of  # noqa: E402
 from sparseattn.utils.tensor_files import HASH, content_hash  # noqa: E402
 
-report_records: Any = importlib.import_module("report_records")
+report_records: Any = importlib.import_module("tests.report_records")
 
 LIMIT = 20  # seconds of a case
 DEEP = 3000  # brackets within each other

@@ -385,7 +385,7 @@ STEPS = (
     Step(
         "kernels",
         "what the Triton kernels compile to for three GPUs, without one",
-        "python tests/test_kernel_compile.py 80 90 100",
+        "python tests/kernels/test_compile.py 80 90 100",
         2,
         "output.txt",
     ),

@@ -6,7 +6,7 @@
 
 What is known without a GPU: under Triton's interpreter vLLM's engine serves float32 by this backend, vLLM's kernels and
 ours interpreted, and gives the tokens of its CPU backend at full budget (tests/vllm/test_cuda.py); the kernels compile
-for sm_80, sm_90 and sm_100 (tests/test_kernel_compile.py). What is not: 16-bit numbers inside vLLM, launches on
+for sm_80, sm_90 and sm_100 (tests/kernels/test_compile.py). What is not: 16-bit numbers inside vLLM, launches on
 streams, that a CUDA graph records and replays a step, memory, several GPUs, and every time. Of CUDA graphs the test
 shows only that a step's tensors keep their addresses and shapes, and that a step recorded once serves later ones.
 

@@ -1,0 +1,355 @@
+"""`sparseattn report`: what its page holds, what it refuses, and the rows that its explorer shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from sparseattn.cli.app import app
+from sparseattn.evaluation import token_explorer
+from sparseattn.evaluation.attention_stats import rows_holding
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.token_explorer import DECADES, explore, level, packed, tokens_of
+from sparseattn.models.load import pieces
+from sparseattn.reporting import line_style
+from sparseattn.reporting.html import html
+from sparseattn.reporting.html.kinds import KINDS
+from sparseattn.roles.roles import Role, Roles
+from sparseattn.traces.synthetic import synthetic
+from sparseattn.traces.trace import Trace, TraceError
+from tests import report_records as records
+from tests.cases import Buckets
+
+LIMIT = 5_000_000  # bytes of a page
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.S)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    return once("report-records", records.fill)
+
+
+@pytest.fixture(scope="module")
+def page(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of every kind of record, and a trace explored."""
+    folder = tmp_path_factory.mktemp("page")
+    records.trace().save(folder / "tale.safetensors")
+    asked = ["--trace", folder / "tale.safetensors", "--queries", "4", "--budget", "16", "--window", "8", "--sink", "2"]
+    names = ("bench", "inspect", "recall", "eval", "recommend")
+    done = run("report", *(folders / name for name in names), *asked, "--out", folder / "r.html")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines()[-1] == f"report: {folder / 'r.html'}"
+    return (folder / "r.html").read_text()
+
+
+def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None:
+    sections = {one["name"]: one for one in data_of(page)["sections"]}
+    assert list(sections) == ["plan", "frontier", "layers", "needs", "recall", "answers", "explorer", "origin"]
+    assert set(KINDS) == {
+        "recommend.jsonl",
+        "bench.jsonl",
+        "by-layer.jsonl",
+        "inspect.jsonl",
+        "recall.jsonl",
+        "eval.jsonl",
+    }
+    assert all(one["said"] for name, one in sections.items() if name != "origin")
+    views = {name: [view["kind"] for view in one["views"]] for name, one in sections.items()}
+    assert views["frontier"] == ["lines", "heat", "table"]
+    assert views["needs"] == ["heat"]
+    assert views["plan"] == ["given", "lines", "heat", "table"]
+    given, lines, heat, table = sections["plan"]["views"]
+    assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines["points"]] == [
+        ("Quest", "budget 16", 1.5 / 16),
+        ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
+    ], "what is measured in every layer"
+    assert heat["panels"][0]["values"]["kl"] == [[0.09375, 0.09375], [0.0625, None]]
+    (plan,) = given["plans"]
+    assert plan["layers"][1] == {
+        "layer": 1,
+        "agree": False,
+        "heads": [{"method": "Quest", "budget": "64"}, {"method": "dense", "budget": ""}],
+    }
+    assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "Window", "budget": ""}] * 2}
+    assert table["rows"][1:] == [
+        ["made up-1%", "1", "KV head 0", "Quest", "64"],
+        ["made up-1%", "1", "KV head 1", "dense", ""],
+    ]
+    assert sections["plan"]["said"][0].startswith(
+        "The plan made up-1% costs 25% of full attention's bytes. On 3 windows"
+    )
+    assert views["answers"] == ["lines", "table", "lines", "heat", "table"]
+    (needles,) = (view for view in sections["answers"]["views"] if view["kind"] == "heat")
+    lost = [one for one in needles["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
+    assert [(one["rows"], one["columns"], one["values"]["score"]) for one in lost] == [
+        ([0, 0.5, 1], [1024, 4096], [[0, 0], [1, 1], [1, 1]])
+    ]
+    assert [one["name"] for one in data_of(page)["methods"]] == ["Quest", "Exact", "Window", "LowBit"]
+
+
+def test_the_page_holds_every_setting_and_version(page: str, folders: Path) -> None:
+    (view,) = data_of(page)["sections"][-1]["views"]
+    groups = view["groups"]
+    bench = groups[str(folders / "bench" / "bench.jsonl")]
+    line = json.loads((folders / "bench" / "bench.jsonl").read_text().splitlines()[0])
+    for name in ("sink", "window", "last", "tokens", "seal", "device", "trace_dtype", "replay_dtype", "selector"):
+        assert str(line[name]) in bench[name], name
+    assert bench["budget"] == "16; 64"
+    assert groups["trace tale"] == {"model": "made up", "text name": "tale.txt"}
+    assert groups[str(folders / "eval" / "eval.jsonl")]["model"] == "made up"
+    recommended = groups[str(folders / "recommend" / "recommend.jsonl")]
+    assert (recommended["window"], recommended["held_out"], recommended["date"]) == ("64", "3", "2026-11-23")
+    assert not {"source", "number", "points"} & set(recommended)
+    (made_by,) = (facts for name, facts in groups.items() if name.startswith("versions and machine of"))
+    assert (made_by["sparseattn"], made_by["cores"]) == ("0.1.0", "2")
+    explored = groups["the attention of tale"]
+    assert explored["selectors"].startswith("Quest(page=16, group='sum', int8=False), LowBit(")
+    assert explored["versions torch"] == torch.__version__
+
+
+def test_the_page_needs_nothing_but_itself(page: str) -> None:
+    """No address that a browser would fetch; of others' scripts only what names a format or an author."""
+    assert len(page.encode()) < LIMIT
+    assert (
+        re.findall(r"""(?:src|href)=["']?(?!data:,)[^#"'\s>]+""", re.sub(r"<script.*?</script>", "", page, flags=re.S))
+        == []
+    )
+    own = [html.asset(name) for name in html.SCRIPTS if not name.startswith("vendor")]
+    assert not any(re.search(r"https?:|\bfetch\(|XMLHttpRequest|\bimport\b", text) for text in own)
+    assert "default-src 'none'" in page
+    found = set(re.findall(r"https?://[\w./]+", page))
+    assert {one.split("/")[2] for one in found} <= {"www.w3.org", "d3js.org"}
+    assert "THE SOFTWARE IS PROVIDED" in page, "the licences of what it holds"
+
+
+def test_the_scripts_of_others_are_those_that_are_stated() -> None:
+    stated = dict(re.findall(r"^\| `(\S+)` \|.* `([0-9a-f]{64})` \|$", html.asset("vendor/README.md"), re.M))
+    assert stated
+    for name in (one for one in html.SCRIPTS if one.startswith("vendor/")):
+        assert hashlib.sha256(html.asset(name).encode()).hexdigest() == stated[name.removeprefix("vendor/")]
+
+
+def test_names_from_records_are_text_and_no_markup(tmp_path: Path, folders: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    line = json.loads((folders / "bench" / "bench.jsonl").read_text().splitlines()[0])
+    records.write(tmp_path / "bench.jsonl", [{**line, "trace": evil, "label": "<b>&"}])
+    assert run("report", tmp_path, "--out", tmp_path / "r.html", "--title", "<i>").exit_code == 0
+    page = (tmp_path / "r.html").read_text()
+    assert "alert(1)</script>" not in page
+    assert "<h1>&lt;i&gt;</h1>" in page
+    assert evil in data_of(page)["sections"][0]["said"][0]
+
+
+def test_two_folders_of_one_kind_are_two_sections(tmp_path: Path, folders: Path) -> None:
+    for name in ("a", "b"):
+        records.write(tmp_path / name / "eval.jsonl", records.answers())
+    assert run("report", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "r.html").exit_code == 0
+    sections = data_of((tmp_path / "r.html").read_text())["sections"]
+    assert [one["name"] for one in sections] == ["answers-1", "answers-2", "origin"]
+    assert sections[1]["title"].endswith(str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(
+    ("lines_of", "said"),
+    [
+        (None, f"holds no records: none of {', '.join(KINDS)} is there"),
+        ("", "bench.jsonl is empty"),
+        (
+            '\n{"tra',
+            "bench.jsonl, line 2 is no JSON that can be read: it is not JSON at column 2: Unterminated string",
+        ),
+        ("[1]\n", "bench.jsonl, line 1 is no record but [1]"),
+        (
+            '{"trace": "t", "label": "Quest"}\n',
+            "bench.jsonl, line 1 is no record that this command can read: budget is missing",
+        ),
+    ],
+    ids=["nothing", "empty", "cut off", "no object", "lacking"],
+)
+def test_folders_without_records_are_refused(lines_of: str | None, said: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    if lines_of is not None:
+        (tmp_path / "out" / "bench.jsonl").write_text(lines_of)
+    done = run("report", tmp_path / "out", "--out", tmp_path / "r.html")
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:
+    bench = folders / "bench"
+    for arguments, said in (
+        ((), "name a folder that bench, inspect, recall, eval or recommend wrote, or a --trace to explore"),
+        ((tmp_path / "none",), f"there is no folder {tmp_path / 'none'}"),
+        ((bench / "bench.jsonl",), f"bench.jsonl is a file; name the folder that a command wrote, such as {bench}"),
+        ((bench, bench), "is named twice"),
+        ((bench, "--out", tmp_path / "r.txt"), "--out is an .html file to write"),
+        ((bench, "--out", tmp_path / "none" / "r.html"), "--out is in a folder that does not exist"),
+        ((bench, "--selector", "quest"), "--selector says whose rows are shown of a --trace, and none is named"),
+        ((bench, "--trace", "nowhere"), "nowhere is neither a file nor a built-in trace"),
+    ):
+        done = run("report", *arguments)
+        assert done.exit_code == 2, arguments
+        assert said in " ".join(done.stderr.split()), arguments
+
+
+def share(levels: torch.Tensor) -> torch.Tensor:
+    return torch.where(levels > 0, 10 ** (DECADES * (levels.double() / 255 - 1)), 0.0)
+
+
+def unpacked(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return ((rows[..., None] >> torch.arange(8)) & 1).flatten(-2)[..., :count].bool()
+
+
+@pytest.mark.parametrize("method", ["quest", "buckets", "roles"])
+def test_the_explorer_shows_the_rows_that_evaluate_measured(method: str) -> None:
+    """Weights are those of attention over the trace; those of the rows read add up to the mass, their number to the
+    rows attended: where the cache reorders rows too, and where the KV heads of a layer have different methods."""
+    trace = records.trace()
+    mixed = Roles({0: ["window", Role("quest", 32)], 1: "quest"}, name="mixed")
+    asked = {"quest": "quest", "buckets": Buckets(), "roles": mixed}[method]
+    settings: dict[str, Any] = {"sink": 2, "window": 8}
+    found = explore(trace, [asked], 64, queries=3, **settings)
+    (reading,) = found.readings
+    again = {"quest": "quest", "buckets": Buckets(), "roles": mixed}[method]
+    measured = evaluate(trace, again, 64, last=3, steps=("mass", "attended", "relative_error"), **settings)
+    assert found.tokens == (317, 318, 319)
+    assert found.levels.shape == (3, 2, 4, trace.tokens)
+    assert reading.page == (16 if method == "quest" else 1)
+    rows, weights = unpacked(reading.rows, trace.tokens), torch.zeros(3, 2, 4, trace.tokens, dtype=torch.float64)
+    for i, layer in enumerate(map(trace.layer, trace.layers)):
+        for t, token in enumerate(found.tokens):
+            logits = layer.query[:, :, token].double() @ layer.keys[:, : token + 1].double().mT * layer.scale
+            weights[t, i, :, : token + 1] = logits.softmax(-1).flatten(0, 1)
+    torch.testing.assert_close(share(found.levels), weights, rtol=0.03, atol=1e-5)
+    for name, ours in (("mass", (weights * rows).sum(-1)), ("attended", rows.sum(-1))):
+        theirs = measured.steps[name].movedim(-1, 0).double()
+        torch.testing.assert_close(
+            ours.double(), theirs, rtol=0.03, atol=0.005, msg=lambda said, n=name: f"{n}: {said}"
+        )
+        torch.testing.assert_close(reading.measured[name], theirs)
+    for t, token in enumerate(found.tokens):
+        assert not found.levels[t, ..., token + 1 :].any(), "what comes after a token"
+        assert rows[t, ..., [0, 1, token]].all(), "sink and window"
+
+
+def test_rows_of_a_cache_are_found_in_the_trace() -> None:
+    rows = torch.randn(2, 50, 8)
+    order = torch.stack([torch.randperm(50), torch.randperm(50)])
+    stored = rows.gather(1, order[..., None].expand_as(rows))
+    found = tokens_of(stored, rows)
+    assert found is not None
+    assert torch.equal(found, order)
+    assert tokens_of(rows, rows) is None
+    with pytest.raises(ValueError, match="other rows than the trace"):
+        tokens_of(stored + 1, rows)
+
+
+def test_levels_and_bits() -> None:
+    shares = torch.logspace(-4.9, 0, 99, dtype=torch.float64)
+    torch.testing.assert_close(share(level(shares)), shares, rtol=0.03, atol=0)
+    assert level(torch.tensor([0.0, 1e-7, 1.0])).tolist() == [0, 0, 255]
+    bits = torch.rand(3, 21) < 0.5
+    assert torch.equal(unpacked(packed(bits), 21), bits)
+
+
+def test_the_fewest_rows_that_hold_a_share() -> None:
+    weights = torch.tensor([[0.5, 0.1, 0.3, 0.1], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    assert rows_holding(weights, 0.9).tolist() == [3, 1, 0]
+
+
+def test_the_explorer_refuses_what_it_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = records.trace()
+    with pytest.raises(ValueError, match="of different labels, got"):
+        explore(trace, ["quest", "quest"], 16)
+    monkeypatch.setattr(token_explorer, "MOST", 1 << 12)
+    with pytest.raises(ValueError, match=r"8 tokens, 2 layers and 4 heads of 320 rows are .* name fewer layers or tok"):
+        explore(trace, ["quest"], 16)
+
+
+def test_what_the_page_holds_of_a_trace_is_what_was_explored(page: str) -> None:
+    view = next(one for one in data_of(page)["sections"] if one["name"] == "explorer")["views"][0]
+    data = view["data"]
+    found = explore(records.trace(), ["quest", "lowbit", "exact"], 16, queries=4, sink=2, window=8)
+    assert zlib.decompress(base64.b64decode(data["levels"])) == found.levels.numpy().tobytes()
+    for one, reading in zip(data["methods"], found.readings, strict=True):
+        assert zlib.decompress(base64.b64decode(one["rows"])) == reading.rows.numpy().tobytes()
+    assert "".join(data["pieces"]).startswith("the café read\n")
+    start = data["start"]
+    errors = [reading.measured["relative_error"].mean() for reading in found.readings]
+    assert start["method"] == errors.index(max(errors))
+
+
+def test_a_trace_may_hold_its_text(tmp_path: Path) -> None:
+    trace = records.trace()
+    assert trace.pieces is not None
+    trace.save(tmp_path / "t.safetensors")
+    again = Trace.open(tmp_path / "t.safetensors")
+    assert again.pieces == trace.pieces
+    assert again.first(10).pieces == trace.pieces[:10]
+    synthetic(64, heads=1, group=1, size=16).save(tmp_path / "bare.safetensors")
+    assert Trace.open(tmp_path / "bare.safetensors").pieces is None
+    with pytest.raises(TraceError, match="a trace of 320 tokens has as many pieces of text, got 1"):
+        Trace.build([trace.layer(0)], trace.positions, pieces=["one"])
+    held = (tmp_path / "t.safetensors").read_bytes()
+    (tmp_path / "t.safetensors").write_bytes(held.replace(b'[\\"the \\"', b"[       7", 1))
+    with pytest.raises(TraceError, match="is a damaged trace: a trace's pieces are texts"):
+        Trace.open(tmp_path / "t.safetensors")
+
+
+def test_pieces_are_the_text_again() -> None:
+    text = "café ☕\n"
+    found = pieces(None, text.encode())
+    assert len(found) == len(text.encode())
+    assert "".join(found) == text
+
+    class Offsets:
+        """Of byte-level BPE: ☕ takes two tokens, both said to stand for all of it; the first token is of no text."""
+
+        is_fast = True
+
+        def __call__(self, text: str, **more: bool) -> dict[str, Any]:
+            spans = [(0, 0), (0, 4), (5, 6), (5, 6), (6, 7)]  # a tokenizer may leave out the space before a word
+            return {"input_ids": list(range(5)), "offset_mapping": spans}
+
+    assert pieces(Offsets(), text.encode()) == ["", "café", " ☕", "", "\n"]
+
+
+@pytest.mark.parametrize("colours", [line_style.COLOURS, line_style.DARK], ids=["light", "dark"])
+def test_colours_stay_apart_for_eyes_of_every_kind(colours: tuple[str, ...]) -> None:
+    """CIELAB's distance of any two, as seen without red, green or blue cones (Machado 2009, table 1)."""
+    seen = {
+        "all cones": torch.eye(3),
+        "no red": torch.tensor([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
+        "no green": torch.tensor([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+        "no blue": torch.tensor([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
+    }
+    coded = torch.tensor([[int(one[i : i + 2], 16) / 255 for i in (1, 3, 5)] for one in colours])
+    linear = torch.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
+    to_xyz = torch.tensor([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    for who, cones in seen.items():
+        xyz = (linear @ cones.T).clamp(0, 1) @ to_xyz.T / torch.tensor([0.95047, 1.0, 1.08883])
+        root = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+        lab = torch.stack([116 * root[:, 1] - 16, 500 * (root[:, 0] - root[:, 1]), 200 * (root[:, 1] - root[:, 2])], 1)
+        for i, k in combinations(range(len(colours)), 2):
+            assert (lab[i] - lab[k]).norm() > 16, (who, colours[i], colours[k])

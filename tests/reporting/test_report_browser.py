@@ -1,0 +1,246 @@
+"""The page of `sparseattn report` in headless Chromium: what it shows, by mouse and keys, at both widths and themes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseattn.cli.report import Explored, write_report
+from sparseattn.evaluation.token_explorer import explore
+from tests import report_records as records
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sparseattn[browser]'")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+SHOWN = {"budget": 16, "queries": 4, "sink": 2, "window": 8}
+SELECTORS = ("quest", "lowbit", "exact")
+
+
+WIDTHS = pytest.mark.parametrize("width", [1280, 400])
+
+
+@pytest.fixture(scope="module")
+def page_file(once: Callable[[str, Callable[[Path], None]], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folders, out = once("report-records", records.fill), tmp_path_factory.mktemp("page")
+    records.trace().save(out / "tale.safetensors")
+    explored = Explored([str(out / "tale.safetensors")], SELECTORS, **SHOWN)
+    every = [folders / name for name in ("bench", "inspect", "recall", "eval", "recommend")]
+    return write_report(every, out / "report.html", explored=explored)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Any, page_file: Path) -> Iterator[Callable[..., Any]]:
+    """`opened(width, theme)`: the page from the disk, drawn; fails where anything was said or fetched."""
+    said: list[str] = []
+    contexts = []
+
+    def open_page(width: int = 1280, theme: str = "light") -> Any:
+        size = {"width": width, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda one: said.append(one.url) if one.url.startswith(("http", "ws")) else None)
+        page.goto(page_file.as_uri())
+        page.wait_for_selector("figure.explorer[data-ready=yes]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def lines_of(page: Any) -> list[str]:
+    """Methods whose lines stand in the first plot."""
+    found: list[str] = (
+        page.locator("#frontier .plot")
+        .first.locator("g[aria-label=dot]")
+        .evaluate_all("all => all.map(one => one.dataset.method)")
+    )
+    return found
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_opens_from_the_disk_at_every_width_and_theme(
+    width: int, theme: str, opened: Callable[..., Any]
+) -> None:
+    page = opened(width, theme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is cut off at the side"
+    assert page.locator("main > section").count() == 9
+    assert page.locator(".lead p").count() == 7
+    for kind, count in (("lines", 5), ("heat", 6), ("given", 1), ("table", 6), ("facts", 1), ("explorer", 1)):
+        assert page.locator(f"figure.{kind}").count() == count, kind
+    assert page.locator("figure.lines svg, figure.heat svg").count() >= 12
+    ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
+    light = [sum(map(int, one.strip("rgb()").split(","))) for one in (ink, paper)]
+    assert (light[0] < light[1]) is (theme == "light")
+    quest = page.locator(".methods .swatch path").first.evaluate("one => getComputedStyle(one).fill")
+    assert quest == {"light": "rgb(0, 114, 178)", "dark": "rgb(101, 106, 191)"}[theme]
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
+    assert page.locator("#theme").inner_text().lower() == theme
+
+
+@WIDTHS
+def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: Callable[..., Any]) -> None:
+    page = opened(width)
+    if width < 800:
+        page.locator(".methods summary").click()  # folded away where there is no room beside
+    switch = page.locator("input[data-method=Exact]")
+    rows = page.locator("#frontier tbody tr")
+    assert lines_of(page) == ["Quest", "Exact", "Window"]
+    assert rows.count() == 5
+    switch.uncheck()
+    assert lines_of(page) == ["Quest", "Window"]
+    assert rows.count() == 3
+    assert page.locator("#frontier .panel[data-method=Exact]").count() == 0
+    assert page.locator("#frontier .panel[data-method=Quest]").count() == 1
+    assert "Exact" not in page.locator("#explorer .facts-of").inner_text()
+    assert page.locator(".methods summary").inner_text() == "Methods, 3 of 4 shown"
+    page.get_by_role("button", name="none").click()
+    assert lines_of(page) == []
+    page.get_by_role("button", name="all", exact=True).click()
+    assert lines_of(page) == ["Quest", "Exact", "Window"]
+    cells = page.locator("#plan figure.given g[aria-label=cell] rect")
+    before = cells.count()
+    page.locator("input[data-method=Quest]").uncheck()
+    assert 0 < cells.count() < before, "what is dense stays"
+
+
+def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None:
+    page = opened()
+    view = page.locator("#frontier figure.lines")
+    assert "error of the output" in view.locator("svg").first.inner_html()
+    view.locator("select").first.select_option("recovered")
+    assert "share recovered of the far attention" in view.locator("svg").first.inner_html()
+    plot = view.locator(".plot")
+    plot.locator("g[data-method=Quest][aria-label=dot] > *").first.hover(force=True)
+    assert plot.locator(".tip").inner_text().startswith("Quest\nbudget ")
+    heat = page.locator("#frontier figure.heat")
+    first = heat.locator("g[aria-label=cell] rect").first.get_attribute("fill")
+    heat.get_by_label("Budget").select_option("64")
+    assert heat.locator("g[aria-label=cell] rect").first.get_attribute("fill") != first
+
+
+def test_tables_are_sorted_and_filtered(opened: Callable[..., Any]) -> None:
+    page = opened()
+    view = page.locator("#frontier figure.table")
+    column = view.locator("tbody tr td:nth-child(6)")
+    head = view.get_by_role("button", name="error", exact=True)
+    for direction in ("ascending", "descending"):
+        head.click()
+        assert view.locator(f"th[aria-sort={direction}]").count() == 1
+        shown = [float(one.removesuffix(" %")) for one in column.all_inner_texts()]
+        assert shown == sorted(shown, reverse=direction == "descending")
+    view.locator("input").fill("quest 64")
+    assert view.locator("tbody tr").count() == 1
+    assert view.locator(".count").inner_text() == "1 of 5 rows"
+
+
+@WIDTHS
+def test_a_token_clicked_shows_its_rows(width: int, opened: Callable[..., Any]) -> None:
+    """Those that the method read, and of the needed ones those that it did not, of the token, layer and head chosen."""
+    found = explore(records.trace(), SELECTORS, 16, queries=4, sink=2, window=8)
+    page = opened(width)
+    view = page.locator("#explorer")
+    view.get_by_role("button", name="Show the whole text").click()
+    view.get_by_label("layer 1, head 2: ").click()
+    for token, method, label in ((1, 0, "Quest"), (2, 1, "LowBit")):
+        asking = found.tokens[token]
+        view.locator(f".text [data-row='{asking}']").click()
+        assert view.locator(".asks [aria-checked=true]").get_attribute("data-token") == str(asking)
+        view.locator(".facts-of").get_by_role("radio", name=label).click()
+        bits = found.readings[method].rows[token, 1, 2]
+        read = ((bits[:, None] >> torch.arange(8)) & 1).flatten().nonzero().flatten().tolist()
+        middle = [row for row in read if 2 <= row <= asking - 8]
+        shown = "all => all.map(one => Number(one.dataset.row))"
+        assert view.locator(".text .read").evaluate_all(shown) == middle
+        order = found.levels[token, 1, 2, : asking + 1].long() * 1000 + torch.arange(asking + 1)  # the later one first
+        needed = set(order.topk(int(found.needed[token, 1, 2])).indices.tolist())
+        assert view.locator(".text .missed").evaluate_all(shown) == sorted(needed - set(read))
+        row = view.locator(".facts-of tr.chosen").inner_text().split("\t")
+        assert row[1] == f"{len(read)}"
+        assert row[4].strip() == str(len(needed - set(read)))
+    view.locator(".text .read").first.click()
+    assert "of the attention; Quest " in view.locator(".row-said").inner_text()
+    assert "LowBit reads it" in view.locator(".row-said").inner_text()
+
+
+def test_a_trace_without_text_shows_the_numbers_of_rows(browser: Any, tmp_path: Path) -> None:
+    made = records.trace()
+    made.pieces = None
+    made.save(tmp_path / "bare.safetensors")
+    shown = Explored([str(tmp_path / "bare.safetensors")], ("quest",), **SHOWN)
+    page = browser.new_page()
+    page.goto(write_report([], tmp_path / "bare.html", explored=shown).as_uri())
+    page.wait_for_selector("figure.explorer[data-ready=yes]")
+    assert "This trace holds no text" in page.locator("#explorer").inner_text()
+    assert page.locator("#explorer .asks").inner_text().split() == ["316", "317", "318", "319"]
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, pytest.param(400, marks=pytest.mark.slow)])
+def test_everything_is_reached_by_keys(width: int, opened: Callable[..., Any]) -> None:
+    page = opened(width)
+    seen = set()
+    focused = """() => { const one = document.activeElement, s = getComputedStyle(one);
+      const kind = one.getAttribute("role") || one.type || one.tagName.toLowerCase();
+      return [one.closest("figure, nav, .methods, .asks, .grid, .text")?.className || "", kind,
+              s.outlineStyle !== "none" && parseFloat(s.outlineWidth) >= 1]; }"""
+    if width == 400:
+        page.locator(".methods summary").click()
+    page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
+    for _ in range(160):
+        page.keyboard.press("Tab")
+        where, kind, visible = page.evaluate(focused)
+        if kind == "body":
+            break
+        assert visible, f"the focus is not seen at {kind} in {where!r}"
+        seen.add(f"{kind} in {where}")
+    reached = " | ".join(seen)
+    for part in (
+        *("button in ", "checkbox in methods", "group in view lines", "select-one in view lines", "group in view heat"),
+        *("search in view table", "button in view table", "radio in asks", "radio in grid", "region in text"),
+        *("summary in view facts",),
+    ):
+        assert part in reached, part
+
+    page.locator("input[data-method=Exact]").focus()
+    page.keyboard.press("Space")
+    assert lines_of(page) == ["Quest", "Window"]
+    plot = page.locator("#frontier .plot").first
+    plot.focus()
+    page.keyboard.press("ArrowRight")
+    first = plot.locator(".tip").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert plot.locator(".tip").inner_text() != first
+    page.keyboard.press("Escape")
+    assert plot.locator(".tip").is_hidden()
+    page.locator("#explorer .asks [aria-checked=true]").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#explorer .asks [aria-checked=true]").get_attribute("data-token") == "318"
+    assert page.evaluate("document.activeElement.dataset.token") == "318"
+    page.locator("#explorer .grid [aria-checked=true]").focus()
+    page.keyboard.press("ArrowUp")
+    assert "layer 0" in page.locator("#explorer .grid [aria-checked=true]").get_attribute("aria-label")
+    page.locator("#frontier thead button").first.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#frontier th[aria-sort=ascending]").count() == 1

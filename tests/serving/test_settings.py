@@ -1,0 +1,158 @@
+"""What vLLM's plug-in is told, and what it refuses, as far as that can be seen without vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparseattn import Quest
+from sparseattn.serving.vllm import counters, engine_checks, installed
+from sparseattn.serving.vllm.counters import stats
+from sparseattn.serving.vllm.settings import VARIABLE, Settings, configured, parse
+
+GIVEN = {"selector": "quest", "budget": 2048}
+
+
+class Dropping(Quest):
+    evicts = True
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("quest", r'"sparseattn" is a JSON object such as .* got \'quest\''),
+        ({"budget": 64}, "\"sparseattn\" needs 'selector', such as"),
+        ({"selector": "quest"}, "\"sparseattn\" needs 'budget', such as"),
+        ({**GIVEN, "budgt": 1}, r"no setting 'budgt' \(did you mean 'budget'\?\); it takes selector, budget, sink"),
+        ({**GIVEN, "budget": "64"}, "budget is a whole number, got '64'"),
+        ({**GIVEN, "above": True}, "above is a whole number, got True"),
+        ({**GIVEN, "selector": 3}, "selector is a text, got 3"),
+        ({**GIVEN, "window": 0}, "window is 1 or more, got 0"),
+        ({**GIVEN, "sink": -1}, "sink is 0 or more, got -1"),
+        ({**GIVEN, "selector": "qest"}, r"no selector is called 'qest' \(did you mean 'quest'"),
+        ({**GIVEN, "selector": "quest:pages=16"}, "pages"),
+        ({**GIVEN, "selector": "exact"}, r"kept by page, and Exact \('exact'\) has another kind of index: serve quest"),
+        ({**GIVEN, "selector": "lowbit"}, "'lowbit' cannot be served: it chooses single rows: give it pages"),
+        ({**GIVEN, "selector": "quest:int8=True"}, "cannot be served: its 8-bit bounds have one step for a channel"),
+        ({**GIVEN, "selector": "lowbit:page=16,scales=8"}, "cannot be served: its 8-bit levels are on a grid"),
+        (
+            {**GIVEN, "selector": f"{__name__}:Dropping"},
+            f"'{__name__}:Dropping' drops rows, and blocks",
+        ),
+        ({**GIVEN, "budget": 15}, "quest reads whole pages of 16 rows, so the budget is at least that, got 15"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_in_a_sentence(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(given)
+
+
+def test_the_environment_is_asked_where_the_configuration_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert configured({}) is None
+    assert configured({"another": 1}) is None
+    monkeypatch.setenv(VARIABLE, json.dumps(GIVEN))
+    assert configured(None) == configured({}) == Settings("quest", 2048)
+    assert configured({"sparseattn": {**GIVEN, "budget": 64}}) == Settings("quest", 64)
+    monkeypatch.setenv(VARIABLE, "quest")
+    with pytest.raises(ValueError, match=f"{VARIABLE} is no JSON .*: 'quest'"):
+        configured({})
+
+
+class Config(SimpleNamespace):
+    """What is read of vLLM's, of a Llama of four layers."""
+
+    def __init__(self, **changed: Any) -> None:
+        kinds = changed.pop("layer_types", None)
+        text = SimpleNamespace() if kinds is None else SimpleNamespace(layer_types=kinds)
+        model = {"use_mla": False, "runner_type": "generate", "is_attention_free": False, "is_hybrid": False,
+                 "hf_text_config": text, "disable_sliding_window": False,
+                 "get_total_num_hidden_layers": lambda: 4}  # fmt: skip
+        cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none"}
+        parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+        parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
+        for part in parts.values():
+            part.update({name: changed.pop(name) for name in list(changed) if name in part})
+        given = {"additional_config": {"sparseattn": {**GIVEN, **changed.pop("settings", {})}},
+                 "kv_transfer_config": None, "speculative_config": None}  # fmt: skip
+        super().__init__(**{**given, **{name: SimpleNamespace(**part) for name, part in parts.items()}, **changed})
+
+
+@pytest.fixture(autouse=True)
+def version(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.32.0")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    """As if so."""
+    monkeypatch.setattr(installed, "distribution", lambda: None if version is None else ("vllm", version))
+
+
+def test_an_engine_that_can_be_served_gives_its_settings() -> None:
+    assert engine_checks.settings_of(Config()) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(model_config=None)) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(additional_config={}, use_mla=True)) is None
+    kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
+    assert engine_checks.settings_of(Config(layer_types=kinds)) == Settings("quest", 2048)
+    assert engine_checks.settings_of(Config(mamba_cache_mode="align", enable_prefix_caching=False)) is not None
+    assert engine_checks.settings_of(Config(layer_types=["hybrid"] * 4, is_hybrid=True, block_size=24)) is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kv_transfer_config": "given"}, "start vLLM without --kv-transfer-config"),
+        ({"speculative_config": "given"}, "start vLLM without --speculative-config, or without sparseattn"),
+        ({"cache_dtype": "fp8_e4m3"}, "an FP8 cache is not served sparsely, got kv_cache_dtype fp8_e4m3"),
+        ({"decode_context_parallel_size": 2}, "context parallelism splits a sequence over ranks"),
+        ({"use_mla": True}, "this model's attention is MLA"),
+        ({"runner_type": "pooling"}, "this model decodes nothing"),
+        ({"is_attention_free": True}, "this model has no attention"),
+        ({"mamba_cache_mode": "align"}, "start vLLM with --no-enable-prefix-caching"),
+        ({"settings": {"dense_layers": 4}}, r"with dense_layers 4 \(it has 4 of full attention\): start vLLM with"),
+        ({"layer_types": ["sliding_attention"] * 4}, r"with dense_layers 2 \(it has 0 of full attention\)"),
+        ({"layer_types": ["full_attention"] * 2}, r"with dense_layers 2 \(it has 2 of full attention\)"),
+        ({"settings": {"selector": "quest:page=8"}}, "pages are a multiple of 16 rows, got 8 from 'quest:page=8'"),
+        ({"settings": {"selector": "lowbit:page=16"}, "block_size": 96}, "a --block-size that is a multiple of 64"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_is_refused_in_a_sentence(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        engine_checks.settings_of(Config(**changed))
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.31.2", "serves with vLLM 0.32, whose cache it knows, and this is vllm 0.31.2"),
+        ("0.320.1", "and this is vllm 0.320.1"),
+        (None, "serves with vLLM 0.32, and none is installed here"),
+    ],
+)
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
+    install(monkeypatch, version)
+    with pytest.raises(ValueError, match=said):
+        engine_checks.settings_of(Config())
+    assert engine_checks.settings_of(Config(additional_config={})) is None
+
+
+def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(counters.FOLDER, str(tmp_path))
+    assert stats() == counters.VLLMStats()
+    own = counters.Counter()
+    own.add(rows_read=3, sparse_calls=1)
+    own.add(rows_read=4, rows_held=10)
+    np.arange(len(counters.NAMES)).tofile(tmp_path / "1.counts")
+    (tmp_path / "2.counts").touch()  # of a process that has just begun
+    assert stats() == counters.VLLMStats(sparse_calls=1, dense_calls=1, rows_read=9, rows_held=13, entries_made=4)
+    assert stats().share == 9 / 13
+    assert (stats() - counters.VLLMStats(rows_read=2)).rows_read == 7
+    monkeypatch.setenv(counters.FOLDER, str(tmp_path / "ended"))
+    assert stats() == counters.VLLMStats()
