@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import Inputs
-from sparseattn.core.context import LayerContext
 from sparseattn.cache.kv_cache import KVCache, unit_of
 from sparseattn.core.budget import budget_of, parse_budget
+from sparseattn.core.context import LayerContext
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.registry import make_selector

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from sparseattn.cli.common import errors, in_a_sentence, integers, own_selectors, progress_bar, row_count
 from sparseattn.core.budget import budget_label, parse_budget
-from sparseattn.core.rope import Rope
 from sparseattn.core.context import LayerContext
+from sparseattn.core.rope import Rope
 from sparseattn.core.step_cost import KINDS, Cost, Shape, dense_cost, step_cost
 from sparseattn.cost_model.machine import CPU, DTYPES, GPUS, Machine, measured_path
 from sparseattn.cost_model.measure import measure

@@ -15,6 +15,7 @@ import torch
 from sparseattn.cli.common import errors, open_model, progress_bar
 from sparseattn.cli.recommend_asked import Asked, NoPlan, texts_of
 from sparseattn.cli.recommend_made import MADE, keep, made_plan, mean, say_where, settings_of
+from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.machine import Machine
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.tokens import Tokens

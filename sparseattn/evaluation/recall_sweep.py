@@ -18,9 +18,9 @@ from torch import Tensor
 from sparseattn.cache import input_checks, selection_checks
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import budget_rows
+from sparseattn.core.context import LayerContext, StepContext
 from sparseattn.core.rope import Rope
 from sparseattn.evaluation.recall_curve import MEASURES, Curve, Point
-from sparseattn.core.context import LayerContext, StepContext
 from sparseattn.selectors.abilities import Evicts, LooksAhead, Observes, ReadsKeys
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector

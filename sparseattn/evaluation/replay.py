@@ -23,12 +23,12 @@ from sparseattn.cache import input_checks
 from sparseattn.cache.decode import attend_chosen
 from sparseattn.cache.kv_cache import KVCache, unit_of
 from sparseattn.core.budget import Budget, budget_of, budget_record, parse_budget
+from sparseattn.core.context import Heads, LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.mass import Promise
 from sparseattn.core.selection import Bounds, Selection, Tail
 from sparseattn.kernels.attend import reference as attend_reference
 from sparseattn.roles.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
-from sparseattn.core.context import Heads, LayerContext
 from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace, TraceLayer

@@ -20,8 +20,8 @@ from sparseattn.models.errors import ModelError
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
-from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.roles.roles import Roles, Share, ranges
+from sparseattn.selectors.abilities import LooksAhead
 
 
 def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
+from sparseattn.core.context import Heads
 from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost, total
 from sparseattn.cost_model.machine import Machine
 from sparseattn.roles.roles import DENSE, Role, Share
-from sparseattn.core.context import Heads
 from sparseattn.selectors.base import Selector
 
 

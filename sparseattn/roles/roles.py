@@ -25,7 +25,7 @@ import math
 import os
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.budget import Budget, Rows, budget_of, budget_record, budget_rows, parse_budget
-from sparseattn.core.rope import Rope
 from sparseattn.core.context import Heads, LayerContext
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.baselines.recent import Recent

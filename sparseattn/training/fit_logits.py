@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache.kv_cache import KVCache
-from sparseattn.evaluation.replay import append_rows, check_replay, usable_layers
-from sparseattn.selectors.base import Selector
 from sparseattn.core.context import LayerContext
+from sparseattn.evaluation.replay import append_rows, check_replay, usable_layers
 from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.base import Selector
 from sparseattn.selectors.parameters.logit_fit import Estimates
 from sparseattn.selectors.registry import as_selector
 from sparseattn.traces.trace import Trace

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.core.selection import Weighed
-from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext
 from sparseattn.selectors.combined.wrapper import Wrapper
 from sparseattn.selectors.parameters.logit_fit import Estimates, EstimatesError, shared
 from sparseattn.selectors.saved_state import Loaded, of_parts
 from sparseattn.utils.hashing import file_hash
 
-Self = TypeVar("Self", bound="Fitted")
 
-
-class Fitted(Wrapper):
+class Fitted(EstimatesMass, Wrapper):
     """Chooses as another selector does, and weighs by its estimates, scaled and shifted for each query head.
 
     For budgets by mass: bounds such as Quest's promise too much, partial products too much or too little. Which rows
@@ -34,8 +31,6 @@ class Fitted(Wrapper):
             `for_layer`, a layer that it lacks; in `check_shape`, one of other heads.
     """
 
-    estimates = True
-
     def __init__(self, inner: Selector | str, artefact: str) -> None:
         super().__init__(inner)
         self.artefact = artefact
@@ -47,16 +42,20 @@ class Fitted(Wrapper):
                 f"{artefact} was fitted to {self._held.selector}, and this is {self.inner!r}: sparseattn calibrate "
                 f"--method mass --selector ..."
             )
-        self.inner.fit = self._held.layers.get(self.layer)
+        self._estimator.fit = self._held.layers.get(self.layer)
 
-    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
-        fresh = super().for_layer(layer, rope)
-        fresh.inner.fit = fresh._held.of(layer)
-        return fresh
+    @property
+    def _estimator(self) -> EstimatesMass:
+        assert isinstance(self.inner, EstimatesMass)  # the constructor refuses others
+        return self.inner
+
+    def bind(self, context: LayerContext) -> None:
+        super().bind(context)
+        self._estimator.fit = self._held.of(context.layer)
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        every = heads if self.heads is None else self.heads.of
+        every = heads if self.context.heads is None else self.context.heads.of
         given = tuple(self._held.of(self.layer)[0].shape)
         if given != (every, group or given[1]):
             found = f"{every}" if group is None else f"{every} with {group}"
@@ -79,11 +78,11 @@ class Fitted(Wrapper):
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
 
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        return self.inner.weigh(query, positions, budget)
+    def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
+        return self._estimator.weigh(query, step, budget)
 
     def to(self, device: torch.device | str) -> None:
         super().to(device)
-        if self.inner.fit is not None:
-            scale, offset = self.inner.fit
-            self.inner.fit = scale.to(device), offset.to(device)
+        if (fit := self._estimator.fit) is not None:
+            scale, offset = fit
+            self._estimator.fit = scale.to(device), offset.to(device)

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from sparseattn.core.row_buffer import State
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, both
-from sparseattn.selectors.base import Rows, Selector
-from sparseattn.selectors.combined.kascade import Kascade
+from sparseattn.core.step_cost import ChoiceCost, Launch, both
+from sparseattn.selectors.abilities import Evicts, FollowsLayers
+from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.combined.wrapper import Wrapper
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.selectors.saved_state import Loaded, of_parts
@@ -123,19 +123,18 @@ class FreeKV(Wrapper):
     """
 
     operators = 16
-    usual = ("inner=Quest",)
 
     def __init__(self, inner: Selector | str = "quest", tau: float = 0.9, refresh: bool = False) -> None:
         if not -1 <= tau <= 1:
             raise ValueError(f"tau is a cosine, -1 to 1, got {tau}")
         super().__init__(inner)
         self.tau, self.refresh = tau, refresh
-        if self.inner.evicts:
+        if self.inner.find(Evicts):
             raise ValueError(
                 f"a choice that is kept may name rows that {self.inner!r} has dropped since: take a method that does "
                 f"not evict"
             )
-        if any(isinstance(one, Kascade) for one in self.inner.within()):
+        if self.inner.find(FollowsLayers):
             raise ValueError(
                 f"layers that read the choice of another need one at every step, and {self.inner!r} would not be asked "
                 f"at some: wrap what its anchors choose by, as in kascade:anchors=[0,2],inner=[freekv:tau=0.9]"
@@ -172,15 +171,13 @@ class FreeKV(Wrapper):
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.last.rows:
-            return self.inner.select(query, positions, budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         anew = self._anew(query, budget)  # [B,H]
         self.last.count(anew)
         before = self.last.choice()
         if before is not None and not self.refresh and not bool(anew.any()):
             return _costing(before, _nothing(before.start.shape[:2], anew), _nothing(anew.shape, anew))
-        made = self.inner.select(query, positions, budget)
+        made = self.inner.counted(self.inner.select(query, step, budget), query, step, budget)
         read = made if before is None else _either(anew, made, before)
         if self.refresh:
             self.last.keep(made, query, torch.ones_like(anew))
@@ -188,10 +185,10 @@ class FreeKV(Wrapper):
         self.last.keep(read, query, anew)
         return _costing(read, _where(anew, _as_wide(made.scanned, read)), _where(anew, made.scan_bytes))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = self.inner.cost(query, sealed, budget)
-        expected = both(scan.expected, "every head chooses anew")
-        return replace(scan, launches=(*scan.launches, Launch("operator", count=self.operators)), expected=expected)
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        cost = self.inner.cost(query, sealed, budget)
+        expected = both(cost.expected, "every head chooses anew")
+        return replace(cost, launches=(*cost.launches, Launch("operator", count=self.operators)), expected=expected)
 
     def _anew(self, query: Tensor, budget: int) -> Tensor:
         """`[B,H]` bool: which KV heads read a choice of this step's query."""

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.layer_choices import Choice
-from sparseattn.core.rope import Rope
-from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.selectors.base import Rows, Selector
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
+from sparseattn.selectors.abilities import Evicts, FollowsLayers
+from sparseattn.selectors.base import Ability, Rows, Selector, StepContext
 from sparseattn.selectors.combined.wrapper import Wrapper
 from sparseattn.selectors.parameters.layer_similarity import Similarity, shared
 from sparseattn.utils.hashing import file_hash
 
-Self = TypeVar("Self", bound="Kascade")
-
 NONE = "none"
 
 
-class Kascade(Wrapper):
+class Kascade(FollowsLayers, Wrapper):
     """In an anchor layer another method chooses; each other layer reads what the nearest anchor before it chose.
 
     Args:
@@ -52,7 +50,6 @@ class Kascade(Wrapper):
             `check_shape` and with the first rows what does not fit the layer.
     """
 
-    usual = ("inner=Exact(group='softmax')",)
     late = ("_held",)
 
     def __init__(
@@ -66,7 +63,7 @@ class Kascade(Wrapper):
                 f"anchors are how many layers choose, 1 or more, or their numbers, rising, such as [0,2,8], got "
                 f"{anchors!r}"
             )
-        if self.inner.evicts:
+        if self.inner.find(Evicts):
             raise ValueError(
                 f"layers read what another layer chose, of rows that they all hold, and {self.inner!r} drops rows in "
                 f"each layer apart: take a method that does not evict"
@@ -101,21 +98,21 @@ class Kascade(Wrapper):
         anchor = max((one for one in anchors if one <= self.layer), default=self.layer)
         return None if anchor == self.layer else anchor
 
-    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
-        fresh = super().for_layer(layer, rope)
-        if fresh.follows is not None:
-            fresh.queries_share, fresh.last_queries, fresh.needs_near = 0, 0, False  # it builds and weighs nothing
-        return fresh
+    def find(self, ability: type[Ability]) -> list[Ability]:
+        if self.follows is None:
+            return super().find(ability)
+        own: list[Any] = [self] if self.has(ability) else []
+        return own  # of `inner`, which builds and weighs nothing here, nothing is asked
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         anchor = self.follows
         if anchor is not None:
-            self._map(anchor, heads if self.heads is None else self.heads.of)
+            self._map(anchor, heads if self.context.heads is None else self.context.heads.of)
             return
-        if self.heads is not None:
+        if (own := self.context.heads) is not None:
             raise ValueError(
-                f"{self!r} chooses in layer {self.layer} for all of its KV heads, and is given {len(self.heads.which)} "
-                f"of {self.heads.of}: give the layer one role"
+                f"{self!r} chooses in layer {self.layer} for all of its KV heads, and is given {len(own.which)} "
+                f"of {own.of}: give the layer one role"
             )
         super().check_shape(heads, group, size)
 
@@ -146,7 +143,7 @@ class Kascade(Wrapper):
         anchor = self.follows
         self.shown += rows.keys.shape[2]
         if anchor is not None:
-            if self.board is None:
+            if self.context.board is None:
                 raise ValueError(
                     f"layer {self.layer} reads what layer {anchor} chose, and a KVCache by itself knows no other "
                     f"layer: use it in a SparseCache or a comparison, or give each layer's selector one Board"
@@ -158,24 +155,27 @@ class Kascade(Wrapper):
                 f"{self.layer} store theirs otherwise: take a method that leaves rows where they are"
             )
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         anchor = self.follows
         if anchor is not None:
             return self._read(anchor, query, budget)
-        chosen = self.inner.select(query, positions, budget)
-        if self.board is not None and self.layer in self.chosen_anchors():
-            self.board.put(self.layer, Choice(chosen, budget, self.shown))
+        chosen = self.inner.counted(self.inner.select(query, step, budget), query, step, budget)
+        if (board := self.context.board) is not None and self.layer in self.chosen_anchors():
+            board.put(self.layer, Choice(chosen, budget, self.shown))
         return chosen
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = self.inner.cost(query, sealed, budget)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        return self.inner.scan(query, sealed, budget) if self.follows is None else Scan(0, 0)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        cost = self.inner.cost(query, sealed, budget)
         if self.follows is None:
-            return scan
-        return replace(scan, read=0, launches=(Launch("operator", count=self.operators),), tail=0)
+            return cost
+        return replace(cost, launches=(Launch("operator", count=self.operators),), tail=0)
 
     def _read(self, anchor: int, query: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
-        found = None if self.board is None else self.board.get(anchor)
+        found = None if self.context.board is None else self.context.board.get(anchor)
         if found is None:
             raise ValueError(
                 f"layer {self.layer} reads what layer {anchor} chose, and that layer chose nothing at this step: it "
@@ -186,26 +186,19 @@ class Kascade(Wrapper):
                 f"layer {self.layer} has {self.shown} sealed rows and a budget of {budget} rows, layer {anchor}, whose "
                 f"choice it reads, {found.rows} and {found.budget}: give all layers one budget, sink, window and seal"
             )
-        chosen, every = found.selection, heads if self.heads is None else self.heads.of
+        chosen, every = found.selection, heads if self.context.heads is None else self.context.heads.of
         lists = chosen.start.shape[1]
         if lists not in (every, every * group) or len(chosen.start) != batch:
             raise ValueError(
                 f"layer {anchor} chose for {lists} heads of {len(chosen.start)} sequences, and layer {self.layer} has "
                 f"{every} KV heads, of {group} query heads each, and {batch} sequences"
             )
-        which = [self._map(anchor, every)[head] for head in self.numbers(heads)]
+        which = [self._map(anchor, every)[head] for head in self.head_numbers(heads)]
         start, length, bias = (_of_heads(x, which, every) for x in (chosen.start, chosen.length, chosen.bias))
         assert start is not None
         assert length is not None
         nothing = torch.zeros(batch, start.shape[1], dtype=torch.int64, device=start.device)
         return Selection(start, length, chosen.span, nothing, nothing[:, :heads], chosen.whole, bias)
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        if self.follows is None:
-            self.inner.observe(selection, weights)
-
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        return self.inner.tail(query, positions, selection) if self.follows is None else None
 
     def source(self) -> str:
         return super().source() + ("" if self.artefact == NONE else f" {file_hash(self.artefact)[:16]}")

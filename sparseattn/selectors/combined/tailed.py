@@ -6,7 +6,6 @@ for any method that chooses rows, pages or buckets. Letters: P groups, C buckets
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 
@@ -15,8 +14,10 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import Launch, Scan, both, products, sorted_best
-from sparseattn.selectors.base import Rows, Selector, half
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, products, sorted_best
+from sparseattn.selectors.abilities import Biases, FollowsMoves, HasTail
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import half
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
 from sparseattn.selectors.tail_estimate import check_zone, estimated, outside, summed
@@ -24,7 +25,7 @@ from sparseattn.selectors.tail_estimate import check_zone, estimated, outside, s
 ROWS = 64  # of a group, where the method chooses single rows
 
 
-class Tailed(Wrapper):
+class Tailed(HasTail, FollowsMoves, Wrapper):
     """Reads what another selector reads; of every group, one row stands for the rows that are not read.
 
     It has the group's mean key and mean value, and as bias the logarithm of how many of its rows are not read: so
@@ -57,14 +58,13 @@ class Tailed(Wrapper):
     """
 
     operators = 24
-    tails = True
-    usual = ("inner=Quest",)
 
     def __init__(self, inner: Selector | str = "quest", rows: int = 0, zone: float = 1.0) -> None:
         super().__init__(inner)
         inner = self.inner
-        if inner.biases or inner.tails:
-            has = "a bias" if inner.biases else "a tail"
+        biased = bool(inner.find(Biases))
+        if biased or inner.find(HasTail):
+            has = "a bias" if biased else "a tail"
             raise ValueError(
                 f"the selections of {inner!r} have {has} that stands for rows not read, which would count twice: take "
                 f"an inner without (of sparq: mean=False)"
@@ -99,8 +99,8 @@ class Tailed(Wrapper):
     def fix(self, rows: int, seal: int) -> None:
         self.inner.fix(rows, seal)
         groups = 0 if self.buckets else rows // self.width_of_group  # buckets: as many as the first seal brings
-        for held in (self.keys, self.values, self.count, self.sums):
-            held.fix(groups)
+        for buffer in (self.keys, self.values, self.count, self.sums):
+            buffer.fix(groups)
         self.member.fix(rows)
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -162,17 +162,14 @@ class Tailed(Wrapper):
             buffer.data.copy_(part)
 
     def keep(self, ids: Tensor) -> None:
-        self.inner.keep(ids)
         if not self.member.rows:
             self._note(0, self.count.rows * self.width_of_group, (ids.shape[0], ids.shape[1]), ids.device)
         self.member.keep(ids)
 
     # -- the query ---------------------------------------------------------------------------------------------------
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        chosen = self.inner.select(query, positions, budget)
-        if not self.count.rows:
-            return chosen
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        chosen = self.inner.counted(self.inner.select(query, step, budget), query, step, budget)
         (heads, size), count = (query.shape[1], query.shape[3]), self.count.visible
         read, scanned = chosen.scan_bytes, chosen.scanned
         if read is not None and self.member.rows:
@@ -181,28 +178,36 @@ class Tailed(Wrapper):
             read = read + outside(count, self._left(chosen), self.zone) * (size * self.bytes_of(self.keys.full) + 4)
         if scanned is not None and self.zone < 1:
             scanned = scanned + (count > 0).sum(-1).repeat_interleave(scanned.shape[1] // heads, 1)
-        return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
+        return replace(chosen, scanned=scanned, scan_bytes=read)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = self.inner.cost(query, sealed, budget)
-        batch, size = query.shape[0], query.shape[3]
-        if isinstance(self.inner, Partitioned):
-            groups = self.inner.buckets_of(query)
-        else:
-            groups = sealed // self.width_of_group
-        tail, read, launches = groups, scan.read, scan.launches
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        """As if no group that stands in were read whole."""
+        scan = self.inner.scan(query, sealed, budget)
+        if scan is None or self.zone == 1:
+            return scan
+        groups = self._groups(query, sealed)
+        ranked = groups - math.ceil(self.zone * groups)
+        mean = query.shape[3] * self.bytes_of(torch.empty(0, dtype=half(query))) + 4
+        return Scan(scan.scanned + groups, scan.read + ranked * mean)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        cost, size = self.inner.cost(query, sealed, budget), query.shape[3]
+        groups = tail = self._groups(query, sealed)
+        launches = cost.launches
         if self.zone < 1:
             tail = math.ceil(self.zone * groups)
-            read += (groups - tail) * (size * self.bytes_of(torch.empty(0, dtype=half(query))) + 4)
             ranking = products(query, groups, size, 2.0 * groups * size)
-            launches = (*launches, ranking, Launch("sort", entries=sorted_best(batch * scan.lists, groups, tail)))
-        expected = both(scan.expected, "no group that stands in is read whole")
+            entries = sorted_best(query.shape[0] * cost.lists, groups, tail)
+            launches = (*launches, ranking, Launch("sort", entries=entries))
+        expected = both(cost.expected, "no group that stands in is read whole")
         launches = (*launches, Launch("operator", count=self.operators))
-        return replace(scan, read=read, launches=launches, tail=tail, expected=expected)
+        return replace(cost, launches=launches, tail=tail, expected=expected)
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.count.rows:
-            return None
+    def _groups(self, query: Tensor, sealed: int) -> int:
+        """How many groups so many rows make."""
+        return self.inner.buckets_of(query) if isinstance(self.inner, Partitioned) else sealed // self.width_of_group
+
+    def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         count, keys, values = self.count.visible, self.keys.visible, self.values.visible
         left, temperature = self._left(selection), self.temperature(query.shape[3])
         return estimated(query, keys, values, count, left, self.zone, temperature)
@@ -226,5 +231,5 @@ class Tailed(Wrapper):
         if not self.member.rows:
             return rows.div(self.width_of_group, rounding_mode="floor")
         member = self.member.visible
-        asked = rows.unflatten(1, (member.shape[1], -1)).flatten(2)  # [B,H,each*R]
-        return member.gather(2, asked).long().view(rows.shape)
+        placed = rows.unflatten(1, (member.shape[1], -1)).flatten(2)  # [B,H,each*R]
+        return member.gather(2, placed).long().view(rows.shape)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from sparseattn.core.mass import heaviest
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, both
+from sparseattn.core.step_cost import ChoiceCost, both
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
-from sparseattn.selectors.base import Selector
+from sparseattn.selectors.base import Selector, StepContext
 from sparseattn.selectors.combined.twostage import TwoStage
 
 
@@ -48,7 +48,6 @@ class TopP(TwoStage):
 
     operators = 50
     knob = "p"
-    usual = ("inner=Quest",)
 
     def __init__(
         self,
@@ -74,33 +73,27 @@ class TopP(TwoStage):
         """Who proposes."""
         return self.pages
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, _, size = query.shape
-        if not self.inside.real.rows:
-            return Selection.none(batch, heads, query.device)
-        real = self.inside.real.visible
-        stored = real.shape[1]
-        proposed = self.pages.select(query, positions, self._asked(stored, budget))
-        listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
-        index = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, real
-        grid = self.inside.levels_grid
-        logits = quantized_keys.listed_logits(self.inside.asked(query), *index, self.bits, listed, page, grid=grid)
-        ids = self._pruned(logits, listed, page, budget)
-        levels = self.inside.levels_bytes(
-            quantized_keys_reference.groups_of(listed, page, index[1].shape[2], stored), size
+        index = self._index(step)
+        logits = quantized_keys.listed_logits(
+            self.inside.scaled(query), *index, self.bits, listed, page, grid=self.inside.levels_grid
         )
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
+        ids = self._pruned(logits, listed, page, budget)
+        groups = quantized_keys_reference.groups_of(listed, page, index[1].shape[2], step.valid.shape[1])
+        levels = self.inside.levels_bytes(groups, query.shape[3])
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (query.shape[1], ids.shape[1])))
 
-    def _asked(self, stored: int, budget: int) -> int:
-        asked = self.propose if isinstance(self.propose, int) else math.ceil(self.propose * stored)
-        return math.ceil(min(asked, stored) / self.pages.span) * self.pages.span
+    def _proposed_rows(self, stored: int, budget: int) -> int:
+        rows = self.propose if isinstance(self.propose, int) else math.ceil(self.propose * stored)
+        return math.ceil(min(rows, stored) / self.pages.span) * self.pages.span
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """As if the budget were read: what is, follows p."""
-        scan = super().cost(query, sealed, budget)
-        return dataclasses.replace(scan, expected=both(scan.expected, "all of the budget is read"))
+        cost = super().cost(query, sealed, budget)
+        return dataclasses.replace(cost, expected=both(cost.expected, "all of the budget is read"))
 
     def _pruned(self, logits: Tensor, listed: Tensor, page: int, budget: int) -> Tensor:
         """`[B,Hs,S]` int32: of proposed rows with `logits` `[B,H,G,P*page]` those that hold p, -1 in other places."""

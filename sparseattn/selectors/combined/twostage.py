@@ -5,22 +5,23 @@ Quest's selector and others propose, https://arxiv.org/abs/2406.10774; the codes
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
-from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import Launch, Scan, picked
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, picked
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
-from sparseattn.selectors.base import Rows, Selector, check_least
+from sparseattn.selectors.abilities import Biases, Evicts, ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.tokens.lowbit import LowBit
 
 
-class TwoStage(Selector):
+class TwoStage(ReadsKeys, Selector):
     """Reads, of the rows that another selector proposes, those whose keys of few bits have the largest product.
 
     Args:
@@ -54,7 +55,7 @@ class TwoStage(Selector):
 
     operators = 16
     knob = "times"
-    usual = ("pages=Quest",)
+    part_names = ("pages", "inside")
 
     def __init__(
         self,
@@ -69,19 +70,22 @@ class TwoStage(Selector):
 
         check_least(times=(times, 1))
         self.pages, self.times = as_selector(pages), times
-        if self.pages.evicts:
+        if self.pages.find(Evicts):
             raise ValueError(
                 f"a first stage proposes rows at every step, and {self.pages!r} drops what it does not: take one that "
                 f"does not evict"
             )
-        if self.pages.biases:
+        if self.pages.find(Biases):
             raise ValueError(
                 f"{self.pages!r} corrects a sample of rows by a bias, which is wrong for some of the sample: take a "
                 f"first stage without"
             )
         self.inside = LowBit(bits, rows, group=group, scales=scales)
-        # One that joins rows of several seals has codes of stored ones made anew.
-        self.reads_stored = self.pages.reads_stored or any(isinstance(one, Partitioned) for one in self.pages.within())
+
+    def has(self, ability: type) -> bool:
+        # A first stage that joins rows of several seals has codes of stored ones made anew.
+        joins = any(isinstance(part, Partitioned) for part in self.pages.tree())
+        return super().has(ability) and (joins or ability is not ReadsKeys)
 
     @property
     def bits(self) -> int:
@@ -109,75 +113,83 @@ class TwoStage(Selector):
 
     def append(self, rows: Rows) -> Tensor | None:
         order = self.pages.append(rows)
-        if order is None:
-            self.inside.append(dataclasses.replace(rows, queries=None, query_positions=None))
-        else:
-            held = self.inside.real.rows
-            first = held + rows.keys.shape[2] - order.shape[2]  # of the rows that move
+        keys = rows.keys
+        if order is not None:
+            known = self.inside.codes.rows * self.rows
+            first = known + keys.shape[2] - order.shape[2]  # of the rows that move
             first -= first % self.rows
-            keys, real = rows.keys, rows.positions >= 0
-            if first < held:
-                keys = torch.cat([self.stored_keys()[:, :, first:held], keys], 2)
-                real = torch.cat([self.inside.real.data[:, first:], real], 1)
+            if first < known:
+                keys = torch.cat([self.stored_keys()[:, :, first:known], keys], 2)
                 self.inside.forget(first)
-            self.inside.append(_moved(keys, real, order))
+            keys = _moved(keys, order)
+        self.inside.append(Rows(keys, keys[:, :, :0], rows.positions))
         return order
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, _, size = query.shape
-        if not self.inside.real.rows:
-            return Selection.none(batch, heads, query.device)
-        real = self.inside.real.visible
-        asked = self._asked(real.shape[1], budget)
-        proposed = self.pages.select(query, positions, asked)
-        listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
-        index = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, real
-        grid = self.inside.levels_grid
         ids, groups = quantized_keys.best_listed(
-            query, *index, self.bits, self.group, listed, page, budget, grid=grid
+            query, *self._index(step), self.bits, self.group, listed, page, budget, grid=self.inside.levels_grid
         )  # [B,Hs,S], [B,L]
-        levels = self.inside.levels_bytes(groups, size)
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
+        levels = self.inside.levels_bytes(groups, query.shape[3])
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (query.shape[1], ids.shape[1])))
 
-    def _asked(self, stored: int, budget: int) -> int:
+    def _propose(self, query: Tensor, step: StepContext, budget: int) -> tuple[Selection, Tensor, int]:
+        """What the first stage proposes, the pages `[B,L,P]` of it, L = H or H*G, and their rows each."""
+        rows = self._proposed_rows(step.valid.shape[1], budget)
+        proposed = self.pages.counted(self.pages.select(query, step, rows), query, step, rows)
+        return proposed, *self._listed(proposed, query.shape[1])
+
+    def _index(self, step: StepContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, step.valid
+
+    def _proposed_rows(self, stored: int, budget: int) -> int:
         """Rows that the first stage is to propose of so many, in whole spans."""
         return math.ceil(min(budget * self.times, stored) / self.pages.span) * self.pages.span
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """As if what is proposed were spread evenly, and query heads were proposed other rows each."""
+        rows = self._proposed_rows(sealed, budget)
+        first, choice = self.pages.scan(query, sealed, rows), self.pages.cost(query, sealed, rows)
+        if first is None:
+            return None
+        proposed, lists = self._spread(query, sealed, choice)
+        read = self._second_bytes(query, sealed, proposed, choice)
+        return Scan(first.scanned + proposed, first.read + read * lists / query.shape[1])
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, size = query.shape
-        first = self.pages.cost(query, sealed, self._asked(sealed, budget))
-        rows, lists = first.rows, first.lists
-        if lists > heads and self.group != "each":
-            rows, lists = min(rows * members, sealed), heads
-        spans = self.rows * first.runs / first.rows if first.rows else 0.0
-        groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
-        codes = rows * 4 * quantized_keys_reference.words(size, self.bits) + float(
-            self.inside.levels_bytes(torch.tensor(groups), size)
-        )
+        first = self.pages.cost(query, sealed, self._proposed_rows(sealed, budget))
+        rows, lists = self._spread(query, sealed, first)
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
         second = Launch(
             "listed",
-            bytes=batch * lists * codes,
+            bytes=batch * lists * self._second_bytes(query, sealed, rows, first),
             flops=2.0 * batch * heads * members * rows * size,
             entries=picked(batch * own, rows, few),
         )
         launches = (*first.launches, second, Launch("operator", count=self.operators))
-        expected = "; ".join(
-            filter(None, (first.expected, "proposed rows are spread evenly over the groups of levels"))
-        )
-        return Scan(first.read + codes * lists / heads, launches, own, few, few, first.tail, expected)
+        expected = both(first.expected, "proposed rows are spread evenly over the groups of levels")
+        return ChoiceCost(launches, own, few, few, first.tail, expected)
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.pages.observe(selection, weights)
+    def _spread(self, query: Tensor, sealed: int, first: ChoiceCost) -> tuple[float, int]:
+        """Rows that the second stage scores for a list, and its lists."""
+        heads, members = query.shape[1:3]
+        if first.lists > heads and self.group != "each":
+            return min(first.rows * members, sealed), heads
+        return first.rows, first.lists
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        return self.pages.tail(query, positions, selection)
+    def _second_bytes(self, query: Tensor, sealed: int, rows: float, first: ChoiceCost) -> float:
+        """Bytes of codes and levels of so many proposed rows, for a list."""
+        size = query.shape[3]
+        spans = self.rows * first.runs / first.rows if first.rows else 0.0
+        groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
+        levels = float(self.inside.levels_bytes(torch.tensor(groups), size))
+        return rows * 4 * quantized_keys_reference.words(size, self.bits) + levels
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
-        """The pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for the same one again.
+        """Return the pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for one again.
 
         L is `heads`, or where both stages choose for every query head as many as these.
         """
@@ -211,15 +223,9 @@ class TwoStage(Selector):
         return scanned, read
 
 
-def _moved(keys: Tensor, real: Tensor, order: Tensor) -> Rows:
-    """Rows `[B,H,n,D]`, of which the last `order.shape[2]` move, as they will be stored; without values.
-
-    Args:
-        real: `[B,n]` bool, which are no padding. Heads may store padding apart: a place is real if it is in any head.
-    """
+def _moved(keys: Tensor, order: Tensor) -> Tensor:
+    """Keys `[B,H,n,D]`, of which the last `order.shape[2]` move, as they will be stored."""
     still = keys.shape[2] - order.shape[2]
     stay = torch.arange(still, device=order.device).expand(*order.shape[:2], -1)
     order = torch.cat([stay, order + still], 2)
-    keys = keys.gather(2, order[..., None].expand_as(keys))
-    real = real[:, None].expand_as(order).gather(2, order).any(1)
-    return Rows(keys, keys[:, :, :0], torch.where(real, 0, -1))
+    return keys.gather(2, order[..., None].expand_as(keys))

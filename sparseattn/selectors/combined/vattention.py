@@ -11,11 +11,11 @@ import statistics
 import torch
 from torch import Tensor
 
-from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, both, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, sorted_best
 from sparseattn.kernels.random_draws import draws, streams
-from sparseattn.selectors.base import Rows, Selector
+from sparseattn.selectors.abilities import Biases, Evicts, HasTail, ReadsKeys, WeighsNear
+from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
 
@@ -23,7 +23,7 @@ TINY = 1e-30  # of a denominator of nothing
 SIGNLESS = (1 << 63) - 1  # takes the sign from a draw
 
 
-class VAttention(Wrapper):
+class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
     """Reads what another selector chooses, and of all other rows as many at random as keep the softmax's denominator
     within a relative error epsilon, with probability 1 - delta.
 
@@ -64,11 +64,7 @@ class VAttention(Wrapper):
     """
 
     operators = 200
-    biases = True
-    needs_near = True
-    reads_stored = True
     knob = "epsilon"
-    usual = ("inner=Exact",)
 
     def __init__(
         self,
@@ -92,21 +88,20 @@ class VAttention(Wrapper):
             raise ValueError(f"margin is 0 or more standard errors, got {margin}")
         super().__init__(inner)
         wrong = {
-            "evicts": "drops rows",
-            "biases": "corrects a sample by a bias",
-            "tails": "stands for what is not read",
+            Evicts: "drops rows",
+            Biases: "corrects a sample by a bias",
+            HasTail: "stands for what is not read",
         }
-        for name, what in wrong.items():
-            if getattr(self.inner, name):
+        for ability, what in wrong.items():
+            if self.inner.find(ability):
                 raise ValueError(
                     f"{self.inner!r} {what}, and here all that it does not choose is sampled: take another"
                 )
-        if any(isinstance(one, Partitioned) for one in self.inner.within()):
+        if any(isinstance(part, Partitioned) for part in self.inner.tree()):
             raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
         self.uses_budget = True  # for the sample, whatever the inner method does
         self.epsilon, self.delta, self.rate, self.top = epsilon, delta, rate, top
         self.margin, self.seed = margin, seed
-        self.real = RowBuffer(1, spare=False)  # [B,N] bool, not padding
         self.needed: Tensor | None = None  # of the last `select`, no state
         self.drawn: Tensor | None = None
 
@@ -117,35 +112,31 @@ class VAttention(Wrapper):
         raise ValueError(f"{self!r} draws as many rows as are stored: build the KVCache without fixed=True")
 
     def append(self, rows: Rows) -> Tensor | None:
-        order = self.inner.append(rows)
-        real = rows.positions >= 0
-        if order is not None:
+        if self.inner.append(rows) is not None:
             raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
-        self.real.append(real)
         return None
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         batch, heads, group, size = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        real, keys = self.real.data, self.stored_keys()
+        real, keys = step.valid, self.stored_keys()
         stored = real.shape[1]
-        chosen = self.inner.select(query, positions, self._exact(stored, budget))
+        exact = self._exact(stored, budget)
+        chosen = self.inner.counted(self.inner.select(query, step, exact), query, step, exact)
         named = _of_each(chosen.mask(stored), heads, group)  # [B,H,G,N]
         total = real.sum(-1)[:, None, None]  # [B,1,1]
         left = budget - _of_each(chosen.attended[..., None], heads, group)[..., 0]  # [B,H,G]
         slots = min(budget, stored)
         base = (self.rate * total).ceil().long().clamp(min=2, max=slots).minimum(total).expand_as(left)
         place = torch.arange(slots, device=query.device)
-        stream = streams(self.seed, self.layer, self.numbers(heads), query.device)
-        rank = (draws(stream, positions, place.expand(batch, -1)) & SIGNLESS) % total.clamp(min=1)
+        stream = streams(self.seed, self.layer, self.head_numbers(heads), query.device)
+        rank = (draws(stream, step.positions, place.expand(batch, -1)) & SIGNLESS) % total.clamp(min=1)
         drawn = _rows(real, rank)  # [B,H,M]
-        asked = query.float() / self.temperature(size)
+        scaled = query.float() / self.temperature(size)
         first = drawn[..., : min(max(2, math.ceil(self.rate * stored)), slots)]  # [B,H,b]
-        logits = (asked @ _keys(keys, first).float().mT).masked_fill(named.gather(3, _every(first, group)), -torch.inf)
-        known = _log_sum(asked, keys, chosen)
-        if self.near is not None:
-            known = torch.logaddexp(known, self.near.float())
+        logits = (scaled @ _keys(keys, first).float().mT).masked_fill(named.gather(3, _every(first, group)), -torch.inf)
+        known = _log_sum(scaled, keys, chosen)
+        if step.near is not None:
+            known = torch.logaddexp(known, step.near.float())
 
         self.needed = needed = self._needed(logits, base, known, total)
         whole = (needed >= total) & (total <= budget)
@@ -171,21 +162,37 @@ class VAttention(Wrapper):
         exact = self.top if isinstance(self.top, int) else math.ceil(self.top * stored)
         return max(min(exact, stored, budget // 2) // self.span * self.span, self.span)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        """As if query heads chose other rows each."""
+        exact = self._exact(sealed, budget)
+        scan, inner = self.inner.scan(query, sealed, exact), self.inner.cost(query, sealed, exact)
+        if scan is None:
+            return None
+        added = self._weighed(query, sealed, budget, inner)
+        return Scan(scan.scanned + added, scan.read + added * query.shape[3] * self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """As if the bound took all of the budget, and query heads chose other rows each."""
         (batch, heads, group, size), rows = query.shape, min(budget, sealed)
         inner = self.inner.cost(query, sealed, self._exact(sealed, budget))
-        base = min(max(math.ceil(self.rate * sealed), 2), rows)
-        weighed = min(inner.rows * inner.lists / heads, sealed) + base
-        added = weighed * size * self.bytes_of(query)
+        added = self._weighed(query, sealed, budget, inner) * size * self.bytes_of(query)
         sampling = (
-            Launch("walk", batch * heads * added, entries=batch * heads * group * (inner.rows + base)),
+            Launch(
+                "walk", batch * heads * added, entries=batch * heads * group * (inner.rows + self._base(sealed, rows))
+            ),
             Launch("sort", entries=sorted_best(batch * heads * group, sealed, rows)),
             Launch("operator", count=self.operators),
         )
         expected = both(inner.expected, "all of the budget is read")
-        launches = (*inner.launches, *sampling)
-        return Scan(inner.read + added, launches, heads * group, rows, rows, expected=expected)
+        return ChoiceCost((*inner.launches, *sampling), heads * group, rows, rows, expected=expected)
+
+    def _base(self, sealed: int, rows: int) -> int:
+        """Draws of the base sample, of so many sealed rows and at most so many rows read."""
+        return min(max(math.ceil(self.rate * sealed), 2), rows)
+
+    def _weighed(self, query: Tensor, sealed: int, budget: int, inner: ChoiceCost) -> float:
+        """Rows whose keys are read besides what `inner` scans: those it chose, and the base sample."""
+        return min(inner.rows * inner.lists / query.shape[1], sealed) + self._base(sealed, min(budget, sealed))
 
     def _needed(self, logits: Tensor, base: Tensor, known: Tensor, total: Tensor) -> Tensor:
         """`[B,H,G]` float32: draws that the bound takes.
@@ -218,20 +225,20 @@ class VAttention(Wrapper):
             scanned = _of_each((chosen.scanned + chosen.attended)[..., None], heads, group)[..., 0]
             scanned = (scanned + base).flatten(1)
         if chosen.scan_bytes is not None:
-            weighed = chosen.distinct(heads, self.real.rows) + base.amax(2)  # the group shares its draws
+            weighed = chosen.distinct(heads, self.stored_keys().shape[2]) + base.amax(2)  # the group shares its draws
             read = chosen.scan_bytes + weighed * (size * self.bytes_of(self.stored_keys()))
         return scanned, read
 
 
-def _log_sum(asked: Tensor, keys: Tensor, chosen: Selection) -> Tensor:
+def _log_sum(scaled: Tensor, keys: Tensor, chosen: Selection) -> Tensor:
     """`[B,H,G]` float32: log-sum-exp of the logits of the rows chosen, for queries `[B,H,G,D]` divided by the
     temperature."""
     rows, heads = chosen.rows, keys.shape[1]  # [B,L,R], L = H or H*G
     batch, lists = rows.shape[:2]
     b = torch.arange(batch, device=keys.device)[:, None, None]
     h = (torch.arange(lists, device=keys.device) // (lists // heads))[None, :, None]
-    logits = asked.reshape(batch, lists, -1, keys.shape[3]) @ keys[b, h, rows.clamp(min=0)].float().mT
-    return logits.masked_fill((rows < 0)[:, :, None], -torch.inf).logsumexp(-1).view(asked.shape[:3])
+    logits = scaled.reshape(batch, lists, -1, keys.shape[3]) @ keys[b, h, rows.clamp(min=0)].float().mT
+    return logits.masked_fill((rows < 0)[:, :, None], -torch.inf).logsumexp(-1).view(scaled.shape[:3])
 
 
 def _of_each(x: Tensor, heads: int, group: int) -> Tensor:

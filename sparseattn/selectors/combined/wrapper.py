@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import Scan
-from sparseattn.selectors.base import Rows, Selector
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import ChoiceCost, Scan
+from sparseattn.selectors.base import Rows, Selector, StepContext
 
 
 class Wrapper(Selector):
-    """A method made of another, `inner`, which chooses, stores and learns wherever the subclass does not.
+    """A method made of another, `inner`, which chooses and stores wherever the subclass does not.
 
-    A subclass overrides what it does otherwise. Not passed on is what would be wrong of most: `weigh` (`estimates` is
-    False), since a choice that is changed weighs something else, and `check_state`, since the wrapper has state too.
+    A subclass overrides what it does otherwise. The abilities of `inner` are its own, the cache finds them there, but
+    for `EstimatesMass`, since a choice that is changed weighs something else. Nor is `check_state` passed on, since the
+    wrapper has state too.
 
     Args:
         inner: the method, or its name, see `make_selector`.
@@ -21,6 +22,8 @@ class Wrapper(Selector):
     Raises:
         ValueError: an `inner` that is neither.
     """
+
+    part_names = ("inner",)
 
     def __init__(self, inner: Selector | str) -> None:
         from sparseattn.selectors.registry import as_selector  # which knows the wrappers too
@@ -37,17 +40,11 @@ class Wrapper(Selector):
     def append(self, rows: Rows) -> Tensor | None:
         return self.inner.append(rows)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        return self.inner.select(query, positions, budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        return self.inner.select(query, step, budget)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        return self.inner.scan(query, sealed, budget)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         return self.inner.cost(query, sealed, budget)
-
-    def keep(self, ids: Tensor) -> None:
-        self.inner.keep(ids)
-
-    def observe(self, selection: Selection, weights: Tensor) -> None:
-        self.inner.observe(selection, weights)
-
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        return self.inner.tail(query, positions, selection)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, sorted_best
-from sparseattn.selectors.base import Rows, Selector, best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.selectors.abilities import Evicts, FollowsMoves, LearnsFromQueries, Observes
+from sparseattn.selectors.base import Rows, Selector, StepContext, best
 
 ROUNDING = 1e-5  # of a sum of float32 weights that is 1: with logits of 35, 5e-6 were seen
 
 
-class Evicting(Selector):
+class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     """Reads every row that it holds, and holds no more than the budget: `select` drops the rows of the least worth.
 
     What is dropped is never named again, though a later budget be larger. A subclass says what newly sealed rows are
@@ -32,7 +33,6 @@ class Evicting(Selector):
     """
 
     operators = 24
-    evicts = True
 
     def __init__(self) -> None:
         self.worth = RowBuffer(2, spare=-torch.inf)
@@ -40,10 +40,10 @@ class Evicting(Selector):
 
     @abstractmethod
     def first(self, rows: Rows) -> Tensor:
-        """`[B,H,n]`, or `[B,1,n]`: what newly sealed rows are worth; anything for padding."""
+        """Return what newly sealed rows are worth, `[B,H,n]` or `[B,1,n]`; anything for padding."""
 
     def ranked(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
-        """By what rows are kept at this step, as `worth`, -inf where that is; and bytes read of each key for it."""
+        """Return by what rows are kept at this step, as `worth`, -inf where that is; and bytes read of each key."""
         return worth, 0
 
     def fix(self, rows: int, seal: int) -> None:
@@ -53,25 +53,29 @@ class Evicting(Selector):
         self.kv = rows.keys.shape[1]
         self.worth.append(self.first(rows).masked_fill((rows.positions < 0)[:, None], -torch.inf))
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads = query.shape[:2]
-        if not self.worth.rows:
-            return Selection.none(batch, heads, query.device)
-        worth = self.worth.visible
-        rank, more = self.ranked(worth, query, budget)
-        before = (worth > -torch.inf).sum(-1).expand(-1, heads)  # [B,H]
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        heads, worth = query.shape[1], self.worth.visible
+        rank, key_bytes = self.ranked(worth, query, budget)
+        scanned = read = None
+        if step.counted:
+            scanned = (worth > -torch.inf).sum(-1).expand(-1, heads)  # [B,H]
+            read = scanned * (worth.element_size() + key_bytes)
         kept = Selection.tokens(best(rank, budget))
         worth.masked_fill_(~kept.mask(worth.shape[2]), -torch.inf)
         start, length = (x.expand(-1, heads, -1).contiguous() for x in (kept.start, kept.length))
-        return Selection(start, length, 1, before, before * (worth.element_size() + more), whole=True)
+        return Selection(start, length, 1, scanned, read, whole=True)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """Of a step behind the first, which finds what that one left."""
+        rows = min(budget, sealed)
+        return Scan(rows, 4 * rows)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         rows, heads = min(budget, sealed), query.shape[:2].numel()
         ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
         launches = (ranking, Launch("operator", count=self.operators))
         expected = "the first step has dropped what is beyond the budget"
-        return Scan(4 * rows, launches, query.shape[1], rows, rows, expected=expected)
+        return ChoiceCost(launches, query.shape[1], rows, rows, expected=expected)
 
     def held(self) -> Tensor:
         return (self.worth.data > -torch.inf).expand(-1, self.kv, -1)
@@ -80,7 +84,7 @@ class Evicting(Selector):
         self.worth.keep(ids[:, : self.worth.full.shape[1]])
 
 
-class Observing(Evicting):
+class Observing(Observes, Evicting):
     """An evicting method whose rows are worth what attention gives them.
 
     What a row gets before it is sealed is noted where it is known (`waiting`): from the prompt's queries, and from its
@@ -92,8 +96,6 @@ class Observing(Evicting):
         waiting_at: `[B,W]` int64, their positions; -1: none.
         shown: `[B,1]` int64, real rows sealed so far.
     """
-
-    observes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,12 +133,13 @@ class Observing(Evicting):
         self.shown.append(real.sum(-1, keepdim=True))
         return worth
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.shown.rows:
+            positions = step.positions
             alone = self.shown.data[:, 0] == positions  # every row before the token's is sealed
             self.waiting_at.data[:, -1] = torch.where(alone, positions, -1)
             self.waiting.data[:, :, -1] = self.unknown(positions)[:, None]  # until `observe` says it
-        return super().select(query, positions, budget)
+        return super().select(query, step, budget)
 
 
 def left(got: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
+from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows, vote
 from sparseattn.selectors.eviction.attention_received import received
 from sparseattn.selectors.eviction.base import Observing, every_row, left
@@ -15,7 +16,7 @@ from sparseattn.selectors.eviction.base import Observing, every_row, left
 SCORES = ("prompt", "decode")
 
 
-class H2O(Observing):
+class H2O(ReadsKeys, Observing):
     """Holds heavy hitters, the rows with the largest sum of attention weights, and a share of the budget's newest rows.
 
     Args:
@@ -45,12 +46,14 @@ class H2O(Observing):
         if not 0 <= recent <= 1:
             raise ValueError(f"recent is the share of the budget for the newest rows, 0 to 1, got {recent}")
         self.scores, self.recent = scores, recent
-        self.reads_stored = scores == "decode"
         # Whether a step was observed that had sealed rows. Sequences of a batch step together, so they agree, and the
         # host knows without waiting: all keys are read at one step alone.
         self.watched = False
         if scores == "prompt":
             self.queries_share, self.last_queries = 1.0, 1  # so every query: those of rows not sealed come with it
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and (self.scores == "decode" or ability is not ReadsKeys)
 
     @classmethod
     def paper(cls, scores: str = "prompt") -> dict[str, Any]:
@@ -83,7 +86,7 @@ class H2O(Observing):
         last_at = last_at.masked_fill(last_at <= newest, -1)  # these are among the others
         queries = torch.cat([rows.queries, last], 3)
         at = torch.cat([rows.query_positions, last_at], 1)
-        sealed, rest = received(queries, at, every_row(rows), self.scale)
+        sealed, rest = received(queries, at, every_row(rows), self.context.scale)
         return sealed, rest, rows.unsealed_positions
 
     def unknown(self, positions: Tensor) -> Tensor:
@@ -104,8 +107,6 @@ class H2O(Observing):
         return vote(logits.masked_fill((self.worth.visible == -torch.inf)[:, :, None], -torch.inf), "softmax")
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        if not self.worth.rows:
-            return
         self.watched = True
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting.data[:, :, -1] += left(got).sum(2)

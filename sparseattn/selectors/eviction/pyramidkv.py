@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sparseattn.core.rope import Rope
-from sparseattn.selectors.base import check_least
+from sparseattn.selectors.base import LayerContext
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.eviction.snapkv import SnapKV
 
 
@@ -44,23 +44,23 @@ class PyramidKV(SnapKV):
         made = cls(layers)
         return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
 
-    def for_layer(self, layer: int, rope: Rope | None = None) -> PyramidKV:
-        if self.layers is not None and layer >= self.layers:
+    def bind(self, context: LayerContext) -> None:
+        if self.layers is not None and context.layer >= self.layers:
             raise ValueError(
-                f"{self!r} is for layers 0 to {self.layers - 1}, and this is layer {layer}: layers is how many the "
-                f"model has"
+                f"{self!r} is for layers 0 to {self.layers - 1}, and this is layer {context.layer}: layers is how many "
+                f"the model has"
             )
-        return super().for_layer(layer, rope)
+        super().bind(context)
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        if self.layers is not None and self.depth not in (None, self.layers):
-            raise ValueError(f"{self!r} is for a model of {self.layers} layers, and this one has {self.depth}")
+        if self.layers is not None and self.context.depth not in (None, self.layers):
+            raise ValueError(f"{self!r} is for a model of {self.layers} layers, and this one has {self.context.depth}")
         self._last()
 
     def _last(self) -> int:
         """The model's last layer."""
-        layers = self.depth if self.layers is None else self.layers
+        layers = self.context.depth if self.layers is None else self.layers
         if layers is None and self.layer:
             raise ValueError(
                 f"{self!r} shares a budget among the layers of a model, and how many it has is not known here: give "

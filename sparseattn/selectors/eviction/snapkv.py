@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.selectors.base import Rows, check_least
+from sparseattn.selectors.base import Rows
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.eviction.attention_received import received
 from sparseattn.selectors.eviction.base import Evicting, every_row, last_of
 
@@ -53,7 +54,7 @@ class SnapKV(Evicting):
         return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
 
     def first(self, rows: Rows) -> Tensor:
-        return pooled_votes(rows, self.window, self.kernel, self.pool, self.scale)
+        return pooled_votes(rows, self.window, self.kernel, self.pool, self.context.scale)
 
 
 def check_pooling(window: int, kernel: int) -> None:

@@ -37,7 +37,7 @@ class TOVA(Observing):
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        sealed, rest = received(*last_of(rows, 1), every_row(rows), self.scale)
+        sealed, rest = received(*last_of(rows, 1), every_row(rows), self.context.scale)
         assert rows.unsealed_positions is not None
         return sealed.mean(1, keepdim=True), rest.mean(1, keepdim=True), rows.unsealed_positions
 
@@ -45,8 +45,6 @@ class TOVA(Observing):
         return 1e6 + positions  # above every weight
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        if not self.worth.rows:
-            return
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting_at.data[:, :-1] = -1  # what earlier queries gave counts no more
         # Summed over the group, as the prompt's: G times the mean over all heads ranks alike.

@@ -39,7 +39,8 @@ class SparQ(HasTail, Ranked):
     Departures. The paper weighs the mean value by the share of the approximate scores, over all rows, that rows not
     read have. Here rows read, sink and window keep their exact logits, and only those of the others are approximate.
     Its mean is over all values, here over sealed ones. Its last rows are among the k that are read; here sink and
-    window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)` (`LayerContext.scale`).
+    window come on top of the budget. In a layer of another scale its inverse stands for `sqrt(D)`
+    (`LayerContext.scale`).
 
     `scan_bytes`: r numbers of every row. With the tail, logits of 4 bytes for each row and query head
     are held from one `select` to the next.
