@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,20 @@ from sparseattn import (
     Weighed,
     Window,
 )
+from sparseattn.core.context import LayerContext, StepContext
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.step_cost import Scan
+from sparseattn.selectors.abilities import (
+    Biases,
+    EstimatesMass,
+    Evicts,
+    FollowsMoves,
+    HasTail,
+    LearnsFromQueries,
+    Observes,
+    ReadsKeys,
+)
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
@@ -77,7 +90,7 @@ from sparseattn.selectors.saved_state import Loaded, of_parts
 from sparseattn.traces.synthetic import synthetic
 
 
-class Buckets(Selector):
+class Buckets(LearnsFromQueries, Selector):
     """A test double with everything the contract allows: queries, its own order, runs, several seals.
 
     Each sealed batch is sorted by the sign of the key's product with the mean of its queries, into two runs; a query
@@ -116,9 +129,7 @@ class Buckets(Selector):
         self.shown.append(rows.positions)
         return order
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if self.mean.rows == 0:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         scores = vote((query @ self.mean.data.mT).float(), "sum")  # [B,H,R]
         ids = best(scores, scores.shape[-1])
         return Selection.runs(self.start.data.gather(2, ids), self.length.data.gather(2, ids), self.span, budget)
@@ -132,7 +143,7 @@ class SampledBuckets(Buckets):
         self.queries_share = queries_share
 
 
-class Heaviest(Selector):
+class Heaviest(Evicts, FollowsMoves, LearnsFromQueries, ReadsKeys, Selector):
     """A test double that evicts: each KV head holds the `rows` rows with the largest weight, others are gone for good.
 
     A row weighs the norm of its key and, where it is of the prompt, what the softmax of the prompt's last queries over
@@ -140,7 +151,6 @@ class Heaviest(Selector):
     """
 
     last_queries = 3
-    evicts = reads_stored = True
 
     def __init__(self, rows: int = 40) -> None:
         self.rows = rows
@@ -169,9 +179,7 @@ class Heaviest(Selector):
         weights = logits.softmax(-1) * (asked >= 0)[:, None, None, :, None]
         return weights[..., : rows.keys.shape[2]].mean((2, 3)) * 100
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.weight.rows:
-            return Selection.none(*query.shape[:2], query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         scores = query @ self.stored_keys().mT
         scores = scores.masked_fill(self.weight.data[:, :, None].isneginf(), -torch.inf)
         return Selection.tokens(best(vote(scores, "each"), budget))
@@ -183,7 +191,7 @@ class Heaviest(Selector):
         self.weight.keep(ids)
 
 
-class Estimate(Selector):
+class Estimate(Biases, Observes, HasTail, ReadsKeys, Selector):
     """A test double that biases, observes and has a tail: what it reads stands for more than itself.
 
     Rows rank by their product with the group's queries and by what they got so far. Where not all are read, every
@@ -191,13 +199,13 @@ class Estimate(Selector):
     all, its number.
     """
 
-    observes = tails = reads_stored = True
-
     def __init__(self, biased: bool = True) -> None:
-        self.biased = self.biases = biased
-        self.real = RowBuffer(1, spare=False)  # [B,N]
+        self.biased = biased
         self.values = RowBuffer(2, spare=0.0)  # [B,H,N,D], padding 0
         self.got = RowBuffer(2, spare=0.0)  # [B,H,N] weights, summed over steps and query heads
+
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and (self.biased or ability is not Biases)
 
     def fix(self, rows: int, seal: int) -> None:
         for _, state in self.buffers():
@@ -205,35 +213,29 @@ class Estimate(Selector):
 
     def append(self, rows: Rows) -> None:
         real = rows.positions >= 0
-        self.real.append(real)
         self.values.append(rows.values * real[:, None, :, None])
         self.got.append(torch.zeros(rows.keys.shape[:3], device=rows.keys.device))
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.real.rows:
-            return Selection.none(query.shape[0], query.shape[1], query.device)
-        real = self.real.visible[:, None]
-        scores = vote((query @ self.stored_keys()[:, :, : real.shape[2]].mT).float(), "sum") + 9 * self.got.visible
-        ids = best(scores.masked_fill(~real, -torch.inf), budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        valid = step.valid[:, None]
+        scores = vote((query @ self.stored_keys()[:, :, : valid.shape[2]].mT).float(), "sum") + 9 * self.got.visible
+        ids = best(scores.masked_fill(~valid, -torch.inf), budget)
         second = torch.arange(ids.shape[2], device=ids.device) % 2
-        bias = torch.where(real.sum(-1, keepdim=True) > budget, second * math.log(2), 0.0).expand(ids.shape)
-        scanned = real.sum(-1).expand(ids.shape[:2])
-        read = scanned * query.shape[3] * self.bytes_of(query)
+        bias = torch.where(valid.sum(-1, keepdim=True) > budget, second * math.log(2), 0.0).expand(ids.shape)
         bias = bias.float().masked_fill(ids < 0, torch.nan) if self.biased else None
-        return Selection.tokens(ids, scanned, read, bias)
+        return Selection.tokens(ids, bias=bias)
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
 
     def observe(self, selection: Selection, weights: Tensor) -> None:
-        if not self.real.rows:
-            return
         got, rows = self.got.visible, selection.rows
         each = weights.flatten(2).unflatten(1, (rows.shape[1], -1)).sum(2)  # [B,Hs,R]
         each, rows = (part.unflatten(1, (got.shape[1], -1)).flatten(2) for part in (each, rows))
         got.scatter_add_(2, rows.clamp(min=0), each)
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.real.rows:
-            return None
-        count = self.real.visible.sum(-1)[:, None]  # [B,1]
+    def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
+        count = step.valid.sum(-1)[:, None]  # [B,1]
         left = count - selection.attended  # [B,Hs]
         mean = self.values.visible.sum(2, keepdim=True) / count.clamp(min=1)[..., None, None]
         ids = torch.where(left > 0, 0, -1)[..., None]
@@ -244,23 +246,21 @@ class Estimate(Selector):
 class Foreseen(InfiniGen):
     """InfiniGen where the layer before foresees the query itself."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        self.ahead = query
-        return super().select(query, positions, budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        return super().select(query, dataclasses.replace(step, lookahead=query), budget)
 
 
-class Same(Wrapper):
+class Same(EstimatesMass, Wrapper):
     """A test double with a part and nothing else: it does what its part does, in every law."""
 
-    def __init__(self, inner: Selector) -> None:
-        super().__init__(inner)
-        self.estimates = inner.estimates
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and (ability is not EstimatesMass or self.inner.has(ability))
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         self.inner.check_state(of_parts(state, "inner")["inner"], rows, order)
 
-    def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
-        return self.inner.weigh(query, positions, budget)
+    def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
+        return self.inner.weigh(query, step, budget)
 
 
 def partition(heads: int, size: int, buckets: int = 12, hidden: int = 8, classifiers: int = 0, skip: bool = False):
@@ -292,13 +292,13 @@ def drawn(method: type[Partitioned], roped: bool = True, **arguments) -> Selecto
     """`method` over a `Drawn` artefact."""
     selector = method(__file__, **arguments)  # some file that is there
     selector._held = Drawn(roped)
-    selector.rope = None if roped else Rope.of(16)
+    selector.bind(LayerContext(rope=None if roped else Rope.of(16)))
     return selector
 
 
 def with_rope(selector: Selector) -> Selector:
     """`selector`, told of a RoPE that takes keys of any size."""
-    selector.rope = Rope.of(16)
+    selector.bind(LayerContext(rope=Rope.of(16)))
     return selector
 
 

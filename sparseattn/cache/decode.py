@@ -102,17 +102,17 @@ def _attend_parts(
     if cache.bits is not None:
         if not apart:
             nothing = Selection.none(query.shape[0], query.shape[1], query.device)
-            parts.append(attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl))
+            keys, values, bounds = cache.attended()
+            parts.append(attend(query, keys, values, nothing, bounds, scale=scale, impl=impl))
         if (codes := cache.sealed_codes) is not None:
             parts.append(attend_coded(query, codes, selection, scale=scale, impl=CODED.get(impl, impl)))
     else:
-        rows = cache.keys, cache.values, selection, cache.bounds
-        if apart:
-            rows = cache.sealed_keys, cache.sealed_values, selection, cache.sealed_bounds
+        rows = (cache.sealed_keys, cache.sealed_values, cache.sealed_bounds) if apart else cache.attended()
+        keys, values, bounds = rows
         if cache.observed:
-            out, lse, weights = attend(query, *rows, scale=scale, impl=impl, weights=True)
+            out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
         else:
-            out, lse = attend(query, *rows, scale=scale, impl=impl)
+            out, lse = attend(query, keys, values, selection, bounds, scale=scale, impl=impl)
         parts.append((out, lse))
     tail = cache.tail(query, selection)
     if tail is None:

@@ -159,7 +159,7 @@ class KVCache:
             learned = learned[0], max(learned[1], window + rollback + unit_of(selector, bits, group))
         codes = None if bits is None else SealedCodes(bits, group, capacity)
         self._stored = StoredRows(sink, near, capacity, self.sealed_device, *learned, codes, exact)
-        self._abilities = Abilities.of(selector)
+        self._abilities, self._learns = Abilities.of(selector), any(learned)
         if fixed:
             self._fix(capacity)
         self._forget()
@@ -234,6 +234,11 @@ class KVCache:
         """`[B,H,N,D]`, stored as the keys are. A view."""
         self._require_rows()
         return self._stored.values.visible
+
+    def attended(self) -> tuple[Tensor, Tensor, Bounds]:
+        """What a step attends to on the cache's own device: `keys`, `values` and `bounds`."""
+        stored = self._stored
+        return stored.keys.visible, stored.values.visible, stored.bounds
 
     @property
     def sealed_keys(self) -> Tensor:
@@ -321,7 +326,7 @@ class KVCache:
     def _require_rows(self) -> None:
         if self._broken:
             raise RuntimeError(f"{self._broken}, so this cache is void: reset() it")
-        if self.batch == 0:
+        if not self._stored.zones.count:
             raise RuntimeError("the cache is empty: append a prefill first")
 
     # -- storing ---------------------------------------------------------------------------------------------------
@@ -428,13 +433,15 @@ class KVCache:
         is stored then is the prompt, whose last queries a selector may want; where `select` or `decode` make that call,
         all but the newest row, whose step it is. If the selector raises, the cache is void until `reset`.
         """
+        self._require_rows()
         self._seal_due(decoded=0)
 
     def _seal_due(self, decoded: int) -> None:
         """`seal`, where the newest `decoded` rows of each sequence are no part of the prompt."""
-        self._require_rows()
-        least = self.seal_rows if self._decoded else 1
-        each = self._stored.zones.due(self.window + self.rollback, least, self.unit)
+        zones, keep, least = self._stored.zones, self.window + self.rollback, self.seal_rows if self._decoded else 1
+        if self._decoded and max(zones.count) - min(zones.sealed) - self.sink - keep < least:
+            return  # no sequence has as many waiting
+        each = zones.due(keep, least, self.unit)
         if max(each):
             input_checks.repeatable(self._stored.keys.full, "sealing rows")
         self._decoded = True
@@ -501,7 +508,7 @@ class KVCache:
             input_checks.finite(query=query)
         if self.fixed and not self._stored.zones.zone and input_checks.capturing(query):
             raise RuntimeError("nothing is sealed yet: capture a CUDA graph of a step when something is")
-        if (learned := self._stored.learned) is not None:
+        if self._learns and (learned := self._stored.learned) is not None:
             input_checks.group(query, learned)
         budget = parse_budget(budget)
         by_mass = isinstance(budget, Mass)
@@ -518,7 +525,7 @@ class KVCache:
     def step(self, near: Tensor | None = None, counted: bool = False) -> StepContext:
         """What the selector is told of a step at the newest token, see `StepContext`; once rows are sealed."""
         stored = self._stored
-        positions = self.positions if self.sealed_device is None else torch.tensor(stored.zones.next) - 1
+        positions = stored.newest if self.sealed_device is None else torch.tensor(stored.zones.next) - 1
         return StepContext(positions, stored.valid.visible, stored.zones.sealed, counted, near, self._lookahead)
 
     def foresee(self, ahead: Tensor) -> None:

@@ -92,13 +92,15 @@ def budget_rows(budget: Budget, context: int, span: int = 1, reader: object = "t
 
 def budget_of(selector: Reader, budget: Budget, context: int) -> int:
     """`budget_rows` for a selector; ValueError too for a mass where it does not say what its rows weigh."""
-    rows = budget_rows(budget, context, selector.span, selector)
-    if isinstance(parse_budget(budget), Mass) and selector.uses_budget and not selector.estimates:
+    budget = parse_budget(budget)
+    if type(budget) is int and max(selector.span, 1) <= budget <= MOST:
+        return budget
+    if isinstance(budget, Mass) and selector.uses_budget and not selector.estimates:
         raise ValueError(
             f"{selector!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass: "
-            f"give it rows or a share of the context, not {parse_budget(budget)}"
+            f"give it rows or a share of the context, not {budget}"
         )
-    return rows
+    return budget_rows(budget, context, selector.span, selector)
 
 
 def parse_budget(given: Budget) -> Rows:

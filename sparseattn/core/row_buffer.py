@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+EMPTY = "this row buffer holds nothing yet: append rows first"
+
 
 class State(ABC):
     """Keeps something for every sequence of a batch. Selectors keep nothing that depends on the rows seen elsewhere, so
@@ -87,7 +89,7 @@ class RowBuffer(State):
     def full(self) -> Tensor:
         """The whole storage, capacity included. Raises RuntimeError before the first row."""
         if self._data is None:
-            raise RuntimeError("this row buffer holds nothing yet: append rows first")
+            raise RuntimeError(EMPTY)
         return self._data
 
     @property
@@ -98,7 +100,10 @@ class RowBuffer(State):
     @property
     def visible(self) -> Tensor:
         """What a decode step reads, a view: the filled rows, or all of a fixed buffer's, whose shape stays."""
-        return self.data if self.room is None else self.full
+        data = self._data
+        if data is None:
+            raise RuntimeError(EMPTY)
+        return data.narrow(self.dim, 0, self.rows) if self.room is None else data
 
     def resize(self, rows: int, like: Tensor) -> None:
         """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.

@@ -286,7 +286,7 @@ class Selector(Stateful, Named, ABC):
 
     @property
     def unit(self) -> int:
-        return math.lcm(self.span, *(part.unit for _, part in self.parts()))
+        return math.lcm(self.span, *(part.unit for _, part in self.parts())) if self.part_names else self.span
 
     @property
     def host(self) -> bool:

@@ -21,11 +21,11 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
     """Reads the rows whose keys promise the largest logits to a query that is foreseen, by part of its channels.
 
     The query is what this layer's projection makes of the input of the attention layer before
-    (`StepContext.lookahead`), so that rows can be fetched while that layer computes. Queries and keys are turned by an orthogonal matrix under which
-    few channels hold most of their products: the right singular vectors of the prompt's queries. The channels with the
-    largest magnitudes of queries and keys are kept. Of each query head the rows are counted whose speculated logits
-    are less than `alpha` below the largest; the mean of these counts over the heads, at most the budget, is how many
-    rows every head reads.
+    (`StepContext.lookahead`), so that rows can be fetched while that layer computes. Queries and keys are turned by an
+    orthogonal matrix under which few channels hold most of their products: the right singular vectors of the prompt's
+    queries. The channels with the largest magnitudes of queries and keys are kept. Of each query head the rows are
+    counted whose speculated logits are less than `alpha` below the largest; the mean of these counts over the heads, at
+    most the budget, is how many rows every head reads.
 
     Args:
         ratio: share of the channels that are kept, above 0 to 1; 0.2 in the released code's runs.
