@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 
@@ -251,8 +252,10 @@ def test_a_sequence_may_begin_while_others_decode() -> None:
 
 
 def test_before_the_first_row_there_are_no_slots() -> None:
-    query = torch.zeros(2, 3, 4, D)
-    assert QueryBridge().select(query, torch.zeros(2), 10).start.shape == (2, 3, 0)
+    keys, queries = rows(2, 3, 4, 9)
+    cache = KVCache(QueryBridge(), sink=9, window=0)
+    cache.append(keys, keys, queries)
+    assert cache.select(queries[:, :, :, 0], 10).start.shape == (2, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +265,9 @@ def test_before_the_first_row_there_are_no_slots() -> None:
 def test_the_shape_is_that_of_the_budget_or_of_the_lists(probes, neighbours, guides, budget, slots) -> None:
     keys, queries = rows(1, 2, 2, 60)
     selector = QueryBridge(probes, neighbours, guides)
-    filled(selector, keys, queries)
+    step = filled(selector, keys, queries).step()
     for t in range(0, 60, 9):
-        assert selector.select(queries[:, :, :, t], torch.tensor([60]), budget).start.shape == (1, 4, slots)
+        assert selector.select(queries[:, :, :, t], step, budget).start.shape == (1, 4, slots)
 
 
 class NeverWaits(TorchDispatchMode):
@@ -288,16 +291,17 @@ def test_a_search_never_waits_for_the_device(share: float, centroids: bool) -> N
     keys, queries = rows(2, 2, 3, 130)
     cache = filled(QueryBridge(3, 8, 20, centroids, share), keys[:, :, :100], queries[:, :, :, :100])
     more(cache, keys[:, :, 100:], queries[:, :, :, 100:], 30)
-    query, at = queries[:, :, :, 3], torch.tensor([129, 129])
+    query, step = queries[:, :, :, 3], cache.step(counted=True)
     with NeverWaits():
-        found = cache.selector.select(query, at, 20)
+        found = cache.selector.select(query, step, 20)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NeverWaits():
         query.sum().item()
     # On the meta device there are no numbers: whatever looks at one fails.
     selector = cache.selector.clone()
     selector.to("meta")
     selector.stored = keys.to("meta")
-    there = selector.select(query.to("meta"), at.to("meta"), 20)
+    nowhere = dataclasses.replace(step, positions=step.positions.to("meta"), valid=step.valid.to("meta"))
+    there = selector.select(query.to("meta"), nowhere, 20)
     assert there.start.is_meta
     assert there.start.shape == found.start.shape
     assert found.scanned is not None

@@ -297,7 +297,7 @@ def test_stored_keys_may_lie_anyhow() -> None:
         assert torch.equal(view, keys)
         assert not view.is_contiguous()
         cache.selector.stored = view
-        found = cache.selector.select(query, torch.tensor([99, 99]), 10)
+        found = cache.selector.select(query, cache.step(counted=True), 10)
         for part in ("rows", "scanned", "scan_bytes"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), (name, part)
 
@@ -612,8 +612,9 @@ def test_sequences_without_a_sealed_row_have_no_graph() -> None:
     assert selection.attended.tolist() == [[10], [0]]
     assert selection.scanned.tolist() == [[56], [0]]
     assert selection.scan_bytes[1].tolist() == [0]
-    before = RetrievalAttention().select(keys[:, :, :1], torch.tensor([0, 0]), 10)
-    assert before.start.shape == (2, 1, 0)
+    before = KVCache(RetrievalAttention(), sink=0, window=4)
+    before.append(keys[:, :, :4], keys[:, :, :4], keys[:, :, None, :4])
+    assert before.select(keys[:, :, :1], 10).start.shape == (2, 1, 0)
 
 
 def test_padding_is_linked_to_nothing() -> None:
@@ -800,7 +801,7 @@ def test_a_third_of_the_keys_inserted_is_as_good_as_built() -> None:
         new = [0, 0]
         for query in layer.query[0, 0, last:]:
             best = (keys[0, 0] @ query).topk(100).indices
-            found = cache.selector.select(query[None, None, None], torch.tensor([last]), 100)
+            found = cache.selector.select(query[None, None, None], cache.step(counted=True), 100)
             hit = torch.isin(best, found.rows[0, 0])
             hits.append(float(hit.float().mean()))
             scanned += int(found.scanned)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, products, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products, sorted_best
 from sparseattn.kernels.nearest import evenly, load_faiss, nearest, root_of_moment
 from sparseattn.kernels.scoring import listed_scores
-from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.abilities import LearnsFromQueries, ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least, check_most, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.graphs.search_cost import new_of
 from sparseattn.selectors.saved_state import (
     Loaded,
@@ -25,7 +27,7 @@ from sparseattn.selectors.saved_state import (
 )
 
 
-class QueryBridge(Selector):
+class QueryBridge(LearnsFromQueries, ReadsKeys, Selector):
     """Finds the guides nearest to the query, unites their lists of keys, and reads the best of those by exact score.
 
     The first structure of RetrievalAttention, queries linked to their nearest keys, walked in one hop: static shapes,
@@ -52,7 +54,6 @@ class QueryBridge(Selector):
 
     operators = 26
     knob = "probes"
-    reads_stored = True
 
     def __init__(
         self, probes: int = 16, neighbours: int = 256, guides: int = 2048, centroids: bool = False, share: float = 1.0
@@ -63,7 +64,7 @@ class QueryBridge(Selector):
         load_faiss()
         self.probes, self.neighbours, self.guides, self.centroids = probes, neighbours, guides, centroids
         self.share = self.queries_share = share
-        self.real = RowBuffer(1)  # [B,N] bool, not padding; no step reads it
+        self.valid = RowBuffer(1)  # [B,N] bool, not padding: for `append`, no step reads it
         self.guide = RowBuffer(2)  # [B,Hs,S,D] float32
         self.direction = RowBuffer(2)  # [B,Hs,S,D] float32, unit length, in the space of comparison
         self.lists = RowBuffer(2, spare=-1)  # [B,Hs,S,K] int32, best first, then -1
@@ -77,26 +78,26 @@ class QueryBridge(Selector):
 
     def append(self, rows: Rows) -> None:
         batch, heads, new, size = rows.keys.shape
-        first, group = self.real.rows, 1 if rows.queries is None else rows.queries.shape[2]
-        asked = 0 if rows.queries is None else rows.queries.shape[3]
-        real, keys = rows.positions >= 0, rows.keys.float()
-        self.real.append(real)
+        first, group = self.valid.rows, 1 if rows.queries is None else rows.queries.shape[2]
+        sampled = 0 if rows.queries is None else rows.queries.shape[3]
+        valid, keys = rows.positions >= 0, rows.keys.float()
+        self.valid.append(valid)
         if first:
-            self._join(keys, real, first)
+            self._join(keys, valid, first)
         else:
             self.root.append(torch.zeros(batch, heads, size, size, device=keys.device))
-        held = (
+        made = (
             _made(self.lists.data)[:, 0].sum(-1).cpu() if self.guide.rows else torch.zeros(batch, dtype=torch.int64)
-        )  # [B]
-        more = asked or (0 if first else new)
-        most = int((held + more).clamp(max=self.guides).max())
+        )  # [B] guides
+        more = sampled or (0 if first else new)
+        most = int((made + more).clamp(max=self.guides).max())
         self._extend(batch, heads * group, max(most - self.guide.rows, 0), size, keys.device)
         without = 0
-        for b, count in enumerate(real.sum(1).tolist()):
-            place = self.real.data[b].nonzero()[:, 0]
+        for b, count in enumerate(valid.sum(1).tolist()):
+            place = self.valid.data[b].nonzero()[:, 0]
             opening = len(place) == count
-            free = int(self.guides - held[b])
-            if not count or not free or not (opening or asked):
+            free = int(self.guides - made[b])
+            if not count or not free or not (opening or sampled):
                 continue
             for h in range(heads):
                 known = keys[b, h, :count]
@@ -110,23 +111,23 @@ class QueryBridge(Selector):
                         without += not len(queries)
                         queries = queries if len(queries) else known
                         self.root.data[b, h] = root_of_moment(known)
-                    self._learn(b, h, h * group + g, queries, known, place, int(held[b]), free)
+                    self._learn(b, h, h * group + g, queries, known, place, int(made[b]), free)
         if without:
             warn_of_keys_as_queries(self, without, batch * heads * group)
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         check_no_order(order)
         batch, heads, new, size = rows.keys.shape
-        group, asked = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
-        guides = (batch, heads * group, min(asked or new, self.guides))
+        group, sampled = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
+        guides = (batch, heads * group, min(sampled or new, self.guides))
         vectors, lists = (torch.float32, (*guides, size)), (*guides, self.neighbours)
-        wanted = {"real": (torch.bool, (batch, new)), "root": (torch.float32, (batch, heads, size, size))}
+        wanted = {"valid": (torch.bool, (batch, new)), "root": (torch.float32, (batch, heads, size, size))}
         wanted |= {"guide": vectors, "direction": vectors}
         check_tensors(state, {**wanted, "lists": (torch.int32, lists), "scores": (torch.float32, lists)})
-        real = (rows.positions >= 0).cpu()
-        check_equal(state, "real", real)
+        valid = (rows.positions >= 0).cpu()
+        check_equal(state, "valid", valid)
         check_finite(state, "guide", "direction", "root")
-        check_lists(state, "lists", real.sum(1))
+        check_lists(state, "lists", valid.sum(1))
         check_scored(state, "lists", "scores")
 
     def _extend(self, batch: int, chosen: int, room: int, size: int, device: torch.device) -> None:
@@ -138,25 +139,25 @@ class QueryBridge(Selector):
         self.scores.append(torch.full(lists.shape, -torch.inf, device=device))
 
     def _learn(
-        self, b: int, h: int, s: int, queries: Tensor, keys: Tensor, place: Tensor, held: int, free: int
+        self, b: int, h: int, s: int, queries: Tensor, keys: Tensor, place: Tensor, made: int, free: int
     ) -> None:
-        """Makes at most `free` guides of query head s from `queries` `[Q,D]`, behind those it has.
+        """Make at most `free` guides of query head s from `queries` `[Q,D]`, behind the `made` ones that it has.
 
         Their lists are from `keys` `[n,D]`, stored at rows `place` `[n]`.
         """
-        if self.centroids and len(queries) > free and not held:
+        if self.centroids and len(queries) > free and not made:
             queries = _centroids(queries, queries @ self.root.data[b, h], free)
         else:
             queries = evenly(queries, free)
         scores, ids = nearest(queries, keys, self.neighbours)
-        filled = slice(held, held + len(queries))
+        filled = slice(made, made + len(queries))
         self.guide.data[b, s, filled] = queries
         self.direction.data[b, s, filled] = torch.nn.functional.normalize(queries @ self.root.data[b, h], dim=-1)
         self.lists.data[b, s, filled, : ids.shape[1]] = place[ids.long()].int()
         self.scores.data[b, s, filled, : ids.shape[1]] = scores
 
-    def _join(self, keys: Tensor, real: Tensor, first: int) -> None:
-        """Lets new keys `[B,H,n,D]`, stored from row `first` on, into the lists where they beat the worst key."""
+    def _join(self, keys: Tensor, valid: Tensor, first: int) -> None:
+        """Let new keys `[B,H,n,D]`, stored from row `first` on, into the lists where they beat the worst key."""
         new = torch.arange(first, first + keys.shape[2], dtype=torch.int32, device=keys.device)
         group = self.guide.data.shape[1] // keys.shape[1]
         for b in range(keys.shape[0]):
@@ -164,62 +165,69 @@ class QueryBridge(Selector):
                 guides, lists, scores = self.guide.data[b, s], self.lists.data[b, s], self.scores.data[b, s]
                 made = _made(lists)  # [S]
                 products = guides @ keys[b, s // group].T  # [S,n]
-                products = products.masked_fill(~(made[:, None] & real[b]), -torch.inf)
+                products = products.masked_fill(~(made[:, None] & valid[b]), -torch.inf)
                 top = torch.cat([scores, products], 1).topk(self.neighbours, dim=1)
                 ids = torch.cat([lists, new.expand(len(guides), -1)], 1).gather(1, top.indices)
                 lists.copy_(torch.where(top.values.isneginf(), -1, ids))
                 scores.copy_(top.values)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         batch, heads, group, size = query.shape
-        if not self.guide.rows:
-            return Selection.none(batch, heads, query.device)
         chosen = heads * group
-        asked = query.float()
         lists, direction = self.lists.visible, self.direction.visible
         made = _made(lists)
         # direction: [B,A,S,D], A = Hs, or H where keys served as queries
         each = chosen // direction.shape[1]
-        turned = (asked @ self.root.data).reshape(batch, -1, each, size)  # [B,A,each,D]
+        turned = (query.float() @ self.root.data).reshape(batch, -1, each, size)  # [B,A,each,D]
         likeness = turned @ direction.mT  # [B,A,each,S]
         likeness = likeness.masked_fill(~made[:, :, None], -torch.inf)
         probes = likeness.topk(min(self.probes, likeness.shape[-1]), dim=-1).indices  # [B,A,each,P]
         ids = lists.gather(2, probes.flatten(2)[..., None].expand(-1, -1, -1, self.neighbours))  # [B,A,each*P,K]
         ids = ids.view(batch, chosen, -1).sort(-1).values  # [B,Hs,P*K]
-        listed = (ids >= 0).sum(-1)
         scores = listed_scores(query, self.stored_keys(), ids)
         top = scores.topk(min(budget, scores.shape[-1]), dim=-1)
         rows = torch.where(top.values.isneginf(), -1, ids.gather(-1, top.indices))
-        guides = made.sum(-1).repeat_interleave(each, 1)  # [B,Hs]
+        if not step.counted:
+            return Selection.tokens(rows)
+        guides, listed = made.sum(-1).repeat_interleave(each, 1), (ids >= 0).sum(-1)  # [B,Hs]
         scored = (~scores.isneginf()).sum(-1)
         read = guides * size * 4 + listed * 4 + scored * size * self.bytes_of(query)
         read = read.view(batch, heads, group).sum(-1)
         read = read + (read > 0) * size * size * 4  # the root, once per KV head
         return Selection.tokens(rows, guides + scored, read)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """As if lists of likely guides had the keys in common that lists at random have."""
-        (group, size), every = query.shape[2:], query.shape[:3].numel()
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        (group, size), (guides, listed, scored) = query.shape[2:], self._expected(sealed)
+        read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
+        return Scan(guides + scored, read)
+
+    def _expected(self, sealed: int) -> tuple[int, int, float]:
+        """Return how many guides there are expected to be, keys in the lists that a query unites, and distinct keys
+        among these: as if lists of likely guides had the keys in common that lists at random have."""
         guides = min(self.guides, max(math.ceil(self.share * sealed), 1))
         listed = min(self.probes, guides) * min(self.neighbours, sealed)
-        scored = new_of(sealed, listed)
-        read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
+        return guides, listed, new_of(sealed, listed)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        (group, size), every = query.shape[2:], query.shape[:3].numel()
+        guides, listed, scored = self._expected(sealed)
         scoring = (
             products(query, guides, size, 4.0 * group * guides * size),
             Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
         expected = "lists have keys in common as at random"
-        return self.ranked_cost(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
+        return self.ranked_cost(query, scoring, (int(scored), min(budget, int(scored))), expected=expected)
 
 
 def _made(lists: Tensor) -> Tensor:
-    """`[...,S]` bool: which guides of lists `[...,S,K]` there are; the rest is room."""
+    """Return which guides of lists `[...,S,K]` there are, `[...,S]` bool; the rest is room."""
     return lists[..., 0] >= 0
 
 
 def _centroids(queries: Tensor, turned: Tensor, count: int) -> Tensor:
-    """`[count,D]`: sums of the unit queries `[Q,D]` of each k-means cluster, by the direction of `turned` `[Q,D]`."""
+    """Return `[count,D]`: sums of the unit queries `[Q,D]` of each k-means cluster, clustered by the direction of
+    `turned` `[Q,D]`."""
     faiss = load_faiss()
     points = torch.nn.functional.normalize(turned, dim=-1).cpu().numpy()
     means = faiss.Kmeans(points.shape[1], count, spherical=True, niter=10, seed=0, min_points_per_centroid=1)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparseattn.core.row_buffer import RowBuffer, State
+from sparseattn.core.row_buffer import State
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, products
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
 from sparseattn.kernels.nearest import in_threads, load_faiss
-from sparseattn.selectors.base import Rows, Selector, check_least, check_most
-from sparseattn.selectors.graphs.search_cost import walked
+from sparseattn.selectors.abilities import ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least, check_most
+from sparseattn.selectors.graphs.search_cost import walk_cost, walk_scan
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
 
@@ -23,35 +26,48 @@ _COUNTING = threading.Lock()  # faiss counts HNSW's work once for the whole proc
 
 
 def _host(part: Tensor) -> Any:
-    """What faiss reads: a contiguous float32 numpy array on the CPU, a view where `part` is that already."""
+    """Return what faiss reads: a contiguous float32 numpy array on the CPU, a view where `part` is that already."""
     return part.detach().to("cpu", torch.float32).contiguous().numpy()
+
+
+class Work(NamedTuple):
+    """What a search of one KV head took, where the data decide it.
+
+    Args:
+        scanned: keys and centroids scored, for each query head.
+        read: bytes, of all query heads.
+    """
+
+    scanned: list[int]
+    read: int
 
 
 class IndexTable(State):
     """One faiss index for each sequence and KV head, in host memory.
 
     Attributes:
-        indexes: `[B][H]`, None until the first real key of a sequence.
+        indexes: `[B][H]`, None until the first valid key of a sequence.
     """
 
     def __init__(self) -> None:
         self.indexes: list[list[Any]] = []
         self.rows = 0
 
-    def extend(self, keys: Tensor, real: Tensor, grow: Callable[[Any, Any], Any]) -> None:
-        """Shows `grow(index or None, keys [n,D] float32)` the real keys of every head, and keeps the index it returns.
+    def extend(self, keys: Tensor, valid: Tensor, grow: Callable[[Any, Any], Any]) -> None:
+        """Show `grow(index or None, keys [n,D] float32)` the valid keys of every head, and keep the index it returns.
 
         Args:
-            keys: `[B,H,n,D]`. real: `[B,n]` bool.
+            keys: `[B,H,n,D]`.
+            valid: `[B,n]` bool.
         """
-        (batch, heads, new, _), real = keys.shape, real.cpu()
+        (batch, heads, new, _), valid = keys.shape, valid.cpu()
         self.indexes = self.indexes or [[None] * heads for _ in range(batch)]
 
         def build(place: tuple[int, int]) -> None:
             b, h = place
-            self.indexes[b][h] = grow(self.indexes[b][h], _host(keys[b, h][real[b]]))
+            self.indexes[b][h] = grow(self.indexes[b][h], _host(keys[b, h][valid[b]]))
 
-        in_threads(build, [(b, h) for b in real.any(1).nonzero()[:, 0].tolist() for h in range(heads)])
+        in_threads(build, [(b, h) for b in valid.any(1).nonzero()[:, 0].tolist() for h in range(heads)])
         self.rows += new
 
     def fresh(self) -> IndexTable:
@@ -74,16 +90,16 @@ class IndexTable(State):
         self.rows, self.indexes = 0, []
 
     def to(self, device: torch.device | str) -> None:
-        """Stays in host memory."""
+        """Stay in host memory."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the indexes written out: float32 keys, and lists or links."""
-        held = [index for heads in self.indexes for index in heads if index is not None]
-        return sum(len(load_faiss().serialize_index(index)) for index in held)
+        """Return the bytes of the indexes written out: float32 keys, and lists or links."""
+        made = [index for heads in self.indexes for index in heads if index is not None]
+        return sum(len(load_faiss().serialize_index(index)) for index in made)
 
 
-class _Vector(Selector):
+class _FaissSearch(Selector):
     """faiss on the host: for each sequence and KV head, every query head takes its own best rows by inner product.
 
     Keys, queries and chosen rows are copied from and to a GPU; keys of other dtypes are searched in float32.
@@ -93,71 +109,74 @@ class _Vector(Selector):
 
     def __init__(self) -> None:
         load_faiss()
-        self.real = RowBuffer(1)  # [B,N] bool, not padding
 
-    def append(self, rows: Rows) -> None:
-        self.real.append(rows.positions >= 0)
-
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        slots = min(budget, self.real.rows)
-        asked, real = _host(query), self.real.data.cpu()
+        slots = min(budget, step.valid.shape[1])
+        queries, valid = _host(query), step.valid.cpu()
         ids = torch.full((batch, heads, group, slots), -1)
         scanned = torch.zeros(batch, heads, group, dtype=torch.int64)
-        read = torch.zeros(batch, heads, dtype=torch.int64)
+        read, data_decide = torch.zeros(batch, heads, dtype=torch.int64), False
         for b in range(batch):
-            # The stored row of the sequence's i-th real key, which faiss calls i; nonzero takes 0.5 ms of 131,072 rows
-            place = torch.arange(real.shape[1]) if bool(real[b].all()) else real[b].nonzero()[:, 0]
+            # The stored row of the sequence's i-th valid key, which faiss calls i; nonzero takes 0.5 ms of 131,072 rows
+            place = torch.arange(valid.shape[1]) if bool(valid[b].all()) else valid[b].nonzero()[:, 0]
             for h in range(heads if len(place) else 0):
-                found, work, read[b, h] = self._search(b, h, place, asked[b, h], slots)
-                ids[b, h] = torch.where(found < 0, -1, place[found.clamp(min=0)])
-                scanned[b, h] = torch.tensor(work)
-        scanned, read = scanned.flatten(1, 2).to(query.device), read.to(query.device)
-        return Selection.tokens(ids.flatten(1, 2).to(query.device), scanned, read)
+                nearest, work = self._search(b, h, place, queries[b, h], slots, step.counted)
+                ids[b, h] = torch.where(nearest < 0, -1, place[nearest.clamp(min=0)])
+                if work is not None:
+                    scanned[b, h], read[b, h], data_decide = torch.tensor(work.scanned), work.read, True
+        chosen = Selection.tokens(ids.flatten(1, 2).to(query.device))
+        if not data_decide:
+            return chosen
+        return replace(chosen, scanned=scanned.flatten(1, 2).to(query.device), scan_bytes=read.to(query.device))
 
     @abstractmethod
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
-        """The best real keys of one KV head for its queries `asked` `[G,D]`.
+    def _search(
+        self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool
+    ) -> tuple[Tensor, Work | None]:
+        """Return the best valid keys of one KV head for its queries `[G,D]`.
 
         Args:
-            place: `[n]`, n >= 1, the stored rows of the sequence's real keys.
+            place: `[n]`, n >= 1, the stored rows of the sequence's valid keys.
+            counted: whether what it takes is counted.
 
         Returns:
-            numbers `[G,slots]` int64 of real keys, -1 where there are no more; scanned `[G]`; bytes read.
+            numbers `[G,slots]` int64 of valid keys, -1 where there are no more; what it took, None where that is not
+            counted or where `scan` says it.
         """
 
 
-class Flat(_Vector):
+class Flat(ReadsKeys, _FaissSearch):
     """Scores every sealed key, by `faiss.knn` over the cache's own keys: exact, what the others are measured against.
 
     Costs nothing to keep. float32 keys on the CPU are read where they lie; others are converted anew at every query
-    (from a GPU, copied too: `Exact` is the one to use there). `scan_bytes`: every real key once per KV head, at its
+    (from a GPU, copied too: `Exact` is the one to use there). `scan_bytes`: every valid key once per KV head, at its
     stored size.
     """
 
-    reads_stored = True
+    def append(self, rows: Rows) -> None:
+        return None
 
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
+    def _search(self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool) -> tuple[Tensor, None]:
         keys, faiss = self.stored_keys()[b, h], load_faiss()
         if len(place) < len(keys):
             keys = keys[place.to(keys.device)]
         count = min(slots, len(keys))
-        best = torch.from_numpy(faiss.knn(asked, _host(keys), count, metric=faiss.METRIC_INNER_PRODUCT)[1])
-        found = torch.nn.functional.pad(best, (0, slots - count), value=-1)
-        return found, [len(keys)] * len(asked), keys.numel() * self.bytes_of(keys)
+        best = torch.from_numpy(faiss.knn(queries, _host(keys), count, metric=faiss.METRIC_INNER_PRODUCT)[1])
+        return torch.nn.functional.pad(best, (0, slots - count), value=-1), None
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        read = sealed * query.shape[3] * self.bytes_of(query)
-        launch = products(query, sealed, query.shape[3], read)
-        return self.ranked_cost(query, [launch], read, (sealed, min(budget, sealed)))
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        launch = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
+        return self.ranked_cost(query, [launch], (sealed, min(budget, sealed)))
 
 
-class IVF(_Vector):
+class IVF(_FaissSearch):
     """k-means lists (faiss `IndexIVFFlat`): scores the centroids, then every key in the lists of the best ones.
 
-    The lists are trained by faiss's spherical k-means (10 rounds, on at most 256 keys a list) on the first real keys
+    The lists are trained by faiss's spherical k-means (10 rounds, on at most 256 keys a list) on the first valid keys
     that a sequence seals, its prompt's; keys sealed later join the nearest of these lists, which are never retrained.
     Keeps a float32 copy of the keys. `scanned`: keys in the visited lists plus centroids, for each query head;
     `scan_bytes`: as many float32 vectors, summed over the query heads, whose lists differ.
@@ -179,7 +198,6 @@ class IVF(_Vector):
         self.table = IndexTable()
 
     def append(self, rows: Rows) -> None:
-        super().append(rows)
         self.table.extend(rows.keys, rows.positions >= 0, self._grow)
 
     def _grow(self, index: Any, keys: Any) -> Any:
@@ -193,29 +211,37 @@ class IVF(_Vector):
         return index
 
     def _made(self, count: int) -> int:
-        """Lists of so many keys."""
+        """Return how many lists so many keys make."""
         lists = self.lists or 1 << int(4 * count**0.5).bit_length() - 1
         return max(min(lists, count // KEYS_PER_LIST), 1)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if lists held as many keys each, and all were the prompt's."""
         lists = self._made(sealed)
         scored = lists + sealed * min(self.probes, lists) / lists
-        read, every = 4.0 * query.shape[2] * scored * query.shape[3], query.shape[:3].numel()
-        launch = Launch("walk", query.shape[:2].numel() * read, entries=every * scored)
-        expected = "lists hold as many keys each"
-        return self.ranked_cost(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
+        return Scan(scored, 4.0 * query.shape[2] * scored * query.shape[3])
 
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        scan = self.scan(query, sealed, budget)
+        every = query.shape[:3].numel() * scan.scanned
+        launch = Launch("walk", query.shape[:2].numel() * scan.read, entries=every)
+        best = int(scan.scanned), min(budget, sealed)
+        return self.ranked_cost(query, [launch], best, expected="lists hold as many keys each")
+
+    def _search(
+        self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool
+    ) -> tuple[Tensor, Work | None]:
         index = self.table.indexes[b][h]
         index.nprobe = min(self.probes, index.nlist)
-        scores, lists = index.quantizer.search(asked, index.nprobe)  # [G,probes]
-        found = index.search_preassigned(asked, slots, lists, scores)[1]
+        scores, lists = index.quantizer.search(queries, index.nprobe)  # [G,probes]
+        nearest = torch.from_numpy(index.search_preassigned(queries, slots, lists, scores)[1])
+        if not counted:
+            return nearest, None
         scanned = [index.nlist + sum(map(index.get_list_size, visited)) for visited in lists.tolist()]
-        return torch.from_numpy(found), scanned, sum(scanned) * index.d * 4
+        return nearest, Work(scanned, sum(scanned) * index.d * 4)
 
 
-class HNSW(_Vector):
+class HNSW(_FaissSearch):
     """A layered graph of near keys (faiss `IndexHNSWFlat`), walked greedily towards the query.
 
     Keeps a float32 copy of the keys and `8 * degree` bytes of links a key. With `metric="ip"`, links are pruned by
@@ -248,7 +274,6 @@ class HNSW(_Vector):
         self.table = IndexTable()
 
     def append(self, rows: Rows) -> None:
-        super().append(rows)
         self.table.extend(rows.keys, rows.positions >= 0, self._grow)
 
     def _grow(self, index: Any, keys: Any) -> Any:
@@ -265,19 +290,25 @@ class HNSW(_Vector):
         index.add(keys)
         return index
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return walked(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4, self.operators)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walk_scan(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4)
 
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        return walk_cost(query, self.scan(query, sealed, budget), min(budget, sealed), self.operators)
+
+    def _search(
+        self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool
+    ) -> tuple[Tensor, Work | None]:
         faiss, index = load_faiss(), self.table.indexes[b][h]
         if self.metric == "l2":
-            asked = torch.nn.functional.pad(torch.from_numpy(asked), (0, 1)).numpy()
+            queries = torch.nn.functional.pad(torch.from_numpy(queries), (0, 1)).numpy()
         params, stats = faiss.SearchParametersHNSW(efSearch=max(self.beam, slots)), faiss.cvar.hnsw_stats
-        found, scanned, steps = [], [], 0
-        for g in range(len(asked)):
+        nearest, scanned, steps = [], [], 0
+        for g in range(len(queries)):
             with _COUNTING:
                 stats.reset()
-                found.append(torch.from_numpy(index.search(asked[g : g + 1], slots, params=params)[1]))
+                nearest.append(torch.from_numpy(index.search(queries[g : g + 1], slots, params=params)[1]))
                 scanned.append(stats.ndis + 1)
                 steps += stats.nhops
-        return torch.cat(found), scanned, sum(scanned) * index.d * 4 + steps * 2 * self.degree * 4
+        work = Work(scanned, sum(scanned) * index.d * 4 + steps * 2 * self.degree * 4)
+        return torch.cat(nearest), work if counted else None

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan
+from sparseattn.core.step_cost import ChoiceCost, Scan
 from sparseattn.kernels.nearest import load_faiss, root_of_moment
-from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
-from sparseattn.selectors.graphs.search_cost import walked
+from sparseattn.selectors.abilities import HostOnly, LearnsFromQueries, ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least, check_most, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.graphs.search_cost import walk_cost, walk_scan
 from sparseattn.selectors.saved_state import (
     Loaded,
     check_finite,
@@ -25,7 +27,7 @@ from sparseattn.selectors.saved_state import (
 METRICS = ("l2", "query")
 
 
-class RetrievalAttention(Selector):
+class RetrievalAttention(HostOnly, LearnsFromQueries, ReadsKeys, Selector):
     """Searches, for every query head, a graph over its KV head's keys and reads the best rows found.
 
     The graph is RoarGraph's (https://arxiv.org/abs/2408.08933), built from the exact nearest keys of the prefill's
@@ -61,8 +63,6 @@ class RetrievalAttention(Selector):
 
     operators = 25
     knob = "beam"
-    host = True
-    reads_stored = True
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class RetrievalAttention(Selector):
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
         compiled()
         self.beam, self.neighbours, self.degree, self.pivots = beam, neighbours, degree, pivots
-        self.build_beam, self.share, self.metric, self.guides = build_beam, share, metric, guides
-        self.queries_share = share
+        self.build_beam, self.metric, self.guides = build_beam, metric, guides
+        self.share = self.queries_share = share
         self.adjacency = RowBuffer(2)  # [B,Hs,N,W] int32
         self.parent = RowBuffer(2)  # [B,Hs,N] int32
         self.bias = RowBuffer(2)  # [B,Hs,N] float32
@@ -96,7 +96,7 @@ class RetrievalAttention(Selector):
 
     @classmethod
     def paper(cls, **knobs: Any) -> dict[str, Any]:
-        """The paper's setting as arguments of `KVCache`: 128 + 512 rows dense, the others in host memory.
+        """Return the paper's setting as arguments of `KVCache`: 128 + 512 rows dense, the others in host memory.
 
         Its budget is 100 rows, and 2,000 for key-value retrieval: `decode(query, cache, budget=100)`.
         """
@@ -104,7 +104,7 @@ class RetrievalAttention(Selector):
 
     @property
     def recipe(self) -> Any:
-        """How lists are made, for `roargraph`."""
+        """Return how lists are made, for `roargraph`."""
         roargraph, _ = compiled()
         return roargraph.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, self.guides)
 
@@ -114,25 +114,25 @@ class RetrievalAttention(Selector):
         self._extend(rows, heads * group)
         without = 0
         for b in range(batch):
-            real = int((rows.positions[b] >= 0).sum())
+            valid = int((rows.positions[b] >= 0).sum())
             # Padding is in no list, and counts as attached.
-            self.parent.full[b, :, first + real : first + new] = torch.arange(first + real, first + new)
-            if not real:
+            self.parent.full[b, :, first + valid : first + new] = torch.arange(first + valid, first + new)
+            if not valid:
                 continue
-            taken = None if rows.query_positions is None else rows.query_positions[b] >= 0
+            sampled = None if rows.query_positions is None else rows.query_positions[b] >= 0
             for h in range(heads):
-                fresh = rows.keys[b, h, :real].float()
-                keys = joined(self.stored_keys()[b, h, :first], rows.keys[b, h, :real]).float() if first else fresh
+                fresh = rows.keys[b, h, :valid].float()
+                keys = joined(self.stored_keys()[b, h, :first], rows.keys[b, h, :valid]).float() if first else fresh
                 for g in range(group):
-                    asked = fresh[:0] if rows.queries is None else rows.queries[b, h, g][taken].float()
-                    without += self._link(b, h * group + g, keys.contiguous(), asked, first)
+                    queries = fresh[:0] if rows.queries is None else rows.queries[b, h, g][sampled].float()
+                    without += self._link(b, h * group + g, keys.contiguous(), queries, first)
         if without:
             warn_of_keys_as_queries(self, without, batch * heads * group)
 
     def _extend(self, rows: Rows, graphs: int) -> None:
-        """Room for the new rows, without any list."""
+        """Make room for the new rows, without any list."""
         batch, _, new, size = rows.keys.shape
-        opening, asked = self.parent.rows == 0, 0 if rows.queries is None else rows.queries.shape[3]
+        opening, sampled = self.parent.rows == 0, 0 if rows.queries is None else rows.queries.shape[3]
         self.adjacency.append(torch.full((batch, graphs, new, self.degree), -1, dtype=torch.int32))
         self.parent.append(torch.full((batch, graphs, new), -1, dtype=torch.int32))
         self.bias.append(torch.zeros(batch, graphs, new))
@@ -140,8 +140,8 @@ class RetrievalAttention(Selector):
             self.entry.append(torch.full((batch, graphs, 1), -1, dtype=torch.int32))
             if self.metric == "query":
                 self.root.append(torch.zeros(batch, graphs, size, size))
-            asked = asked or new
-        guides = min(self.guides - self.guide.rows, asked)
+            sampled = sampled or new
+        guides = min(self.guides - self.guide.rows, sampled)
         self.guide.append(torch.zeros(batch, graphs, guides, size))
         self.lists.append(torch.full((batch, graphs, guides, self.neighbours), -1, dtype=torch.int32))
         self.scores.append(torch.full((batch, graphs, guides, self.neighbours), -torch.inf))
@@ -149,8 +149,8 @@ class RetrievalAttention(Selector):
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         check_no_order(order)
         batch, heads, new, size = rows.keys.shape
-        group, asked = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
-        graphs, guides = (batch, heads * group), min(self.guides, asked or new)
+        group, sampled = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
+        graphs, guides = (batch, heads * group), min(self.guides, sampled or new)
         wanted = {
             "adjacency": (torch.int32, (*graphs, new, self.degree)),
             "parent": (torch.int32, (*graphs, new)),
@@ -165,73 +165,72 @@ class RetrievalAttention(Selector):
             wanted["root"] = (torch.float32, (*graphs, size, size))
         check_tensors(state, wanted)
         check_finite(state, "bias", "guide", "root")
-        real = (rows.positions >= 0).sum(1).cpu()
-        check_lists(state, "adjacency", real)
+        valid = (rows.positions >= 0).sum(1).cpu()
+        check_lists(state, "adjacency", valid)
         if guides:
-            check_lists(state, "lists", real)
+            check_lists(state, "lists", valid)
             check_scored(state, "lists", "scores")
-        for b, count in enumerate(real.tolist()):
+        for b, count in enumerate(valid.tolist()):
             for lists_of, parent, entry in zip(*(state[n][b] for n in ("adjacency", "parent", "entry")), strict=True):
                 _check_tree(lists_of[:count], parent.long(), int(entry), count)
 
     def _link(self, b: int, s: int, keys: Tensor, queries: Tensor, first: int) -> bool:
-        """Takes `keys` `[N,D]` from `first` on into graph s of sequence b; whether they had to serve as queries."""
+        """Take `keys` `[N,D]` from `first` on into graph s of sequence b, and return whether they had to serve as
+        queries."""
         roargraph, build_and_search = compiled()
-        held = roargraph.Graph(
+        graph = roargraph.Graph(
             *(state.full[b, s].numpy() for state in (self.adjacency, self.parent, self.bias)),
             int(self.entry.full[b, s, 0]),
             *(state.data[b, s].numpy() for state in (self.guide, self.lists, self.scores)),
         )
-        if held.entry >= 0:
+        if graph.entry >= 0:
             points = self._points(keys, b, s).numpy()
             with build_and_search.ONE_AT_A_TIME:
-                roargraph.grow(held, keys.numpy(), points, self._guiding(queries).numpy(), first, self.recipe)
+                roargraph.grow(graph, keys.numpy(), points, self._guiding(queries).numpy(), first, self.recipe)
             return False
         keys = keys[first:]  # what comes before is padding
         with build_and_search.ONE_AT_A_TIME:
             made, without = self._built(keys, queries, b, s)
-        few, known = min(len(made.guides), len(held.guides)), made.lists.shape[1]
+        few, known = min(len(made.guides), len(graph.guides)), made.lists.shape[1]
         place = slice(first, first + len(keys))
-        held.adjacency[place] = made.adjacency + first * (made.adjacency >= 0)
-        held.parent[place] = made.parent + first
-        held.bias[place] = made.bias
-        held.guides[:few] = made.guides[:few]
-        held.lists[:few, :known] = made.lists[:few] + first * (made.lists[:few] >= 0)
-        held.scores[:few, :known] = made.scores[:few]
+        graph.adjacency[place] = made.adjacency + first * (made.adjacency >= 0)
+        graph.parent[place] = made.parent + first
+        graph.bias[place] = made.bias
+        graph.guides[:few] = made.guides[:few]
+        graph.lists[:few, :known] = made.lists[:few] + first * (made.lists[:few] >= 0)
+        graph.scores[:few, :known] = made.scores[:few]
         self.entry.full[b, s] = made.entry + first
         return without
 
     def _points(self, keys: Tensor, b: int, s: int) -> Tensor:
-        """Keys `[N,D]` as the points between which graph s of sequence b measures distances, `[N,..]`."""
+        """Return keys `[N,D]` as the points between which graph s of sequence b measures distances, `[N,..]`."""
         return keys @ self.root.data[b, s] if self.metric == "query" else keys
 
     def _guiding(self, queries: Tensor) -> Tensor:
-        """Those of the decode queries `[Q,D]` that link keys which come later."""
+        """Return those of the decode queries `[Q,D]` that link keys which come later."""
         return queries
 
     def _built(self, keys: Tensor, queries: Tensor, b: int, s: int) -> tuple[Any, bool]:
-        """The `roargraph.Graph` over a prompt's keys `[N,D]`, and whether they had to serve as queries."""
+        """Return the `roargraph.Graph` over a prompt's keys `[N,D]`, and whether they had to serve as queries."""
         roargraph, _ = compiled()
-        asked = queries if len(queries) else keys
+        guiding = queries if len(queries) else keys
         if self.metric == "query":
-            self.root.data[b, s] = root_of_moment(asked)
+            self.root.data[b, s] = root_of_moment(guiding)
         points = self._points(keys, b, s)
-        made = roargraph.build(keys.numpy(), points.numpy(), asked.contiguous().numpy(), self.recipe)
+        made = roargraph.build(keys.numpy(), points.numpy(), guiding.contiguous().numpy(), self.recipe)
         return made, not len(queries)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         _, build_and_search = compiled()
         batch, heads, group, size = query.shape
         rows = self.parent.rows
-        if rows == 0:
-            return Selection.none(batch, heads, query.device)
         keys, base = self._flat(group)
         graphs = self.adjacency.full.shape[1]
         which = torch.arange(batch)[:, None] * graphs + torch.arange(heads * group) * graphs // (heads * group)
         count = min(budget, rows)
         build_and_search.parts()
         with build_and_search.ONE_AT_A_TIME:
-            found, scanned, expanded = build_and_search.search_heads(
+            nearest, scanned, expanded = build_and_search.search_heads(
                 keys,
                 base.numpy(),
                 self.adjacency.full.flatten(0, 1).numpy(),
@@ -242,17 +241,23 @@ class RetrievalAttention(Selector):
                 min(max(self.beam, budget), rows),
                 count,
             )
-        ids = torch.from_numpy(found).view(batch, heads * group, count)
+        ids = torch.from_numpy(nearest).view(batch, heads * group, count)
+        if not step.counted:
+            return Selection.tokens(ids)
         scored = torch.from_numpy(scanned).view(batch, heads * group)
         lists = torch.from_numpy(expanded).view(batch, heads * group)
         read = scored * size * self.bytes_of(self.stored_keys()) + lists * self.degree * 4
         return Selection.tokens(ids, scored, read.view(batch, heads, group).sum(-1))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return walked(query, sealed, min(budget, sealed), self.beam, self.degree, self.bytes_of(query), self.operators)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walk_scan(query, sealed, min(budget, sealed), self.beam, self.degree, self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        return walk_cost(query, self.scan(query, sealed, budget), min(budget, sealed), self.operators)
 
     def _flat(self, group: int) -> tuple[Any, Tensor]:
-        """The stored keys of all heads as one list of rows for compiled code, and where each query head's begin."""
+        """Return the stored keys of all heads as one list of rows for compiled code, and where each query head's
+        begin."""
         stored = self.stored_keys()
         batch, heads, rows, size = stored.shape
         step_b, step_h, step_n, step_d = stored.stride()
@@ -266,24 +271,26 @@ class RetrievalAttention(Selector):
         return (flat if bits is None else flat.view(bits)).numpy(), base.repeat_interleave(group, 1).flatten()
 
 
-def _check_tree(adjacency: Tensor, parent: Tensor, entry: int, real: int) -> None:
-    """A tree over the first `real` keys whose root is the entry and whose edges are in the lists; else ValueError.
+def _check_tree(adjacency: Tensor, parent: Tensor, entry: int, valid: int) -> None:
+    """Refuse what is no tree over the first `valid` keys whose root is the entry and whose edges are in the lists:
+    ValueError.
 
     Searches begin at the entry, and insertions go down the tree: in a circle they would not end.
 
     Args:
-        adjacency: `[real,W]`. parent: `[N]`, each row of padding its own.
+        adjacency: `[valid,W]`.
+        parent: `[N]`, each row of padding its own.
     """
-    rest = torch.arange(real, len(parent))
-    if not torch.equal(parent[real:], rest) or not (0 <= entry < real or (entry == -1 and not real)):
-        raise ValueError(f"the entry {entry} or the tree does not fit {real} keys of {len(parent)} rows")
-    parent, key = parent[:real], torch.arange(real)
-    if not real:
+    rest = torch.arange(valid, len(parent))
+    if not torch.equal(parent[valid:], rest) or not (0 <= entry < valid or (entry == -1 and not valid)):
+        raise ValueError(f"the entry {entry} or the tree does not fit {valid} keys of {len(parent)} rows")
+    parent, key = parent[:valid], torch.arange(valid)
+    if not valid:
         return
-    if int(parent.min()) < 0 or int(parent.max()) >= real or int(parent[entry]) != entry:
-        raise ValueError(f"parents are keys 0 to {real - 1}, and the entry's is itself")
+    if int(parent.min()) < 0 or int(parent.max()) >= valid or int(parent[entry]) != entry:
+        raise ValueError(f"parents are keys 0 to {valid - 1}, and the entry's is itself")
     above = parent
-    for _ in range(real.bit_length()):
+    for _ in range(valid.bit_length()):
         above = above[above]
     listed = (adjacency[parent] == key[:, None]).any(1) | (key == entry)
     if not bool((above == entry).all()) or not bool(listed.all()):
@@ -291,7 +298,8 @@ def _check_tree(adjacency: Tensor, parent: Tensor, entry: int, real: int) -> Non
 
 
 def joined(old: Tensor, new: Tensor) -> Tensor:
-    """`old` `[n,D]` and `new` `[m,D]` one after the other: a view where they lie so, as in a cache, else a copy."""
+    """Return `old` `[n,D]` and `new` `[m,D]` one after the other: a view where they lie so, as in a cache, else a
+    copy."""
     follows = old.data_ptr() + old.nbytes == new.data_ptr() and old.is_contiguous() and new.is_contiguous()
     same = old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
     if follows and same:
@@ -300,7 +308,7 @@ def joined(old: Tensor, new: Tensor) -> Tensor:
 
 
 def compiled():  # type: ignore[no-untyped-def]
-    """The modules in compiled code, loaded when the first instance is made."""
+    """Return the modules in compiled code, loaded when the first instance is made."""
     load_faiss()
     try:
         from sparseattn.kernels.graph import build_and_search, roargraph

@@ -50,16 +50,16 @@ class RobustVamana(RetrievalAttention):
 
     @classmethod
     def paper(cls, **knobs: Any) -> dict[str, Any]:
-        """RetrievalAttention's setting, in which its paper compares the two, as arguments of `KVCache`."""
+        """Return RetrievalAttention's setting, in which its paper compares the two, as arguments of `KVCache`."""
         return super().paper(**knobs)
 
     @property
     def recipe(self) -> Any:
-        roar, _ = compiled()
-        return roar.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, 0, self.alpha)
+        roargraph, _ = compiled()
+        return roargraph.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, 0, self.alpha)
 
     def _points(self, keys: Tensor, b: int, s: int) -> Tensor:
-        """Keys `[N,D]` over the longest one's length, with a dimension that makes all as long."""
+        """Return keys `[N,D]` over the longest one's length, with a dimension that makes all as long."""
         length = keys.norm(dim=1, keepdim=True)
         most = length.max().clamp(min=torch.finfo(keys.dtype).tiny)
         return torch.cat([keys / most, (1 - (length / most).square()).clamp(min=0).sqrt()], 1)
@@ -70,5 +70,5 @@ class RobustVamana(RetrievalAttention):
     def _built(self, keys: Tensor, queries: Tensor, b: int, s: int) -> tuple[Any, bool]:
         from sparseattn.kernels.graph import vamana
 
-        asked = torch.nn.functional.pad(normalize(queries, dim=1), (0, 1))
-        return vamana.build(self._points(keys, b, s).numpy(), asked.numpy(), self.recipe), False
+        points, guiding = self._points(keys, b, s), torch.nn.functional.pad(normalize(queries, dim=1), (0, 1))
+        return vamana.build(points.numpy(), guiding.numpy(), self.recipe), False

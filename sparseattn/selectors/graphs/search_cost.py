@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
 
 # Of the links that a walk through a graph looks at, those that lead to keys not among the many that it knows by then:
 # RetrievalAttention scores so many on 8,000 to 32,000 keys of SmolLM2 and Gemma.
@@ -14,12 +14,13 @@ NEW = 0.4
 
 
 def new_of(keys: float, drawn: float) -> float:
-    """How many different ones of so many `keys` there are expected to be among as many `drawn` at random."""
+    """Return how many different ones of so many `keys` are expected to be among as many `drawn` at random."""
     return keys * -math.expm1(-drawn / keys)
 
 
-def walked(query: Tensor, sealed: int, rows: int, beam: int, degree: int, width: int, operators: int) -> Scan:
-    """Of a search for each query head that walks a graph: as if it expanded as many keys as its beam holds.
+def walk_scan(query: Tensor, sealed: int, rows: int, beam: int, degree: int, width: int) -> Scan:
+    """Return what a search for each query head reads that walks a graph: as if it expanded as many keys as its beam
+    holds.
 
     Args:
         query: `[B,H,G,D]`.
@@ -28,12 +29,22 @@ def walked(query: Tensor, sealed: int, rows: int, beam: int, degree: int, width:
         beam: keys kept during the search, `rows` at least.
         degree: links of a key, of 4 bytes.
         width: bytes of a number of a key.
-        operators: beside the walk.
     """
-    batch, heads, group, size = query.shape
+    group, size = query.shape[2:]
     expanded = min(max(beam, rows), sealed)
     scored = new_of(sealed, NEW * expanded * degree)
-    read = group * (scored * size * width + expanded * degree * 4)
-    walk = Launch("walk", batch * heads * read, entries=batch * heads * group * scored)
+    return Scan(scored, group * (scored * size * width + expanded * degree * 4))
+
+
+def walk_cost(query: Tensor, scan: Scan, rows: int, operators: int) -> ChoiceCost:
+    """Return the cost of such a search.
+
+    Args:
+        query, rows: as of `walk_scan`.
+        scan: what it returned.
+        operators: beside the walk.
+    """
+    batch, heads, group, _ = query.shape
+    walk = Launch("walk", batch * heads * scan.read, entries=batch * heads * group * scan.scanned)
     expected = f"a walk expands as many keys as its beam, and {NEW:.0%} of their links lead to new ones"
-    return Scan(read, (walk, Launch("operator", count=operators)), heads * group, rows, rows, expected=expected)
+    return ChoiceCost((walk, Launch("operator", count=operators)), heads * group, rows, rows, expected=expected)
