@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparseattn.selectors.base import check_least
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.hashing.bins import Binned
 from sparseattn.selectors.hashing.projection_base import packed
 
@@ -46,14 +46,15 @@ class KDEformer(Binned):
     def hashed(self, x: Tensor) -> Tensor:
         return gray_rank(packed(self.projected(x) > 0))
 
-    def begin(self, low: Tensor, high: Tensor, real: Tensor, rows: int, take: Tensor) -> Tensor:
-        own = ((low + high) // 2).minimum(real - 1).clamp(min=0) // rows * rows  # where its bin begins
-        length = (real - own).clamp(max=rows)
-        return (own + (length - take) // 2).minimum(real - take).clamp(min=0)
+    def begin(self, low: Tensor, high: Tensor, valid: Tensor, rows: int, take: Tensor) -> Tensor:
+        own = ((low + high) // 2).minimum(valid - 1).clamp(min=0) // rows * rows  # where its bin begins
+        length = (valid - own).clamp(max=rows)
+        return (own + (length - take) // 2).minimum(valid - take).clamp(min=0)
 
 
 def gray_rank(code: Tensor) -> Tensor:
-    """`[..]` int32: which number, counted from 0, each `code` (int32, not negative) is in the reflected Gray code."""
+    """Return which number, counted from 0, each `code` (int32, not negative) is in the reflected Gray code: `[..]`
+    int32."""
     for shift in (1, 2, 4, 8, 16):
         code = code ^ (code >> shift)
     return code

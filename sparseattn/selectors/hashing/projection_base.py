@@ -1,18 +1,17 @@
-"""What selectors share that hash keys and queries by random directions, which a seed decides."""
+"""What selectors share that hash keys and queries by random directions, which a seed decides.
+
+Letters: R directions of a KV head.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.kernels.random_draws import directions, one_set
-from sparseattn.selectors.base import Selector
-
-Self = TypeVar("Self", bound="Hashed")
+from sparseattn.selectors.base import LayerContext, Selector
 
 
 class Hashed(Selector):
@@ -36,38 +35,39 @@ class Hashed(Selector):
     @property
     @abstractmethod
     def count(self) -> int:
-        """R, directions that a KV head has."""
+        """R, how many directions a KV head has."""
 
-    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
-        fresh = super().for_layer(layer, rope)
-        fresh.directions = None
-        return fresh
+    def bind(self, context: LayerContext) -> None:
+        if (context.layer, context.heads) != (self.layer, self.context.heads):
+            self.directions = None  # which are another layer's
+        super().bind(context)
 
     def draw(self, keys: Tensor) -> None:
-        """Makes the directions for keys `[B,H,n,D]`, unless they are there."""
+        """Make the directions for keys `[B,H,n,D]`, unless they are there."""
         _, heads, _, size = keys.shape
-        held = self.directions
-        if held is not None and held.shape[:-1] == ((size,) if self.shared else (heads, size)):
-            self.directions = held.to(keys.device)
+        made = self.directions
+        if made is not None and made.shape[:-1] == ((size,) if self.shared else (heads, size)):
+            self.directions = made.to(keys.device)
         elif self.shared:
             self.directions = one_set(self.seed, size, self.count, keys.device)
         else:
-            drawn = directions(self.seed, self.layer, self.numbers(heads), size, self.count)
+            drawn = directions(self.seed, self.layer, self.head_numbers(heads), size, self.count)
             self.directions = drawn.to(keys.device)
 
     def projected(self, x: Tensor) -> Tensor:
-        """`[B,H,n,R]` float32: the products of `x` `[B,H,n,D]`, keys or queries, with the directions of their head."""
+        """Return the products `[B,H,n,R]` float32 of `x` `[B,H,n,D]`, keys or queries, with the directions of their
+        head."""
         assert self.directions is not None, "directions are drawn with the first rows"
         return x.float() @ self.directions
 
     def directions_read(self, heads: int, size: int) -> int:
-        """Bytes of directions that each of `heads` KV heads of `size` channels answers for: its own, or its part of the
-        shared ones."""
+        """Return the bytes of directions that each of `heads` KV heads of head_dim `size` answers for: its own, or its
+        part of the shared ones."""
         return -(-4 * (1 if self.shared else heads) * size * self.count // heads)
 
 
 def packed(bits: Tensor) -> Tensor:
-    """`[..]` int32: bits `[..,K]` (bool), K at most 31, as one number, the first bit the lowest."""
+    """Return bits `[..,K]` (bool), K at most 31, as one number each, `[..]` int32, the first bit the lowest."""
     word = torch.zeros(bits.shape[:-1], dtype=torch.int32, device=bits.device)
     for k in range(bits.shape[-1]):
         word |= bits[..., k].int() << k

@@ -44,6 +44,6 @@ class Reformer(Binned):
         products = self.projected(x)
         return torch.cat([products, -products], -1).argmax(-1).int()
 
-    def begin(self, low: Tensor, high: Tensor, real: Tensor, rows: int, take: Tensor) -> Tensor:
+    def begin(self, low: Tensor, high: Tensor, valid: Tensor, rows: int, take: Tensor) -> Tensor:
         own = (high - 1).clamp(min=0) // rows * rows  # where its chunk begins
-        return (own + rows).minimum(real) - take
+        return (own + rows).minimum(valid) - take
