@@ -375,7 +375,7 @@ def _replays(
 ) -> list[dict[str, Tensor]]:
     """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
     found: list[dict[str, Tensor]] = []
-    board = cache.selector.board
+    board = cache.selector.context.board
     for i, budget in enumerate(budgets):
         if i and repr(budget) == repr(budgets[0]) and not (board is not None and cache.selector.layer in board):
             found.append(found[0])

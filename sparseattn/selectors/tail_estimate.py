@@ -17,8 +17,8 @@ CHUNK = 1 << 24  # numbers made at once of the rows of a seal: 64 MiB
 
 
 def summed(rows: Tensor, group: Tensor, groups: int) -> Tensor:
-    """`[B,H,P,D]` float32: sums of the rows `[B,H,n,D]` by their group `[B,H,n]` int64; those of P = `groups` and above
-    are left out."""
+    """Return the sums of the rows `[B,H,n,D]` by their group `[B,H,n]` int64: `[B,H,P,D]` float32; rows of group
+    P = `groups` and above are left out."""
     batch, heads, new, size = rows.shape
     total = rows.new_zeros(batch, heads, groups + 1, size, dtype=torch.float32)
     step = max(CHUNK // (batch * heads * size), 1)
@@ -30,24 +30,27 @@ def summed(rows: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def check_zone(zone: float) -> float:
-    """`zone` if it is a share of the groups that can take part, else ValueError."""
+    """Return `zone` if it is a share of the groups that can take part, else ValueError."""
     if not 0 < zone <= 1:
         raise ValueError(f"zone is the share of the groups that stand in, above 0 and up to 1, got {zone}")
     return zone
 
 
 def taking_part(groups: Tensor, zone: float) -> Tensor:
-    """`[B]` int64: of so many `groups` `[B]` those that take part, rounded up."""
+    """Return how many of so many `groups` `[B]` take part, rounded up: `[B]` int64."""
     return (groups.double() * zone).ceil().long()
 
 
 def outside(count: Tensor, left: Tensor, zone: float) -> Tensor:
-    """`[B,H]` int64: groups whose mean keys are read to rank them and that take no part, so that no tail counts them.
+    """Return how many groups have their mean keys read to rank them but take no part, so that no tail counts them.
 
     Args:
         count: `[B,H,P]` rows of each group, 0 where there is none.
         left: `[B,Hs,P]` how many of them are not read.
         zone: share of the groups that take part.
+
+    Returns:
+        `[B,H]` int64.
     """
     groups = (count > 0).sum(-1)  # [B,H]
     part = (left > 0).sum(-1).unflatten(1, (count.shape[1], -1)).amin(2)
@@ -57,7 +60,8 @@ def outside(count: Tensor, left: Tensor, zone: float) -> Tensor:
 def estimated(
     query: Tensor, keys: Tensor, values: Tensor, count: Tensor, left: Tensor, zone: float, temperature: float
 ) -> Tail:
-    """The groups as rows of a tail: mean key, mean value, and as bias the logarithm of how many rows they stand for.
+    """Return the groups as rows of a tail: mean key, mean value, and as bias the logarithm of how many rows each stands
+    for.
 
     Args:
         query: `[B,H,G,D]`.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import SAAP, KMeans, KVCache, Moments, PerfectBuckets, Rows, Selection, decode, make_selector
+from sparseattn.core.context import LayerContext, StepContext
 from sparseattn.core.rope import Rope
 from sparseattn.evaluation.replay import evaluate
 from sparseattn.selectors.clusters import bucket_table as table
@@ -50,7 +51,7 @@ class Replay:
     ) -> None:
         self.queries, self.keys, self.values = heads(B, H, G, tokens, D)  # before RoPE
         self.padding = torch.tensor([0, 21])
-        self.selector = selector.for_layer(LAYER, ROPE)
+        self.selector = selector.for_layer(LayerContext(LAYER, rope=ROPE))
         self.cache = KVCache(self.selector, sink=3, window=5, seal=seal, **settings)
         at = torch.arange(tokens) - self.padding[:, None]
         self.roped = ROPE.rotate(self.keys, at[:, None]), ROPE.rotate(self.queries, at[:, None, None])
@@ -183,7 +184,7 @@ def test_perfect_buckets_are_ranked_by_the_attention_that_they_hold(file: str) -
             index = bucket[b][:, None, rows].expand_as(logits)
             mass[b].scatter_add_(2, index, logits.softmax(-1))
         query, at = replay.roped[1][:, :, :, t], replay.cache.positions
-        scores, _, _ = replay.selector.rank(query, at, replay.selector._parameters(query, G))
+        scores = replay.selector.rank(query, at, replay.selector._parameters(query, G))
         torch.testing.assert_close(scores.exp(), mass)
         wanted = expected(replay, mass.flatten(1, 2), centroids, 3)
         assert [[sorted(rows) for rows in b] for b in replay.named(selection)] == [
@@ -193,15 +194,15 @@ def test_perfect_buckets_are_ranked_by_the_attention_that_they_hold(file: str) -
         assert torch.equal(selection.scanned, replay.cache.sealed[:, None].expand(-1, H * G))
 
 
-@pytest.mark.parametrize("context", [None, 0.8])
+@pytest.mark.parametrize("share", [None, 0.8])
 def test_moments_are_those_of_the_keys_in_each_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
     """Of the real rows sealed so far, through seals and parts of them; alone, or mixed with the classifier's logits."""
     monkeypatch.setattr(moments, "CHUNK", B * H * D * 7)
     path = saved(tmp_path / "a", part=partition(H, D, 40, F))  # more buckets, some of which stay empty
     part = Artefact.load(path).layers[LAYER]
-    selector = Moments(path, probes=3) if context is None else SAAP(path, probes=3, context=context)
+    selector = Moments(path, probes=3) if share is None else SAAP(path, probes=3, moments_share=share)
     replay = Replay(selector, 60, 130)
     empty = 0
     for _ in range(60):
@@ -216,7 +217,7 @@ def test_moments_are_those_of_the_keys_in_each_bucket(
                     query = queries[b, h, :, t] / math.sqrt(D)
                     spread = query.square() @ mine.var(0, correction=0)
                     logits[b, h, :, c] = query @ mine.mean(0) + moments.SPREAD * spread / 2
-        if context is not None:
+        if share is not None:
             classifier = part.classifier
             assert classifier is not None
             plain = replay.queries[:, :, :, t]
@@ -227,7 +228,7 @@ def test_moments_are_those_of_the_keys_in_each_bucket(
                     for h in range(H)
                 ]
             ).view(B, H, G, 40)
-            logits = (1 - context) * trained + context * logits
+            logits = (1 - share) * trained + share * logits
         empty += int(logits.isinf().all(2).sum())
         wanted = expected(replay, logits.softmax(-1).sum(2), part.centroids, 3)
         assert [[sorted(rows) for rows in b] for b in replay.named(selection)] == [
@@ -251,9 +252,9 @@ def test_moments_of_keys_far_from_the_origin() -> None:
         torch.testing.assert_close(variance[0, 0, c].double(), mine.var(0, correction=0), atol=1e-3, rtol=0)
 
 
-def test_context_is_a_share(file: str) -> None:
-    with pytest.raises(ValueError, match=r"context is a share, 0 .* to 1 .*, got 1.5"):
-        SAAP(file, context=1.5)
+def test_moments_share_is_a_share(file: str) -> None:
+    with pytest.raises(ValueError, match=r"moments_share is 0 .* to 1 .*, got 1.5"):
+        SAAP(file, moments_share=1.5)
 
 
 def test_logits_are_those_of_the_plain_network_with_batch_normalisation(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_logits_are_those_of_the_plain_network_with_batch_normalisation(tmp_path
     replay = Replay(SAAP(path))
     t, _ = replay.step()
     query, selector = replay.roped[1][:, :, :, t], replay.selector
-    scores, _, _ = selector.rank(query, replay.cache.positions, selector._parameters(query, G))
+    scores = selector.rank(query, replay.cache.positions, selector._parameters(query, G))
     with torch.no_grad():
         plain = torch.stack(
             [net(replay.queries[:, h, :, t].flatten(0, 1)).view(B, G, C) for h, net in enumerate(nets)], 1
@@ -302,14 +303,14 @@ def test_slots_hold_every_choice_and_do_not_depend_on_the_query(file: str) -> No
             replay = Replay(KMeans(file, probes=probes, group=group, span=span), seal=64)
             for _ in range(3):
                 replay.step()
-            selector, at = replay.selector, replay.cache.positions
+            selector, step = replay.selector, replay.cache.step()
             sizes = torch.stack([torch.bincount(head, minlength=C + 1) for head in selector._stored().flatten(0, 1)])
             sizes = sizes[:, :C].view(B, H, C)
             shapes, most = set(), 0
             for c in range(C):  # a query at each centroid, so that the largest buckets are among those visited
                 aim = 50 * part.centroids[:, c]  # [H,D]
-                query = ROPE.rotate(aim[None, :, None].expand(B, -1, G, -1), at[:, None, None])
-                selection = selector.select(query, at, 10**6)
+                query = ROPE.rotate(aim[None, :, None].expand(B, -1, G, -1), step.positions[:, None, None])
+                selection = selector.select(query, step, 10**6)
                 shapes.add(tuple(selection.start.shape))
                 most = max(most, int(selection.attended.max()))
                 visited = (part.centroids @ aim[..., None])[..., 0].topk(probes).indices  # [H,P]
@@ -317,7 +318,7 @@ def test_slots_hold_every_choice_and_do_not_depend_on_the_query(file: str) -> No
                 assert torch.equal(selection.attended, rows.repeat_interleave(selection.start.shape[1] // H, 1))
             assert len(shapes) == 1
             assert most <= shapes.pop()[-1] * span
-            assert selector.select(query, at, 20).start.shape == selector.select(-query, at, 20).start.shape
+            assert selector.select(query, step, 20).start.shape == selector.select(-query, step, 20).start.shape
 
 
 def test_probes_is_a_knob_that_holds_from_the_next_query_on(file: str) -> None:
@@ -325,10 +326,10 @@ def test_probes_is_a_knob_that_holds_from_the_next_query_on(file: str) -> None:
     t, few = replay.step()
     query = replay.roped[1][:, :, :, t]
     replay.selector.probes = 100
-    every = replay.selector.select(query, replay.cache.positions, 10**6)
+    every = replay.selector.select(query, replay.cache.step(), 10**6)
     assert torch.equal(every.attended, replay.cache.sealed[:, None].expand(-1, H))
     replay.selector.probes = 1
-    assert torch.equal(replay.selector.select(query, replay.cache.positions, 10**6).rows, few.rows)
+    assert torch.equal(replay.selector.select(query, replay.cache.step(), 10**6).rows, few.rows)
 
 
 @pytest.mark.parametrize("group", ["softmax", "each"])
@@ -390,7 +391,7 @@ def test_segments_stay_few_whatever_the_sizes_of_seals() -> None:
 
 
 def test_a_second_batch_of_another_dtype_or_shape_takes_its_own_parameters(file: str) -> None:
-    selector = SAAP(file, probes=3).for_layer(LAYER, ROPE)
+    selector = SAAP(file, probes=3).for_layer(LayerContext(LAYER, rope=ROPE))
     cache = KVCache(selector, sink=0, window=0)
     for dtype in (torch.bfloat16, torch.float32):
         queries, keys, values = heads(1, H, G, 40, D, dtype)
@@ -420,7 +421,9 @@ def test_a_prompt_read_from_an_index_file_after_reset_has_slots_of_its_own(file:
     first, second = (heads(1, H, G, rows, D, seed=rows) for rows in (40, 300))
     chosen = []
     for prompts in ((second,), (first, second)):
-        cache = KVCache(KMeans(file, probes=3).for_layer(LAYER, ROPE), sink=0, window=0, indexes=tmp_path)
+        cache = KVCache(
+            KMeans(file, probes=3).for_layer(LayerContext(LAYER, rope=ROPE)), sink=0, window=0, indexes=tmp_path
+        )
         for queries, keys, values in prompts:
             cache.reset()
             cache.append(keys, values)
@@ -447,7 +450,7 @@ def test_select_never_waits_for_the_device(file: str, method: type[Partitioned])
         t, expected = replay.step(100)
     query = replay.roped[1][:, :, :, t]
     with NoSync():
-        selection = replay.selector.select(query, replay.cache.positions, 100)
+        selection = replay.selector.select(query, replay.cache.step(), 100)
     assert torch.equal(selection.rows, expected.rows)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         int(selection.start[0, 0, 0])
@@ -457,9 +460,9 @@ def test_an_artefact_is_read_once(file: str, tmp_path: Path, monkeypatch: pytest
     reads, load = [], Artefact.load
     monkeypatch.setattr(Artefact, "load", lambda path: reads.append(path) or load(path))
     selector = make_selector(f"saap:artefact={file},probes=16")
-    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, context=0.0)"
+    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, moments_share=0.0)"
     assert reads == [], "a spec reads nothing"
-    layers = [one.for_layer(i, ROPE) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
+    layers = [one.for_layer(LayerContext(i, rope=ROPE)) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
     assert len({id(one.trained()) for one in layers}) == len(reads) == 1  # type: ignore[attr-defined]
     saved(Path(file), part=partition(H, D, C + 1), note="longer")
     assert KMeans(file).for_layer(5).trained().layers[5].centroids.shape[1] == C + 1, "another file by the same name"
@@ -490,8 +493,8 @@ def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv:
     found = []
     for selector in (Moments(), Moments(name)):
         if selector.artefact == "auto":
-            selector.for_layer(1, other)
-        here = selector.for_layer(1, rope)
+            selector.for_layer(LayerContext(1, rope=other))
+        here = selector.for_layer(LayerContext(1, rope=rope))
         assert here.trained().meta["heads"] == kv
         cache = KVCache(here, sink=4, window=16, seal=16)
         cache.append(keys, values)
@@ -503,7 +506,7 @@ def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv:
     with pytest.raises(
         ArtefactError, match=r"no artefact that ships \(reference, smollm2\) is for a layer with a RoPE"
     ):
-        Moments().for_layer(1, Rope.of(24))
+        Moments().for_layer(LayerContext(1, rope=Rope.of(24)))
     with pytest.raises(ValueError, match=r"no fixed RoPE of layer 1 is known here.+artefact=FILE of rows without RoPE"):
         Moments().for_layer(1).append(Rows(keys, values, torch.arange(200)[None]))
 
@@ -535,28 +538,34 @@ def test_bad_artefacts_and_arguments_get_a_sentence(file: str, tmp_path: Path) -
             SAAP(file, **bad)
     (tmp_path / "text").write_text("no artefact")
     with pytest.raises(ValueError, match="damaged or not an artefact"):
-        SAAP(str(tmp_path / "text")).for_layer(LAYER, ROPE)
+        SAAP(str(tmp_path / "text")).for_layer(LayerContext(LAYER, rope=ROPE))
 
     def shown(selector: Partitioned, kv: int = H, size: int = D, group: int = G) -> None:
         queries, keys, values = heads(1, kv, group, 40, size)
         selector.append(Rows(keys, values, torch.arange(40)[None]))
-        selector.select(queries[:, :, :, -1], torch.tensor([40]), 16)
+        selector.select(queries[:, :, :, -1], StepContext(torch.tensor([40]), torch.ones(1, 40, dtype=torch.bool)), 16)
 
     for act, sentence in (
-        (lambda: shown(SAAP(file).for_layer(3, ROPE)), "holds layers 2, 5, layer 3 is asked for"),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(3, rope=ROPE))), "holds layers 2, 5, layer 3 is asked for"),
         (lambda: shown(SAAP(file).for_layer(LAYER)), "no fixed RoPE of layer 2 is known.*change with the length"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, Rope.of(24, 500.0))), "trained with a RoPE.*layer 2 here applies"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, ROPE), kv=4), "for 2 KV heads.*layer 2 here has 4"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, ROPE), size=64), "of size 32, .*of size 64"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, ROPE), group=4), "with 3 query heads.*2 with 4"),
+        (
+            lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=Rope.of(24, 500.0)))),
+            "trained with a RoPE.*layer 2 here applies",
+        ),
+        (
+            lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), kv=4),
+            "for 2 KV heads.*layer 2 here has 4",
+        ),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), size=64), "of size 32, .*of size 64"),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), group=4), "with 3 query heads.*2 with 4"),
     ):
         with pytest.raises(ValueError, match=sentence):
             act()
     alone = saved(tmp_path / "alone", part=Partition(partition(H, D, C).centroids))
-    shown(KMeans(alone).for_layer(LAYER, ROPE))
+    shown(KMeans(alone).for_layer(LayerContext(LAYER, rope=ROPE)))
     with pytest.raises(ValueError, match=r"no query classifier for layer 2.*use KMeans"):
-        shown(SAAP(alone).for_layer(LAYER, ROPE))
+        shown(SAAP(alone).for_layer(LayerContext(LAYER, rope=ROPE)))
     with pytest.raises(ValueError, match="holds layers 2, 5"):
-        Replay(KMeans(file), indexes=tmp_path / "i").selector.for_layer(0, ROPE).append(
+        Replay(KMeans(file), indexes=tmp_path / "i").selector.for_layer(LayerContext(0, rope=ROPE)).append(
             Rows(*torch.zeros(2, 1, H, 16, D), torch.arange(16)[None])
         )

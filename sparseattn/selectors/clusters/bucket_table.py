@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import hashlib
 import itertools
-import weakref
 from abc import abstractmethod
 from typing import Any
 
@@ -19,17 +18,23 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
 from sparseattn.kernels.scoring import bucket_spans
-from sparseattn.selectors.base import Rows, Selector, check_group, vote
-from sparseattn.selectors.parameters.saap_artefact import AUTO, SHIPPED, Artefact, Partition, locate, shipped_for
+from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
+from sparseattn.selectors.checks import check_group
+from sparseattn.selectors.parameters.saap_artefact import (
+    AUTO,
+    SHIPPED,
+    Artefact,
+    Partition,
+    locate,
+    shared,
+    shipped_for,
+)
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_tensors
 from sparseattn.utils.hashing import file_hash, tensors_hash
 
 CHUNK = 1 << 24  # numbers made at once of the keys of a seal, such as products with centroids: 64 MiB
-
-
-_SHARED: weakref.WeakValueDictionary[tuple[str, int, int], Artefact] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +53,12 @@ class Parameters:
 
     @property
     def buckets(self) -> int:
-        """C."""
+        """C, how many there are."""
         return self.partition.centroids.shape[1]
 
     def plain(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`x` `[B,H,n,D]` in float32, before RoPE if the artefact is de-roped. `positions`: `[B,n]` or `[B,1]`."""
+        """Return `x` `[B,H,n,D]` in float32, before RoPE if the artefact is de-roped, for `positions` `[B,n]` or
+        `[B,1]`."""
         x = x.float()
         return x if self.rope is None else self.rope.unrotate(x, positions[:, None])
 
@@ -82,8 +88,8 @@ class Edges(RowBuffer):
         self._slots = []
 
     def most(self, span: int) -> list[int]:
-        """Entry p: the most slots of `span` rows that p + 1 buckets of a head fill. On a GPU the host waits for it once
-        a seal."""
+        """Return a list whose entry p is the most slots of `span` rows that p + 1 buckets of a head fill. On a GPU the
+        host waits for it once a seal."""
         if not self._slots:
             length = self.data.diff(dim=-1)[..., :-1]  # [B,H,R,C]
             slots = (length + span - 1).div(span, rounding_mode="floor").sum(2)
@@ -115,7 +121,7 @@ class Partitioned(Selector):
     each visited bucket of each segment.
 
     Raises:
-        ValueError: an argument out of its range; an artefact that is not there; in `for_layer`, a layer that the
+        ValueError: an argument out of its range; an artefact that is not there; in `bind`, a layer that the
             artefact lacks.
     """
 
@@ -137,27 +143,22 @@ class Partitioned(Selector):
     # -- the artefact ----------------------------------------------------------------------------------------------
 
     def trained(self) -> Artefact:
-        """The artefact, read once for all layers and all selectors of the process that name the same file.
+        """Return the artefact, read once for all layers and all selectors of the process that name the same file.
 
         Raises:
             ValueError: a file that is no artefact; "auto" where none ships for the layer's RoPE.
         """
         if self._held is None:
-            path = locate(shipped_for(self.rope) if self.artefact == AUTO else self.artefact)
-            stat = path.stat()
-            key = (str(path.resolve()), stat.st_mtime_ns, stat.st_size)
-            self._held = _SHARED.get(key) or _SHARED.setdefault(key, Artefact.load(path))
+            self._held = shared(shipped_for(self.context.rope) if self.artefact == AUTO else self.artefact)
         return self._held
 
-    def for_layer(self, layer: int, rope: Rope | None = None) -> Partitioned:
-        fresh = super().for_layer(layer, rope)
-        fresh._here = None
-        if self.artefact == AUTO:
-            fresh._held = None  # another RoPE may have another one
-        if self.artefact != AUTO or rope is not None:
-            fresh.trained().holds(layer)
-            self._held = fresh._held  # kept here too, so that all layers share it
-        return fresh
+    def bind(self, context: LayerContext) -> None:
+        if self.artefact == AUTO and context.rope is not self.context.rope:
+            self._held = None  # another RoPE may have another one
+        super().bind(context)
+        self._here = None
+        if self.artefact != AUTO or context.rope is not None:
+            self.trained().holds(context.layer)
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         twin = copy.copy(self)  # what rows are scored by depends on their device and dtype, so nothing is kept
@@ -185,37 +186,38 @@ class Partitioned(Selector):
             self._here = None
 
     def _own(self, partition: Partition) -> Partition:
-        """What of a layer's partition is of the heads that this instance is shown."""
-        return partition if self.heads is None else partition.of_heads(self.heads.which)
+        """Return what of a layer's partition is of the heads that this instance is shown."""
+        heads = self.context.heads
+        return partition if heads is None else partition.of_heads(heads.which)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
-        """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
+        """Return what of the layer's partition the method needs for keys such as `like`: here the centroids."""
         return Partition(partition.centroids)
 
     def _parameters(self, like: Tensor, group: int | None = None) -> Parameters:
-        """Those of this layer, on the device of `like` `[B,H,n,D]`, keys or the queries of groups of `group`.
+        """Return those of this layer, on the device of `like` `[B,H,n,D]`, keys or the queries of groups of `group`.
 
         Raises:
             ValueError: an artefact that was trained for another layer, shape or RoPE.
         """
         own = self._here
         if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
-            rope = self.rope
+            rope, heads = self.context.rope, self.context.heads
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
                     f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
-                    f"known here: pass it to for_layer(layer, rope), or name an artefact that needs none, "
-                    f"artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
+                    f"known here: pass it to for_layer(LayerContext(layer, rope=...)), or name an artefact that needs "
+                    f"none, artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
                 )
             if rope is None and not self.trained().roped:
                 raise ValueError(
                     f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
-                    f"known here: pass it to for_layer(layer, rope), or use an artefact of roped keys where the layer "
-                    f"applies none or one whose frequencies change with the length of the sequence"
+                    f"known here: pass it to for_layer(LayerContext(layer, rope=...)), or use an artefact of roped "
+                    f"keys where the layer applies none or one whose frequencies change with the length of the sequence"
                 )
             trained = self.trained()
-            heads = like.shape[1] if self.heads is None else self.heads.of
-            partition = self._own(trained.check(self.layer, heads, group, like.shape[3], rope))
+            every = like.shape[1] if heads is None else heads.of
+            partition = self._own(trained.check(self.layer, every, group, like.shape[3], rope))
             if rope is not None:
                 rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
             partition = self._used(partition, like).to(like.device)
@@ -246,7 +248,8 @@ class Partitioned(Selector):
         return bucket.argsort(dim=2, stable=True)
 
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
-        """For methods that keep more: called with new rows and the bucket of each, `[B,H,n]`, C for padding."""
+        """Take in what the method keeps besides of new rows, with the bucket of each, `[B,H,n]`, C for padding; here
+        nothing."""
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         (batch, heads, new, _), buckets = rows.keys.shape, self._parameters(rows.keys).buckets
@@ -263,26 +266,26 @@ class Partitioned(Selector):
             raise ValueError("the order mixes rows of padding with others")
 
     def wanted(self, rows: Rows, buckets: int) -> Wanted:
-        """For methods that keep more: its dtypes and shapes, of `rows` in C = `buckets`."""
+        """Return dtypes and shapes of what the method keeps besides, of `rows` in C = `buckets`; here nothing."""
         return {}
 
     @property
     def places(self) -> int:
-        """Places that are stored, padding included: on a GPU the host waits for it."""
+        """Return how many places are stored, padding included: on a GPU the host waits for it."""
         return int(self.edges.data[0, 0, -1, -1]) if self.edges.rows else 0
 
     def bucket_at(self, places: Tensor) -> Tensor:
-        """`[B,Hs,n]` int64: the bucket of the row at each of `places` `[B,Hs,n]`, C for padding."""
+        """Return the bucket of the row at each of `places` `[B,Hs,n]`: `[B,Hs,n]` int64, C for padding."""
         table = self.edges.visible  # [B,H,R,C+2]
         ends = table[..., 1:]
         if self.edges.room is not None:  # segments that are not taken end nowhere
             ends = ends.masked_fill(table[..., -1:] <= table[..., :1], torch.iinfo(torch.int32).max)
         ends = ends.flatten(2).contiguous()  # segments follow each other, so these rise
-        asked = places.int().unflatten(1, (table.shape[1], -1)).flatten(2).contiguous()
-        return (torch.searchsorted(ends, asked, right=True) % (table.shape[3] - 1)).view(places.shape)
+        by_head = places.int().unflatten(1, (table.shape[1], -1)).flatten(2).contiguous()
+        return (torch.searchsorted(ends, by_head, right=True) % (table.shape[3] - 1)).view(places.shape)
 
     def _stored(self, first: int = 0) -> Tensor:
-        """`[B,H,n]` int64: the bucket of every row from segment `first` on; C for padding."""
+        """Return the bucket of every row from segment `first` on: `[B,H,n]` int64, C for padding."""
         table = self.edges.data[:, :, first:]
         low, high = int(table[0, 0, 0, 0]), int(table[0, 0, -1, -1])
         place = torch.arange(low, high, dtype=torch.int32, device=table.device)
@@ -291,17 +294,21 @@ class Partitioned(Selector):
     # -- the query -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor | int, Tensor | int]:
-        """Scores every bucket for a query `[B,H,G,D]` at `positions` `[B]`.
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
+        """Return a score of every bucket for a query `[B,H,G,D]` at `positions` `[B]`: `[B,H,G,C]`, logits of what
+        `group` "softmax" sums."""
 
-        Returns:
-            scores `[B,H,G,C]`, logits of what `group` "softmax" sums; what was scored for a query head and the bytes
-            read for that per KV head, each an int or `[B,1]`.
+    @abstractmethod
+    def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
+        """Return what ranking all of a layer's buckets reads.
+
+        Args:
+            query, sealed: as of `scan`.
+            partition: of the KV heads that are served, as `_used` keeps it.
         """
 
-    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
-        """What ranking all of a layer's buckets takes: bytes of a KV head, and the launch, in which what all sequences
-        share is read once.
+    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
+        """Return the launch that ranks all of a layer's buckets, in which what all sequences share is read once.
 
         Args:
             query: as of `cost`.
@@ -310,67 +317,56 @@ class Partitioned(Selector):
         Raises:
             ValueError: a method that does not say.
         """
-        raise ValueError(f"{self!r} does not say what ranking buckets costs (model), so no time can be predicted")
+        raise ValueError(f"{self!r} does not say what ranking buckets costs, so no time can be predicted")
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """By the segments that there are; before rows are sealed, as if these lay in one."""
+        own = self._parameters_for(query)
+        ranking, lists = self.ranking_scan(query, sealed, own.partition), query.shape[2] if self.group == "each" else 1
+        edges = 8 * lists * min(self.probes, own.buckets) * max(self.edges.rows, 1)
+        return Scan(ranking.scanned, ranking.read + edges)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """As if keys lay in one segment and in buckets of one size."""
         batch, heads, members, _ = query.shape
-        own = self._asked_of(query)
-        read, launch = self.model(query, own.partition)
+        own = self._parameters_for(query)
         buckets = own.buckets
         probes = min(self.probes, buckets)
         lists = heads * members if self.group == "each" else heads
         rows = min(budget, sealed * probes / buckets)
         launches = (
-            launch,
+            self.ranking_launch(query, own.partition),
             Launch("sort", entries=sorted_best(batch * heads * members, buckets, probes)),
             Launch("operator", count=self.operators),
         )
         runs = min(rows, probes * rows / max(sealed * probes / buckets, 1))
         expected = "buckets hold as many rows each, in one segment"
-        return Scan(read + self._edges_read(lists // heads, probes), launches, lists, rows, runs, expected=expected)
+        return ChoiceCost(launches, lists, rows, runs, expected=expected)
 
-    def _asked_of(self, query: Tensor) -> Parameters:
-        """The layer's for queries of this shape, on the CPU."""
+    def _parameters_for(self, query: Tensor) -> Parameters:
+        """Return the layer's for queries of this shape, on the CPU where these have no data."""
+        if not query.is_meta:
+            return self._parameters(query, query.shape[2])
         return copy.copy(self)._parameters(torch.empty(query.shape, dtype=query.dtype), query.shape[2])
 
     def buckets_of(self, query: Tensor) -> int:
-        """C, of the layer's artefact, for queries of this shape."""
-        return self._asked_of(query).buckets
+        """Return C, of the layer's artefact, for queries of this shape."""
+        return self._parameters_for(query).buckets
 
-    @staticmethod
-    def _edges_read(each: int, probes: int) -> int:
-        """Bytes of the bucket table that a KV head's lists, `each` of them, read of a segment."""
-        return 8 * each * probes
-
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, _ = query.shape
-        if not self.edges.rows:
-            return Selection.none(batch, heads, query.device)
-        own = self._parameters(query, group)
-        scores, scored, read = self.rank(query, positions, own)
-        scores = vote(scores, self.group)  # [B,Hs,C]
-        table, fixed = self.edges.visible, self.edges.room is not None
-        segments, chosen, buckets = table.shape[2], *scores.shape[1:]
-        probes = min(self.probes, buckets)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        own = self._parameters(query, query.shape[2])
+        scores = vote(self.rank(query, step.positions, own), self.group)  # [B,Hs,C]
+        table, probes = self.edges.visible, min(self.probes, own.buckets)
         ids = scores.topk(probes, dim=-1).indices  # [B,Hs,P]
-        slots = budget // self.span + probes * segments  # enough for whatever is chosen
-        if not fixed:
+        slots = budget // self.span + probes * table.shape[2]  # enough for whatever is chosen
+        if self.edges.room is None:
             slots = min(slots, self.edges.most(self.span)[probes - 1])
         start, length = bucket_spans(ids, table, self.span, budget, slots)
-        real = (table[:, :1, :, buckets] > table[:, :1, :, 0]).any(2)  # [B,1] a sequence has any row
-        looked_at = (table[:, :1, :, -1] > table[:, :1, :, 0]).sum(2) if fixed else segments  # without spare ones
-        return Selection(
-            start,
-            length,
-            self.span,
-            (real * scored).expand(-1, chosen),
-            (real * (read + self._edges_read(chosen // heads, probes) * looked_at)).expand(-1, heads),
-        )
+        return Selection(start, length, self.span)
 
 
 def _kept(starts: list[int], new: int) -> tuple[int, int]:
-    """How many segments stay as they are when `new` rows come behind them, and where the last of these ends.
+    """Return how many segments stay as they are when `new` rows come behind them, and where the last of these ends.
 
     Args:
         starts: of each segment, and the end of the last.
@@ -382,12 +378,12 @@ def _kept(starts: list[int], new: int) -> tuple[int, int]:
 
 
 def _assigned(rows: Rows, own: Parameters) -> Tensor:
-    """`[B,H,n]` int64: the bucket of every key, C for padding."""
+    """Return the bucket of every key: `[B,H,n]` int64, C for padding."""
     batch, heads, new, _ = rows.keys.shape
     step = max(CHUNK // (batch * heads * own.buckets), 1)
-    found = torch.empty(batch, heads, new, dtype=torch.int64, device=rows.keys.device)
+    bucket = torch.empty(batch, heads, new, dtype=torch.int64, device=rows.keys.device)
     for first in range(0, new, step):
         part = slice(first, first + step)
         keys = own.plain(rows.keys[:, :, part], rows.positions[:, part])
-        found[:, :, part] = own.partition.assign(keys)
-    return found.masked_fill_((rows.positions < 0)[:, None], own.buckets)
+        bucket[:, :, part] = own.partition.assign(keys)
+    return bucket.masked_fill_((rows.positions < 0)[:, None], own.buckets)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sparseattn.core.step_cost import Launch, products
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.parameters.saap_artefact import Partition
 
@@ -22,17 +22,14 @@ class KMeans(Partitioned):
     (`group="softmax"`); "sum" is the sum of the raw products. Other arguments: see `Partitioned`.
     """
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
-        centroids = own.partition.centroids
-        scores = own.plain(query, positions[:, None]) @ centroids.mT / self.temperature(query.shape[-1])  # [B,H,G,C]
-        return scores, own.buckets, _bytes(centroids)
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
+        return own.plain(query, positions[:, None]) @ own.partition.centroids.mT / self.temperature(query.shape[-1])
 
-    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
-        read, buckets = _bytes(partition.centroids), partition.centroids.shape[1]
-        launch = products(query, buckets, query.shape[3])
-        return read, replace(launch, bytes=query.shape[1] * read)
+    def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
+        centroids = partition.centroids  # which a step reads in float32
+        return Scan(centroids.shape[1], 4 * centroids[0].numel())
 
-
-def _bytes(centroids: Tensor) -> int:
-    """Of those of one of the KV heads of `[H,C,D]`, which a step reads in float32."""
-    return 4 * centroids[0].numel()
+    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
+        scan = self.ranking_scan(query, 0, partition)
+        launch = products(query, partition.centroids.shape[1], query.shape[3])
+        return replace(launch, bytes=query.shape[1] * scan.read)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.core.step_cost import Launch, products
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.bucket_table import CHUNK, Parameters, Partitioned
 from sparseattn.selectors.parameters.saap_artefact import AUTO, Partition
@@ -28,7 +28,7 @@ class KeyMoments(RowBuffer):
         return KeyMoments()
 
     def add(self, keys: Tensor, bucket: Tensor, buckets: int) -> None:
-        """Takes in keys `[B,H,n,D]` of buckets `bucket` `[B,H,n]` int64, C = `buckets` for padding."""
+        """Take in keys `[B,H,n,D]` of buckets `bucket` `[B,H,n]` int64, C = `buckets` for padding."""
         batch, heads, new, size = keys.shape
         if not self.rows:
             self.append(keys.new_zeros(batch, heads, buckets, 2 * size + 1, dtype=torch.float32))
@@ -38,7 +38,7 @@ class KeyMoments(RowBuffer):
             self._merge(keys[:, :, part].float(), bucket[:, :, part], buckets)
 
     def _merge(self, keys: Tensor, bucket: Tensor, buckets: int) -> None:
-        """Means of sets are merged by their difference (Chan et al. 1979): squares of long keys would cancel."""
+        """Merge means of sets by their difference (Chan et al. 1979): squares of long keys would cancel."""
         place = bucket[..., None].expand_as(keys)
 
         def summed(terms: Tensor) -> Tensor:  # [B,H,C+1,..], the padding's last
@@ -49,61 +49,56 @@ class KeyMoments(RowBuffer):
         mean = summed(keys) / number.clamp(min=1)
         spread = summed((keys - mean.gather(2, place)).square())
         number, mean, spread = number[:, :, :-1], mean[:, :, :-1], spread[:, :, :-1]
-        held_mean, held_variance, held = self.parts()
-        total = (held + number).clamp(min=1)
-        change = mean - held_mean
-        spread = spread + held_variance * held + change.square() * held * number / total
-        self.data.copy_(torch.cat([held_mean + change * number / total, spread / total, held + number], -1))
+        old_mean, old_variance, old_number = self.parts()
+        total = (old_number + number).clamp(min=1)
+        change = mean - old_mean
+        spread = spread + old_variance * old_number + change.square() * old_number * number / total
+        self.data.copy_(torch.cat([old_mean + change * number / total, spread / total, old_number + number], -1))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and variance `[B,H,C,D]`, number `[B,H,C,1]`."""
+        """Return mean and variance `[B,H,C,D]`, number `[B,H,C,1]`."""
         size = self.data.shape[-1] // 2
         mean, variance, number = self.data.split([size, size, 1], -1)
         return mean, variance, number
 
     def logits(self, query: Tensor, temperature: float) -> Tensor:
-        """`[B,H,G,C]`: about the logarithm of the mean weight of a bucket's row for `query` `[B,H,G,D]`, -inf if empty.
+        """Return about the logarithm of the mean weight of a bucket's row for `query` `[B,H,G,D]`: `[B,H,G,C]`, -inf if
+        the bucket is empty.
 
         The logarithm of the mean of `exp(q.k / temperature)` over Gaussian keys of independent dimensions is its mean
         exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows.
         """
         mean, variance, number = self.parts()
-        asked = query.float() / temperature
-        logits = asked @ mean.mT + SPREAD / 2 * asked.square() @ variance.mT
+        scaled = query.float() / temperature
+        logits = scaled @ mean.mT + SPREAD / 2 * scaled.square() @ variance.mT
         return logits.masked_fill(number.mT == 0, -torch.inf)
 
     @staticmethod
     def wanted(rows: Rows, buckets: int) -> Wanted:
-        """Dtype and shape of `rows` in C = `buckets`, under the name that methods give it."""
+        """Return the dtype and shape for `rows` in C = `buckets`, under the name that methods give it."""
         batch, heads, _, size = rows.keys.shape
         return {"moments": (torch.float32, (batch, heads, buckets, 2 * size + 1))}
 
     @staticmethod
     def check(state: Loaded) -> None:
-        """Loaded moments belong to loaded edges; else ValueError."""
+        """Refuse loaded moments that do not belong to the loaded edges: ValueError."""
         check_finite(state, "moments")
-        held, size = state["moments"], state["moments"].shape[-1] // 2
-        if bool((held[..., size : 2 * size] < 0).any()):
+        moments, size = state["moments"], state["moments"].shape[-1] // 2
+        if bool((moments[..., size : 2 * size] < 0).any()):
             raise ValueError("moments have a negative variance")
-        if bool((held[..., -1] != state["edges"][:, :, 0].diff()[..., :-1]).any()):
+        if bool((moments[..., -1] != state["edges"][:, :, 0].diff()[..., :-1]).any()):
             raise ValueError("moments count other rows than the buckets hold")
 
-    @property
-    def read(self) -> int:
-        """Bytes of one KV head of one sequence."""
-        return self.bytes_of(*self.data.shape[2:])
-
     @staticmethod
-    def bytes_of(buckets: int, numbers: int) -> int:
-        """Of so many buckets with so many numbers each."""
-        return 4 * buckets * numbers
+    def read(size: int, buckets: int) -> int:
+        """Return the bytes that a KV head of head_dim `size` reads of its sequence's moments."""
+        return 4 * buckets * (2 * size + 1)
 
     @classmethod
-    def model(cls, query: Tensor, buckets: int) -> tuple[int, Launch]:
-        """As of `Partitioned.model`; every sequence has its own."""
+    def launch(cls, query: Tensor, buckets: int) -> Launch:
+        """Return the launch that makes `logits`; every sequence has its own moments."""
         size = query.shape[3]
-        read = cls.bytes_of(buckets, 2 * size + 1)
-        return read, products(query, buckets, 2 * size, read)
+        return products(query, buckets, 2 * size, cls.read(size, buckets))
 
 
 class Moments(Partitioned):
@@ -130,8 +125,12 @@ class Moments(Partitioned):
         super().check_state(state, rows, order)
         KeyMoments.check(state)
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
-        return self.moments.logits(query, self.temperature(query.shape[-1])), own.buckets, self.moments.read
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
+        return self.moments.logits(query, self.temperature(query.shape[-1]))
 
-    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
-        return KeyMoments.model(query, partition.centroids.shape[1])
+    def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
+        buckets = partition.centroids.shape[1]
+        return Scan(buckets, KeyMoments.read(query.shape[3], buckets))
+
+    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
+        return KeyMoments.launch(query, partition.centroids.shape[1])

@@ -14,15 +14,17 @@ from torch.nn import functional
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import Scan, products
-from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, half, vote
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.selectors.abilities import HasTail
+from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
+from sparseattn.selectors.checks import check_group, check_least, half
 from sparseattn.selectors.tail_estimate import check_zone, estimated, outside, summed
 
 MORE = 4  # clusters that a budget may take, for each one of mean size that fills it
 LAST = (1 << 31) - 1  # where a cluster that is not taken begins
 
 
-class RetroInfer(Selector):
+class RetroInfer(HasTail, Selector):
     """Reads the clusters whose centroids have the largest share of a softmax; the next ones stand in by their means.
 
     Every sealed batch is cut into segments, whose keys, less their mean, are clustered by spherical k-means that begins
@@ -51,7 +53,6 @@ class RetroInfer(Selector):
     """
 
     operators = 56
-    tails = True
 
     def __init__(
         self, cluster: int = 16, zone: float = 0.232, segment: int = 8192, rounds: int = 10, group: str = "softmax"
@@ -70,8 +71,8 @@ class RetroInfer(Selector):
         self.shown = 0  # places, padding included
 
     def fix(self, rows: int, seal: int) -> None:
-        for held in (self.keys, self.values, self.start, self.count):
-            held.fix(rows // self.cluster)
+        for buffer in (self.keys, self.values, self.start, self.count):
+            buffer.fix(rows // self.cluster)
 
     def reset(self) -> None:
         super().reset()
@@ -83,17 +84,17 @@ class RetroInfer(Selector):
         batch, heads, new, _ = rows.keys.shape
         clusters = new // self.cluster
         label = torch.full((batch, heads, new), clusters, device=rows.keys.device)  # padding's comes last
-        for b, real in enumerate(rows.positions >= 0):
-            at = real.nonzero()[:, 0]  # a sequence is clustered as it would be alone
+        for b, valid in enumerate(rows.positions >= 0):
+            at = valid.nonzero()[:, 0]  # a sequence is clustered as it would be alone
             for first in range(0, len(at), self.segment):
                 part = at[first : first + self.segment]
                 own = clustered(rows.keys[b, :, part].float(), len(part) // self.cluster, self.rounds)
                 label[b, :, part] = own + first // self.cluster
         ones = torch.ones_like(label, dtype=torch.int32)
         count = ones.new_zeros(batch, heads, clusters + 1).scatter_add_(2, label, ones)[..., :clusters]
-        for buffer, given in ((self.keys, rows.keys), (self.values, rows.values)):
-            mean = summed(given, label, clusters) / count.clamp(min=1)[..., None]
-            buffer.append(mean.to(half(given)))
+        for buffer, part in ((self.keys, rows.keys), (self.values, rows.values)):
+            mean = summed(part, label, clusters) / count.clamp(min=1)[..., None]
+            buffer.append(mean.to(half(part)))
         self.start.append((count.cumsum(2) - count + self.shown).int())
         self.count.append(count)
         self.shown += new
@@ -101,10 +102,8 @@ class RetroInfer(Selector):
 
     # -- the query ---------------------------------------------------------------------------------------------------
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, _, size = query.shape
-        if not self.count.rows:
-            return Selection.none(batch, heads, query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        heads, size = query.shape[1], query.shape[3]
         count, keys = self.count.visible, self.keys.visible
         logits = query.float() @ keys.float().mT / self.temperature(size)  # [B,H,G,P]
         ranks = vote(logits.masked_fill((count == 0)[:, :, None], -torch.inf), self.group)
@@ -113,43 +112,52 @@ class RetroInfer(Selector):
         start, length = (
             part.repeat_interleave(each, 1).gather(2, ids.clamp(min=0)) for part in (self.start.visible, count)
         )
-        found = Selection.runs(start, length.masked_fill(ids < 0, 0), self.span, budget)
+        chosen = Selection.runs(start, length.masked_fill(ids < 0, 0), self.span, budget)
+        if not step.counted:
+            return chosen
         clusters = (count > 0).sum(-1)  # [B,H]
         row = size * self.bytes_of(self.keys.full)
-        read = outside(count, self._left(found), self.zone) * row + clusters * 8
-        return Selection(found.start, found.length, self.span, clusters.repeat_interleave(each, 1), read)
+        read = outside(count, self._left(chosen), self.zone) * row + clusters * 8
+        return replace(chosen, scanned=clusters.repeat_interleave(each, 1), scan_bytes=read)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if clusters held as many rows each."""
-        size, clusters, rows = query.shape[3], sealed // self.cluster, min(budget, sealed)
-        tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
-        read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
-        ranking = products(query, clusters, size, 2.0 * clusters * size)
-        found = clusters, -(-rows // self.cluster)
-        expected = "clusters hold as many rows each"
-        scan = self.ranked_cost(query, [ranking], read, found, group=self.group, expected=expected)
-        return replace(scan, rows=rows, tail=tail)
+        clusters, tail = self._expected(sealed, budget)
+        row = query.shape[3] * self.bytes_of(torch.empty(0, dtype=half(query)))
+        return Scan(clusters, (clusters - tail) * row + 8 * clusters)
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.count.rows:
-            return None
+    def _expected(self, sealed: int, budget: int) -> tuple[int, int]:
+        """Return how many clusters there are expected to be, and how many of them stand in."""
+        clusters = sealed // self.cluster
+        return clusters, min(math.ceil(self.zone * clusters), clusters - min(budget, sealed) // self.cluster)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        (clusters, tail), size, rows = self._expected(sealed, budget), query.shape[3], min(budget, sealed)
+        ranking = products(query, clusters, size, 2.0 * clusters * size)
+        best_few = clusters, -(-rows // self.cluster)
+        expected = "clusters hold as many rows each"
+        cost = self.ranked_cost(query, [ranking], best_few, group=self.group, expected=expected)
+        return replace(cost, rows=rows, tail=tail)
+
+    def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         count, left = self.count.visible, self._left(selection)
         means = self.keys.visible, self.values.visible
         return estimated(query, *means, count, left, self.zone, self.temperature(query.shape[3]))
 
     def _left(self, selection: Selection) -> Tensor:
-        """`[B,Hs,P]` int32: how many rows of each cluster a selection does not name."""
+        """Return how many rows of each cluster a selection does not name: `[B,Hs,P]` int32."""
         count = self.count.visible
         heads, clusters = count.shape[1:]
         ends = (self.start.visible + count).contiguous()
-        asked = selection.start.unflatten(1, (heads, -1)).flatten(2).contiguous()  # a slot lies in one cluster
-        at = torch.searchsorted(ends, asked, right=True).clamp(max=clusters - 1).view(selection.start.shape)
+        first = selection.start.unflatten(1, (heads, -1)).flatten(2).contiguous()  # a slot lies in one cluster
+        at = torch.searchsorted(ends, first, right=True).clamp(max=clusters - 1).view(selection.start.shape)
         each = selection.start.shape[1] // heads
         return count.repeat_interleave(each, 1).scatter_add(2, at, -selection.length)
 
 
 def clustered(keys: Tensor, clusters: int, rounds: int) -> Tensor:
-    """`[H,n]` int64: the cluster of each key `[H,n,D]` float32, by spherical k-means of the keys less their mean."""
+    """Return the cluster of each key `[H,n,D]` float32, by spherical k-means of the keys less their mean: `[H,n]`
+    int64."""
     keys = keys - keys.mean(1, keepdim=True)
     count, device = keys.shape[1], keys.device
     even = ((torch.arange(clusters, device=device) + 0.5) * count / clusters).long()
@@ -162,5 +170,5 @@ def clustered(keys: Tensor, clusters: int, rounds: int) -> Tensor:
 
 
 def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
-    """`[H,n]` int64."""
-    return torch.stack([(mine @ own.mT).argmax(-1) for mine, own in zip(keys, centroids, strict=True)])
+    """Return the number of the centroid `[H,C,D]` with the largest product with each key `[H,n,D]`: `[H,n]` int64."""
+    return torch.stack([(of_head @ own.mT).argmax(-1) for of_head, own in zip(keys, centroids, strict=True)])

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.core.step_cost import Launch
+from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.scoring import FEW, chosen
+from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.clusters.moments import KeyMoments
@@ -26,11 +27,11 @@ class SAAP(Partitioned):
 
     Args:
         artefact, probes, group, span: see `Partitioned`.
-        context: ours: share of the ranking that goes to the moments of the context's own keys (see `Moments`) instead
-            of the classifier, 0 (the paper) to 1. Logits are mixed; 0.8 found most on the reference model.
+        moments_share: ours: share of the ranking that goes to the moments of the context's own keys (see `Moments`)
+            instead of the classifier, 0 (the paper) to 1. Logits are mixed; 0.8 found most on the reference model.
 
     Raises:
-        ValueError: see `Partitioned`; a context that is no share; an artefact without a classifier, in `select`.
+        ValueError: see `Partitioned`; a `moments_share` outside [0, 1]; an artefact without a classifier, in `select`.
     """
 
     def __init__(
@@ -39,58 +40,61 @@ class SAAP(Partitioned):
         probes: int = 32,
         group: str = "softmax",
         span: int = 16,
-        context: float = 0.0,
+        moments_share: float = 0.0,
     ) -> None:
         super().__init__(artefact, probes, group, span)
-        if not 0 <= context <= 1:
-            raise ValueError(f"context is a share, 0 (the classifier alone) to 1 (the context's keys), got {context}")
-        self.context = context
+        if not 0 <= moments_share <= 1:
+            raise ValueError(f"moments_share is 0 (the classifier alone) to 1 (moments alone), got {moments_share}")
+        self.moments_share = moments_share
         self.moments = KeyMoments()
 
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
-        if self.context:
+        if self.moments_share:
             self.moments.add(rows.keys, bucket, own.buckets)
 
     def wanted(self, rows: Rows, buckets: int) -> Wanted:
-        return KeyMoments.wanted(rows, buckets) if self.context else {}
+        return KeyMoments.wanted(rows, buckets) if self.moments_share else {}
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         super().check_state(state, rows, order)
-        if self.context:
+        if self.moments_share:
             KeyMoments.check(state)
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
-        classifier = own.partition.classifier
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
+        classifier, share = own.partition.classifier, self.moments_share
         assert classifier is not None
         batch, heads, group, size = query.shape
-        asked = own.plain(query, positions[:, None])
-        logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
-        read = self._bytes(classifier, heads)
+        plain = own.plain(query, positions[:, None])
+        logits = classifier.logits(plain.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
         logits = logits.view(batch, heads, group, -1)
-        if self.context:
-            logits = (1 - self.context) * logits + self.context * self.moments.logits(
-                query, self.temperature(query.shape[-1])
-            )
-            read += self.moments.read
-        return logits, own.buckets, read
+        if not share:
+            return logits
+        return (1 - share) * logits + share * self.moments.logits(query, self.temperature(size))
 
-    def _bytes(self, classifier: Classifier, heads: int) -> int:
-        """Of one of so many KV heads; where `width` is 2 weights count as `_used` would keep them then."""
-        narrow, parts = self.width == 2, classifier.tensors().values()
+    def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
+        classifier, buckets = partition.classifier, partition.centroids.shape[1]
+        assert classifier is not None
+        read = self._classifier_bytes(classifier, query.shape[1])
+        return Scan(buckets, read + (KeyMoments.read(query.shape[3], buckets) if self.moments_share else 0))
+
+    def _classifier_bytes(self, classifier: Classifier, heads: int) -> int:
+        """Return the bytes of one of so many KV heads; where keys count as 16 bits weights count as `_used` would keep
+        them then."""
+        narrow, parts = self.context.key_bytes == 2, classifier.tensors().values()
         return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
 
-    def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
+    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
         assert partition.classifier is not None
         (_, heads, _, size), (_, buckets, hidden) = query.shape, partition.classifier.w2.shape
-        read = self._bytes(partition.classifier, heads)
+        read = heads * self._classifier_bytes(partition.classifier, heads)
         flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
         numbers = sum(part.numel() for part in partition.classifier.tensors().values())
         many = query.shape[:3].numel() // len(partition.classifier.w1) > FEW[min(query.dtype.itemsize, 4)]
-        launch = Launch("network" if many else "classifier", bytes=heads * read, flops=flops, entries=numbers)
-        if self.context:
-            own, added = KeyMoments.model(query, buckets)
-            read, launch = read + own, replace(launch, bytes=launch.bytes + added.bytes, flops=flops + added.flops)
-        return read, launch
+        launch = Launch("network" if many else "classifier", bytes=read, flops=flops, entries=numbers)
+        if not self.moments_share:
+            return launch
+        added = KeyMoments.launch(query, buckets)
+        return replace(launch, bytes=read + added.bytes, flops=flops + added.flops)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         classifier = partition.classifier
@@ -106,7 +110,7 @@ class SAAP(Partitioned):
         return Partition(partition.centroids, classifier)
 
 
-class PerfectBuckets(Partitioned):
+class PerfectBuckets(ReadsKeys, Partitioned):
     """Ranks the buckets by the attention that they hold: SAAP with a perfect classifier. For measuring only.
 
     Scores every sealed key, so that what SAAP loses to a classifier and what to the partition are told apart. A group
@@ -115,17 +119,17 @@ class PerfectBuckets(Partitioned):
     Arguments: see `Partitioned`.
     """
 
-    reads_stored = True
-
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(f"{self!r} looks up every row's bucket on the host: build the KVCache without fixed=True")
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
         keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets
         padding = bucket == buckets  # [B,H,N]
         logits = query.double() @ keys.double().mT / self.temperature(query.shape[-1])  # float64: small shares rank too
         weights = logits.masked_fill(padding[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)  # [B,H,G,N]
         share = weights.new_zeros(*query.shape[:3], buckets + 1)
         share.scatter_add_(3, bucket[:, :, None].expand_as(weights), weights)
-        real = (~padding[:, :1]).sum(-1)  # [B,1]
-        return share[..., :-1].log(), real, real * keys.shape[-1] * self.bytes_of(keys)
+        return share[..., :-1].log()
+
+    def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
+        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))

@@ -98,12 +98,12 @@ class Classifier:
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor, `skip` only where there is one."""
+        """Return name -> tensor, `skip` only where there is one."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def logits(self, queries: Tensor) -> Tensor:
-        """`[..,A,n,C]` for queries `[..,A,n,D]`, de-roped unless the artefact is roped."""
+        """Return logits `[..,A,n,C]` of queries `[..,A,n,D]`, de-roped unless the artefact is roped."""
         together = queries.movedim(-3, 0)  # [A,..,n,D]: the weights are read once for all sequences
         x = together.flatten(1, -2)
         logits = linear(linear(x, self.w1, self.b1, relu=True), self.w2, self.b2)
@@ -133,32 +133,32 @@ class Partition:
         if self.classifier is None:
             return
         heads, buckets, size = self.centroids.shape
-        mine = tuple(self.classifier.w2.shape[:2] + self.classifier.w1.shape[2:])
-        if mine[1:] != (buckets, size) or mine[0] % heads:
+        many, classes, inputs = *self.classifier.w2.shape[:2], self.classifier.w1.shape[2]
+        if (classes, inputs) != (buckets, size) or many % heads:
             raise ArtefactError(
                 f"a classifier for centroids {list(self.centroids.shape)} has a multiple of {heads} heads, {buckets} "
-                f"buckets and size {size}, got {mine[0]}, {mine[1]} and {mine[2]}"
+                f"buckets and size {size}, got {many}, {classes} and {inputs}"
             )
 
     def assign(self, keys: Tensor) -> Tensor:
-        """`[..,H,n]` int64, the bucket of every key of `[..,H,n,D]`, de-roped unless the artefact is roped."""
+        """Return the bucket of every key of `[..,H,n,D]`, de-roped unless the artefact is roped: `[..,H,n]` int64."""
         return (keys.to(self.centroids.dtype) @ self.centroids.mT).argmax(-1)
 
     def of_heads(self, heads: Sequence[int]) -> Partition:
-        """That of some KV heads: H is their number."""
-        mine, classifier = list(heads), self.classifier
+        """Return that of some KV heads: H is their number."""
+        numbers, classifier = list(heads), self.classifier
         if classifier is not None:
             each = len(classifier.w1) // len(self.centroids)
-            rows = [head * each + g for head in mine for g in range(each)]
+            rows = [head * each + g for head in numbers for g in range(each)]
             classifier = Classifier(**{name: tensor[rows] for name, tensor in classifier.tensors().items()})
-        return Partition(self.centroids[mine], classifier)
+        return Partition(self.centroids[numbers], classifier)
 
     def to(self, device: torch.device | str) -> Partition:
-        """The same on another device."""
-        moved = self.classifier
-        if moved is not None:
-            moved = Classifier(**{name: tensor.to(device) for name, tensor in moved.tensors().items()})
-        return Partition(self.centroids.to(device), moved)
+        """Return the same on another device."""
+        classifier = self.classifier
+        if classifier is not None:
+            classifier = Classifier(**{name: tensor.to(device) for name, tensor in classifier.tensors().items()})
+        return Partition(self.centroids.to(device), classifier)
 
 
 class Artefact:
@@ -198,7 +198,7 @@ class Artefact:
         return f"Artefact(model={self.meta.get('model')!r}, layers={tuple(self.layers)}, roped={self.roped})"
 
     def holds(self, layer: int) -> Partition:
-        """The partition of a layer; ArtefactError where it has none, saying what to do with such a layer."""
+        """Return the partition of a layer; ArtefactError where it has none, saying what to do with such a layer."""
         if layer not in self.layers:
             raise ArtefactError(
                 f"the artefact of {self.meta.get('model', 'a model')} holds layers "
@@ -208,7 +208,7 @@ class Artefact:
         return self.layers[layer]
 
     def check(self, layer: int, heads: int, group: int | None, size: int, rope: Rope | None) -> Partition:
-        """The partition of a model's layer; ArtefactError, with both sides, where it was not trained for such a one.
+        """Return the partition of a model's layer; ArtefactError, with both sides, where it was not trained for that.
 
         The error names the artefact that ships for such a layer, where there is one.
 
@@ -219,14 +219,15 @@ class Artefact:
         """
         model = self.meta.get("model", "a model")
         partition = self.holds(layer)
-        mine = (partition.centroids.shape[0], self.meta.get("group", group), partition.centroids.shape[2])
-        if mine != (heads, group or mine[1], size):
+        own_heads, _, own_size = partition.centroids.shape
+        own_group = self.meta.get("group", group)
+        if (own_heads, own_group, own_size) != (heads, group or own_group, size):
             here = f"{heads}" if group is None else f"{heads} with {group}"
             raise ArtefactError(
-                f"the artefact of {model} is for {mine[0]} KV heads with {mine[1]} query heads each of size {mine[2]}, "
-                f"layer {layer} here has {here} of size {size}{_better(heads, group, size, rope)}"
+                f"the artefact of {model} is for {own_heads} KV heads with {own_group} query heads each of size "
+                f"{own_size}, layer {layer} here has {here} of size {size}{_better(heads, group, size, rope)}"
             )
-        classifier, each = partition.classifier, group or mine[1] or 1
+        classifier, each = partition.classifier, group or own_group or 1
         if classifier is not None and len(classifier.w1) not in (heads, heads * each):
             raise ArtefactError(
                 f"the artefact of {model} has {len(classifier.w1)} classifiers in layer {layer}, "
@@ -328,8 +329,20 @@ class Artefact:
         return artefact
 
 
+def shared(path_or_name: str | os.PathLike[str]) -> Artefact:
+    """Return `Artefact.load`, read once for all layers and selectors of the process until the file changes."""
+    path = locate(path_or_name)
+    stat = path.stat()
+    return _loaded(path.resolve(), stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(path: Path, changed: int, size: int) -> Artefact:
+    return Artefact.load(path)
+
+
 def locate(path_or_name: str | os.PathLike[str]) -> Path:
-    """The file that a path, or the name of one that ships, means; ArtefactError where there is none."""
+    """Return the file that a path, or the name of one that ships, means; ArtefactError where there is none."""
     path = Path(path_or_name)
     if os.fspath(path_or_name) in SHIPPED:
         path = Path(str(importlib.resources.files("sparseattn") / "data" / "saap" / f"{path_or_name}.safetensors"))
@@ -340,7 +353,7 @@ def locate(path_or_name: str | os.PathLike[str]) -> Path:
 
 
 def shipped_for(rope: Rope | None) -> str:
-    """The name of the artefact that ships for layers of this RoPE; ArtefactError where none does.
+    """Return the name of the artefact that ships for layers of this RoPE; ArtefactError where none does.
 
     A RoPE is what a layer is known by before its keys come; `Artefact.check` sees to the shapes then.
     """
@@ -355,17 +368,17 @@ def shipped_for(rope: Rope | None) -> str:
 
 @functools.cache
 def _facts(name: str) -> tuple[tuple[int, int, int], tuple[Rope, ...]]:
-    """KV heads, query heads each and size of the artefact that ships as `name`, and its RoPEs."""
-    held = Artefact.load(name)
+    """Return KV heads, query heads each and head_dim of the artefact that ships as `name`, and its RoPEs."""
+    artefact = Artefact.load(name)
     distinct: list[Rope] = []
-    for rope in held.ropes.values():
+    for rope in artefact.ropes.values():
         if not any(rope.equals(other) for other in distinct):
             distinct.append(rope)
-    return (held.meta["heads"], held.meta["group"], held.meta["size"]), tuple(distinct)
+    return (artefact.meta["heads"], artefact.meta["group"], artefact.meta["size"]), tuple(distinct)
 
 
 def _better(heads: int, group: int | None, size: int, rope: Rope | None) -> str:
-    """Half a sentence that names the artefact that ships for such a layer, or nothing."""
+    """Return half a sentence that names the artefact that ships for such a layer, or nothing."""
     for name in SHIPPED:
         shape, ropes = _facts(name)
         if shape == (heads, group or shape[1], size) and any(same_rope(rope, theirs) for theirs in ropes):
@@ -382,7 +395,7 @@ def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:
-    """Takes a layer's tensors out of `tensors`."""
+    """Return a layer's partition, whose tensors are taken out of `tensors`."""
     centroids = F.normalize(tensors.pop(f"{prefix}centroids").float(), dim=-1)
     names = [field.name for field in fields(Classifier) if f"{prefix}classifier.{field.name}" in tensors]
     parts = {name: tensors.pop(f"{prefix}classifier.{name}").float() for name in names}
@@ -390,7 +403,8 @@ def _partition(tensors: dict[str, Tensor], prefix: str) -> Partition:
 
 
 def same_rope(a: Rope | None, b: Rope | None) -> bool:
-    """The same rotation, or none at all, but for the rounding of frequencies that were computed elsewhere."""
+    """Say whether both are one rotation, or none at all, but for the rounding of frequencies that were computed
+    elsewhere."""
     if a is None or b is None:
         return a is b
     if a.interleaved != b.interleaved or a.rotated != b.rotated or abs(a.scaling - b.scaling) > 1e-5 * a.scaling:
@@ -399,7 +413,7 @@ def same_rope(a: Rope | None, b: Rope | None) -> bool:
 
 
 def rope_in_words(rope: Rope | None) -> str:
-    """A RoPE as a sentence names it."""
+    """Return a RoPE as a sentence names it."""
     if rope is None:
         return "no RoPE"
     slow, layout = rope.inv_freq.min().item(), "interleaved" if rope.interleaved else "halves"
