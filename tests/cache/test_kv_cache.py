@@ -351,7 +351,7 @@ class BadOrder(Selector):
     def append(self, rows: Rows) -> torch.Tensor:
         return torch.zeros(*rows.keys.shape[:3], dtype=torch.int64)
 
-    def select(self, query, positions, budget) -> Selection:
+    def select(self, query, step, budget) -> Selection:
         return Selection.none(*query.shape[:2])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import SAAP, KMeans, KVCache, Moments, PerfectBuckets, Rows, Selection, decode, make_selector
+from sparseattn.core.context import LayerContext
 from sparseattn.core.rope import Rope
 from sparseattn.evaluation.replay import evaluate
 from sparseattn.selectors.clusters import bucket_table as table
@@ -50,7 +51,7 @@ class Replay:
     ) -> None:
         self.queries, self.keys, self.values = heads(B, H, G, tokens, D)  # before RoPE
         self.padding = torch.tensor([0, 21])
-        self.selector = selector.for_layer(LAYER, ROPE)
+        self.selector = selector.for_layer(LayerContext(LAYER, rope=ROPE))
         self.cache = KVCache(self.selector, sink=3, window=5, seal=seal, **settings)
         at = torch.arange(tokens) - self.padding[:, None]
         self.roped = ROPE.rotate(self.keys, at[:, None]), ROPE.rotate(self.queries, at[:, None, None])
@@ -390,7 +391,7 @@ def test_segments_stay_few_whatever_the_sizes_of_seals() -> None:
 
 
 def test_a_second_batch_of_another_dtype_or_shape_takes_its_own_parameters(file: str) -> None:
-    selector = SAAP(file, probes=3).for_layer(LAYER, ROPE)
+    selector = SAAP(file, probes=3).for_layer(LayerContext(LAYER, rope=ROPE))
     cache = KVCache(selector, sink=0, window=0)
     for dtype in (torch.bfloat16, torch.float32):
         queries, keys, values = heads(1, H, G, 40, D, dtype)
@@ -420,7 +421,7 @@ def test_a_prompt_read_from_an_index_file_after_reset_has_slots_of_its_own(file:
     first, second = (heads(1, H, G, rows, D, seed=rows) for rows in (40, 300))
     chosen = []
     for prompts in ((second,), (first, second)):
-        cache = KVCache(KMeans(file, probes=3).for_layer(LAYER, ROPE), sink=0, window=0, indexes=tmp_path)
+        cache = KVCache(KMeans(file, probes=3).for_layer(LayerContext(LAYER, rope=ROPE)), sink=0, window=0, indexes=tmp_path)
         for queries, keys, values in prompts:
             cache.reset()
             cache.append(keys, values)
@@ -459,7 +460,7 @@ def test_an_artefact_is_read_once(file: str, tmp_path: Path, monkeypatch: pytest
     selector = make_selector(f"saap:artefact={file},probes=16")
     assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, context=0.0)"
     assert reads == [], "a spec reads nothing"
-    layers = [one.for_layer(i, ROPE) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
+    layers = [one.for_layer(LayerContext(i, rope=ROPE)) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
     assert len({id(one.trained()) for one in layers}) == len(reads) == 1  # type: ignore[attr-defined]
     saved(Path(file), part=partition(H, D, C + 1), note="longer")
     assert KMeans(file).for_layer(5).trained().layers[5].centroids.shape[1] == C + 1, "another file by the same name"
@@ -490,8 +491,8 @@ def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv:
     found = []
     for selector in (Moments(), Moments(name)):
         if selector.artefact == "auto":
-            selector.for_layer(1, other)
-        here = selector.for_layer(1, rope)
+            selector.for_layer(LayerContext(1, rope=other))
+        here = selector.for_layer(LayerContext(1, rope=rope))
         assert here.trained().meta["heads"] == kv
         cache = KVCache(here, sink=4, window=16, seal=16)
         cache.append(keys, values)
@@ -535,7 +536,7 @@ def test_bad_artefacts_and_arguments_get_a_sentence(file: str, tmp_path: Path) -
             SAAP(file, **bad)
     (tmp_path / "text").write_text("no artefact")
     with pytest.raises(ValueError, match="damaged or not an artefact"):
-        SAAP(str(tmp_path / "text")).for_layer(LAYER, ROPE)
+        SAAP(str(tmp_path / "text")).for_layer(LayerContext(LAYER, rope=ROPE))
 
     def shown(selector: Partitioned, kv: int = H, size: int = D, group: int = G) -> None:
         queries, keys, values = heads(1, kv, group, 40, size)
@@ -543,20 +544,20 @@ def test_bad_artefacts_and_arguments_get_a_sentence(file: str, tmp_path: Path) -
         selector.select(queries[:, :, :, -1], torch.tensor([40]), 16)
 
     for act, sentence in (
-        (lambda: shown(SAAP(file).for_layer(3, ROPE)), "holds layers 2, 5, layer 3 is asked for"),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(3, rope=ROPE))), "holds layers 2, 5, layer 3 is asked for"),
         (lambda: shown(SAAP(file).for_layer(LAYER)), "no fixed RoPE of layer 2 is known.*change with the length"),
         (lambda: shown(SAAP(file).for_layer(LAYER, Rope.of(24, 500.0))), "trained with a RoPE.*layer 2 here applies"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, ROPE), kv=4), "for 2 KV heads.*layer 2 here has 4"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, ROPE), size=64), "of size 32, .*of size 64"),
-        (lambda: shown(SAAP(file).for_layer(LAYER, ROPE), group=4), "with 3 query heads.*2 with 4"),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), kv=4), "for 2 KV heads.*layer 2 here has 4"),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), size=64), "of size 32, .*of size 64"),
+        (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), group=4), "with 3 query heads.*2 with 4"),
     ):
         with pytest.raises(ValueError, match=sentence):
             act()
     alone = saved(tmp_path / "alone", part=Partition(partition(H, D, C).centroids))
-    shown(KMeans(alone).for_layer(LAYER, ROPE))
+    shown(KMeans(alone).for_layer(LayerContext(LAYER, rope=ROPE)))
     with pytest.raises(ValueError, match=r"no query classifier for layer 2.*use KMeans"):
-        shown(SAAP(alone).for_layer(LAYER, ROPE))
+        shown(SAAP(alone).for_layer(LayerContext(LAYER, rope=ROPE)))
     with pytest.raises(ValueError, match="holds layers 2, 5"):
-        Replay(KMeans(file), indexes=tmp_path / "i").selector.for_layer(0, ROPE).append(
+        Replay(KMeans(file), indexes=tmp_path / "i").selector.for_layer(LayerContext(0, rope=ROPE)).append(
             Rows(*torch.zeros(2, 1, H, 16, D), torch.arange(16)[None])
         )
