@@ -421,7 +421,9 @@ def test_a_prompt_read_from_an_index_file_after_reset_has_slots_of_its_own(file:
     first, second = (heads(1, H, G, rows, D, seed=rows) for rows in (40, 300))
     chosen = []
     for prompts in ((second,), (first, second)):
-        cache = KVCache(KMeans(file, probes=3).for_layer(LayerContext(LAYER, rope=ROPE)), sink=0, window=0, indexes=tmp_path)
+        cache = KVCache(
+            KMeans(file, probes=3).for_layer(LayerContext(LAYER, rope=ROPE)), sink=0, window=0, indexes=tmp_path
+        )
         for queries, keys, values in prompts:
             cache.reset()
             cache.append(keys, values)
@@ -547,7 +549,10 @@ def test_bad_artefacts_and_arguments_get_a_sentence(file: str, tmp_path: Path) -
         (lambda: shown(SAAP(file).for_layer(LayerContext(3, rope=ROPE))), "holds layers 2, 5, layer 3 is asked for"),
         (lambda: shown(SAAP(file).for_layer(LAYER)), "no fixed RoPE of layer 2 is known.*change with the length"),
         (lambda: shown(SAAP(file).for_layer(LAYER, Rope.of(24, 500.0))), "trained with a RoPE.*layer 2 here applies"),
-        (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), kv=4), "for 2 KV heads.*layer 2 here has 4"),
+        (
+            lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), kv=4),
+            "for 2 KV heads.*layer 2 here has 4",
+        ),
         (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), size=64), "of size 32, .*of size 64"),
         (lambda: shown(SAAP(file).for_layer(LayerContext(LAYER, rope=ROPE)), group=4), "with 3 query heads.*2 with 4"),
     ):

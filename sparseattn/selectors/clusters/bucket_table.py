@@ -19,9 +19,10 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
 from sparseattn.kernels.scoring import bucket_spans
-from sparseattn.selectors.base import Rows, Selector, check_group, vote
+from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
+from sparseattn.selectors.checks import check_group
 from sparseattn.selectors.parameters.saap_artefact import AUTO, SHIPPED, Artefact, Partition, locate, shipped_for
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_tensors
 from sparseattn.utils.hashing import file_hash, tensors_hash
@@ -54,7 +55,7 @@ class Parameters:
     def plain(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[B,H,n,D]` in float32, before RoPE if the artefact is de-roped. `positions`: `[B,n]` or `[B,1]`."""
         x = x.float()
-        return x if self.rope is None else self.rope.unrotate(x, positions[:, None])
+        return x if self.context.rope is None else self.context.rope.unrotate(x, positions[:, None])
 
 
 class Edges(RowBuffer):
@@ -143,21 +144,21 @@ class Partitioned(Selector):
             ValueError: a file that is no artefact; "auto" where none ships for the layer's RoPE.
         """
         if self._held is None:
-            path = locate(shipped_for(self.rope) if self.artefact == AUTO else self.artefact)
+            path = locate(shipped_for(self.context.rope) if self.artefact == AUTO else self.artefact)
             stat = path.stat()
             key = (str(path.resolve()), stat.st_mtime_ns, stat.st_size)
             self._held = _SHARED.get(key) or _SHARED.setdefault(key, Artefact.load(path))
         return self._held
 
-    def for_layer(self, layer: int, rope: Rope | None = None) -> Partitioned:
-        fresh = super().for_layer(layer, rope)
-        fresh._here = None
-        if self.artefact == AUTO:
-            fresh._held = None  # another RoPE may have another one
-        if self.artefact != AUTO or rope is not None:
-            fresh.trained().holds(layer)
-            self._held = fresh._held  # kept here too, so that all layers share it
-        return fresh
+    def bind(self, context: LayerContext) -> None:
+        before = self.context
+        super().bind(context)
+        if context.rope is not before.rope and self.artefact == AUTO:
+            self._held = None  # another RoPE may have another one
+        if (context.layer, context.heads) != (before.layer, before.heads) or context.rope is not before.rope:
+            self._here = None
+        if self.artefact != AUTO or context.rope is not None:
+            self.trained().holds(context.layer)
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         twin = copy.copy(self)  # what rows are scored by depends on their device and dtype, so nothing is kept
@@ -186,7 +187,7 @@ class Partitioned(Selector):
 
     def _own(self, partition: Partition) -> Partition:
         """What of a layer's partition is of the heads that this instance is shown."""
-        return partition if self.heads is None else partition.of_heads(self.heads.which)
+        return partition if self.context.heads is None else partition.of_heads(self.context.heads.which)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
@@ -200,21 +201,21 @@ class Partitioned(Selector):
         """
         own = self._here
         if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
-            rope = self.rope
+            rope = self.context.rope
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
                     f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
-                    f"known here: pass it to for_layer(layer, rope), or name an artefact that needs none, "
+                    f"known here: give for_layer a LayerContext with it, or name an artefact that needs none, "
                     f"artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
                 )
             if rope is None and not self.trained().roped:
                 raise ValueError(
                     f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
-                    f"known here: pass it to for_layer(layer, rope), or use an artefact of roped keys where the layer "
-                    f"applies none or one whose frequencies change with the length of the sequence"
+                    f"known here: give for_layer a LayerContext with it, or use an artefact of roped keys where the "
+                    f"layer applies none or one whose frequencies change with the length of the sequence"
                 )
             trained = self.trained()
-            heads = like.shape[1] if self.heads is None else self.heads.of
+            heads = like.shape[1] if self.context.heads is None else self.context.heads.of
             partition = self._own(trained.check(self.layer, heads, group, like.shape[3], rope))
             if rope is not None:
                 rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))
@@ -278,8 +279,8 @@ class Partitioned(Selector):
         if self.edges.room is not None:  # segments that are not taken end nowhere
             ends = ends.masked_fill(table[..., -1:] <= table[..., :1], torch.iinfo(torch.int32).max)
         ends = ends.flatten(2).contiguous()  # segments follow each other, so these rise
-        asked = places.int().unflatten(1, (table.shape[1], -1)).flatten(2).contiguous()
-        return (torch.searchsorted(ends, asked, right=True) % (table.shape[3] - 1)).view(places.shape)
+        placed = places.int().unflatten(1, (table.shape[1], -1)).flatten(2).contiguous()
+        return (torch.searchsorted(ends, placed, right=True) % (table.shape[3] - 1)).view(places.shape)
 
     def _stored(self, first: int = 0) -> Tensor:
         """`[B,H,n]` int64: the bucket of every row from segment `first` on; C for padding."""
@@ -291,8 +292,8 @@ class Partitioned(Selector):
     # -- the query -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor | int, Tensor | int]:
-        """Scores every bucket for a query `[B,H,G,D]` at `positions` `[B]`.
+    def rank(self, query: Tensor, step: StepContext, own: Parameters) -> tuple[Tensor, Tensor | int, Tensor | int]:
+        """Score every bucket for a query `[B,H,G,D]`.
 
         Returns:
             scores `[B,H,G,C]`, logits of what `group` "softmax" sums; what was scored for a query head and the bytes
@@ -312,12 +313,18 @@ class Partitioned(Selector):
         """
         raise ValueError(f"{self!r} does not say what ranking buckets costs (model), so no time can be predicted")
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """As if keys lay in one segment."""
+        own = self._parameters_for(query)
+        read = self.model(query, own.partition)[0]
+        lists = query.shape[2] if self.group == "each" else 1
+        return Scan(own.buckets, read + self._edges_read(lists, min(self.probes, own.buckets)))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """As if keys lay in one segment and in buckets of one size."""
         batch, heads, members, _ = query.shape
-        own = self._asked_of(query)
-        read, launch = self.model(query, own.partition)
-        buckets = own.buckets
+        own = self._parameters_for(query)
+        launch, buckets = self.model(query, own.partition)[1], own.buckets
         probes = min(self.probes, buckets)
         lists = heads * members if self.group == "each" else heads
         rows = min(budget, sealed * probes / buckets)
@@ -327,28 +334,25 @@ class Partitioned(Selector):
             Launch("operator", count=self.operators),
         )
         runs = min(rows, probes * rows / max(sealed * probes / buckets, 1))
-        expected = "buckets hold as many rows each, in one segment"
-        return Scan(read + self._edges_read(lists // heads, probes), launches, lists, rows, runs, expected=expected)
+        return ChoiceCost(launches, lists, rows, runs, expected="buckets hold as many rows each, in one segment")
 
-    def _asked_of(self, query: Tensor) -> Parameters:
+    def _parameters_for(self, query: Tensor) -> Parameters:
         """The layer's for queries of this shape, on the CPU."""
         return copy.copy(self)._parameters(torch.empty(query.shape, dtype=query.dtype), query.shape[2])
 
     def buckets_of(self, query: Tensor) -> int:
         """C, of the layer's artefact, for queries of this shape."""
-        return self._asked_of(query).buckets
+        return self._parameters_for(query).buckets
 
     @staticmethod
     def _edges_read(each: int, probes: int) -> int:
         """Bytes of the bucket table that a KV head's lists, `each` of them, read of a segment."""
         return 8 * each * probes
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, _ = query.shape
-        if not self.edges.rows:
-            return Selection.none(batch, heads, query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        heads, group = query.shape[1:3]
         own = self._parameters(query, group)
-        scores, scored, read = self.rank(query, positions, own)
+        scores, scored, read = self.rank(query, step, own)
         scores = vote(scores, self.group)  # [B,Hs,C]
         table, fixed = self.edges.visible, self.edges.room is not None
         segments, chosen, buckets = table.shape[2], *scores.shape[1:]
@@ -358,15 +362,13 @@ class Partitioned(Selector):
         if not fixed:
             slots = min(slots, self.edges.most(self.span)[probes - 1])
         start, length = bucket_spans(ids, table, self.span, budget, slots)
+        if not step.counted:
+            return Selection(start, length, self.span)
         real = (table[:, :1, :, buckets] > table[:, :1, :, 0]).any(2)  # [B,1] a sequence has any row
-        looked_at = (table[:, :1, :, -1] > table[:, :1, :, 0]).sum(2) if fixed else segments  # without spare ones
-        return Selection(
-            start,
-            length,
-            self.span,
-            (real * scored).expand(-1, chosen),
-            (real * (read + self._edges_read(chosen // heads, probes) * looked_at)).expand(-1, heads),
-        )
+        visited = (table[:, :1, :, -1] > table[:, :1, :, 0]).sum(2) if fixed else segments  # without spare ones
+        scanned = (real * scored).expand(-1, chosen)
+        read = real * (read + self._edges_read(chosen // heads, probes) * visited)
+        return Selection(start, length, self.span, scanned, read.expand(-1, heads))
 
 
 def _kept(starts: list[int], new: int) -> tuple[int, int]:

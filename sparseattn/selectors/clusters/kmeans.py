@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparseattn.core.step_cost import Launch, products
+from sparseattn.selectors.base import StepContext
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.parameters.saap_artefact import Partition
 
@@ -22,10 +23,10 @@ class KMeans(Partitioned):
     (`group="softmax"`); "sum" is the sum of the raw products. Other arguments: see `Partitioned`.
     """
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
+    def rank(self, query: Tensor, step: StepContext, own: Parameters) -> tuple[Tensor, int, int]:
         centroids = own.partition.centroids
-        scores = own.plain(query, positions[:, None]) @ centroids.mT / self.temperature(query.shape[-1])  # [B,H,G,C]
-        return scores, own.buckets, _bytes(centroids)
+        products = own.plain(query, step.positions[:, None]) @ centroids.mT  # [B,H,G,C]
+        return products / self.temperature(query.shape[-1]), own.buckets, _bytes(centroids)
 
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
         read, buckets = _bytes(partition.centroids), partition.centroids.shape[1]

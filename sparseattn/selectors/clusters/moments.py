@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Launch, products
-from sparseattn.selectors.base import Rows
+from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.clusters.bucket_table import CHUNK, Parameters, Partitioned
 from sparseattn.selectors.parameters.saap_artefact import AUTO, Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite
@@ -49,11 +49,11 @@ class KeyMoments(RowBuffer):
         mean = summed(keys) / number.clamp(min=1)
         spread = summed((keys - mean.gather(2, place)).square())
         number, mean, spread = number[:, :, :-1], mean[:, :, :-1], spread[:, :, :-1]
-        held_mean, held_variance, held = self.parts()
-        total = (held + number).clamp(min=1)
-        change = mean - held_mean
-        spread = spread + held_variance * held + change.square() * held * number / total
-        self.data.copy_(torch.cat([held_mean + change * number / total, spread / total, held + number], -1))
+        old_mean, old_variance, old_number = self.parts()
+        total = (old_number + number).clamp(min=1)
+        change = mean - old_mean
+        spread = spread + old_variance * old_number + change.square() * old_number * number / total
+        self.data.copy_(torch.cat([old_mean + change * number / total, spread / total, old_number + number], -1))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean and variance `[B,H,C,D]`, number `[B,H,C,1]`."""
@@ -68,9 +68,9 @@ class KeyMoments(RowBuffer):
         exponent plus half the exponent's variance. Weight by row, not by bucket: a budget is of rows.
         """
         mean, variance, number = self.parts()
-        asked = query.float() / temperature
-        logits = asked @ mean.mT + SPREAD / 2 * asked.square() @ variance.mT
-        return logits.masked_fill(number.mT == 0, -torch.inf)
+        scaled = query.float() / temperature
+        logits = scaled @ mean.mT + SPREAD / 2 * scaled.square() @ variance.mT
+        return logits.mscaled_fill(number.mT == 0, -torch.inf)
 
     @staticmethod
     def wanted(rows: Rows, buckets: int) -> Wanted:
@@ -130,7 +130,7 @@ class Moments(Partitioned):
         super().check_state(state, rows, order)
         KeyMoments.check(state)
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
+    def rank(self, query: Tensor, step: StepContext, own: Parameters) -> tuple[Tensor, int, int]:
         return self.moments.logits(query, self.temperature(query.shape[-1])), own.buckets, self.moments.read
 
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:

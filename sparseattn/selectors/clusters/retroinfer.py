@@ -14,15 +14,17 @@ from torch.nn import functional
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import Scan, products
-from sparseattn.selectors.base import Rows, Selector, best, check_group, check_least, half, vote
+from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.selectors.abilities import HasTail
+from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
+from sparseattn.selectors.checks import check_group, check_least, half
 from sparseattn.selectors.tail_estimate import check_zone, estimated, outside, summed
 
 MORE = 4  # clusters that a budget may take, for each one of mean size that fills it
 LAST = (1 << 31) - 1  # where a cluster that is not taken begins
 
 
-class RetroInfer(Selector):
+class RetroInfer(HasTail, Selector):
     """Reads the clusters whose centroids have the largest share of a softmax; the next ones stand in by their means.
 
     Every sealed batch is cut into segments, whose keys, less their mean, are clustered by spherical k-means that begins
@@ -51,7 +53,6 @@ class RetroInfer(Selector):
     """
 
     operators = 56
-    tails = True
 
     def __init__(
         self, cluster: int = 16, zone: float = 0.232, segment: int = 8192, rounds: int = 10, group: str = "softmax"
@@ -70,8 +71,8 @@ class RetroInfer(Selector):
         self.shown = 0  # places, padding included
 
     def fix(self, rows: int, seal: int) -> None:
-        for held in (self.keys, self.values, self.start, self.count):
-            held.fix(rows // self.cluster)
+        for buffer in (self.keys, self.values, self.start, self.count):
+            buffer.fix(rows // self.cluster)
 
     def reset(self) -> None:
         super().reset()
@@ -101,10 +102,8 @@ class RetroInfer(Selector):
 
     # -- the query ---------------------------------------------------------------------------------------------------
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, _, size = query.shape
-        if not self.count.rows:
-            return Selection.none(batch, heads, query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        heads, size = query.shape[1], query.shape[3]
         count, keys = self.count.visible, self.keys.visible
         logits = query.float() @ keys.float().mT / self.temperature(size)  # [B,H,G,P]
         ranks = vote(logits.masked_fill((count == 0)[:, :, None], -torch.inf), self.group)
@@ -113,26 +112,36 @@ class RetroInfer(Selector):
         start, length = (
             part.repeat_interleave(each, 1).gather(2, ids.clamp(min=0)) for part in (self.start.visible, count)
         )
-        found = Selection.runs(start, length.masked_fill(ids < 0, 0), self.span, budget)
+        chosen = Selection.runs(start, length.masked_fill(ids < 0, 0), self.span, budget)
+        if not step.counted:
+            return chosen
         clusters = (count > 0).sum(-1)  # [B,H]
         row = size * self.bytes_of(self.keys.full)
-        read = outside(count, self._left(found), self.zone) * row + clusters * 8
-        return Selection(found.start, found.length, self.span, clusters.repeat_interleave(each, 1), read)
+        read = outside(count, self._left(chosen), self.zone) * row + clusters * 8
+        return replace(chosen, scanned=clusters.repeat_interleave(each, 1), scan_bytes=read)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if clusters held as many rows each."""
-        size, clusters, rows = query.shape[3], sealed // self.cluster, min(budget, sealed)
-        tail = min(math.ceil(self.zone * clusters), clusters - rows // self.cluster)
-        read = (clusters - tail) * size * self.bytes_of(torch.empty(0, dtype=half(query))) + 8 * clusters
+        clusters, tail = self._clusters(sealed, budget)
+        mean = query.shape[3] * self.bytes_of(torch.empty(0, dtype=half(query)))
+        return Scan(clusters, (clusters - tail) * mean + 8 * clusters)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        """As if clusters held as many rows each."""
+        size, rows, (clusters, tail) = query.shape[3], min(budget, sealed), self._clusters(sealed, budget)
         ranking = products(query, clusters, size, 2.0 * clusters * size)
         found = clusters, -(-rows // self.cluster)
         expected = "clusters hold as many rows each"
-        scan = self.ranked_cost(query, [ranking], read, found, group=self.group, expected=expected)
-        return replace(scan, rows=rows, tail=tail)
+        return replace(
+            self.ranked_cost(query, [ranking], found, group=self.group, expected=expected), rows=rows, tail=tail
+        )
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
-        if not self.count.rows:
-            return None
+    def _clusters(self, sealed: int, budget: int) -> tuple[int, int]:
+        """How many clusters so many rows make, and how many of them stand in."""
+        clusters = sealed // self.cluster
+        return clusters, min(math.ceil(self.zone * clusters), clusters - min(budget, sealed) // self.cluster)
+
+    def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         count, left = self.count.visible, self._left(selection)
         means = self.keys.visible, self.values.visible
         return estimated(query, *means, count, left, self.zone, self.temperature(query.shape[3]))
@@ -142,8 +151,8 @@ class RetroInfer(Selector):
         count = self.count.visible
         heads, clusters = count.shape[1:]
         ends = (self.start.visible + count).contiguous()
-        asked = selection.start.unflatten(1, (heads, -1)).flatten(2).contiguous()  # a slot lies in one cluster
-        at = torch.searchsorted(ends, asked, right=True).clamp(max=clusters - 1).view(selection.start.shape)
+        placed = selection.start.unflatten(1, (heads, -1)).flatten(2).contiguous()  # a slot lies in one cluster
+        at = torch.searchsorted(ends, placed, right=True).clamp(max=clusters - 1).view(selection.start.shape)
         each = selection.start.shape[1] // heads
         return count.repeat_interleave(each, 1).scatter_add(2, at, -selection.length)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparseattn.core.step_cost import Launch
 from sparseattn.kernels.scoring import FEW, chosen
-from sparseattn.selectors.base import Rows
+from sparseattn.selectors.abilities import ReadsKeys
+from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.clusters.moments import KeyMoments
 from sparseattn.selectors.parameters.saap_artefact import AUTO, Classifier, Partition
@@ -59,12 +60,12 @@ class SAAP(Partitioned):
         if self.context:
             KeyMoments.check(state)
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, int, int]:
+    def rank(self, query: Tensor, step: StepContext, own: Parameters) -> tuple[Tensor, int, int]:
         classifier = own.partition.classifier
         assert classifier is not None
         batch, heads, group, size = query.shape
-        asked = own.plain(query, positions[:, None])
-        logits = classifier.logits(asked.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
+        plain = own.plain(query, step.positions[:, None])
+        logits = classifier.logits(plain.reshape(batch, len(classifier.w1), -1, size))  # [B,H or H*G,G or 1,C]
         read = self._bytes(classifier, heads)
         logits = logits.view(batch, heads, group, -1)
         if self.context:
@@ -75,8 +76,8 @@ class SAAP(Partitioned):
         return logits, own.buckets, read
 
     def _bytes(self, classifier: Classifier, heads: int) -> int:
-        """Of one of so many KV heads; where `width` is 2 weights count as `_used` would keep them then."""
-        narrow, parts = self.width == 2, classifier.tensors().values()
+        """Of one of so many KV heads; where `key_bytes` is 2 weights count as `_used` would keep them then."""
+        narrow, parts = self.context.key_bytes == 2, classifier.tensors().values()
         return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
 
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:
@@ -106,7 +107,7 @@ class SAAP(Partitioned):
         return Partition(partition.centroids, classifier)
 
 
-class PerfectBuckets(Partitioned):
+class PerfectBuckets(ReadsKeys, Partitioned):
     """Ranks the buckets by the attention that they hold: SAAP with a perfect classifier. For measuring only.
 
     Scores every sealed key, so that what SAAP loses to a classifier and what to the partition are told apart. A group
@@ -115,12 +116,10 @@ class PerfectBuckets(Partitioned):
     Arguments: see `Partitioned`.
     """
 
-    reads_stored = True
-
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(f"{self!r} looks up every row's bucket on the host: build the KVCache without fixed=True")
 
-    def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+    def rank(self, query: Tensor, step: StepContext, own: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets
         padding = bucket == buckets  # [B,H,N]
         logits = query.double() @ keys.double().mT / self.temperature(query.shape[-1])  # float64: small shares rank too

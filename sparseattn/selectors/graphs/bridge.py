@@ -9,10 +9,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, products, sorted_best
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products, sorted_best
 from sparseattn.kernels.nearest import evenly, load_faiss, nearest, root_of_moment
 from sparseattn.kernels.scoring import listed_scores
-from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.abilities import LearnsFromQueries, ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least, check_most, check_share, warn_of_keys_as_queries
 from sparseattn.selectors.graphs.search_cost import new_of
 from sparseattn.selectors.saved_state import (
     Loaded,
@@ -25,7 +27,7 @@ from sparseattn.selectors.saved_state import (
 )
 
 
-class QueryBridge(Selector):
+class QueryBridge(LearnsFromQueries, ReadsKeys, Selector):
     """Finds the guides nearest to the query, unites their lists of keys, and reads the best of those by exact score.
 
     The first structure of RetrievalAttention, queries linked to their nearest keys, walked in one hop: static shapes,
@@ -52,7 +54,6 @@ class QueryBridge(Selector):
 
     operators = 26
     knob = "probes"
-    reads_stored = True
 
     def __init__(
         self, probes: int = 16, neighbours: int = 256, guides: int = 2048, centroids: bool = False, share: float = 1.0
@@ -63,7 +64,7 @@ class QueryBridge(Selector):
         load_faiss()
         self.probes, self.neighbours, self.guides, self.centroids = probes, neighbours, guides, centroids
         self.share = self.queries_share = share
-        self.real = RowBuffer(1)  # [B,N] bool, not padding; no step reads it
+        self.valid = RowBuffer(1)  # [B,N] bool, not padding; no step reads it
         self.guide = RowBuffer(2)  # [B,Hs,S,D] float32
         self.direction = RowBuffer(2)  # [B,Hs,S,D] float32, unit length, in the space of comparison
         self.lists = RowBuffer(2, spare=-1)  # [B,Hs,S,K] int32, best first, then -1
@@ -77,10 +78,10 @@ class QueryBridge(Selector):
 
     def append(self, rows: Rows) -> None:
         batch, heads, new, size = rows.keys.shape
-        first, group = self.real.rows, 1 if rows.queries is None else rows.queries.shape[2]
+        first, group = self.valid.rows, 1 if rows.queries is None else rows.queries.shape[2]
         asked = 0 if rows.queries is None else rows.queries.shape[3]
         real, keys = rows.positions >= 0, rows.keys.float()
-        self.real.append(real)
+        self.valid.append(real)
         if first:
             self._join(keys, real, first)
         else:
@@ -93,7 +94,7 @@ class QueryBridge(Selector):
         self._extend(batch, heads * group, max(most - self.guide.rows, 0), size, keys.device)
         without = 0
         for b, count in enumerate(real.sum(1).tolist()):
-            place = self.real.data[b].nonzero()[:, 0]
+            place = self.valid.data[b].nonzero()[:, 0]
             opening = len(place) == count
             free = int(self.guides - held[b])
             if not count or not free or not (opening or asked):
@@ -120,11 +121,11 @@ class QueryBridge(Selector):
         group, asked = (1, 0) if rows.queries is None else rows.queries.shape[2:4]
         guides = (batch, heads * group, min(asked or new, self.guides))
         vectors, lists = (torch.float32, (*guides, size)), (*guides, self.neighbours)
-        wanted = {"real": (torch.bool, (batch, new)), "root": (torch.float32, (batch, heads, size, size))}
+        wanted = {"valid": (torch.bool, (batch, new)), "root": (torch.float32, (batch, heads, size, size))}
         wanted |= {"guide": vectors, "direction": vectors}
         check_tensors(state, {**wanted, "lists": (torch.int32, lists), "scores": (torch.float32, lists)})
         real = (rows.positions >= 0).cpu()
-        check_equal(state, "real", real)
+        check_equal(state, "valid", real)
         check_finite(state, "guide", "direction", "root")
         check_lists(state, "lists", real.sum(1))
         check_scored(state, "lists", "scores")
@@ -170,17 +171,14 @@ class QueryBridge(Selector):
                 lists.copy_(torch.where(top.values.isneginf(), -1, ids))
                 scores.copy_(top.values)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         batch, heads, group, size = query.shape
-        if not self.guide.rows:
-            return Selection.none(batch, heads, query.device)
         chosen = heads * group
-        asked = query.float()
         lists, direction = self.lists.visible, self.direction.visible
         made = _made(lists)
         # direction: [B,A,S,D], A = Hs, or H where keys served as queries
         each = chosen // direction.shape[1]
-        turned = (asked @ self.root.data).reshape(batch, -1, each, size)  # [B,A,each,D]
+        turned = (query.float() @ self.root.data).reshape(batch, -1, each, size)  # [B,A,each,D]
         likeness = turned @ direction.mT  # [B,A,each,S]
         likeness = likeness.masked_fill(~made[:, :, None], -torch.inf)
         probes = likeness.topk(min(self.probes, likeness.shape[-1]), dim=-1).indices  # [B,A,each,P]
@@ -190,6 +188,8 @@ class QueryBridge(Selector):
         scores = listed_scores(query, self.stored_keys(), ids)
         top = scores.topk(min(budget, scores.shape[-1]), dim=-1)
         rows = torch.where(top.values.isneginf(), -1, ids.gather(-1, top.indices))
+        if not step.counted:
+            return Selection.tokens(rows)
         guides = made.sum(-1).repeat_interleave(each, 1)  # [B,Hs]
         scored = (~scores.isneginf()).sum(-1)
         read = guides * size * 4 + listed * 4 + scored * size * self.bytes_of(query)
@@ -197,20 +197,30 @@ class QueryBridge(Selector):
         read = read + (read > 0) * size * size * 4  # the root, once per KV head
         return Selection.tokens(rows, guides + scored, read)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if lists of likely guides had the keys in common that lists at random have."""
-        (group, size), every = query.shape[2:], query.shape[:3].numel()
-        guides = min(self.guides, max(math.ceil(self.share * sealed), 1))
-        listed = min(self.probes, guides) * min(self.neighbours, sealed)
+        group, size = query.shape[2:]
+        guides, listed = self._sizes(sealed)
         scored = new_of(sealed, listed)
         read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
+        return Scan(guides + scored, read)
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        (group, size), every = query.shape[2:], query.shape[:3].numel()
+        guides, listed = self._sizes(sealed)
+        scored = new_of(sealed, listed)
         scoring = (
             products(query, guides, size, 4.0 * group * guides * size),
             Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
             Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
         )
-        expected = "lists have keys in common as at random"
-        return self.ranked_cost(query, scoring, read, (int(scored), min(budget, int(scored))), expected=expected)
+        found = int(scored), min(budget, int(scored))
+        return self.ranked_cost(query, scoring, found, expected="lists have keys in common as at random")
+
+    def _sizes(self, sealed: int) -> tuple[int, int]:
+        """Guides of so many rows, and keys in the lists that a query visits."""
+        guides = min(self.guides, max(math.ceil(self.share * sealed), 1))
+        return guides, min(self.probes, guides) * min(self.neighbours, sealed)
 
 
 def _made(lists: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseattn.core.row_buffer import RowBuffer, State
+from sparseattn.core.row_buffer import State
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, products
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
 from sparseattn.kernels.nearest import in_threads, load_faiss
-from sparseattn.selectors.base import Rows, Selector, check_least, check_most
-from sparseattn.selectors.graphs.search_cost import walked
+from sparseattn.selectors.abilities import ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least, check_most
+from sparseattn.selectors.graphs.search_cost import walk_cost, walk_scan
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
 
@@ -93,17 +95,14 @@ class _Vector(Selector):
 
     def __init__(self) -> None:
         load_faiss()
-        self.real = RowBuffer(1)  # [B,N] bool, not padding
 
     def append(self, rows: Rows) -> None:
-        self.real.append(rows.positions >= 0)
+        """Keep nothing: the index is the subclass's."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
-        if not self.real.rows:
-            return Selection.none(batch, heads, query.device)
-        slots = min(budget, self.real.rows)
-        asked, real = _host(query), self.real.data.cpu()
+        slots = min(budget, step.valid.shape[1])
+        queries, real = _host(query), step.valid.cpu()
         ids = torch.full((batch, heads, group, slots), -1)
         scanned = torch.zeros(batch, heads, group, dtype=torch.int64)
         read = torch.zeros(batch, heads, dtype=torch.int64)
@@ -111,15 +110,15 @@ class _Vector(Selector):
             # The stored row of the sequence's i-th real key, which faiss calls i; nonzero takes 0.5 ms of 131,072 rows
             place = torch.arange(real.shape[1]) if bool(real[b].all()) else real[b].nonzero()[:, 0]
             for h in range(heads if len(place) else 0):
-                found, work, read[b, h] = self._search(b, h, place, asked[b, h], slots)
+                found, work, read[b, h] = self._search(b, h, place, queries[b, h], slots)
                 ids[b, h] = torch.where(found < 0, -1, place[found.clamp(min=0)])
                 scanned[b, h] = torch.tensor(work)
         scanned, read = scanned.flatten(1, 2).to(query.device), read.to(query.device)
         return Selection.tokens(ids.flatten(1, 2).to(query.device), scanned, read)
 
     @abstractmethod
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
-        """The best real keys of one KV head for its queries `asked` `[G,D]`.
+    def _search(self, b: int, h: int, place: Tensor, queries: Any, slots: int) -> tuple[Tensor, list[int], int]:
+        """The best real keys of one KV head for its `queries` `[G,D]`.
 
         Args:
             place: `[n]`, n >= 1, the stored rows of the sequence's real keys.
@@ -129,7 +128,7 @@ class _Vector(Selector):
         """
 
 
-class Flat(_Vector):
+class Flat(ReadsKeys, _Vector):
     """Scores every sealed key, by `faiss.knn` over the cache's own keys: exact, what the others are measured against.
 
     Costs nothing to keep. float32 keys on the CPU are read where they lie; others are converted anew at every query
@@ -137,21 +136,21 @@ class Flat(_Vector):
     stored size.
     """
 
-    reads_stored = True
-
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
+    def _search(self, b: int, h: int, place: Tensor, queries: Any, slots: int) -> tuple[Tensor, list[int], int]:
         keys, faiss = self.stored_keys()[b, h], load_faiss()
         if len(place) < len(keys):
             keys = keys[place.to(keys.device)]
         count = min(slots, len(keys))
-        best = torch.from_numpy(faiss.knn(asked, _host(keys), count, metric=faiss.METRIC_INNER_PRODUCT)[1])
+        best = torch.from_numpy(faiss.knn(queries, _host(keys), count, metric=faiss.METRIC_INNER_PRODUCT)[1])
         found = torch.nn.functional.pad(best, (0, slots - count), value=-1)
-        return found, [len(keys)] * len(asked), keys.numel() * self.bytes_of(keys)
+        return found, [len(keys)] * len(queries), keys.numel() * self.bytes_of(keys)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        read = sealed * query.shape[3] * self.bytes_of(query)
-        launch = products(query, sealed, query.shape[3], read)
-        return self.ranked_cost(query, [launch], read, (sealed, min(budget, sealed)))
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        launch = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
+        return self.ranked_cost(query, [launch], (sealed, min(budget, sealed)))
 
 
 class IVF(_Vector):
@@ -197,20 +196,23 @@ class IVF(_Vector):
         lists = self.lists or 1 << int(4 * count**0.5).bit_length() - 1
         return max(min(lists, count // KEYS_PER_LIST), 1)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if lists held as many keys each, and all were the prompt's."""
         lists = self._made(sealed)
         scored = lists + sealed * min(self.probes, lists) / lists
-        read, every = 4.0 * query.shape[2] * scored * query.shape[3], query.shape[:3].numel()
-        launch = Launch("walk", query.shape[:2].numel() * read, entries=every * scored)
-        expected = "lists hold as many keys each"
-        return self.ranked_cost(query, [launch], read, (int(scored), min(budget, sealed)), expected=expected)
+        return Scan(scored, 4.0 * query.shape[2] * scored * query.shape[3])
 
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        scan, every = self.scan(query, sealed, budget), query.shape[:3].numel()
+        launch = Launch("walk", query.shape[:2].numel() * scan.read, entries=every * scan.scanned)
+        found = int(scan.scanned), min(budget, sealed)
+        return self.ranked_cost(query, [launch], found, expected="lists hold as many keys each")
+
+    def _search(self, b: int, h: int, place: Tensor, queries: Any, slots: int) -> tuple[Tensor, list[int], int]:
         index = self.table.indexes[b][h]
         index.nprobe = min(self.probes, index.nlist)
-        scores, lists = index.quantizer.search(asked, index.nprobe)  # [G,probes]
-        found = index.search_preassigned(asked, slots, lists, scores)[1]
+        scores, lists = index.quantizer.search(queries, index.nprobe)  # [G,probes]
+        found = index.search_preassigned(queries, slots, lists, scores)[1]
         scanned = [index.nlist + sum(map(index.get_list_size, visited)) for visited in lists.tolist()]
         return torch.from_numpy(found), scanned, sum(scanned) * index.d * 4
 
@@ -265,19 +267,22 @@ class HNSW(_Vector):
         index.add(keys)
         return index
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return walked(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4, self.operators)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walk_scan(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4)
 
-    def _search(self, b: int, h: int, place: Tensor, asked: Any, slots: int) -> tuple[Tensor, list[int], int]:
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        return walk_cost(query, min(budget, sealed), self.scan(query, sealed, budget), self.operators)
+
+    def _search(self, b: int, h: int, place: Tensor, queries: Any, slots: int) -> tuple[Tensor, list[int], int]:
         faiss, index = load_faiss(), self.table.indexes[b][h]
         if self.metric == "l2":
-            asked = torch.nn.functional.pad(torch.from_numpy(asked), (0, 1)).numpy()
+            queries = torch.nn.functional.pad(torch.from_numpy(queries), (0, 1)).numpy()
         params, stats = faiss.SearchParametersHNSW(efSearch=max(self.beam, slots)), faiss.cvar.hnsw_stats
         found, scanned, steps = [], [], 0
-        for g in range(len(asked)):
+        for g in range(len(queries)):
             with _COUNTING:
                 stats.reset()
-                found.append(torch.from_numpy(index.search(asked[g : g + 1], slots, params=params)[1]))
+                found.append(torch.from_numpy(index.search(queries[g : g + 1], slots, params=params)[1]))
                 scanned.append(stats.ndis + 1)
                 steps += stats.nhops
         return torch.cat(found), scanned, sum(scanned) * index.d * 4 + steps * 2 * self.degree * 4

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan
+from sparseattn.core.step_cost import ChoiceCost, Scan
 from sparseattn.kernels.nearest import load_faiss, root_of_moment
-from sparseattn.selectors.base import Rows, Selector, check_least, check_most, check_share, warn_of_keys_as_queries
-from sparseattn.selectors.graphs.search_cost import walked
+from sparseattn.selectors.abilities import HostOnly, LearnsFromQueries, ReadsKeys
+from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.checks import check_least, check_most, check_share, warn_of_keys_as_queries
+from sparseattn.selectors.graphs.search_cost import walk_cost, walk_scan
 from sparseattn.selectors.saved_state import (
     Loaded,
     check_finite,
@@ -25,7 +27,7 @@ from sparseattn.selectors.saved_state import (
 METRICS = ("l2", "query")
 
 
-class RetrievalAttention(Selector):
+class RetrievalAttention(HostOnly, LearnsFromQueries, ReadsKeys, Selector):
     """Searches, for every query head, a graph over its KV head's keys and reads the best rows found.
 
     The graph is RoarGraph's (https://arxiv.org/abs/2408.08933), built from the exact nearest keys of the prefill's
@@ -61,8 +63,6 @@ class RetrievalAttention(Selector):
 
     operators = 25
     knob = "beam"
-    host = True
-    reads_stored = True
 
     def __init__(
         self,
@@ -219,12 +219,10 @@ class RetrievalAttention(Selector):
         made = roargraph.build(keys.numpy(), points.numpy(), asked.contiguous().numpy(), self.recipe)
         return made, not len(queries)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         _, build_and_search = compiled()
         batch, heads, group, size = query.shape
         rows = self.parent.rows
-        if rows == 0:
-            return Selection.none(batch, heads, query.device)
         keys, base = self._flat(group)
         graphs = self.adjacency.full.shape[1]
         which = torch.arange(batch)[:, None] * graphs + torch.arange(heads * group) * graphs // (heads * group)
@@ -248,8 +246,11 @@ class RetrievalAttention(Selector):
         read = scored * size * self.bytes_of(self.stored_keys()) + lists * self.degree * 4
         return Selection.tokens(ids, scored, read.view(batch, heads, group).sum(-1))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return walked(query, sealed, min(budget, sealed), self.beam, self.degree, self.bytes_of(query), self.operators)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return walk_scan(query, sealed, min(budget, sealed), self.beam, self.degree, self.bytes_of(query))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
+        return walk_cost(query, min(budget, sealed), self.scan(query, sealed, budget), self.operators)
 
     def _flat(self, group: int) -> tuple[Any, Tensor]:
         """The stored keys of all heads as one list of rows for compiled code, and where each query head's begin."""

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
 
 # Of the links that a walk through a graph looks at, those that lead to keys not among the many that it knows by then:
 # RetrievalAttention scores so many on 8,000 to 32,000 keys of SmolLM2 and Gemma.
@@ -18,22 +18,26 @@ def new_of(keys: float, drawn: float) -> float:
     return keys * -math.expm1(-drawn / keys)
 
 
-def walked(query: Tensor, sealed: int, rows: int, beam: int, degree: int, width: int, operators: int) -> Scan:
-    """Of a search for each query head that walks a graph: as if it expanded as many keys as its beam holds.
+def walk_scan(query: Tensor, sealed: int, rows: int, beam: int, degree: int, width: int) -> Scan:
+    """Return what a search for each query head is expected to read that walks a graph: as if it expanded as many keys
+    as its beam holds.
 
     Args:
         query: `[B,H,G,D]`.
         sealed: keys of the graph.
-        rows: read of what is found.
+        rows: read of what the walk comes to.
         beam: keys kept during the search, `rows` at least.
         degree: links of a key, of 4 bytes.
         width: bytes of a number of a key.
-        operators: beside the walk.
     """
-    batch, heads, group, size = query.shape
     expanded = min(max(beam, rows), sealed)
     scored = new_of(sealed, NEW * expanded * degree)
-    read = group * (scored * size * width + expanded * degree * 4)
-    walk = Launch("walk", batch * heads * read, entries=batch * heads * group * scored)
+    return Scan(scored, query.shape[2] * (scored * query.shape[3] * width + expanded * degree * 4))
+
+
+def walk_cost(query: Tensor, rows: int, scan: Scan, operators: int) -> ChoiceCost:
+    """Return the launches of such a search, which reads `scan`; `operators` run beside the walk."""
+    batch, heads, group, _ = query.shape
+    walk = Launch("walk", batch * heads * scan.read, entries=batch * heads * group * scan.scanned)
     expected = f"a walk expands as many keys as its beam, and {NEW:.0%} of their links lead to new ones"
-    return Scan(read, (walk, Launch("operator", count=operators)), heads * group, rows, rows, expected=expected)
+    return ChoiceCost((walk, Launch("operator", count=operators)), heads * group, rows, rows, expected=expected)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, products
-from sparseattn.selectors.base import Rows, check_least
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
+from sparseattn.selectors.base import Rows, StepContext
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.hashing.projection_base import Hashed
 
 NONE = (1 << 31) - 1  # the hash of padding, behind all others
@@ -39,7 +40,7 @@ class Binned(Hashed):
         self.rows = rows
         self.hashes = RowBuffer(2, spare=NONE)  # [B,H,N] int32, rising
         self.order = RowBuffer(2, spare=0)  # [B,H,N] int32, the rows in that order
-        self.real = RowBuffer(1, capacity=1)  # [B,1] int64, rows that are no padding
+        self.count_valid = RowBuffer(1, capacity=1)  # [B,1] int64, rows that are no padding
 
     @abstractmethod
     def hashed(self, x: Tensor) -> Tensor:
@@ -63,14 +64,14 @@ class Binned(Hashed):
     def fix(self, rows: int, seal: int) -> None:
         self.hashes.fix(rows)
         self.order.fix(rows)
-        self.real.fix(1)
+        self.count_valid.fix(1)
 
     def append(self, rows: Rows) -> None:
         self.draw(rows.keys)
         real = rows.positions >= 0
-        if not self.real.rows:
-            self.real.append(torch.zeros_like(rows.positions[:, :1]))
-        self.real.data.add_(real.sum(1, keepdim=True))
+        if not self.count_valid.rows:
+            self.count_valid.append(torch.zeros_like(rows.positions[:, :1]))
+        self.count_valid.data.add_(real.sum(1, keepdim=True))
         hashes = self.hashed(rows.keys).masked_fill(~real[:, None], NONE)  # [B,H,n]
         before, new = self.order.rows, hashes.shape[2]
         order = torch.arange(before, before + new, dtype=torch.int32, device=hashes.device).expand_as(hashes)
@@ -84,26 +85,23 @@ class Binned(Hashed):
         # The search is over all of the storage, which is contiguous: it would copy a part of it at every step.
         self.hashes.full[..., self.hashes.rows :].fill_(NONE)
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
-        if not self.order.rows:
-            return Selection.none(batch, heads, query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         hashes, order = self.hashes.full, self.order.visible  # [B,H,N]
-        real = self.real.visible[..., None]  # [B,1,1]
-        asked = self.hashed(query)  # [B,H,G]
-        low, high = (torch.searchsorted(hashes, asked, right=right) for right in (False, True))
+        real = self.count_valid.visible[..., None]  # [B,1,1]
+        hashed = self.hashed(query)  # [B,H,G]
+        low, high = (torch.searchsorted(hashes, hashed, right=right) for right in (False, True))
         take = real.clamp(max=budget)
         first = self.begin(low, high, real, self.rows or budget, take)
         slot = torch.arange(min(budget, order.shape[2]), device=order.device)
         place = (first[..., None] + slot) % real.clamp(min=1)[..., None]  # [B,H,G,S]
         ids = order.gather(2, place.flatten(2)).view_as(place)
-        ids = torch.where(slot < take[..., None], ids, -1).flatten(1, 2)
-        looks = 2 * (real[..., 0] + 1).log2().ceil().long()  # [B,1], of two searches
-        read = 4 * group * (looks + take[..., 0]) + (real[..., 0] > 0) * self.directions_read(heads, size)
-        return Selection.tokens(ids, looks.expand(-1, heads * group), read.expand(-1, heads))
+        return Selection.tokens(torch.where(slot < take[..., None], ids, -1).flatten(1, 2))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        (heads, group, size), looks = query.shape[1:], 2 * math.ceil(math.log2(sealed + 1))  # of two searches
+        return Scan(looks, 4 * group * (looks + min(budget, sealed)) + self.directions_read(heads, size))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         (heads, group, size), rows = query.shape[1:], min(budget, sealed)
-        read = 4 * group * (2 * math.ceil(math.log2(sealed + 1)) + rows) + self.directions_read(heads, size)
-        hashing = products(query, self.count, size, read)
-        return Scan(read, (hashing, Launch("operator", count=self.operators)), heads * group, rows, rows)
+        hashing = products(query, self.count, size, self.scan(query, sealed, budget).read)
+        return ChoiceCost((hashing, Launch("operator", count=self.operators)), heads * group, rows, rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparseattn.selectors.base import check_least
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.hashing.bins import Binned
 from sparseattn.selectors.hashing.projection_base import packed
 

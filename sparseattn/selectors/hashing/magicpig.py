@@ -10,16 +10,18 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, products
+from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
 from sparseattn.kernels.random_draws import draws, streams
-from sparseattn.selectors.base import Rows, best, check_least
+from sparseattn.selectors.abilities import Biases, ReadsKeys
+from sparseattn.selectors.base import Rows, StepContext, best
+from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.hashing.projection_base import Hashed, packed
 
 CHUNK = 1 << 24  # numbers made at once: 64 MiB
 LEAST = 1e-12  # of a probability: below it float64 has no digits of it left, and no row is ever drawn with it
 
 
-class MagicPIG(Hashed):
+class MagicPIG(Biases, ReadsKeys, Hashed):
     """Samples rows by hash tables, and corrects their logits by the logarithm of the probability.
 
     Each of `tables` tables hashes keys and queries by the signs of their products with `bits` random directions. A row
@@ -59,8 +61,6 @@ class MagicPIG(Hashed):
     """
 
     operators = 160
-    biases = True
-    reads_stored = True
     shared = True
 
     def __init__(self, bits: int = 10, tables: int = 150, floor: float = 1e-4, seed: int = 0) -> None:
@@ -109,47 +109,46 @@ class MagicPIG(Hashed):
         signs = (self.projected(x) > 0).unflatten(-1, (self.bits, self.tables))
         return packed(signs.movedim(-2, -1)).mT.short()
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        batch, heads, group, size = query.shape
-        if not self.at.rows:
-            return Selection.none(batch, heads, query.device)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        batch, heads, group, _ = query.shape
         codes, at = self.codes.visible, self.at.visible
-        asked = self._signatures(query)[..., None]  # [B,H,L,G,1]
+        signatures = self._signatures(query)[..., None]  # [B,H,L,G,1]
         times = torch.zeros(batch, heads, group, at.shape[1], dtype=torch.int16, device=at.device)
         for table in range(self.tables):
-            times += codes[:, :, table, None] == asked[:, :, table]
+            times += codes[:, :, table, None] == signatures[:, :, table]
         times = times.masked_fill_((at < 0)[:, None, None], 0).flatten(1, 2)  # [B,Hs,N]
         drawn = times >= 2
-        each = [head * group + g for head in self.numbers(heads) for g in range(group)]
-        order = (draws(streams(self.seed, self.layer, each, at.device), positions, at) >> 11).double()
+        each = [head * group + g for head in self.head_numbers(heads) for g in range(group)]
+        order = (draws(streams(self.seed, self.layer, each, at.device), step.positions, at) >> 11).double()
         ids = best(order.masked_fill(~drawn, -torch.inf), budget)  # [B,Hs,S]
         cap = (drawn.sum(-1, keepdim=True) / max(ids.shape[2], 1)).clamp(min=1).log()  # [B,Hs,1]
         bias = torch.where(ids >= 0, cap - self._logarithm(query, ids), 0.0).float()
-        real = (at >= 0).sum(-1, keepdim=True)  # [B,1]
-        read = 2 * self.tables * real + (real > 0) * self.directions_read(heads, size)
-        return Selection.tokens(ids, real.expand(-1, heads * group), read.expand(-1, heads), bias=bias)
+        return Selection.tokens(ids, bias=bias)
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, 2 * self.tables * sealed + self.directions_read(query.shape[1], query.shape[3]))
+
+    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         (batch, heads, group, size), rows = query.shape, min(budget, sealed)
-        read = 2 * self.tables * sealed + self.directions_read(heads, size)
+        read = self.scan(query, sealed, budget).read
         hashing = products(query, self.count, size)
         comparing = Launch("names", batch * heads * read, entries=batch * heads * group * sealed * self.tables)
         weighing = Launch("walk", entries=batch * heads * group * rows)
         expected = "as many rows collide as the budget lets be read"
-        return self.ranked_cost(query, [hashing, comparing, weighing], read, (sealed, rows), expected=expected)
+        return self.ranked_cost(query, [hashing, comparing, weighing], (sealed, rows), expected=expected)
 
     def _logarithm(self, query: Tensor, ids: Tensor) -> Tensor:
         """`[B,Hs,S]` float64: that of the probability with which rows `ids` were drawn, with the floor."""
         batch, heads, group, size = query.shape
         keys, query = self.stored_keys(), query.float()[:, :, :, None]
-        found = []
+        logarithms = []
         for part in ids.split(max(CHUNK // (batch * heads * group * size), 1), 2):
             place = part.clamp(min=0).unflatten(1, (heads, group)).flatten(2)[..., None].expand(-1, -1, -1, size)
             key = (keys.gather(2, place).float() - self.centre.visible).unflatten(2, (group, -1))  # [B,H,G,s,D]
             norms = (key.norm(dim=-1) * query.norm(dim=-1)).clamp(min=torch.finfo(torch.float32).tiny)
             cosine = ((key * query).sum(-1) / norms).double().clamp(-1, 1)
-            found.append((probability(cosine, self.bits, self.tables) + self.floor).log())
-        return torch.cat(found, 3).flatten(1, 2)
+            logarithms.append((probability(cosine, self.bits, self.tables) + self.floor).log())
+        return torch.cat(logarithms, 3).flatten(1, 2)
 
 
 def probability(cosine: Tensor, bits: int, tables: int) -> Tensor:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sparseattn.core.rope import Rope
 from sparseattn.kernels.random_draws import directions, one_set
-from sparseattn.selectors.base import Selector
-
-Self = TypeVar("Self", bound="Hashed")
+from sparseattn.selectors.base import LayerContext, Selector
 
 
 class Hashed(Selector):
@@ -38,21 +34,21 @@ class Hashed(Selector):
     def count(self) -> int:
         """R, directions that a KV head has."""
 
-    def for_layer(self: Self, layer: int, rope: Rope | None = None) -> Self:
-        fresh = super().for_layer(layer, rope)
-        fresh.directions = None
-        return fresh
+    def bind(self, context: LayerContext) -> None:
+        if context.layer != self.layer or context.heads != self.context.heads:
+            self.directions = None  # each head of each layer has its own
+        super().bind(context)
 
     def draw(self, keys: Tensor) -> None:
-        """Makes the directions for keys `[B,H,n,D]`, unless they are there."""
+        """Make the directions for keys `[B,H,n,D]`, unless they are there."""
         _, heads, _, size = keys.shape
-        held = self.directions
-        if held is not None and held.shape[:-1] == ((size,) if self.shared else (heads, size)):
-            self.directions = held.to(keys.device)
+        known = self.directions
+        if known is not None and known.shape[:-1] == ((size,) if self.shared else (heads, size)):
+            self.directions = known.to(keys.device)
         elif self.shared:
             self.directions = one_set(self.seed, size, self.count, keys.device)
         else:
-            drawn = directions(self.seed, self.layer, self.numbers(heads), size, self.count)
+            drawn = directions(self.seed, self.layer, self.head_numbers(heads), size, self.count)
             self.directions = drawn.to(keys.device)
 
     def projected(self, x: Tensor) -> Tensor:
