@@ -14,15 +14,15 @@ import argparse
 import torch
 from torch import Tensor
 
-from sparseattn import Rows, Selection, Selector
-from sparseattn.core.row_buffer import RowBuffer
+from sparseattn import Rows, Scan, Selection, Selector, StepContext
 from sparseattn.evaluation.builtin_traces import text_bytes
 from sparseattn.models.load import encode, reference_model
 from sparseattn.models.sparse_cache import SparseCache
+from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import best, vote
 
 
-class TopChannels(Selector):
+class TopChannels(ReadsKeys, Selector):
     """Reads the rows with the largest partial logits, over the channels where the query group is largest.
 
     Args:
@@ -31,23 +31,21 @@ class TopChannels(Selector):
 
     def __init__(self, channels: int = 16) -> None:
         self.channels = channels
-        self.real = RowBuffer(1)  # [B,N] bool, not padding: what depends on the rows lives in row buffers
 
     def append(self, rows: Rows) -> None:
-        self.real.append(rows.positions >= 0)  # the keys themselves are the cache's: `stored_keys`
+        """Keep nothing: the keys themselves are the cache's (`stored_keys`)."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        if not self.real.rows:
-            return Selection.none(*query.shape[:2], query.device)
-        keys, real = self.stored_keys(), self.real.data  # [B,H,N,D], [B,N]
-        channels = min(self.channels, query.shape[3])
-        largest = query.abs().sum(2).topk(channels).indices[:, :, None]  # [B,H,1,r]
-        some = keys.gather(3, largest.expand(-1, -1, keys.shape[2], -1))  # [B,H,N,r]
-        asked = query.gather(3, largest.expand(-1, -1, query.shape[2], -1))  # [B,H,G,r]
-        scores = (asked @ some.mT).float() / query.shape[3] ** 0.5  # [B,H,G,N]
-        ids = best(vote(scores.masked_fill(~real[:, None, None], -torch.inf), "softmax"), budget)
-        scanned = real.sum(-1)[:, None].expand(*query.shape[:2])
-        return Selection.tokens(ids, scanned, scanned * channels * keys.element_size())
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        keys = self.stored_keys()  # [B,H,N,D]
+        largest = query.abs().sum(2).topk(min(self.channels, query.shape[3])).indices[:, :, None]  # [B,H,1,r]
+        key_part = keys.gather(3, largest.expand(-1, -1, keys.shape[2], -1))  # [B,H,N,r]
+        query_part = query.gather(3, largest.expand(-1, -1, query.shape[2], -1))  # [B,H,G,r]
+        scores = (query_part @ key_part.mT).float() / self.temperature(query.shape[3])  # [B,H,G,N]
+        scores = scores.masked_fill(~step.valid[:, None, None], -torch.inf)  # padding is never chosen
+        return Selection.tokens(best(vote(scores, "softmax"), budget))
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        return Scan(sealed, sealed * min(self.channels, query.shape[3]) * self.bytes_of(query))
 
 
 def main() -> None:

@@ -351,7 +351,7 @@ class BadOrder(Selector):
     def append(self, rows: Rows) -> torch.Tensor:
         return torch.zeros(*rows.keys.shape[:3], dtype=torch.int64)
 
-    def select(self, query, positions, budget) -> Selection:
+    def select(self, query, step, budget) -> Selection:
         return Selection.none(*query.shape[:2])
 
 
@@ -464,9 +464,7 @@ def test_a_bad_first_append_leaves_the_cache_usable() -> None:
 def test_a_method_that_needs_the_layers_rope_is_refused_before_rows_are_stored(spec: str, setting: str) -> None:
     cache = KVCache(spec, sink=0, window=0)
     queries, keys, values = heads(1, 2, 4, 40, 64)
-    with pytest.raises(
-        ValueError, match=rf"no fixed RoPE of layer 0 is known here.+for_layer\(layer, rope\).+{setting}"
-    ):
+    with pytest.raises(ValueError, match=rf"no fixed RoPE of layer 0 is known here.+LayerContext.+{setting}"):
         cache.append(keys, values, queries)
     assert cache.batch == 0
 

@@ -273,7 +273,7 @@ class Recorder(Selector):
         kept = Rows(rows.keys.clone(), rows.values.clone(), rows.positions, rows.queries.clone(), rows.query_positions)
         self.shown.append(kept)
 
-    def select(self, query, positions, budget):
+    def select(self, query, step, budget):
         raise AssertionError("not asked here")
 
 

@@ -228,7 +228,7 @@ class Failing(Selector):
     def append(self, rows: Rows) -> None:
         raise ArithmeticError("a fault of the method")
 
-    def select(self, query, positions, budget) -> Selection:
+    def select(self, query, step, budget) -> Selection:
         return Selection.none(*query.shape[:2])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
 from sparseattn.cache.input_checks import compactable, roundable
 from sparseattn.cache.kv_cache import unit_of
+from sparseattn.core.context import StepContext
 from tests.cases import CASES, Case, Heaviest, by_name, on_device
 
 SHARE = 1 / 8  # of the cases that come with each rarer setting
@@ -379,22 +380,22 @@ def test_every_decode_of_a_random_life_keeps_the_laws(case: Case) -> None:
 class Twice(Exact):
     """Names its first row twice."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        rows = super().select(query, positions, budget).rows
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        rows = super().select(query, step, budget).rows
         return Selection.tokens(torch.cat([rows[..., :1], rows[..., : budget - 1]], -1))
 
 
 class Greedy(Exact):
     """Names a row more than its budget."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        return super().select(query, positions, budget + 1)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        return super().select(query, step, budget + 1)
 
 
 class Careless(Exact):
     """Names places in the order they come, padding among them."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         ids = torch.arange(min(budget, self.stored_keys().shape[2]))
         return Selection.tokens(ids.expand(*query.shape[:2], -1))
 
@@ -402,8 +403,8 @@ class Careless(Exact):
 class Returning(Heaviest):
     """Names rows that it has dropped."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        chosen = super().select(query, positions, budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        chosen = super().select(query, step, budget)
         gone = (~self.held()).byte().argmax(-1, keepdim=True) if self.weight.rows else chosen.rows
         return Selection.tokens(gone) if self.weight.rows > self.rows else chosen
 

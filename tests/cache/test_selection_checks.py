@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from sparseattn import Exact, KVCache, MagicPIG, Rows, Selection, Selector, Tail, decode, evaluate
 from sparseattn.cache.selection_checks import ContractError, check, check_tail
 from sparseattn.cli.app import app
+from sparseattn.core.context import StepContext
 from sparseattn.evaluation.recall_sweep import curve
 from sparseattn.traces.synthetic import synthetic
 
@@ -35,7 +36,7 @@ class Wrong(Selector):
         super().reset()
         self.sealed = 0
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         start, length = (torch.tensor(part, dtype=torch.int32) for part in self.name(self.sealed, budget))
         honest = torch.zeros(*query.shape[:2], len(start), dtype=torch.int32)
         honest_length = honest.clone()
@@ -188,8 +189,8 @@ def test_a_tail_that_does_not_fit_itself_is_refused() -> None:
 class Greedy(Exact):
     """Ignores its budget."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-        return super().select(query, positions, 10 * budget)
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        return super().select(query, step, 10 * budget)
 
 
 def test_bench_ends_with_one_sentence(tmp_path: Path) -> None:

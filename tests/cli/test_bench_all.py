@@ -125,8 +125,8 @@ def test_settings_that_suit_no_method_are_refused(trace: Path, tmp_path: Path) -
 
 
 class Greedy(Exact):
-    def select(self, query, positions, budget) -> Selection:
-        return super().select(query, positions, budget + 1)
+    def select(self, query, step, budget) -> Selection:
+        return super().select(query, step, budget + 1)
 
 
 class Refusing(Exact):

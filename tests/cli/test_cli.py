@@ -22,6 +22,7 @@ import sparseattn
 from sparseattn.cli import bench, recall
 from sparseattn.cli.app import app
 from sparseattn.cli.common import progress_bar
+from sparseattn.core.context import StepContext
 from sparseattn.evaluation.replay import MEASURES, Evaluation, evaluate
 from sparseattn.models.load import reference_folder
 from sparseattn.reporting import replay_tables
@@ -298,7 +299,7 @@ def test_a_selector_from_the_current_folder_and_its_faults(trace: Path, tmp_path
     """The real console script: the current folder is searched, a fault of one's own keeps its traceback."""
     (tmp_path / "mine.py").write_text(
         "from sparseattn import Window\n\nclass Good(Window):\n    pass\n\nclass Bad(Window):\n"
-        "    def select(self, query, positions, budget):\n        raise ValueError('my own fault')\n"
+        "    def select(self, query, step, budget):\n        raise ValueError('my own fault')\n"
     )
     command = [Path(sys.executable).parent / "sparseattn", "bench", trace, *SMALL, "--no-figures", "--selector"]
     good = subprocess.run([*command, "mine:Good"], cwd=tmp_path, capture_output=True, text=True)
@@ -1029,7 +1030,7 @@ def test_labels_of_recall_name_what_is_not_as_by_default() -> None:
 class Silent(sparseattn.Window):
     """Reads the first rows, and does not say what it scans."""
 
-    def select(self, query: torch.Tensor, positions: torch.Tensor, budget: int) -> sparseattn.Selection:
+    def select(self, query: torch.Tensor, step: StepContext, budget: int) -> sparseattn.Selection:
         return sparseattn.Selection.tokens(torch.arange(budget).expand(1, query.shape[1], budget))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_rows_that_are_weighed_are_those_selected_and_all_of_them_are_full_atten
 def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
     for scale in (None, 0.4):
         selector = Exact()
-        selector.scale = scale
+        selector.bind(replace(selector.context, scale=scale))
         cache, query, keys, _ = filled(selector)
         cache.select(query, Mass(0.9))
         logits = query.double() @ keys.double().mT * (D**-0.5 if scale is None else scale)
@@ -199,7 +200,7 @@ def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
 )
 def test_pages_and_short_keys_weigh_at_the_layers_scale(selector: Selector, off: float, scale: float | None) -> None:
     selector = selector.for_layer(0)
-    selector.scale = scale
+    selector.bind(replace(selector.context, scale=scale))
     cache, query, keys, _ = filled(selector)
     cache.select(query, Mass(0.8))
     assert cache.latest is not None
@@ -243,8 +244,8 @@ def _estimates():
 
 def test_a_selector_that_weighs_wrongly_breaks_the_contract() -> None:
     class Wrong(Exact):
-        def weigh(self, query, positions, budget):
-            found = super().weigh(query, positions, budget)
+        def weigh(self, query, step, budget):
+            found = super().weigh(query, step, budget)
             return Weighed(found.selection, found.weights * math.nan, found.rest)
 
     cache, query, *_ = filled(Wrong())

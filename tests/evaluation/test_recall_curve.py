@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache.selection_checks import ContractError
+from sparseattn.core.context import StepContext
 from sparseattn.core.selection import Selection
 from sparseattn.evaluation.recall_curve import Curve, crossing, within
 from sparseattn.evaluation.recall_sweep import Problem, check, curve, curves, ladder, top_keys
@@ -76,7 +77,7 @@ def test_recall_counts_the_exact_top_keys() -> None:
     """A selector that names rows 0 to 4 in stored order, against a count by hand."""
 
     class First(Quest):
-        def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
             return Selection.tokens(torch.arange(5).expand(1, query.shape[1], 5))
 
     generator = torch.Generator().manual_seed(0)
@@ -142,7 +143,7 @@ def test_a_static_choice_is_forgotten_between_tasks(tasks: dict[str, list[Proble
 @pytest.mark.parametrize("fault", ["twice", "many", "beyond"])
 def test_a_selection_that_breaks_the_contract_is_a_fault(fault: str, tasks: dict[str, list[Problem]]) -> None:
     class Wrong(Flat):
-        def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+        def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
             ids = {"twice": [1, 1], "many": range(budget + 1), "beyond": [KEYS]}[fault]
             return Selection.tokens(torch.tensor(list(ids)).expand(1, query.shape[1], -1))
 
@@ -188,8 +189,8 @@ def test_a_sweep_ends_where_more_work_finds_no_more(tasks: dict[str, list[Proble
             super().__init__()
             self.part = part
 
-        def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
-            best = super().select(query, positions, budget).rows[..., : max(1, budget * self.found(self.part) // 100)]
+        def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+            best = super().select(query, step, budget).rows[..., : max(1, budget * self.found(self.part) // 100)]
             return Selection.tokens(best, torch.full(best.shape[:2], KEYS * self.part // 100))
 
     def ends(found: Callable[[int], int]) -> float:

@@ -33,7 +33,7 @@ class Chosen(Exact):
     def __init__(self) -> None:
         super().__init__("each")
 
-    def select(self, query, positions, budget) -> Selection:
+    def select(self, query, step, budget) -> Selection:
         ids = torch.tensor([[rows + [-1] * (3 - len(rows)) for rows in CHOSEN]])
         return Selection.tokens(ids, torch.arange(10, 16)[None], torch.tensor([[64, 128]]))
 
@@ -41,8 +41,8 @@ class Chosen(Exact):
 class Silent(Chosen):
     """Does not say what it read to choose."""
 
-    def select(self, query, positions, budget) -> Selection:
-        return Selection.tokens(super().select(query, positions, budget).rows)
+    def select(self, query, step, budget) -> Selection:
+        return Selection.tokens(super().select(query, step, budget).rows)
 
 
 def test_measures_equal_a_hand_computation(trace: Trace) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseattn import CodedRows, KVCache, Rows, Selection, Selector, Window, attend, attend_coded, decode, evaluate
 from sparseattn.cli.common import kv_bits
 from sparseattn.cli.eval_plan import methods
+from sparseattn.core.context import StepContext
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference
 from sparseattn.traces.synthetic import synthetic
@@ -159,7 +160,7 @@ class Turned(Selector):
         self.real.append(rows.positions >= 0)
         return torch.arange(self.real.rows).flip(0).expand(*rows.keys.shape[:2], -1).contiguous()
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         pages = torch.arange(min(budget, self.real.rows) // 16).expand(*query.shape[:2], -1)
         return Selection.pages(pages, 16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from sparseattn import DoubleSparsity, Exact, KVCache, Loki, PQCache, Selector, SparQ, decode, evaluate, make_selector
 from sparseattn.cli.app import app
+from sparseattn.core.context import LayerContext
 from sparseattn.core.rope import Rope
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError
@@ -97,7 +99,7 @@ def test_lokis_directions_are_orthonormal_and_those_of_largest_variance() -> Non
 def test_lokis_directions_before_rope_are_of_keys_with_rope_taken_back() -> None:
     _, keys, _ = attention(1, 2, 1, 300, 32)
     rope, loki = Rope.of(32), Loki(8, before=True)
-    loki.rope = rope
+    loki.bind(replace(loki.context, rope=rope))
     filled(loki, keys)
     plain = rope.unrotate(keys[0], torch.arange(300))
     torch.testing.assert_close(loki.basis.data[0], METHODS["loki"].of(plain)["basis"][..., :8], rtol=1e-3, atol=1e-3)
@@ -199,7 +201,7 @@ def test_a_calibration_of_one_prompt_is_what_the_prompt_itself_gives(
     query = layer.query[None, :, :, -1]
     found = []
     for selector in (own, filed):
-        selector = selector.for_layer(1, layer.rope)
+        selector = selector.for_layer(LayerContext(1, rope=layer.rope))
         found.append(filled(selector, layer.keys[None], queries=layer.query[None]).select(query, 30))
     assert torch.equal(found[0].rows, found[1].rows)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseattn import Exact, KVCache, Selection, Selector, Window, decode
 from sparseattn.cache.selection_checks import ContractError
+from sparseattn.core.context import StepContext
 from sparseattn.evaluation.replay import compare
 from tests.cases import Heaviest, Same, attention
 
@@ -28,11 +29,11 @@ def prefilled(selector: Selector, rows: int = 200, **settings) -> tuple[KVCache,
 class Forgetful(Heaviest):
     """Names rows that it has dropped."""
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         held = self.weight
         self.weight = held.clone()
         self.weight.data.zero_()
-        chosen = super().select(query, positions, budget)
+        chosen = super().select(query, step, budget)
         self.weight = held
         return chosen
 
@@ -44,11 +45,11 @@ class Repentant(Heaviest):
         super().__init__(rows)
         self.asked = 0
 
-    def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.asked:
             self.weight.data.zero_()
         self.asked += 1
-        return super().select(query, positions, budget)
+        return super().select(query, step, budget)
 
 
 def test_a_row_that_was_dropped_is_never_named_again() -> None:

@@ -17,9 +17,9 @@ class Asked(Quest):
 
     calls = 0
 
-    def select(self, query, positions, budget):
+    def select(self, query, step, budget):
         self.calls += 1
-        return super().select(query, positions, budget)
+        return super().select(query, step, budget)
 
 
 def walk(steps: int) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Sampling(Selector):
     def append(self, rows: Rows) -> None:
         pass
 
-    def select(self, query, positions, budget):
+    def select(self, query, step, budget):
         ids = (query @ self.stored_keys().mT).sum(2).topk(1).indices
         return Selection.tokens(ids, bias=(ids + 1.0).log())
 

@@ -261,7 +261,7 @@ class Place(Selector):
     def append(self, rows):
         self.rows += rows.keys.shape[2]
 
-    def select(self, query, positions, budget):
+    def select(self, query, step, budget):
         if not self.rows:
             return Selection.none(*query.shape[:2], query.device)
         return Selection.tokens((positions % 7)[:, None, None].expand(-1, query.shape[1], 1))
@@ -272,8 +272,8 @@ class Watched(Kascade):
 
     seen = 0
 
-    def select(self, query, positions, budget):
-        chosen = super().select(query, positions, budget)
+    def select(self, query, step, budget):
+        chosen = super().select(query, step, budget)
         if self.shown and self.follows is not None:
             Watched.seen += 1
             assert torch.equal(chosen.start, (positions % 7)[:, None, None].expand_as(chosen.start))

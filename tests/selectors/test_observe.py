@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Selection, Selector, SparQ, Tail, TwoStage, attend, decode, evaluate
+from sparseattn.core.context import StepContext
 from sparseattn.evaluation.recall_sweep import curve
 from sparseattn.evaluation.replay import compare
 from sparseattn.serving.vllm.settings import Settings
@@ -38,7 +39,7 @@ class Thief(Watch):
 
     tails = True
 
-    def tail(self, query: Tensor, positions: Tensor, selection: Selection) -> Tail | None:
+    def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         batch, heads, group, size = query.shape
         logits = (query @ self.stored_keys().mT / size**0.5).flatten(1, 2).gather(2, selection.rows)
         total = logits.logsumexp(-1, keepdim=True)  # of the rows chosen, all that is attended where nothing is recent
@@ -156,7 +157,7 @@ def test_a_tail_by_logits_of_another_scale_is_refused_and_right_once_told() -> N
     query, scale = queries[:, :, :, -1], 0.5
     for told in (None, scale):
         selector = TwoStage(SparQ(32), 4, rows=16) if told is None else SparQ(32)
-        selector.scale = told
+        selector.bind(replace(selector.context, scale=told))
         cache = KVCache(selector, sink=0, window=0, seal=16)
         cache.append(keys[:, :, :288], values[:, :, :288])
         if told is None:

@@ -174,8 +174,8 @@ def _per_head(pages: torch.Tensor) -> torch.Tensor:
 class Silent(Exact):
     """Says nothing of its cost."""
 
-    def select(self, query, positions, budget):
-        found = super().select(query, positions, budget)
+    def select(self, query, step, budget):
+        found = super().select(query, step, budget)
         return Selection(found.start, found.length, 1)
 
 
@@ -221,8 +221,8 @@ def test_selections_say_whether_they_are_whole_pages() -> None:
     assert not runs.select(query, 16).whole
 
     class Boasting(Buckets):
-        def select(self, query, positions, budget):
-            found = super().select(query, positions, budget)
+        def select(self, query, step, budget):
+            found = super().select(query, step, budget)
             return Selection(found.start, found.length, found.span, whole=True)
 
     boasting, _ = filled(Boasting())

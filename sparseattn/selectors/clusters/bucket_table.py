@@ -206,14 +206,14 @@ class Partitioned(Selector):
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
                     f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
-                    f"known here: pass it to for_layer(LayerContext(layer, rope=...)), or name an artefact that needs "
-                    f"none, artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
+                    f"known here: give for_layer a LayerContext with it, or name an artefact that needs none, "
+                    f"artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
                 )
             if rope is None and not self.trained().roped:
                 raise ValueError(
                     f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
-                    f"known here: pass it to for_layer(LayerContext(layer, rope=...)), or use an artefact of roped "
-                    f"keys where the layer applies none or one whose frequencies change with the length of the sequence"
+                    f"known here: give for_layer a LayerContext with it, or use an artefact of roped keys where the "
+                    f"layer applies none or one whose frequencies change with the length of the sequence"
                 )
             trained = self.trained()
             every = like.shape[1] if heads is None else heads.of

@@ -102,8 +102,8 @@ class InfLLM(LearnsFromQueries, Selector):
     def _rope(self) -> Rope:
         if self.context.rope is None:
             raise ValueError(
-                f"{self!r} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: pass it "
-                f"to for_layer(LayerContext(layer, rope=...)), or score keys as they are, distance=None"
+                f"{self!r} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: give "
+                f"for_layer a LayerContext with it, or score keys as they are, distance=None"
             )
         return self.context.rope
 

@@ -83,8 +83,8 @@ class Calibrated(Ranked):
         """What takes RoPE back from keys; ValueError where it is not known."""
         if self.context.rope is None:
             raise ValueError(
-                f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: pass "
-                f"it to for_layer(LayerContext(layer, rope=...)), or take keys as they are, before=False"
+                f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
+                f"for_layer a LayerContext with it, or take keys as they are, before=False"
             )
         return self.context.rope
 
