@@ -386,7 +386,7 @@ CASES = [
         lambda: drawn(SAAP, probes=12, group="each", span=4),
     ),
     Case("saap-deroped", lambda: drawn(SAAP, False, probes=3, span=1), lambda: drawn(SAAP, False, span=1)),
-    Case("saap-context", lambda: drawn(SAAP, probes=3, moments_share=0.8), lambda: drawn(SAAP, moments_share=0.8)),
+    Case("saap-context", lambda: drawn(SAAP, probes=3, context=0.8), lambda: drawn(SAAP, context=0.8)),
     Case("lowbit", lambda: LowBit(rows=16), lambda: LowBit(rows=16)),
     Case("lowbit-one", lambda: LowBit(1, 32, group="each"), lambda: LowBit(1, 32, group="each")),
     Case("lowbit-scales", lambda: LowBit(2, 16, scales=8), lambda: LowBit(2, 16, scales=8)),

@@ -56,7 +56,7 @@ METHODS = {
     "exact, one choice a group": "exact:group=softmax",
     "perfect classifier": f"{PERFECT}:probes=1024",
     "SAAP": "saap:probes=1024",
-    "SAAP, context=0.8": "saap:probes=1024,moments_share=0.8",
+    "SAAP, context=0.8": "saap:probes=1024,context=0.8",
     "moments": "moments:probes=1024",
     "k-means, no RoPE": "kmeans:probes=1024",
     "k-means, roped": "kmeans:probes=1024,artefact={roped}",

@@ -293,7 +293,7 @@ WRONG = [
     (small_bridge, put("direction", (0, 0, 0, 0), torch.inf), "direction has entries that are not finite"),
     *(
         (made, change, sentence)
-        for made in (lambda: drawn(SAAP, moments_share=0.5), lambda: drawn(KMeans), lambda: drawn(Moments))
+        for made in (lambda: drawn(SAAP, context=0.5), lambda: drawn(KMeans), lambda: drawn(Moments))
         for change, sentence in (
             (put("edges", (0, 0, 0, 5), 1 << 30), "do not rise from 0 to the 128 rows"),
             (put("edges", (0, 0, 0, 0), -1), "do not rise from 0"),

@@ -67,7 +67,7 @@ STATES = {"its part of the artefact": ("model",), "table": ("table",)}
 MAKE = {
     "kascade": lambda: Kascade(anchors=[0]),
     "saap": lambda: drawn(SAAP, probes=3),
-    "saap-context": lambda: drawn(SAAP, probes=3, moments_share=0.5),
+    "saap-context": lambda: drawn(SAAP, probes=3, context=0.5),
     "kmeans": lambda: drawn(KMeans, probes=3),
     "moments": lambda: drawn(Moments, probes=3),
     "quest-int8": lambda: Quest(8, int8=True),

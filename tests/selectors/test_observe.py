@@ -157,7 +157,7 @@ def test_a_tail_by_logits_of_another_scale_is_refused_and_right_once_told() -> N
     query, scale = queries[:, :, :, -1], 0.5
     for told in (None, scale):
         selector = TwoStage(SparQ(32), 4, rows=16) if told is None else SparQ(32)
-        selector.bind(replace(selector.context, scale=told))
+        selector.bind(replace(selector.layer_context, scale=told))
         cache = KVCache(selector, sink=0, window=0, seal=16)
         cache.append(keys[:, :, :288], values[:, :, :288])
         if told is None:

@@ -194,15 +194,15 @@ def test_perfect_buckets_are_ranked_by_the_attention_that_they_hold(file: str) -
         assert torch.equal(selection.scanned, replay.cache.sealed[:, None].expand(-1, H * G))
 
 
-@pytest.mark.parametrize("share", [None, 0.8])
+@pytest.mark.parametrize("context", [None, 0.8])
 def test_moments_are_those_of_the_keys_in_each_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: float | None
 ) -> None:
     """Of the real rows sealed so far, through seals and parts of them; alone, or mixed with the classifier's logits."""
     monkeypatch.setattr(moments, "CHUNK", B * H * D * 7)
     path = saved(tmp_path / "a", part=partition(H, D, 40, F))  # more buckets, some of which stay empty
     part = Artefact.load(path).layers[LAYER]
-    selector = Moments(path, probes=3) if share is None else SAAP(path, probes=3, moments_share=share)
+    selector = Moments(path, probes=3) if context is None else SAAP(path, probes=3, context=context)
     replay = Replay(selector, 60, 130)
     empty = 0
     for _ in range(60):
@@ -217,7 +217,7 @@ def test_moments_are_those_of_the_keys_in_each_bucket(
                     query = queries[b, h, :, t] / math.sqrt(D)
                     spread = query.square() @ mine.var(0, correction=0)
                     logits[b, h, :, c] = query @ mine.mean(0) + moments.SPREAD * spread / 2
-        if share is not None:
+        if context is not None:
             classifier = part.classifier
             assert classifier is not None
             plain = replay.queries[:, :, :, t]
@@ -228,7 +228,7 @@ def test_moments_are_those_of_the_keys_in_each_bucket(
                     for h in range(H)
                 ]
             ).view(B, H, G, 40)
-            logits = (1 - share) * trained + share * logits
+            logits = (1 - context) * trained + context * logits
         empty += int(logits.isinf().all(2).sum())
         wanted = expected(replay, logits.softmax(-1).sum(2), part.centroids, 3)
         assert [[sorted(rows) for rows in b] for b in replay.named(selection)] == [
@@ -252,9 +252,9 @@ def test_moments_of_keys_far_from_the_origin() -> None:
         torch.testing.assert_close(variance[0, 0, c].double(), mine.var(0, correction=0), atol=1e-3, rtol=0)
 
 
-def test_moments_share_is_a_share(file: str) -> None:
-    with pytest.raises(ValueError, match=r"moments_share is 0 .* to 1 .*, got 1.5"):
-        SAAP(file, moments_share=1.5)
+def test_context_is_a_share(file: str) -> None:
+    with pytest.raises(ValueError, match=r"context is a share, 0 .* to 1 .*, got 1.5"):
+        SAAP(file, context=1.5)
 
 
 def test_logits_are_those_of_the_plain_network_with_batch_normalisation(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_an_artefact_is_read_once(file: str, tmp_path: Path, monkeypatch: pytest
     reads, load = [], Artefact.load
     monkeypatch.setattr(Artefact, "load", lambda path: reads.append(path) or load(path))
     selector = make_selector(f"saap:artefact={file},probes=16")
-    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, moments_share=0.0)"
+    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, context=0.0)"
     assert reads == [], "a spec reads nothing"
     layers = [one.for_layer(LayerContext(i, rope=ROPE)) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
     assert len({id(one.trained()) for one in layers}) == len(reads) == 1  # type: ignore[attr-defined]

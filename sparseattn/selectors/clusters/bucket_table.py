@@ -149,11 +149,11 @@ class Partitioned(Selector):
             ValueError: a file that is no artefact; "auto" where none ships for the layer's RoPE.
         """
         if self._held is None:
-            self._held = shared(shipped_for(self.context.rope) if self.artefact == AUTO else self.artefact)
+            self._held = shared(shipped_for(self.layer_context.rope) if self.artefact == AUTO else self.artefact)
         return self._held
 
     def bind(self, context: LayerContext) -> None:
-        if self.artefact == AUTO and context.rope is not self.context.rope:
+        if self.artefact == AUTO and context.rope is not self.layer_context.rope:
             self._held = None  # another RoPE may have another one
         super().bind(context)
         self._here = None
@@ -187,7 +187,7 @@ class Partitioned(Selector):
 
     def _own(self, partition: Partition) -> Partition:
         """Return what of a layer's partition is of the heads that this instance is shown."""
-        heads = self.context.heads
+        heads = self.layer_context.heads
         return partition if heads is None else partition.of_heads(heads.which)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
@@ -202,7 +202,7 @@ class Partitioned(Selector):
         """
         own = self._here
         if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
-            rope, heads = self.context.rope, self.context.heads
+            rope, heads = self.layer_context.rope, self.layer_context.heads
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
                     f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "

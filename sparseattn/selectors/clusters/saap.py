@@ -27,11 +27,11 @@ class SAAP(Partitioned):
 
     Args:
         artefact, probes, group, span: see `Partitioned`.
-        moments_share: ours: share of the ranking that goes to the moments of the context's own keys (see `Moments`)
-            instead of the classifier, 0 (the paper) to 1. Logits are mixed; 0.8 found most on the reference model.
+        context: ours: share of the ranking that goes to the moments of the context's own keys (see `Moments`) instead
+            of the classifier, 0 (the paper) to 1. Logits are mixed; 0.8 found most on the reference model.
 
     Raises:
-        ValueError: see `Partitioned`; a `moments_share` outside [0, 1]; an artefact without a classifier, in `select`.
+        ValueError: see `Partitioned`; a context that is no share; an artefact without a classifier, in `select`.
     """
 
     def __init__(
@@ -40,28 +40,28 @@ class SAAP(Partitioned):
         probes: int = 32,
         group: str = "softmax",
         span: int = 16,
-        moments_share: float = 0.0,
+        context: float = 0.0,
     ) -> None:
         super().__init__(artefact, probes, group, span)
-        if not 0 <= moments_share <= 1:
-            raise ValueError(f"moments_share is 0 (the classifier alone) to 1 (moments alone), got {moments_share}")
-        self.moments_share = moments_share
+        if not 0 <= context <= 1:
+            raise ValueError(f"context is a share, 0 (the classifier alone) to 1 (the context's keys), got {context}")
+        self.context = context
         self.moments = KeyMoments()
 
     def joined(self, rows: Rows, bucket: Tensor, own: Parameters) -> None:
-        if self.moments_share:
+        if self.context:
             self.moments.add(rows.keys, bucket, own.buckets)
 
     def wanted(self, rows: Rows, buckets: int) -> Wanted:
-        return KeyMoments.wanted(rows, buckets) if self.moments_share else {}
+        return KeyMoments.wanted(rows, buckets) if self.context else {}
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
         super().check_state(state, rows, order)
-        if self.moments_share:
+        if self.context:
             KeyMoments.check(state)
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
-        classifier, share = own.partition.classifier, self.moments_share
+        classifier, share = own.partition.classifier, self.context
         assert classifier is not None
         batch, heads, group, size = query.shape
         plain = own.plain(query, positions[:, None])
@@ -75,12 +75,12 @@ class SAAP(Partitioned):
         classifier, buckets = partition.classifier, partition.centroids.shape[1]
         assert classifier is not None
         read = self._classifier_bytes(classifier, query.shape[1])
-        return Scan(buckets, read + (KeyMoments.read(query.shape[3], buckets) if self.moments_share else 0))
+        return Scan(buckets, read + (KeyMoments.read(query.shape[3], buckets) if self.context else 0))
 
     def _classifier_bytes(self, classifier: Classifier, heads: int) -> int:
         """Return the bytes of one of so many KV heads; where keys count as 16 bits weights count as `_used` would keep
         them then."""
-        narrow, parts = self.context.key_bytes == 2, classifier.tensors().values()
+        narrow, parts = self.layer_context.key_bytes == 2, classifier.tensors().values()
         return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
 
     def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
@@ -91,7 +91,7 @@ class SAAP(Partitioned):
         numbers = sum(part.numel() for part in partition.classifier.tensors().values())
         many = query.shape[:3].numel() // len(partition.classifier.w1) > FEW[min(query.dtype.itemsize, 4)]
         launch = Launch("network" if many else "classifier", bytes=read, flops=flops, entries=numbers)
-        if not self.moments_share:
+        if not self.context:
             return launch
         added = KeyMoments.launch(query, buckets)
         return replace(launch, bytes=read + added.bytes, flops=flops + added.flops)

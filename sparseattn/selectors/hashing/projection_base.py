@@ -38,7 +38,7 @@ class Hashed(Selector):
         """R, how many directions a KV head has."""
 
     def bind(self, context: LayerContext) -> None:
-        if (context.layer, context.heads) != (self.layer, self.context.heads):
+        if (context.layer, context.heads) != (self.layer, self.layer_context.heads):
             self.directions = None  # which are another layer's
         super().bind(context)
 
