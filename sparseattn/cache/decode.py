@@ -124,7 +124,7 @@ def _attend_parts(
 def _same_scale(query: Tensor, cache: KVCache, scale: float | None, what: str) -> None:
     """ValueError where a step's scale is not the one that the selector, which does `what` by logits, was told."""
     default = query.shape[3] ** -0.5
-    bound, used = (default if factor is None else factor for factor in (cache.selector.context.scale, scale))
+    bound, used = (default if factor is None else factor for factor in (cache.selector.layer_context.scale, scale))
     if not math.isclose(bound, used, rel_tol=1e-6):
         raise ValueError(
             f"{cache.selector!r} {what} by logits of scale {bound:g}, and this step has {used:g}: bind the selector to "

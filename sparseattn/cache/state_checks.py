@@ -70,7 +70,7 @@ def _named(selector: Selector) -> dict[str, _Kept]:
     own = {
         name: _Kept(selector, name, value)
         for name, value in _attributes(selector).items()
-        if name not in ("stored", "rounded", "context") and name not in selector.late
+        if name not in ("stored", "rounded", "layer_context") and name not in selector.late
     }
     inner = {f"{name}.{n}": one for name, part in selector.parts() for n, one in _named(part).items()}
     return own | inner

@@ -544,12 +544,12 @@ def _replay(
         if cache.selector.find(LooksAhead):
             assert layer.ahead is not None  # check_replay
             cache.foresee(layer.ahead[None, :, :, t - tokens].float())
-        if (board := cache.selector.context.board) is not None:
+        if (board := cache.selector.layer_context.board) is not None:
             board.step = turn, t
         selection = cache.select(query, budget)
         step = compare(query, cache, selection, layer.scale)
         if watch is not None:
-            watch(Step(layer.index, cache.selector.context.heads, t, query, cache, selection, layer.scale, step))
+            watch(Step(layer.index, cache.selector.layer_context.heads, t, query, cache, selection, layer.scale, step))
         for name, values in series.items():
             values.append(step[name].float())
         for name, value in step.items():

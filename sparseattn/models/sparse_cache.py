@@ -258,7 +258,7 @@ class SparseCache(Cache):
         for layer in twin.sparse_layers.values():
             for part in layer.parts:
                 selector = part.rows.selector
-                selector.bind(replace(selector.context, board=twin.board))
+                selector.bind(replace(selector.layer_context, board=twin.board))
         twin._prepared_before = True  # the model is given back by the first one
         if budget is not ...:
             twin.budget = budget

@@ -150,7 +150,7 @@ class Share:
 
     def fresh(self, layer: LayerContext) -> Selector:
         """Return a selector for its heads in a layer of a model, bound to what is known of it."""
-        key_bytes = self.selector.context.key_bytes if layer.key_bytes is None else layer.key_bytes
+        key_bytes = self.selector.layer_context.key_bytes if layer.key_bytes is None else layer.key_bytes
         return self.selector.for_layer(replace(layer, heads=self.heads, key_bytes=key_bytes))
 
     def of(self, x: Tensor, dim: int = 1) -> Tensor:

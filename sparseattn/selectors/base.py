@@ -98,7 +98,7 @@ class Selector(Stateful, Named, ABC):
     or has a tail learns of the whole method's selection.
 
     Attributes:
-        context: the layer that this instance serves, set by `bind`.
+        layer_context: the layer that this instance serves, set by `bind`.
         span: longest span of a selection, a power of two; a budget is at least that.
         unit: the cache seals multiples of this many rows, itself a multiple of the span, which it is by default; with
             parts, the least common multiple of the span and their units.
@@ -110,7 +110,7 @@ class Selector(Stateful, Named, ABC):
         operators: about how many tensor operations `select` takes beside the launches that `cost` names.
     """
 
-    context: LayerContext = LayerContext()
+    layer_context: LayerContext = LayerContext()
     span: int = 1
     uses_budget: bool = True
     late: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class Selector(Stateful, Named, ABC):
         return budget
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
-        """Refuse a layer that it cannot serve, before a row is stored; `context` says which. By default parts do.
+        """Refuse a layer that it cannot serve, before a row is stored; `layer_context` says which. By default parts do.
 
         Args:
             heads: KV heads that it is to be shown.
@@ -241,32 +241,32 @@ class Selector(Stateful, Named, ABC):
 
     def bind(self, context: LayerContext) -> None:
         """Tell it and its parts which layer it serves, before rows are sealed."""
-        self.context = context
+        self.layer_context = context
         for _, part in self.parts():
             part.bind(context)
 
     def count_in(self, key_bytes: int) -> None:
         """Count an element of a key as so many bytes, see `LayerContext.key_bytes`."""
-        self.bind(dataclasses.replace(self.context, key_bytes=key_bytes))
+        self.bind(dataclasses.replace(self.layer_context, key_bytes=key_bytes))
 
     @property
     def layer(self) -> int:
         """The layer's number in the model."""
-        return self.context.layer
+        return self.layer_context.layer
 
     def head_numbers(self, heads: int) -> Sequence[int]:
         """Return which of the layer's KV heads the `heads` are that this instance is shown."""
-        return range(heads) if self.context.heads is None else self.context.heads.which
+        return range(heads) if self.layer_context.heads is None else self.layer_context.heads.which
 
     def temperature(self, size: int) -> float:
         """Return what products of queries and keys of `size` channels are divided by for logits: `1/scale`, or
         `sqrt(size)` where the layer's scale is not known."""
-        scale = self.context.scale
+        scale = self.layer_context.scale
         return size**0.5 if scale is None else 1 / scale
 
     def bytes_of(self, rows: Tensor) -> int:
         """Return the bytes of an element of `rows`, keys or what is kept in their dtype, in counts of bytes read."""
-        width = self.context.key_bytes
+        width = self.layer_context.key_bytes
         return rows.element_size() if width is None else min(width, rows.element_size())
 
     # -- abilities and parts -------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from sparseattn import (
 from sparseattn.cache.selection_checks import ContractError
 from sparseattn.core.budget import budget_label, budget_order, budget_record, budget_rows, parse_budget
 from sparseattn.core.mass import cut
+from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.registry import SELECTORS
 from sparseattn.traces.synthetic import synthetic
 from tests.cases import CASES, Case, Same, attention, full, missing
@@ -102,8 +103,7 @@ def test_who_does_not_estimate_is_refused_before_any_work() -> None:
     with pytest.raises(ValueError, match="does not estimate"):
         cache.select(query, Mass(0.9))
     for name, method in SELECTORS.items():
-        overrides = any("weigh" in vars(one) for one in method.__mro__[:-3] if one.__name__ != "Selector")
-        assert bool(vars(method).get("estimates", method.estimates)) <= overrides, name
+        assert issubclass(method, EstimatesMass) == hasattr(method, "weigh"), name
 
 
 # -- the cut ---------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_rows_that_are_weighed_are_those_selected_and_all_of_them_are_full_atten
 def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
     for scale in (None, 0.4):
         selector = Exact()
-        selector.bind(replace(selector.context, scale=scale))
+        selector.bind(replace(selector.layer_context, scale=scale))
         cache, query, keys, _ = filled(selector)
         cache.select(query, Mass(0.9))
         logits = query.double() @ keys.double().mT * (D**-0.5 if scale is None else scale)
@@ -200,7 +200,7 @@ def test_exact_weighs_truly_and_reads_the_fewest_rows() -> None:
 )
 def test_pages_and_short_keys_weigh_at_the_layers_scale(selector: Selector, off: float, scale: float | None) -> None:
     selector = selector.for_layer(0)
-    selector.bind(replace(selector.context, scale=scale))
+    selector.bind(replace(selector.layer_context, scale=scale))
     cache, query, keys, _ = filled(selector)
     cache.select(query, Mass(0.8))
     assert cache.latest is not None

@@ -9,6 +9,7 @@ import torch
 
 from sparseattn import KVCache, Mass
 from sparseattn.core.step_cost import KINDS, Cost, Shape, dense_cost, step_cost, total
+from sparseattn.selectors.abilities import HasTail
 from sparseattn.selectors.registry import make_selector
 from tests.cases import CASES, Case, attention, by_name
 
@@ -40,7 +41,7 @@ def test_bytes_and_rows_are_those_of_the_step(case: Case) -> None:
         assert cost.scan_bytes == pytest.approx(read, rel=FAR.get(case.name, NEAR))
     else:
         assert cost.scan_bytes == read
-    if not cost.expected and selection.start.shape[1] == H and not selector.tails:
+    if not cost.expected and selection.start.shape[1] == H and not selector.find(HasTail):
         assert cost.rows == pytest.approx(rows)
 
 

@@ -202,7 +202,7 @@ def test_probabilities_of_a_group_are_at_the_layers_temperature() -> None:
     keys, query = keys_and_query()
     real = torch.ones(B, P, dtype=torch.bool)
     for selector in (Unique(), Mean(), Clse(), Quest(group="softmax")):
-        selector.bind(replace(selector.context, scale=0.5))
+        selector.bind(replace(selector.layer_context, scale=0.5))
         own = selector.scores(query, selector.entries(keys), real)
         selector.scale, selector.group = None, "each"
         usual = selector.scores(query * (0.5 * D**0.5), selector.entries(keys), real).unflatten(1, (H, G))

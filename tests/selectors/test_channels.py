@@ -99,7 +99,7 @@ def test_lokis_directions_are_orthonormal_and_those_of_largest_variance() -> Non
 def test_lokis_directions_before_rope_are_of_keys_with_rope_taken_back() -> None:
     _, keys, _ = attention(1, 2, 1, 300, 32)
     rope, loki = Rope.of(32), Loki(8, before=True)
-    loki.bind(replace(loki.context, rope=rope))
+    loki.bind(replace(loki.layer_context, rope=rope))
     filled(loki, keys)
     plain = rope.unrotate(keys[0], torch.arange(300))
     torch.testing.assert_close(loki.basis.data[0], METHODS["loki"].of(plain)["basis"][..., :8], rtol=1e-3, atol=1e-3)

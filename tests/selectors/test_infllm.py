@@ -71,7 +71,7 @@ def test_at_one_distance_a_block_scores_the_same_wherever_it_lies() -> None:
     scores = []
     for distance in (None, 10):
         selector = InfLLM(PAGE, PAGE, LOCAL, distance=distance)  # all rows, so that the choice does not matter
-        selector.bind(replace(selector.context, rope=rope))
+        selector.bind(replace(selector.layer_context, rope=rope))
         cache = KVCache(selector, sink=0, window=0, seal=PAGE)
         cache.append(rope.rotate(keys, at), keys, rope.rotate(queries, at)[:, :, None])
         cache.seal()

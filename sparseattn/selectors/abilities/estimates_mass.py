@@ -19,7 +19,7 @@ class EstimatesMass(ABC):
     """
 
     fit: tuple[Tensor, Tensor] | None = None
-    context: LayerContext
+    layer_context: LayerContext
 
     @abstractmethod
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
@@ -37,6 +37,6 @@ class EstimatesMass(ABC):
         if self.fit is None:
             return logits
         scale, offset = (part.to(logits.device) for part in self.fit)
-        if self.context.heads is not None:
-            scale, offset = (part[list(self.context.heads.which)] for part in (scale, offset))
+        if self.layer_context.heads is not None:
+            scale, offset = (part[list(self.layer_context.heads.which)] for part in (scale, offset))
         return logits * scale[None, :, :, None] + offset[None, :, :, None]

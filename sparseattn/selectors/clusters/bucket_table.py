@@ -55,7 +55,7 @@ class Parameters:
     def plain(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` `[B,H,n,D]` in float32, before RoPE if the artefact is de-roped. `positions`: `[B,n]` or `[B,1]`."""
         x = x.float()
-        return x if self.context.rope is None else self.context.rope.unrotate(x, positions[:, None])
+        return x if self.rope is None else self.rope.unrotate(x, positions[:, None])
 
 
 class Edges(RowBuffer):
@@ -144,14 +144,14 @@ class Partitioned(Selector):
             ValueError: a file that is no artefact; "auto" where none ships for the layer's RoPE.
         """
         if self._held is None:
-            path = locate(shipped_for(self.context.rope) if self.artefact == AUTO else self.artefact)
+            path = locate(shipped_for(self.layer_context.rope) if self.artefact == AUTO else self.artefact)
             stat = path.stat()
             key = (str(path.resolve()), stat.st_mtime_ns, stat.st_size)
             self._held = _SHARED.get(key) or _SHARED.setdefault(key, Artefact.load(path))
         return self._held
 
     def bind(self, context: LayerContext) -> None:
-        before = self.context
+        before = self.layer_context
         super().bind(context)
         if context.rope is not before.rope and self.artefact == AUTO:
             self._held = None  # another RoPE may have another one
@@ -187,7 +187,7 @@ class Partitioned(Selector):
 
     def _own(self, partition: Partition) -> Partition:
         """What of a layer's partition is of the heads that this instance is shown."""
-        return partition if self.context.heads is None else partition.of_heads(self.context.heads.which)
+        return partition if self.layer_context.heads is None else partition.of_heads(self.layer_context.heads.which)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         """What of the layer's partition the method needs for keys such as `like`: here the centroids."""
@@ -201,7 +201,7 @@ class Partitioned(Selector):
         """
         own = self._here
         if own is None or own.partition.centroids.device != like.device or group not in (own.group, None):
-            rope = self.context.rope
+            rope = self.layer_context.rope
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
                     f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
@@ -215,7 +215,7 @@ class Partitioned(Selector):
                     f"layer applies none or one whose frequencies change with the length of the sequence"
                 )
             trained = self.trained()
-            heads = like.shape[1] if self.context.heads is None else self.context.heads.of
+            heads = like.shape[1] if self.layer_context.heads is None else self.layer_context.heads.of
             partition = self._own(trained.check(self.layer, heads, group, like.shape[3], rope))
             if rope is not None:
                 rope = dataclasses.replace(rope, inv_freq=rope.inv_freq.to(like.device))

@@ -77,7 +77,7 @@ class SAAP(Partitioned):
 
     def _bytes(self, classifier: Classifier, heads: int) -> int:
         """Of one of so many KV heads; where `key_bytes` is 2 weights count as `_used` would keep them then."""
-        narrow, parts = self.context.key_bytes == 2, classifier.tensors().values()
+        narrow, parts = self.layer_context.key_bytes == 2, classifier.tensors().values()
         return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
 
     def model(self, query: Tensor, partition: Partition) -> tuple[int, Launch]:

@@ -55,7 +55,7 @@ class Fitted(EstimatesMass, Wrapper):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        every = heads if self.context.heads is None else self.context.heads.of
+        every = heads if self.layer_context.heads is None else self.layer_context.heads.of
         given = tuple(self._held.of(self.layer)[0].shape)
         if given != (every, group or given[1]):
             found = f"{every}" if group is None else f"{every} with {group}"

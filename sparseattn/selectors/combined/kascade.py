@@ -107,9 +107,9 @@ class Kascade(FollowsLayers, Wrapper):
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         anchor = self.follows
         if anchor is not None:
-            self._map(anchor, heads if self.context.heads is None else self.context.heads.of)
+            self._map(anchor, heads if self.layer_context.heads is None else self.layer_context.heads.of)
             return
-        if (own := self.context.heads) is not None:
+        if (own := self.layer_context.heads) is not None:
             raise ValueError(
                 f"{self!r} chooses in layer {self.layer} for all of its KV heads, and is given {len(own.which)} "
                 f"of {own.of}: give the layer one role"
@@ -143,7 +143,7 @@ class Kascade(FollowsLayers, Wrapper):
         anchor = self.follows
         self.shown += rows.keys.shape[2]
         if anchor is not None:
-            if self.context.board is None:
+            if self.layer_context.board is None:
                 raise ValueError(
                     f"layer {self.layer} reads what layer {anchor} chose, and a KVCache by itself knows no other "
                     f"layer: use it in a SparseCache or a comparison, or give each layer's selector one Board"
@@ -160,7 +160,7 @@ class Kascade(FollowsLayers, Wrapper):
         if anchor is not None:
             return self._read(anchor, query, budget)
         chosen = self.inner.counted(self.inner.select(query, step, budget), query, step, budget)
-        if (board := self.context.board) is not None and self.layer in self.chosen_anchors():
+        if (board := self.layer_context.board) is not None and self.layer in self.chosen_anchors():
             board.put(self.layer, Choice(chosen, budget, self.shown))
         return chosen
 
@@ -175,7 +175,7 @@ class Kascade(FollowsLayers, Wrapper):
 
     def _read(self, anchor: int, query: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape
-        found = None if self.context.board is None else self.context.board.get(anchor)
+        found = None if self.layer_context.board is None else self.layer_context.board.get(anchor)
         if found is None:
             raise ValueError(
                 f"layer {self.layer} reads what layer {anchor} chose, and that layer chose nothing at this step: it "
@@ -186,7 +186,7 @@ class Kascade(FollowsLayers, Wrapper):
                 f"layer {self.layer} has {self.shown} sealed rows and a budget of {budget} rows, layer {anchor}, whose "
                 f"choice it reads, {found.rows} and {found.budget}: give all layers one budget, sink, window and seal"
             )
-        chosen, every = found.selection, heads if self.context.heads is None else self.context.heads.of
+        chosen, every = found.selection, heads if self.layer_context.heads is None else self.layer_context.heads.of
         lists = chosen.start.shape[1]
         if lists not in (every, every * group) or len(chosen.start) != batch:
             raise ValueError(

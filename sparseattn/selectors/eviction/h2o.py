@@ -86,7 +86,7 @@ class H2O(ReadsKeys, Observing):
         last_at = last_at.masked_fill(last_at <= newest, -1)  # these are among the others
         queries = torch.cat([rows.queries, last], 3)
         at = torch.cat([rows.query_positions, last_at], 1)
-        sealed, rest = received(queries, at, every_row(rows), self.context.scale)
+        sealed, rest = received(queries, at, every_row(rows), self.layer_context.scale)
         return sealed, rest, rows.unsealed_positions
 
     def unknown(self, positions: Tensor) -> Tensor:

@@ -54,13 +54,14 @@ class PyramidKV(SnapKV):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        if self.layers is not None and self.context.depth not in (None, self.layers):
-            raise ValueError(f"{self!r} is for a model of {self.layers} layers, and this one has {self.context.depth}")
+        depth = self.layer_context.depth
+        if self.layers is not None and depth not in (None, self.layers):
+            raise ValueError(f"{self!r} is for a model of {self.layers} layers, and this one has {depth}")
         self._last()
 
     def _last(self) -> int:
         """The model's last layer."""
-        layers = self.context.depth if self.layers is None else self.layers
+        layers = self.layer_context.depth if self.layers is None else self.layers
         if layers is None and self.layer:
             raise ValueError(
                 f"{self!r} shares a budget among the layers of a model, and how many it has is not known here: give "

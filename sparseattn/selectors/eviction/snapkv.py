@@ -54,7 +54,7 @@ class SnapKV(Evicting):
         return {"selector": made, "sink": 0, "window": made.window, "seal": answer}
 
     def first(self, rows: Rows) -> Tensor:
-        return pooled_votes(rows, self.window, self.kernel, self.pool, self.context.scale)
+        return pooled_votes(rows, self.window, self.kernel, self.pool, self.layer_context.scale)
 
 
 def check_pooling(window: int, kernel: int) -> None:

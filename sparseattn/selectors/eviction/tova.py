@@ -37,7 +37,7 @@ class TOVA(Observing):
         return {"selector": cls(), "sink": 0, "window": 1, "seal": 1}
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        sealed, rest = received(*last_of(rows, 1), every_row(rows), self.context.scale)
+        sealed, rest = received(*last_of(rows, 1), every_row(rows), self.layer_context.scale)
         assert rows.unsealed_positions is not None
         return sealed.mean(1, keepdim=True), rest.mean(1, keepdim=True), rows.unsealed_positions
 

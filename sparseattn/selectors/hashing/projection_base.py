@@ -35,7 +35,7 @@ class Hashed(Selector):
         """R, directions that a KV head has."""
 
     def bind(self, context: LayerContext) -> None:
-        if context.layer != self.layer or context.heads != self.context.heads:
+        if context.layer != self.layer or context.heads != self.layer_context.heads:
             self.directions = None  # each head of each layer has its own
         super().bind(context)
 

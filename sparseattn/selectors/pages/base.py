@@ -168,7 +168,7 @@ class PageSelector(EstimatesMass, Selector):
             entry = {name: getattr(self, name).full[:1, :1, :1] for name in self.entry_names}
         else:
             keys = torch.zeros(1, 1, self.unit, query.shape[3], dtype=query.dtype)
-            entry = self.for_layer(self.context).entries(keys)
+            entry = self.for_layer(self.layer_context).entries(keys)
         read = sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entry.values())
         return read, sum(math.prod(part.shape[3:]) for part in entry.values())
 
@@ -183,7 +183,7 @@ class PageSelector(EstimatesMass, Selector):
 
     def _valid(self, step: StepContext) -> Tensor:
         """`[B,E]` bool, the entries that are no padding, which comes in whole entries."""
-        return step.valid[:, :: self.unit]
+        return step.valid[:, :: self.unit].contiguous()  # as kernels read it
 
     def _best(self, scores: Tensor, budget: int) -> Selection:
         """The best pages by `scores` `[B,Hs,P]` within `budget` rows."""

@@ -100,12 +100,12 @@ class InfLLM(LearnsFromQueries, Selector):
         return self._rope().unrotate(keys, positions.to(keys.device)[:, None])
 
     def _rope(self) -> Rope:
-        if self.context.rope is None:
+        if self.layer_context.rope is None:
             raise ValueError(
                 f"{self!r} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: give "
                 f"for_layer a LayerContext with it, or score keys as they are, distance=None"
             )
-        return self.context.rope
+        return self.layer_context.rope
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.distance is not None:

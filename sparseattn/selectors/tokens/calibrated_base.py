@@ -71,22 +71,22 @@ class Calibrated(Ranked):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         if self.artefact != PROMPT:
-            self.calibration().check(self.layer, self._every(heads), size, self.context.rope)
+            self.calibration().check(self.layer, self._every(heads), size, self.layer_context.rope)
         elif not self.roped:
             self._rope()
 
     def _every(self, heads: int) -> int:
         """KV heads of the layer, of which it is shown `heads`."""
-        return heads if self.context.heads is None else self.context.heads.of
+        return heads if self.layer_context.heads is None else self.layer_context.heads.of
 
     def _rope(self) -> Rope:
         """What takes RoPE back from keys; ValueError where it is not known."""
-        if self.context.rope is None:
+        if self.layer_context.rope is None:
             raise ValueError(
                 f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
                 f"for_layer a LayerContext with it, or take keys as they are, before=False"
             )
-        return self.context.rope
+        return self.layer_context.rope
 
     def source(self) -> str:
         return super().source() + ("" if self.artefact == PROMPT else f" {file_hash(self.artefact)[:16]}")
@@ -94,7 +94,7 @@ class Calibrated(Ranked):
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, positions = rows.keys[0], rows.positions[0]
         if self.artefact != PROMPT:
-            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.context.rope)
+            held = self.calibration().check(self.layer, self._every(len(keys)), keys.shape[2], self.layer_context.rope)
             own = list(self.head_numbers(len(keys)))
             return self.taken({name: part[own].to(keys.device) for name, part in held.items()})
         if not self.roped:

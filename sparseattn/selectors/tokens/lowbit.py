@@ -180,4 +180,4 @@ class LowBit(PageSelector):
     def scaled(self, query: Tensor) -> Tensor:
         """Return `query` for kernels that divide products by `sqrt(head_dim)`, in a layer of another scale."""
         size = query.shape[3]
-        return query if self.context.scale is None else query * (size**0.5 / self.temperature(size))
+        return query if self.layer_context.scale is None else query * (size**0.5 / self.temperature(size))

@@ -126,7 +126,7 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     def _dropped(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The order `[B,H,n]` with the rows that are held in front, by position, and which pages `[B,P]` these fill."""
         real, most = rows.positions >= 0, self._most()
-        worth = pooled_votes(rows, self.window, self.kernel, scale=self.context.scale)
+        worth = pooled_votes(rows, self.window, self.kernel, scale=self.layer_context.scale)
         worth = worth.masked_fill(~real[:, None], -torch.inf)
         held = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(most, sorted=False).indices, True)
         order = (~(held & real[:, None])).int().argsort(dim=-1, stable=True)
