@@ -23,6 +23,7 @@ from sparseattn import (
 from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, append_kept, kept, load_index
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors import names
+from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
 from tests.cases import CASES, Case, attention, by_name, drawn
 
@@ -169,7 +170,7 @@ def test_other_queries_make_another_index(tmp_path: Path) -> None:
 
 
 def test_the_prompts_last_queries_and_what_they_attend_to_are_of_the_index(tmp_path: Path) -> None:
-    class Prompted(Quest):
+    class Prompted(LearnsFromQueries, Quest):
         last_queries = 4
 
     queries, keys, values = attention(B, H, G, 160, D)
@@ -338,7 +339,7 @@ def test_warnings_that_are_no_texts_are_refused(said: str, tmp_path: Path) -> No
     fresh = Quest()
     with pytest.raises(IndexFileError, match="damaged index"):
         load_index(fresh, rows, path)
-    assert not fresh.real.rows
+    assert not fresh.low.rows
 
 
 class QuestAndMore(Quest):

@@ -16,6 +16,7 @@ from sparseattn.cache import state_checks
 from sparseattn.cache.query_buffers import sampled
 from sparseattn.core.budget import budget_rows, parse_budget
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead
 from sparseattn.selectors.registry import SELECTORS
 from tests.cases import Buckets, Heaviest, SampledBuckets, full, heads
 
@@ -188,7 +189,7 @@ def test_a_head_size_that_attend_refuses_is_refused_before_it_is_stored() -> Non
         KVCache(Quest()).append(*torch.zeros(2, 1, 1, 4, 300))
 
 
-class Wanting(Window):
+class Wanting(LearnsFromQueries, Window):
     def __init__(self, last_queries: int) -> None:
         self.last_queries = last_queries
 
@@ -477,7 +478,7 @@ def test_every_other_method_decodes_over_plain_tensors_as_it_comes(spec: str) ->
     cache.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100])
     for t in range(100, 240):
         cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1], queries[:, :, :, t : t + 1])
-        if cache.selector.foresees:
+        if cache.selector.find(LooksAhead):
             cache.foresee(queries[:, :, :, t])
         if t % 69 == 32:
             assert bool(decode(queries[:, :, :, t], cache, 128).isfinite().all())
@@ -681,7 +682,7 @@ def test_state_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         cache.append(*torch.randn(2, 1, 1, 16, 8))
         cache.seal()
-    assert cache.selector.real.rows == 5
+    assert cache.selector.low.rows == 5
     assert len(looked) == 2, "before and after the first"
 
 
@@ -709,4 +710,4 @@ def test_a_refused_budget_seals_nothing_and_a_share_is_at_least_a_span() -> None
     assert cache.select(query, 0.01).attended.tolist() == [[16]]
     assert cache.select(query, 10**12).start.shape == (1, 1, 6)
     with pytest.raises(ValueError, match="at least 16 rows, got 8"):
-        cache.selector.select(query, cache.positions, 8)
+        cache.selector.select(query, cache.step(), 8)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparseattn import Exact, KVCache, Quest, Rows, Selector, attend, decode
 from sparseattn.core.budget import budget_rows
+from sparseattn.selectors.abilities import LearnsFromQueries
 from tests.cases import Buckets, SampledBuckets, together
 
 D = 4
@@ -91,7 +92,7 @@ def choice(selector: Selector, one: Sequence, head: int, group: int, query: Tens
     assert isinstance(selector, Buckets)
     runs: list[list[int]] = []
     for batch in filter(None, one.batches):
-        asked = [one.tokens[i][3][head] for i in batch if sampled(one.tokens[i][0], selector.queries_share)]
+        asked = [one.tokens[i][3][head] for i in batch if sampled(one.tokens[i][0], selector.queries_wanted[0])]
         mean = torch.stack(asked).mean((0, 1)) if asked else torch.zeros(D, dtype=torch.float64)
         positive = ((one.rows(batch, 1, head) * mean).sum(-1) > 0).tolist()
         for side in (False, True):
@@ -108,7 +109,7 @@ def check_shown(model: list[Sequence], selector: Watched) -> None:
     for b, one in enumerate(model):
         tokens = [one.tokens[i] for i in one.batches[-1]]
         assert [at for at in positions[b] if at >= 0] == [token[0] for token in tokens]
-        chosen = [token for token in tokens if sampled(token[0], selector.queries_share)]
+        chosen = [token for token in tokens if sampled(token[0], selector.queries_wanted[0])]
         padding = len(query_positions[b]) - len(chosen)
         assert query_positions[b] == [token[0] for token in chosen] + [-1] * padding
         for i, token in enumerate(chosen):
@@ -122,15 +123,15 @@ def check_prompt(model: list[Sequence], cache: KVCache, first: bool) -> None:
     """The first seal showed the last queries of all but the newest token, and the keys of what was not sealed."""
     assert isinstance(cache.selector, Watched)
     queries, at, keys, places = cache.selector.prompt
-    if not (first and cache.selector.last_queries):
+    if not (first and cache.selector.queries_wanted[1]):
         assert queries is at is keys is places is None
         return
     assert queries is not None
     assert at is not None
     assert keys is not None
     assert places is not None
-    wanted = cache.selector.last_queries
-    if cache.selector.queries_share == 1:  # those of every row behind the sealed ones
+    wanted = cache.selector.queries_wanted[1]
+    if cache.selector.queries_wanted[0] == 1:  # those of every row behind the sealed ones
         wanted = max(wanted, cache.window + cache.rollback + cache.selector.unit)
     assert queries.shape[3] == at.shape[1] == wanted
     left = []
@@ -240,7 +241,7 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
             ]
             with pytest.raises(ValueError, match="rollback="):
                 cache.crop(min(free) + 1)
-            waits = cache.selector.last_queries and not any(one.sealed for one in model)
+            waits = cache.selector.queries_wanted[1] and not any(one.sealed for one in model)
             drop = [draw.randint(0, 0 if waits else min(rows, 6)) for rows in free]  # a series of drops may be refused
             cache.crop(torch.tensor(drop))
             for one, rows in zip(model, drop, strict=True):
@@ -259,7 +260,7 @@ def test_a_cache_is_what_its_lists_say(seed: int, monkeypatch: pytest.MonkeyPatc
             state["first"] = True
 
 
-class Recorder(Selector):
+class Recorder(LearnsFromQueries, Selector):
     """Shows what it is shown, in two sizes of span."""
 
     late = ("shown",)  # the test's list, for one batch that is neither reordered nor reset

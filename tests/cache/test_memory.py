@@ -155,7 +155,7 @@ def test_rounded_rows_take_what_the_page_says(bits: int, group: int, size: int) 
 def waiting_queries(cache: KVCache, b: int) -> int:
     """Queries of sequence b's rows that are not sealed; its tokens are at positions 0, 1, 2, .."""
     rows, sealed = int(cache.lengths[b]), int(cache.sealed[b])
-    return int(sampled(torch.arange(cache.sink + sealed, rows), cache.selector.queries_share).sum())
+    return int(sampled(torch.arange(cache.sink + sealed, rows), cache.selector.queries_wanted[0]).sum())
 
 
 def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
@@ -218,7 +218,7 @@ def test_what_is_held_is_what_the_page_says(name: str, dtype: torch.dtype, apart
     assert bytes_held.pop("kv") == value(formulas("all")[("keys", "values")], letters)
     books = value(formulas("all")[("positions", "which sealed rows are real")], letters)
     queries = next(row[3].strip("`") for row in rows_of("Held") if row[1] == "queries that wait")
-    assert bytes_held.pop("books") == books + value(queries, letters) * bool(cache.selector.queries_share)
+    assert bytes_held.pop("books") == books + value(queries, letters) * bool(cache.selector.queries_wanted[0])
     predicted = formulas(name)
     selector = cache.selector
     if isinstance(selector, Partitioned):

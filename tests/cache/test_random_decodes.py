@@ -23,6 +23,7 @@ from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
 from sparseattn.cache.input_checks import compactable, roundable
 from sparseattn.cache.kv_cache import unit_of
 from sparseattn.core.context import StepContext
+from sparseattn.selectors.abilities import ReadsRoundedKeys
 from tests.cases import CASES, Case, Heaviest, by_name, on_device
 
 SHARE = 1 / 8  # of the cases that come with each rarer setting
@@ -97,8 +98,10 @@ class Life:
         settings["sink"] = draw.choice((0, 0, 1, 4, 7, 60))
         settings["window"] = draw.choice((0, 1, 5, 8, 33))
         settings["rollback"] = draw.choice((0, 0, 3, 6))
-        bits, group = draw.choice((4, 8)), selector.rounded_group or draw.choice((8, 16, 32))
-        if selector.rounded_group or (self.rare() and rounds(selector, bits, group)):
+        bits, group = draw.choice((4, 8)), draw.choice((8, 16, 32))
+        for part in selector.find(ReadsRoundedKeys):
+            group = part.rounded_group
+        if selector.find(ReadsRoundedKeys) or (self.rare() and rounds(selector, bits, group)):
             settings |= {"bits": bits, "group": group, "exact": True}
         unit = unit_of(selector, settings.get("bits"), settings.get("group", 32))
         settings["seal"] = unit * draw.choice((1, 1, 2)) + draw.choice((0, 0, 5))

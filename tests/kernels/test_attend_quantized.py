@@ -15,6 +15,7 @@ from sparseattn.cli.eval_plan import methods
 from sparseattn.core.context import StepContext
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference
+from sparseattn.selectors.abilities import Observes, ReadsKeys
 from sparseattn.traces.synthetic import synthetic
 from tests.cases import CASES, Case, attention, heads, missing
 
@@ -108,7 +109,7 @@ def test_attention_is_that_over_the_rows_read_back(bits: int, size: int, name: s
 
 def refused(case: Case) -> bool:
     selector = case.make()
-    return selector.reads_stored or selector.observes
+    return bool(selector.find(ReadsKeys) or selector.find(Observes))
 
 
 # In the fast run methods of pages, of single rows, with an order and with a tail, and all that are refused.
@@ -154,14 +155,14 @@ class Turned(Selector):
     span = 16
 
     def __init__(self) -> None:
-        self.real = RowBuffer(1)
+        self.shown = RowBuffer(1)  # [B,N]
 
     def append(self, rows: Rows) -> Tensor:
-        self.real.append(rows.positions >= 0)
-        return torch.arange(self.real.rows).flip(0).expand(*rows.keys.shape[:2], -1).contiguous()
+        self.shown.append(rows.positions)
+        return torch.arange(self.shown.rows).flip(0).expand(*rows.keys.shape[:2], -1).contiguous()
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        pages = torch.arange(min(budget, self.real.rows) // 16).expand(*query.shape[:2], -1)
+        pages = torch.arange(min(budget, self.shown.rows) // 16).expand(*query.shape[:2], -1)
         return Selection.pages(pages, 16)
 
 

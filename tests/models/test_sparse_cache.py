@@ -20,6 +20,7 @@ from sparseattn.models.capture import capture  # noqa: E402
 from sparseattn.models.load import ModelError  # noqa: E402
 from sparseattn.models.prefill import Prefill  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
+from sparseattn.selectors.abilities import LooksAhead  # noqa: E402
 from tests.models.test_capture import COMMON, FAMILIES  # noqa: E402
 
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,7 +187,7 @@ def _turns(model: Any, selector: Selector, inputs: dict[str, Tensor], apart: str
     assert stats.layers[1].sparse_calls == 3 * 8
 
 
-@by_name([case for case in CASES if case.exhaustive and not case.make().foresees], few=True)
+@by_name([case for case in CASES if case.exhaustive and not case.make().find(LooksAhead)], few=True)
 def test_every_selector_generates_as_the_dense_model(case: Case, llama: Any) -> None:
     inputs = padded((60, 41))
     expected = generate(llama, plain(llama), inputs)

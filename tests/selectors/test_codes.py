@@ -22,8 +22,9 @@ def filled(selector: Selector, keys: torch.Tensor, at: torch.Tensor | None = Non
     return cache
 
 
-def scores(selector: SelfIndex | PQ, query: torch.Tensor) -> torch.Tensor:
-    return codebooks.logits(selector.tables(query), selector.codes.data, selector.real.data)
+def scores(cache: KVCache, query: torch.Tensor) -> torch.Tensor:
+    selector = cache.selector
+    return codebooks.logits(selector.tables(query), selector.codes.data, cache.step().valid)
 
 
 def test_fier_rounds_every_channel_of_a_group_to_its_least_or_largest_number() -> None:

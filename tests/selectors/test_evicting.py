@@ -13,6 +13,7 @@ from sparseattn import Exact, KVCache, Selection, Selector, Window, decode
 from sparseattn.cache.selection_checks import ContractError
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation.replay import compare
+from sparseattn.selectors.abilities import Evicts, FollowsMoves
 from tests.cases import Heaviest, Same, attention
 
 B, H, G, D = 2, 2, 3, 32
@@ -97,11 +98,13 @@ def test_nothing_is_compared_with_rows_that_are_gone() -> None:
 class Silent(Heaviest):
     """Does not say how its state follows."""
 
-    keep = Selector.keep
+    def has(self, ability: type) -> bool:
+        return super().has(ability) and ability is not FollowsMoves
 
 
-class Fixed(Window):
-    evicts = True
+class Fixed(Evicts, Window):
+    def held(self) -> None:
+        return None
 
 
 class Odd(Heaviest):
@@ -119,7 +122,7 @@ class Failing(Heaviest):
 @pytest.mark.parametrize(
     ("selector", "settings", "sentence"),
     [
-        (Exact(), {}, r"Exact\(.*\) drops no rows \(evicts is False\), so there are none to free"),
+        (Exact(), {}, r"Exact\(.*\) drops no rows \(Evicts\), so there are none to free"),
         (
             Silent(),
             {},

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from sparseattn import Exact, FreeKV, KVCache, Quest, Rows, Selection, Selector, decode, evaluate, make_selector
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.selectors.abilities import Biases, ReadsKeys
 from sparseattn.traces.synthetic import synthetic
 from tests.cases import Heaviest, heads
 
@@ -121,19 +123,18 @@ class Turning(Exact):
     def __init__(self, turns: bool = False) -> None:
         super().__init__("sum")
         self.turns = turns
+        self.shown = RowBuffer(1)  # [B,N]
 
     def append(self, rows: Rows) -> torch.Tensor | None:
-        super().append(rows)
+        self.shown.append(rows.positions)
         if not self.turns:
             return None
-        every = self.real.data.shape[1]
+        every = self.shown.rows
         return torch.arange(every - 1, -1, -1).expand(*rows.keys.shape[:2], -1)
 
 
-class Sampling(Selector):
+class Sampling(Biases, ReadsKeys, Selector):
     """Reads the row whose key is nearest, with the logarithm of its number as a bias."""
-
-    biases = True
 
     def append(self, rows: Rows) -> None:
         pass

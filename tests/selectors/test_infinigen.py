@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparseattn import Exact, InfiniGen, KVCache, TwoStage, decode, evaluate, make_selector
+from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
 from tests.cases import Foreseen, heads
@@ -55,7 +56,7 @@ def test_the_query_ahead_holds_for_one_step_and_reaches_parts() -> None:
     for selector in (InfiniGen(1.0, 100.0, share=1.0), TwoStage(InfiniGen(1.0, 100.0, share=1.0), 1, rows=16)):
         cache = KVCache(selector, sink=0, window=0, seal=16)
         cache.append(keys, values, queries)
-        assert selector.foresees
+        assert selector.find(LooksAhead)
         with pytest.raises(ValueError, match="capture --ahead"):
             decode(query, cache, 20)
         cache.foresee(other)

@@ -262,9 +262,7 @@ class Place(Selector):
         self.rows += rows.keys.shape[2]
 
     def select(self, query, step, budget):
-        if not self.rows:
-            return Selection.none(*query.shape[:2], query.device)
-        return Selection.tokens((positions % 7)[:, None, None].expand(-1, query.shape[1], 1))
+        return Selection.tokens((step.positions % 7)[:, None, None].expand(-1, query.shape[1], 1))
 
 
 class Watched(Kascade):
@@ -276,7 +274,7 @@ class Watched(Kascade):
         chosen = super().select(query, step, budget)
         if self.shown and self.follows is not None:
             Watched.seen += 1
-            assert torch.equal(chosen.start, (positions % 7)[:, None, None].expand_as(chosen.start))
+            assert torch.equal(chosen.start, (step.positions % 7)[:, None, None].expand_as(chosen.start))
         return chosen
 
 

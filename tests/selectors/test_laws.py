@@ -12,9 +12,10 @@ import torch
 from sparseattn import KVCache, Selection, attend, decode, merge
 from sparseattn.core.context import LayerContext
 from sparseattn.kernels.attend import reference as attend_reference
+from sparseattn.selectors.abilities import Evicts
 from tests.cases import CASES, Case, attention, by_case, full, missing, together
 
-EVICTING = [case for case in CASES if missing(case) is None and case.make().evicts]
+EVICTING = [case for case in CASES if missing(case) is None and case.make().find(Evicts)]
 APART = {"joint": None, "apart": "cpu"}  # every law holds with sealed rows in a storage of their own too
 BY_NAME = by_case(CASES, apart=APART)
 ZONES = {"-".join(map(str, one)): one for one in [(4, 8, 32), (0, 1, 32), (1, 0, 32), (3, 40, 64), (130, 5, 32)]}
@@ -240,7 +241,7 @@ def test_crop_then_other_tokens_equals_never_having_seen_them(case: Case, apart:
 def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...], apart: str | None) -> None:
     queries, keys, values = attention(B, H, G, 140, D)
     at = torch.stack([torch.arange(100) - (100 - n) for n in lengths]).clamp(min=-1)
-    evicts = case.make().evicts  # what is dropped is not there
+    evicts = case.make().find(Evicts)  # what is dropped is not there
     make, budget = (case.exhaustive, None) if evicts and case.exhaustive else (case.make, 40)
     cache = KVCache(make(), sink=4, window=8, seal=32, sealed_device=apart)
     cache.append(keys[:, :, :100], values[:, :, :100], queries[:, :, :, :100], at)

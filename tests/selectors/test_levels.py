@@ -36,7 +36,7 @@ def test_scores_are_quests_of_the_levels(bits: int, dtype: torch.dtype, group: s
     query = torch.randn(2, 2, 3, 24, dtype=dtype)
     selector = cache.selector
     assert isinstance(selector, Levels)
-    real = selector.real.visible
+    real = cache.step().valid[:, ::PAGE]
     right = scoring.page_scores(query.float(), low, high, real, group, impl="torch", temperature=24**0.5)
     torch.testing.assert_close(selector.scores(query, {}, real), right, rtol=1e-4, atol=1e-4)
 
@@ -58,7 +58,7 @@ def test_nothing_is_kept_and_copies_read_their_own_rows() -> None:
     cost = cache.select(query, 32).scan_bytes
     assert cost is not None
     assert int(cost[0, 0]) == 6 * 2 * 24 * 2  # pages, levels, channels, bytes
-    assert cache.selector.cost(query, 6 * 16, 32).read == int(cost[0, 0])
+    assert cache.selector.scan(query, 6 * 16, 32).read == int(cost[0, 0])
 
 
 def test_it_finds_about_what_quest_finds() -> None:

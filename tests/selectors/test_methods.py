@@ -107,7 +107,7 @@ def test_the_page_of_the_best_key_is_selected_unless_enough_pages_have_a_higher_
     home = logits.argmax(-1, keepdim=True) // 16
     higher = (bound > bound.gather(-1, home)).sum(-1)
     for pages in (1, 4, 16):
-        chosen = quest.select(query, cache.positions, pages * 16).start // 16
+        chosen = quest.select(query, cache.step(), pages * 16).start // 16
         found = (chosen == home).any(-1)
         assert torch.equal(found, higher < pages)
 

@@ -13,6 +13,7 @@ from sparseattn import Exact, KVCache, Selection, Selector, SparQ, Tail, TwoStag
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation.recall_sweep import curve
 from sparseattn.evaluation.replay import compare
+from sparseattn.selectors.abilities import HasTail, Observes
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -21,10 +22,8 @@ from tests.cases import Estimate, Same, attention, heads
 B, H, G, D = 2, 2, 3, 32
 
 
-class Watch(Exact):
+class Watch(Observes, Exact):
     """Keeps what it was told, for a test to look at."""
-
-    observes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +33,8 @@ class Watch(Exact):
         self.seen = selection, weights
 
 
-class Thief(Watch):
+class Thief(HasTail, Watch):
     """Its tail, a row with a zero key and a value of 1, takes half of the softmax, or nothing."""
-
-    tails = True
 
     def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         batch, heads, group, size = query.shape
@@ -109,8 +106,8 @@ def test_a_comparison_observes_and_counts_the_tail() -> None:
 
 def test_parts_ask_through_the_whole() -> None:
     for whole in (Same(Estimate()), TwoStage(Estimate(False), 2, rows=16)):
-        assert whole.observes
-        assert whole.tails
+        assert whole.find(Observes)
+        assert whole.find(HasTail)
         cache, query = filled(whole, None)
         decode(query, cache, 32)
         (part,) = (part for _, part in whole.parts() if isinstance(part, Estimate))
@@ -118,23 +115,18 @@ def test_parts_ask_through_the_whole() -> None:
         assert cache.latest_tail is not None
 
 
-class Mute(Exact):
+class Mute(Observes, Exact):
     """Asks for what it does not take."""
 
-    observes = True
 
-
-class Tailless(Exact):
+class Tailless(HasTail, Exact):
     """The same of a tail."""
-
-    tails = True
 
 
 def test_who_asks_must_take_it() -> None:
-    for selector, sentence in ((Mute(), "it must say how, in `observe`"), (Tailless(), "must say which, in `tail`")):
-        cache, query = filled(selector, None)
-        with pytest.raises(NotImplementedError, match=sentence):
-            decode(query, cache, 16)
+    for method, lacking in ((Mute, "observe"), (Tailless, "tail")):
+        with pytest.raises(TypeError, match=f"abstract.*{lacking}"):
+            method()
 
 
 def test_who_learns_from_attention_is_refused_where_there_is_none() -> None:
@@ -146,7 +138,7 @@ def test_who_learns_from_attention_is_refused_where_there_is_none() -> None:
 def test_a_server_refuses_what_its_steps_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparseattn import Quest
 
-    monkeypatch.setattr(Quest, "observes", True)
+    monkeypatch.setattr(Quest, "find", lambda self, ability: [self] if ability is Observes else [])
     with pytest.raises(ValueError, match="'quest' cannot be served: in vLLM a method neither learns"):
         Settings("quest", 64).make()
 

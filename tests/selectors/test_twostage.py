@@ -119,13 +119,13 @@ def test_the_best_proposed_rows_are_chosen(pages, group: str, budget: int) -> No
     cache, query = filled(TwoStage(pages(), 3, 2, 32, group), padding=60)
     chosen = cache.select(query, budget)
     two, span = cache.selector, cache.selector.pages.span
-    proposed = two.pages.select(query, cache.positions, -(-3 * budget // span) * span).mask(N)
+    proposed = two.pages.select(query, cache.step(), -(-3 * budget // span) * span).mask(N)
     listed = proposed.view(B, H, -1, N)
     if group != "each":
         listed = listed.any(2, keepdim=True)  # the union of what the query heads propose
     listed = listed.expand(-1, -1, G, -1)
     inside = two.inside
-    logits = quantized_keys.logits(query, inside.codes.data, inside.low.data, inside.step.data, inside.real.data, 2)
+    logits = quantized_keys.logits(query, inside.codes.data, inside.low.data, inside.step.data, cache.step().valid, 2)
     scores = vote(logits.masked_fill(~listed, -torch.inf), group)  # [B,Hs,N]
     best = scores.topk(budget, -1).indices
     assert sets(chosen.rows) == sets(best)
@@ -145,7 +145,7 @@ def test_costs_are_those_of_both_stages() -> None:
     """Levels are counted once for each group in which a row is proposed."""
     cache, query = filled(TwoStage(Quest(8), 2, 2, 32), padding=64)
     chosen = cache.select(query, 16)
-    first = cache.selector.pages.select(query, cache.positions, 32)
+    first = cache.selector.pages.select(query, cache.step(), 32)
     groups = torch.tensor([len({row // 32 for row in rows}) for rows in sets(first.rows)]).view(B, H)
     assert torch.equal(chosen.scanned, first.scanned + 32)
     assert torch.equal(chosen.scan_bytes, first.scan_bytes + 32 * (2 * D // 8) + groups * 4 * D)
@@ -156,7 +156,7 @@ def test_costs_are_those_of_both_stages() -> None:
 def test_costs_of_query_heads(first: str, second: str, lists: int) -> None:
     cache, query = filled(TwoStage(Quest(16, first), 2, 2, 16, second))
     chosen = cache.select(query, 8)
-    proposed = cache.selector.pages.select(query, cache.positions, 16)
+    proposed = cache.selector.pages.select(query, cache.step(), 16)
     pages = torch.tensor([len(one) for one in sets(proposed.start)]).view(B, -1)
     if (first, second) == ("each", "sum"):
         pages = torch.tensor([len(set(one.flatten().tolist())) for one in proposed.start.view(B * H, G)]).view(B, H)
@@ -250,14 +250,14 @@ def test_parts_are_told_what_the_selector_is_told() -> None:
     assert twin.stored.data_ptr() != fresh.stored.data_ptr()
     cache.reset()
     assert fresh.inner.pages.stored is None
-    assert twin.inner.inside.real.rows == N
+    assert twin.inner.inside.codes.rows * 64 == N
 
 
 def test_state_of_parts_is_named_after_them() -> None:
     cache, _ = filled(TwoStage(Quest(8, int8=True)))
     names = [name for name, _ in cache.selector.buffers()]
     assert names[:2] == ["pages.low", "pages.high"]
-    assert "inside.real" in names[2:]
+    assert "inside.codes" in names[2:]
     assert cache.nbytes["inside.codes"] == B * H * N * D // 4
     with pytest.raises(ValueError, match="holds the rows of another cache"):
         KVCache(TwoStage(cache.selector.pages), sink=0, window=0).append(*torch.randn(2, 1, 2, 64, D))
@@ -267,11 +267,11 @@ def test_needs_of_parts_are_the_selectors() -> None:
     assert TwoStage(LowBit(rows=48), rows=64).unit == 192
     assert TwoStage(Quest(32), rows=16).unit == 32
     assert TwoStage("exact").unit == 64
-    assert TwoStage(SampledBuckets(0.3)).queries_share == 0.3
+    assert TwoStage(SampledBuckets(0.3)).queries_wanted == (0.3, 0)
     assert not TwoStage().host
     hosted = TwoStage(RetrievalAttention(share=0.25))
     assert hosted.host
-    assert hosted.queries_share == 0.25
+    assert hosted.queries_wanted == (0.25, 0)
     assert Same(hosted).host
 
 

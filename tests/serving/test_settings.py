@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sparseattn import Quest
+from sparseattn.selectors.abilities import Evicts
 from sparseattn.serving.vllm import counters, engine_checks, installed
 from sparseattn.serving.vllm.counters import stats
 from sparseattn.serving.vllm.settings import VARIABLE, Settings, configured, parse
@@ -18,8 +19,9 @@ from sparseattn.serving.vllm.settings import VARIABLE, Settings, configured, par
 GIVEN = {"selector": "quest", "budget": 2048}
 
 
-class Dropping(Quest):
-    evicts = True
+class Dropping(Evicts, Quest):
+    def held(self) -> None:
+        return None
 
 
 @pytest.mark.parametrize(

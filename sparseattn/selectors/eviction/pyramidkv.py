@@ -54,10 +54,9 @@ class PyramidKV(SnapKV):
 
     def check_shape(self, heads: int, group: int | None, size: int) -> None:
         super().check_shape(heads, group, size)
-        if self.layers is not None and self.layer_context.depth not in (None, self.layers):
-            raise ValueError(
-                f"{self!r} is for a model of {self.layers} layers, and this one has {self.layer_context.depth}"
-            )
+        depth = self.layer_context.depth
+        if self.layers is not None and depth not in (None, self.layers):
+            raise ValueError(f"{self!r} is for a model of {self.layers} layers, and this one has {depth}")
         self._last()
 
     def _last(self) -> int:

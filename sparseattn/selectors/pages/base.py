@@ -183,7 +183,7 @@ class PageSelector(EstimatesMass, Selector):
 
     def _valid(self, step: StepContext) -> Tensor:
         """`[B,E]` bool, the entries that are no padding, which comes in whole entries."""
-        return step.valid[:, :: self.unit]
+        return step.valid[:, :: self.unit].contiguous()  # as kernels read it
 
     def _best(self, scores: Tensor, budget: int) -> Selection:
         """The best pages by `scores` `[B,Hs,P]` within `budget` rows."""
