@@ -209,7 +209,7 @@ def test_for_layer_is_fresh_and_keeps_its_label(case: Case, apart: str | None) -
     cache = KVCache(selector, sink=0, window=0, seal=32, sealed_device=apart)
     cache.append(keys, values, queries)
     decode(queries[:, :, :, 99], cache, 40)
-    fresh = selector.for_layer(LayerContext(3, rope=selector.rope))
+    fresh = selector.for_layer(LayerContext(3, rope=selector.layer_context.rope))
     assert fresh.layer == 3
     assert repr(fresh) == repr(selector)
     other = KVCache(fresh, sink=0, window=0, seal=32, sealed_device=apart)
