@@ -21,6 +21,7 @@ from test_integration import SMALL, plain, prompt, small  # noqa: E402
 from test_threads import added  # noqa: E402
 
 from sparseattn import KVCache, decode, make_selector  # noqa: E402
+from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"selector": "quest:page=4", "budget": 8, **SMALL}
@@ -135,7 +136,7 @@ def failing(model: Any, layer: int, at: int) -> Any:
 
 def step(model: Any, cache: Any, token: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(token, past_key_values=cache).logits[:, -1]
+        return model(token, **cache_argument(cache)).logits[:, -1]
 
 
 def test_layers_of_unequal_length_are_refused_and_cropping_mends_them(llama: Any) -> None:
