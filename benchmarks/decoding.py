@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.measure import Clock, median
 from sparseattn.cache import decode
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.models.transformers_classes import DynamicCache
@@ -62,7 +63,7 @@ class Way:
     def feed(self, ids: Tensor) -> Tensor:
         """Feeds tokens `[1,n]`; the logits `[V]` behind the last."""
         with torch.no_grad():
-            out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(self.cache))
         logits: Tensor = out.logits[0, -1]
         return logits
 

@@ -55,7 +55,7 @@ def main() -> None:
 def losses(model: torch.nn.Module, prompt: Prefill, ids: Tensor, cache: SparseCache) -> Tensor:
     """The loss of each token behind the prompt."""
     with torch.no_grad():
-        logits = model(input_ids=ids[:, prompt.tokens : -1], past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=ids[:, prompt.tokens : -1], cache=cache, use_cache=True).logits
     logits = torch.cat([prompt.logits[:, None], logits], 1)
     return cross_entropy(logits[0].float(), ids[0, prompt.tokens :], reduction="none")
 

@@ -44,7 +44,7 @@ def main() -> None:
 
     def generate(cache: SparseCache | None = None) -> str:
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": given.new, "do_sample": False}
-        new = model.generate(input_ids=ids, past_key_values=cache, **options)[0, ids.shape[1] :].tolist()
+        new = model.generate(input_ids=ids, cache=cache, **options)[0, ids.shape[1] :].tolist()
         return tokenizer.decode(new) if tokenizer else bytes(new).decode(errors="replace")
 
     print(f"dense: {generate()!r}")

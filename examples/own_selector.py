@@ -59,7 +59,7 @@ def main() -> None:
     expected = model.generate(input_ids=ids, **options)[0, given.tokens :]
     for selector in (TopChannels(32), TopChannels(8), "quest"):
         with SparseCache(model, selector, budget=256) as cache:
-            new = model.generate(input_ids=ids, past_key_values=cache, **options)[0, given.tokens :]
+            new = model.generate(input_ids=ids, cache=cache, **options)[0, given.tokens :]
         agree = int((new == expected).cumprod(0).sum())
         print(f"{selector}: the first {agree} of {given.new} tokens are the dense model's. {cache.stats()}")
 

@@ -11,6 +11,7 @@ import torch
 from sparseattn.core.rope import Rope
 from sparseattn.models import rotary
 from sparseattn.models.attention_routing import Call, not_held
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe, quiet
 from sparseattn.models.transformers_classes import DynamicCache
 
@@ -55,7 +56,7 @@ def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
     ids = (torch.arange(1, TOKENS + 1) % config.vocab_size)[None]
     with quiet(model):
         # With a cache, which layers may share keys through. Calls are held, so equal addresses are of the same keys.
-        cached = probe(model, original, ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+        cached = probe(model, original, ids, use_cache=True, **cache_argument(DynamicCache(config=model.config)))
         keys = {index: call.key.data_ptr() for index, call in cached.items()}
         with rotary.Watch({index: call.module for index, call in cached.items()}) as watch:
             calls = probe(model, original, ids)

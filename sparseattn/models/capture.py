@@ -22,6 +22,7 @@ from sparseattn import __version__
 from sparseattn.core.rope import Rope
 from sparseattn.models import rotary
 from sparseattn.models.attention_routing import Call, Route, delegate, implementation, name_of, not_held, own
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lookahead_queries import Foresight
 from sparseattn.traces.trace import LayerShape, Trace, TraceError
@@ -259,7 +260,7 @@ def _prefill(
             recorder.chunk(start)
             ids = input_ids[:, start : start + chunk].to(model.device)
             try:
-                model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+                model.base_model(input_ids=ids, use_cache=True, **cache_argument(cache))
             except _Enough:
                 pass
             except torch.OutOfMemoryError as error:

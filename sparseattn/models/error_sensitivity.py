@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import Call
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_layer import Run, SparseLayer
 
@@ -64,7 +65,7 @@ def observe(prefill: Prefill, tokens: Sequence[int], draws: int = 8, seed: int =
     ids = torch.tensor([list(tokens)], device=model.device)
     cache.sparse_from = prefill.tokens + len(tokens)  # nothing is sparse
     with torch.enable_grad():
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=0).logits[0].float()
+        logits = model(input_ids=ids, use_cache=True, logits_to_keep=0, **cache_argument(cache)).logits[0].float()
     leaves = [one.leaf for one in watched.values()]
     with torch.no_grad():
         p = logits.softmax(-1)  # [n,V]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparseattn.models.attention_layers import attention_layers
 from sparseattn.models.attention_routing import Call, Route, delegate, implementation, name_of
+from sparseattn.models.cache_argument import cache_in, cache_name
 from sparseattn.models.capture import alone
 from sparseattn.models.errors import ModelError
 from sparseattn.models.sparse_layer import RUNNING, SparseLayer
@@ -70,11 +71,11 @@ class Prepared:
         Raises:
             RuntimeError: another cache or none, or a model that is being trained.
         """
-        cache: Any = inputs.get("past_key_values")
+        cache = cache_in(inputs)
         if getattr(cache, "prepared", None) is not self:
             what = "no cache" if cache is None else f"a {type(cache).__name__} that was not made for it"
             raise RuntimeError(
-                f"this model is prepared for sparse attention and was run with {what}: pass past_key_values=a "
+                f"this model is prepared for sparse attention and was run with {what}: pass {cache_name()}=a "
                 f"SparseCache made for it, or give it its own attention back with restore(model)"
             )
         if module.training:
@@ -96,6 +97,8 @@ class _Around(ABC):
     def __init__(self, module: nn.Module, prepared: Prepared, own: Callable[..., Any] | None) -> None:
         self._module, self.prepared, self._own = weakref.ref(module), prepared, own
         self.__signature__ = inspect.signature(self._forward)  # generate() looks which arguments there are
+        parameters = self.__signature__.parameters.values()
+        self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] or ["input_ids"]
 
     @classmethod
     def put_on(cls, module: nn.Module, prepared: Prepared) -> None:
@@ -145,9 +148,9 @@ class _Inner(_Around):
 
     def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         logits, before = _WANTED.get(), RUNNING.get()
-        cache = self.prepared.cache_of(self._module(), inputs)
-        named = args and "input_ids" not in inputs and isinstance(args[0], Tensor)
-        run = cache.begin({**inputs, "input_ids": args[0]} if named else inputs, logits)
+        named = {**dict(zip(self._positional, args, strict=False)), **inputs} if args else inputs
+        cache = self.prepared.cache_of(self._module(), named)
+        run = cache.begin(named, logits)
         try:
             RUNNING.set(run)
             out = self._forward(*args, **inputs)

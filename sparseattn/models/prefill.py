@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.sparse_cache import Method, PerLayer, SparseCache
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.selectors.baselines.window import Window
@@ -22,7 +23,7 @@ class Prefill:
         prompt = Prefill(model, input_ids)
         for name in ("quest", "exact"):
             cache = prompt.cache(name, budget=256)
-            model.generate(longer_ids, past_key_values=cache)
+            model.generate(longer_ids, cache=cache)
 
     Prepares the model, as `SparseCache` does.
 
@@ -63,9 +64,9 @@ class Prefill:
                     input_ids=input_ids[:, part],
                     attention_mask=mask[:, : part.stop],
                     position_ids=positions[:, part],
-                    past_key_values=self._cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **cache_argument(self._cache),
                 )
         self.logits: Tensor = out.logits[:, -1]
 

@@ -1,7 +1,7 @@
 """Generate with a transformers model whose decoding attends sparsely: one object prepares the model and is its cache.
 
     cache = SparseCache(model, selector="quest", budget=1024, sink=4, window=64, dense_layers=2)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)
 
 Nothing is patched on import, and no code of the model is replaced: its attention is routed through transformers'
 `AttentionInterface`, and a frame around its `forward` tells which cache a pass was given and when that has ended.

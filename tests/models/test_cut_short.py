@@ -18,6 +18,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import KVCache, decode, make_selector  # noqa: E402
+from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
 from tests.models.test_sparse_cache import SMALL, plain, prompt, small  # noqa: E402
 from tests.models.test_threads import added  # noqa: E402
@@ -134,7 +135,7 @@ def failing(model: Any, layer: int, at: int) -> Any:
 
 def step(model: Any, cache: Any, token: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(token, past_key_values=cache).logits[:, -1]
+        return model(token, **cache_argument(cache)).logits[:, -1]
 
 
 def test_layers_of_unequal_length_are_refused_and_cropping_mends_them(llama: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.cases import CASES, Buckets, Case, Heaviest, by_name, drawn
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import SAAP, Exact, Mass, Quest, RetrievalAttention, Selector, SparQ  # noqa: E402
+from sparseattn.models.cache_argument import cache_argument, cache_name  # noqa: E402
 from sparseattn.models.capture import capture  # noqa: E402
 from sparseattn.models.load import ModelError  # noqa: E402
 from sparseattn.models.prefill import Prefill  # noqa: E402
@@ -59,7 +62,7 @@ def generate(model: Any, cache: Any, inputs: dict[str, Tensor], **options: Any) 
     options = {"max_new_tokens": NEW, "do_sample": False} | options
     if "attention_mask" not in inputs:
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-    out = model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
+    out = model.generate(**inputs, return_dict_in_generate=True, output_logits=True, **cache_argument(cache), **options)
     scores = out.sequences_scores[None] if out.get("sequences_scores") is not None else torch.stack(out.logits)
     return out.sequences, scores
 
@@ -204,7 +207,7 @@ def feed(model: Any, cache: SparseCache, ids: Tensor, sizes: list[int], **inputs
     out = []
     for part in ids.split(sizes, 1):
         with torch.no_grad():
-            out.append(model(input_ids=part, past_key_values=cache, use_cache=True, **inputs).logits)
+            out.append(model(input_ids=part, use_cache=True, **cache_argument(cache), **inputs).logits)
     return torch.cat(out, 1)
 
 
@@ -424,10 +427,27 @@ def test_the_model_is_given_back(llama: Any) -> None:
         generate(foreign, cache, inputs)
 
 
+def test_a_pass_finds_its_cache_by_keyword_and_by_position(llama: Any) -> None:
+    """Without a warning, and under the older name with the one that transformers itself gives since 5.24."""
+    ids, logits = prompt(), []
+    names = list(inspect.signature(llama.model.forward).parameters)
+    before = [None] * names.index(cache_name())
+    with SparseCache(llama, "exact", **SMALL) as cache, torch.no_grad():
+        logits.append(llama.model(ids, *before[1:], cache.clone()).last_hidden_state)
+        logits.append(llama.model(ids, **cache_argument(cache.clone())).last_hidden_state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            logits.append(llama.model(ids, past_key_values=cache.clone()).last_hidden_state)
+        assert torch.equal(logits[0], logits[1])
+        assert torch.equal(logits[0], logits[2])
+        with pytest.raises(RuntimeError, match=rf"run with no cache: pass {cache_name()}=a SparseCache"):
+            llama(ids)
+
+
 def test_a_failed_pass_does_not_leak_into_the_next(llama: Any) -> None:
     cache = SparseCache(llama, "exact", None, **SMALL)
     with pytest.raises(ModelError, match="no gradients"):
-        llama(prompt(), past_key_values=cache, use_cache=True)
+        llama(prompt(), use_cache=True, **cache_argument(cache))
     with pytest.raises(RuntimeError, match="outside a pass"):
         llama.model.layers[0].self_attn(torch.randn(1, 2, 64), position_embeddings=(torch.ones(1, 2, 16),) * 2)
     cache.reset()
@@ -476,12 +496,12 @@ def test_what_is_refused(llama: Any) -> None:
         generate(llama, cache, {"input_ids": prompt()})
     llama.eval()
     with pytest.raises(ModelError, match=r"attention_mask \[B,T\]"), torch.no_grad():
-        llama(prompt(), past_key_values=cache, attention_mask=torch.zeros(1, 1, 60, 60))
+        llama(prompt(), attention_mask=torch.zeros(1, 1, 60, 60), **cache_argument(cache))
     with pytest.raises(ModelError, match="no weights to put out"):
         generate(llama, cache, {"input_ids": prompt()}, output_attentions=True)
     weighing = other("Llama", attn_implementation="eager", output_attentions=True)
     with pytest.raises(ModelError, match="no weights to put out"), torch.no_grad():
-        weighing(prompt(), past_key_values=SparseCache(weighing, "exact"))
+        weighing(prompt(), **cache_argument(SparseCache(weighing, "exact")))
     with pytest.raises(ValueError, match="cache_implementation"):
         generate(llama, cache, {"input_ids": prompt()}, cache_implementation="static")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import Quest  # noqa: E402
+from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.capture import capture  # noqa: E402
 from sparseattn.models.load import ModelError, reference_model  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
@@ -61,7 +62,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 def added(model: Any, cache: Any, ids: Tensor, new: int = 8) -> list[int]:
     """Tokens that a prompt is continued by."""
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), **options)
     return out[0, ids.shape[1] :].tolist()
 
 

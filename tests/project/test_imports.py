@@ -78,6 +78,7 @@ HOMES = {
         "models/gguf.py",
         "models/capture.py",
         "models/attention_routing.py",
+        "models/cache_argument.py",
         "models/transformers_classes.py",
     ),
     "vllm": tuple(f"serving/vllm/{name}.py" for name in ("cpu", "cuda", "sparse_layers", "offline", "plugin")),

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from sparseattn.cli.app import app
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.error_sensitivity import _Watched, observe
 from sparseattn.models.prefill import Prefill
 from sparseattn.recommend.bounds import Bound, parse_error
@@ -52,7 +53,7 @@ def logits(prefill: Prefill, layer: int | None = None, error: torch.Tensor | Non
             watched.attend = lambda call, run: before(call, run) + error.transpose(1, 2)  # noqa: B023
     cache.sparse_from = 10**9
     with torch.no_grad():
-        out = cache.model(input_ids=torch.tensor([LAST]), past_key_values=cache, use_cache=True).logits[0]
+        out = cache.model(input_ids=torch.tensor([LAST]), use_cache=True, **cache_argument(cache)).logits[0]
     return out.double().log_softmax(-1)
 
 

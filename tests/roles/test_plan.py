@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparseattn.cli.app import app
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.load import reference_model
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.roles.fingerprint import fingerprint, of_folder
@@ -99,7 +100,7 @@ def test_a_cache_by_a_plan_is_one_by_its_roles(llama: Any, tmp_path: Path) -> No
     for given in ({"plan": tmp_path / "plan.json"}, {"roles": Roles(ROLES), "sink": 2, "window": 8}):
         with SparseCache(llama, **given, seal=None) as cache:
             options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
-            found.append((llama.generate(ids, past_key_values=cache, **options).tolist(), str(cache.stats())))
+            found.append((llama.generate(ids, **cache_argument(cache), **options).tolist(), str(cache.stats())))
     assert found[0] == found[1]
     assert list(cache.sparse_layers) == [1, 2]
 

@@ -19,6 +19,7 @@ from scripts.saap.cards import write_card
 from scripts.smollm2 import __main__ as command
 from scripts.smollm2 import judge
 from scripts.smollm2.windows import trace_of, windows
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.traces.trace import Trace
@@ -118,8 +119,8 @@ def test_killed_anywhere_it_goes_on(model: Any, tmp_path: Path) -> None:
     assert text.count("alice: Lewis Carroll") == 1
 
     with torch.no_grad(), SparseCache(model, f"saap:artefact={out}", budget=32, sink=4, window=16, seal=16) as cache:
-        model(every[0].ids[:, :200], past_key_values=cache)
-        model(every[0].ids[:, 200:201], past_key_values=cache)
+        model(every[0].ids[:, :200], **cache_argument(cache))
+        model(every[0].ids[:, 200:201], **cache_argument(cache))
         assert [one.selector for one in cache.stats().layers] == [f"SAAP(artefact={str(out)!r})"] * 2
     lacking = Artefact({1: made.layers[1]}, ropes={1: made.ropes[1]}, meta=made.meta)
     lacking.save(tmp_path / "lacking.safetensors")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
+from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
@@ -131,7 +132,9 @@ class ModelDecoder:
     def forward(self, cache: Any, tokens: Sequence[int], logits: int) -> Tensor:
         """The logits `[n,V]` behind the last `logits` tokens, behind all of them for 0."""
         with torch.no_grad():
-            out = self.model(input_ids=self._ids(tokens), past_key_values=cache, use_cache=True, logits_to_keep=logits)
+            out = self.model(
+                input_ids=self._ids(tokens), use_cache=True, logits_to_keep=logits, **cache_argument(cache)
+            )
         made: Tensor = out.logits[0]
         return made
 
