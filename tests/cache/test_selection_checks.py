@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from sparseattn import Exact, KVCache, MagicPIG, Rows, Selection, Selector, Tail, decode, evaluate
 from sparseattn.cache.selection_checks import ContractError, check, check_tail
-from sparseattn.cli.app import app
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation.recall_sweep import curve
 from sparseattn.traces.synthetic import synthetic
+from tests.command import run
 
 B, H, G, D = 2, 2, 3, 8
 AT = torch.tensor([70, 71])
@@ -196,17 +195,8 @@ class Greedy(Exact):
 def test_bench_ends_with_one_sentence(tmp_path: Path) -> None:
     trace = tmp_path / "t.safetensors"
     synthetic(300, heads=1, group=2, size=8, layers=1).save(trace)
-    command = [
-        "bench",
-        str(trace),
-        "--selector",
-        f"{__name__}:Greedy",
-        "--budget",
-        "20",
-        "--last",
-        "2",
-    ]
-    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out"), "--no-figures"])
+    line = f"bench {trace} --selector {__name__}:Greedy --budget 20 --last 2 --no-figures --out"
+    done = run(line, tmp_path / "out")
     assert done.exit_code == 2
     assert "Greedy(" in done.stderr
     assert "rows for a budget of 20" in done.stderr
@@ -214,12 +204,8 @@ def test_bench_ends_with_one_sentence(tmp_path: Path) -> None:
 
 
 def test_eval_ends_with_one_sentence(tmp_path: Path) -> None:
-    command = ["eval", "--model", "reference", "--task", "passkey", "--lengths", "300", "--depths", "0.5"]
-    command += ["--samples", "1", "--budget", "20"]
-    done = CliRunner().invoke(
-        app,
-        [*command, "--selector", f"{__name__}:Greedy", "--out", str(tmp_path), "--no-figures"],
-    )
+    line = "eval --model reference --task passkey --lengths 300 --depths 0.5 --samples 1 --budget 20 --no-figures"
+    done = run(f"{line} --selector {__name__}:Greedy --out", tmp_path)
     assert done.exit_code == 2
     assert "rows for a budget of 20" in done.stderr
     assert "Traceback" not in done.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -74,22 +76,24 @@ def test_scores_depend_on_distance_alone() -> None:
     torch.testing.assert_close(near, far, rtol=0, atol=1e-3)
 
 
-def test_errors_are_sentences() -> None:
-    with pytest.raises(ValueError, match=r"float32 vector \[R/2\], got torch.float64 \[4\]"):
-        Rope(torch.ones(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="positive and finite, got 0"):
-        Rope(torch.ones(4), 0.0)
-    for scaling in (float("nan"), float("inf"), "1"):
-        with pytest.raises(ValueError, match="scaling is positive and finite"):
-            Rope(torch.ones(4), scaling)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="interleaved is True or False, got 1"):
-        Rope(torch.ones(4), interleaved=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"inv_freq is finite, got \[1.0, nan\]"):
-        Rope(torch.tensor([1.0, torch.nan]))
-    for theta in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"theta is positive and finite, got {theta}"):
-            Rope.of(8, theta)
-    with pytest.raises(ValueError, match="even, got 7"):
-        Rope.of(7)
-    with pytest.raises(ValueError, match="rotates 8 dimensions, the vectors have 6"):
-        Rope.of(8).rotate(torch.ones(1, 6), torch.tensor([0]))
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Rope(torch.ones(4, dtype=torch.float64)), r"float32 vector \[R/2\], got torch.float64 \[4\]"),
+        (lambda: Rope(torch.tensor([1.0, torch.nan])), r"inv_freq is finite, got \[1.0, nan\]"),
+        (lambda: Rope(torch.ones(4), 0.0), "scaling is positive and finite, got 0"),
+        (lambda: Rope(torch.ones(4), float("nan")), "scaling is positive and finite"),
+        (lambda: Rope(torch.ones(4), float("inf")), "scaling is positive and finite"),
+        (lambda: Rope(torch.ones(4), "1"), "scaling is positive and finite"),
+        (lambda: Rope(torch.ones(4), interleaved=1), "interleaved is True or False, got 1"),
+        (lambda: Rope.of(8, 0.0), "theta is positive and finite, got 0.0"),
+        (lambda: Rope.of(8, -1.0), "theta is positive and finite, got -1.0"),
+        (lambda: Rope.of(8, float("inf")), "theta is positive and finite, got inf"),
+        (lambda: Rope.of(8, float("nan")), "theta is positive and finite, got nan"),
+        (lambda: Rope.of(7), "even, got 7"),
+        (lambda: Rope.of(8).rotate(torch.ones(1, 6), torch.tensor([0])), "rotates 8 dimensions, the vectors have 6"),
+    ],
+)
+def test_errors_are_sentences(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()

@@ -30,7 +30,7 @@ from sparseattn.evaluation.rank_correlation import rank_correlation
 from sparseattn.reporting import inspect_tables
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
-from tests.cli.test_cli import run
+from tests.command import run
 
 pytest.importorskip("sklearn")
 SINK, WINDOW, LAST = 2, 6, 12

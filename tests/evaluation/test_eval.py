@@ -402,19 +402,8 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
     done = run(*options, "--selector", "quest", "--budget", "32", "--answer-tokens", "2", "--out", tmp_path)
     assert done.exit_code == 2  # 300 bytes do not hold the words
     assert "a words prompt with seed 0 has at least" in done.output
-    done = run(
-        *options,
-        "--lengths",
-        "560,600",
-        "--selector",
-        "quest",
-        "--budget",
-        "32",
-        "--answer-tokens",
-        "2",
-        "--out",
-        tmp_path,
-    )
+    more = "--lengths 560,600 --selector quest --budget 32 --answer-tokens 2 --out"
+    done = run(*options, *more.split(), tmp_path)
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["accuracy.png", "heat-kv-question.png"]
     for path in tmp_path.glob("*.png"):

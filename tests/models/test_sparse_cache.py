@@ -24,66 +24,7 @@ from sparseattn.models.load import ModelError  # noqa: E402
 from sparseattn.models.prefill import Prefill  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
 from sparseattn.selectors.abilities import LooksAhead  # noqa: E402
-from tests.models.test_capture import COMMON, FAMILIES  # noqa: E402
-
-OURS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("Mistral", {"sliding_window": None}),
-}
-SMALL = {"sink": 2, "window": 8, "seal": 16}  # sealing, in the first tokens and again
-NEW = 24
-
-
-def small(family: str, **changes: Any) -> Any:
-    name, own = (FAMILIES | OURS)[family]
-    config_class = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**COMMON | own | changes)).eval()
-    model.generation_config.eos_token_id = 256  # beyond the vocabulary: 5.2's prompt lookup cannot do without one
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def prompt(tokens: int = 60, batch: int = 1, seed: int = 1) -> Tensor:
-    """Random ids, the last of which repeat earlier ones, so that prompt lookup finds drafts."""
-    ids = torch.randint(1, 256, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-    ids[:, -6:] = ids[:, 10:16]
-    return ids
-
-
-def padded(lengths: tuple[int, ...] = (60, 41, 23)) -> dict[str, Tensor]:
-    ids = prompt(max(lengths), len(lengths))
-    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - n for n in lengths]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generate(model: Any, cache: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    """Tokens `[B,T]` and logits `[n,B,V]`, or the beams' scores."""
-    torch.manual_seed(3)
-    options = {"max_new_tokens": NEW, "do_sample": False} | options
-    if "attention_mask" not in inputs:
-        inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-    out = model.generate(**inputs, return_dict_in_generate=True, output_logits=True, **cache_argument(cache), **options)
-    scores = out.sequences_scores[None] if out.get("sequences_scores") is not None else torch.stack(out.logits)
-    return out.sequences, scores
-
-
-def same(given: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    assert torch.equal(given[0], expected[0])
-    torch.testing.assert_close(given[1], expected[1], rtol=0, atol=1e-4)
-
-
-def plain(model: Any) -> Any:
-    return transformers.DynamicCache(config=model.config)
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
-    "beams": {"num_beams": 3},
-    "chunked": {"prefill_chunk_size": 16},
-    "lookup": {"prompt_lookup_num_tokens": 4},
-}
-
+from tests.models.tiny import COMMON, MODES, NEW, SMALL, YARN, generate, padded, plain, prompt, same, small  # noqa: E402
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "phi3")]
 
@@ -603,8 +544,6 @@ def test_sliding_layers_stay_as_they_are() -> None:
 
 
 def test_selectors_are_given_the_layers_own_rope() -> None:
-    from tests.models.test_capture import YARN
-
     yarn = small("llama", rope_parameters=YARN)
     with SparseCache(yarn, drawn(SAAP, False, probes=2), 16, **SMALL) as cache:
         ropes = [layer.rows.selector.rope for layer in cache.sparse_layers.values()]

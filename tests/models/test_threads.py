@@ -15,13 +15,12 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from sparseattn import Quest  # noqa: E402
-from sparseattn.models.cache_argument import cache_argument  # noqa: E402
 from sparseattn.models.capture import capture  # noqa: E402
 from sparseattn.models.load import ModelError, reference_model  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache, restore  # noqa: E402
 from sparseattn.models.sparse_layer import SparseLayer  # noqa: E402
 from tests import ROOT  # noqa: E402
-from tests.models.test_sparse_cache import SMALL, plain, prompt, small  # noqa: E402
+from tests.models.tiny import SMALL, added, plain, prompt, small  # noqa: E402
 
 README = ROOT / "README.md"
 
@@ -57,13 +56,6 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         thread.join()
     if failed:
         raise failed[0]
-
-
-def added(model: Any, cache: Any, ids: Tensor, new: int = 8) -> list[int]:
-    """Tokens that a prompt is continued by."""
-    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), **options)
-    return out[0, ids.shape[1] :].tolist()
 
 
 def side_by_side(model: Any, prompts: list[Tensor], times: int, new: int, **settings: Any) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import sparseattn
 from sparseattn import KVCache, Quest, Rows, decode
 from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, load_index
-from sparseattn.cli.app import app
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.recommend.trials import FRONTIER, Trials, _measured_as, averaged
 from sparseattn.roles.fingerprint import fingerprint
@@ -35,7 +34,8 @@ from sparseattn.traces.synthetic import synthetic
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
 from tests import report_records
 from tests.cases import attention
-from tests.models.test_sparse_cache import small
+from tests.command import run
+from tests.models.tiny import small
 
 MODEL = {"name": "some", "fingerprint": "0123456789abcdef"}
 SPEC = "evilmod:X"
@@ -61,10 +61,6 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     monkeypatch.delitem(sys.modules, "evilmod", raising=False)
     importlib.invalidate_caches()
     return (folder / "evilmod.ran").exists
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def said(done: Result) -> str:

@@ -29,7 +29,7 @@ from sparseattn.recommend.windows import shared, windows
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Role
 from sparseattn.serving.vllm.settings import Settings
-from tests.models.test_sparse_cache import small
+from tests.models.tiny import small
 
 IDS = torch.randint(1, 256, (1, 96), generator=torch.Generator().manual_seed(5))
 TEXT, LAST = IDS[:, :80], IDS[0, 80:].tolist()

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from sparseattn.cli.app import app
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.load import reference_model
 from sparseattn.models.sparse_cache import SparseCache
@@ -18,7 +16,8 @@ from sparseattn.roles.fingerprint import fingerprint, of_folder
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Role, Roles
 from sparseattn.serving.vllm.settings import Settings, parse
-from tests.models.test_sparse_cache import prompt, small
+from tests.command import run
+from tests.models.tiny import prompt, small
 
 MODEL = {"name": "some", "fingerprint": "0123456789abcdef"}
 ROLES: dict[int, Any] = {0: "dense", 1: [Role("quest:page=4", 8), "window"], 2: Role("window", 16)}
@@ -130,22 +129,9 @@ def test_a_plan_for_another_model_is_refused(llama: Any) -> None:
 def test_eval_compares_a_plan(tmp_path: Path) -> None:
     own = {"name": "reference", "fingerprint": fingerprint(reference_model().named_parameters())}
     Plan({0: "dense", 1: "dense", 2: Role("quest", 64), 3: "window"}, "mine", model=own).save(tmp_path / "plan.json")
-    given = [
-        "eval",
-        "--model",
-        "reference",
-        "--lengths",
-        "560",
-        "--task",
-        "agreement",
-        "--text",
-        "alice",
-        "--last",
-        "4",
-    ]
-    given += ["--samples", "1", "--budget", "64", "--no-figures", "--json"]
-    plan = ["--plan", tmp_path / "plan.json"]
-    done = CliRunner().invoke(app, [*map(str, [*given, *plan, "--selector", "quest", "--out", tmp_path / "out"])])
+    line = "eval --model reference --lengths 560 --task agreement --text alice --last 4 --samples 1 --budget 64"
+    given = [f"{line} --no-figures --json", "--plan", tmp_path / "plan.json"]
+    done = run(*given, "--selector", "quest", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["method"], one["budget"]) for one in records] == [("full", None), ("Quest", "64"), ("plan mine", None)]
@@ -156,11 +142,11 @@ def test_eval_compares_a_plan(tmp_path: Path) -> None:
         (["--window", "65"], "measured with a sink of 4 and a window of 64 rows, got 4 and 65"),
         (["--endpoint", "http://127.0.0.1:9"], "by its own attention: --plan, --budget"),
     ):
-        no = CliRunner().invoke(app, [*map(str, [*given, *plan, *more, "--out", tmp_path / "no"])])
+        no = run(*given, *more, "--out", tmp_path / "no")
         assert no.exit_code == 2
         assert words in " ".join(no.output.split())
     Plan(["window"] * 4, "other", model=MODEL).save(tmp_path / "plan.json")
-    no = CliRunner().invoke(app, [*map(str, [*given, *plan, "--out", tmp_path / "no"])])
+    no = run(*given, "--out", tmp_path / "no")
     assert "plan other was made for the weights of some" in " ".join(no.output.split())
 
 

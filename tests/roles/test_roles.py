@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from sparseattn import SAAP, Exact, KVCache, Quest, Window, evaluate
-from sparseattn.cli.app import app
 from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
 from sparseattn.roles.roles import Role, Roles, duo, pyramid
 from sparseattn.selectors.base import Heads
@@ -21,6 +19,7 @@ from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
 from tests.cases import drawn, heads
+from tests.command import run
 
 MIXED: list[Any] = ["dense", "quest:page=8", "random", "window", Role("window", 32), Role("exact:group=each", "10%")]
 
@@ -194,28 +193,12 @@ def test_roles_that_do_not_fit_a_trace_are_refused(trace: Trace) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_bench_compares_roles_as_one_method(trace: Trace, tmp_path: Path) -> None:
     trace.save(tmp_path / "t.safetensors")
     roles = Roles({0: MIXED, 1: "quest"}, "mixed")
     roles.save(tmp_path / "r.json")
-    small = [
-        "--budget",
-        "16,64",
-        "--sink",
-        "2",
-        "--window",
-        "8",
-        "--last",
-        "4",
-        "--no-figures",
-        "--out",
-        tmp_path / "o",
-    ]
-    done = run("bench", tmp_path / "t.safetensors", *small, "--selector", "quest", "--roles", tmp_path / "r.json")
+    small = f"bench {tmp_path}/t.safetensors --budget 16,64 --sink 2 --window 8 --last 4 --no-figures --out"
+    done = run(f"{small} {tmp_path}/o --selector quest --roles {tmp_path}/r.json")
     assert done.exit_code == 0, done.output
     assert "roles mixed " in done.output
     records = [json.loads(line) for line in (tmp_path / "o" / "bench.jsonl").read_text().splitlines()]
@@ -227,12 +210,10 @@ def test_bench_compares_roles_as_one_method(trace: Trace, tmp_path: Path) -> Non
     expected = evaluate(trace, roles, 64, sink=2, window=8, last=4).mean("relative_error")
     assert records[3]["mean"]["relative_error"] == pytest.approx(expected)
     Roles({0: MIXED}, "mixed").save(tmp_path / "s.json")
-    unfit = run("bench", tmp_path / "t.safetensors", *small[:-1], tmp_path / "no", "--roles", tmp_path / "s.json")
+    unfit = run(f"{small} {tmp_path}/no --roles {tmp_path}/s.json")
     assert (unfit.exit_code, (tmp_path / "no").exists()) == (2, False)
     assert "roles mixed say nothing of layer 1" in " ".join(unfit.output.split())
-    twice = run(
-        "bench", tmp_path / "t.safetensors", *small, "--roles", tmp_path / "s.json", "--roles", tmp_path / "r.json"
-    )
+    twice = run(f"{small} {tmp_path}/o --roles {tmp_path}/s.json --roles {tmp_path}/r.json")
     assert (twice.exit_code, "two files of --roles are called mixed" in " ".join(twice.output.split())) == (2, True)
 
 
@@ -242,7 +223,7 @@ transformers = pytest.importorskip("transformers")
 
 from sparseattn.models.prefill import Prefill  # noqa: E402
 from sparseattn.models.sparse_cache import SparseCache  # noqa: E402
-from tests.models.test_sparse_cache import MODES, NEW, SMALL, generate, padded, plain, prompt, same, small  # noqa: E402
+from tests.models.tiny import MODES, NEW, SMALL, generate, padded, plain, prompt, same, small  # noqa: E402
 
 WHOLE = Roles(
     [

@@ -57,7 +57,7 @@ DESIGNED: dict[str, tuple[str, ...]] = {
         "to stay within 1 % mean output error",  # a bound
     ),
     "docs/recommend.md": ("so 1 % more",),  # what a bound means
-    "docs/memory.md": ("",),  # tests/cache/test_memory.py evaluates every formula and table of the page
+    "docs/memory.md": ("",),  # scripts/memory_tables.py measures and draws its tables
     "docs/quickstart.md": ("89 and 227 MiB", "260 and 543 MiB"),  # sizes of files pinned by their hash
     "docs/troubleshooting.md": ("is 5 %", "takes 1.2 GB"),  # a budget; a formula of docs/training.md
     # The plan's formulas in numbers; a test holds the first line to real files.

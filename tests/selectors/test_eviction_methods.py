@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.measure import Temporaries
 from sparseattn import H2O, TOVA, KVCache, PyramidKV, SnapKV, decode
 from sparseattn.selectors.eviction import attention_received as blockwise
 from sparseattn.selectors.eviction.attention_received import received
-from tests.cache.test_memory import Temporaries
 from tests.cases import attention, heads
 
 H, G, D = 2, 3, 32

@@ -281,7 +281,7 @@ class Watched(Kascade):
 def test_layers_of_a_model_read_the_choice_of_their_step() -> None:
     pytest.importorskip("transformers")
     from sparseattn.models.sparse_cache import SparseCache
-    from tests.models.test_sparse_cache import MODES, SMALL, generate, padded, plain, prompt, same, small
+    from tests.models.tiny import MODES, SMALL, generate, padded, plain, prompt, same, small
 
     model = small("llama")
     modes = {name: ({"input_ids": prompt()}, MODES[name]) for name in ("greedy", "beams", "lookup")}

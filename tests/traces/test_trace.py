@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -413,32 +414,38 @@ def test_truncated(saved: Path, left: int) -> None:
         Trace.open(saved)
 
 
-def test_damaged(saved: Path) -> None:
-    whole = saved.read_bytes()
-    saved.write_bytes(whole + b"more")
-    with pytest.raises(TraceError, match="4 more than its header says"):
-        Trace.open(saved)
-    entry = {"index": 0, "scale": 1.0, "window": None, "rope": None}
-    for layers, message in (
-        ([entry | {"index": 9}], "layer 9 lacks its query and keys and values"),
-        ([entry | {"rope": 2}], "layer 0 names rope 2, the file has 2"),
-        ([entry | {"rope": -1}], "layer 0 names rope -1, the file has 2"),
-        ([entry | {"rope": True}], "layer 0 names rope True, the file has 2"),
-        ([entry | {"scale": None}], "layer 0 has scale None, which is not positive and finite"),
-        ([entry | {"scale": "1"}], "layer 0 has scale '1'"),
-        ([entry | {"scale": float("inf")}], "layers in its metadata: Infinity is no number in JSON"),
-        ([entry | {"window": 0}], "layer 0 has window 0"),
-        ([entry | {"window": 1.5}], "layer 0 has window 1.5"),
-        ([entry, entry], "each once"),
-        ([entry | {"index": "0"}], "index is 0 or more, got '0'"),
+ENTRY = {"index": 0, "scale": 1.0, "window": None, "rope": None}
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        ([ENTRY | {"index": 9}], "layer 9 lacks its query and keys and values"),
+        ([ENTRY | {"rope": 2}], "layer 0 names rope 2, the file has 2"),
+        ([ENTRY | {"rope": -1}], "layer 0 names rope -1, the file has 2"),
+        ([ENTRY | {"rope": True}], "layer 0 names rope True, the file has 2"),
+        ([ENTRY | {"scale": None}], "layer 0 has scale None, which is not positive and finite"),
+        ([ENTRY | {"scale": "1"}], "layer 0 has scale '1'"),
+        ([ENTRY | {"scale": float("inf")}], "layers in its metadata: Infinity is no number in JSON"),
+        ([ENTRY | {"window": 0}], "layer 0 has window 0"),
+        ([ENTRY | {"window": 1.5}], "layer 0 has window 1.5"),
+        ([ENTRY, ENTRY], "each once"),
+        ([ENTRY | {"index": "0"}], "index is 0 or more, got '0'"),
         ([], "at least one layer"),
         ("nonsense", "do not fit together"),
         ([7], "do not fit together"),
-    ):
-        saved.write_bytes(whole)
-        edited(saved, {"layers": json.dumps(layers)})
-        with pytest.raises(TraceError, match=f"a.safetensors is a damaged trace: .*{message}"):
-            Trace.open(saved)
+    ],
+)
+def test_damaged_layers(saved: Path, layers: object, sentence: str) -> None:
+    edited(saved, {"layers": json.dumps(layers)})
+    with pytest.raises(TraceError, match=f"a.safetensors is a damaged trace: .*{sentence}"):
+        Trace.open(saved)
+
+
+def test_more_than_the_header_says(saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes() + b"more")
+    with pytest.raises(TraceError, match="4 more than its header says"):
+        Trace.open(saved)
 
 
 ROPE = {"scaling": 1.0, "interleaved": False}
@@ -501,49 +508,66 @@ def test_damaged_headers(tmp_path: Path, header: str) -> None:
         Trace.open(path)
 
 
-def test_traces_that_cannot_be_built() -> None:
-    good = layer(0)
-    with pytest.raises(TraceError, match="at least one layer and each once"):
-        trace()
-    with pytest.raises(TraceError, match="each once"):
-        trace(good, good)
-    with pytest.raises(TraceError, match="layer 0 has 37 tokens for 3 positions"):
-        Trace.build([good], torch.arange(3))
-    with pytest.raises(TraceError, match=r"query is \[H,G,T,D\]"):
-        TraceLayer(0, good.keys, good.keys, good.values, 1.0)
-    with pytest.raises(TraceError, match="queries of 37 tokens for keys of 10"):
-        TraceLayer(0, good.query, good.keys[:, :10], good.values[:, :10], 1.0)
-    with pytest.raises(TraceError, match=r"layer 0 has query, keys and values .* \[2, 37, 7\], of 37 tokens they are"):
-        TraceLayer(0, good.query, good.keys, good.values[..., :7], 1.0)
-    with pytest.raises(TraceError, match="layer 0 has heads 0, at least 1 is needed"):
-        TraceLayer(0, good.query[:0], good.keys[:0], good.values[:0], 1.0)
-    with pytest.raises(TraceError, match=r"share one dtype, layer 0 has torch.float32 and layer 1 torch.float16"):
-        trace(good, layer(1, dtype=torch.float16))
-    for scale in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(TraceError, match=f"layer 0 has scale {scale}, which is not positive and finite"):
-            TraceLayer(0, good.query, good.keys, good.values, scale)
-    with pytest.raises(TraceError, match="layer 0 has window 0, which is neither None nor 1 or more"):
-        TraceLayer(0, good.query, good.keys, good.values, 1.0, window=0)
-    with pytest.raises(TraceError, match="index is 0 or more, got -1"):
-        TraceLayer(-1, good.query, good.keys, good.values, 1.0)
-    with pytest.raises(TraceError, match=r"positions are integers \[T\], got torch.float32 \[37\]"):
-        Trace.build([good], torch.arange(T) + 0.5)
-    for reasons in (7, [], {"0": 7}, None):
-        with pytest.raises(TraceError, match=r"attention_differs in its meta is an object of layer numbers and sent"):
-            Trace.build([good], torch.arange(T), {"attention_differs": reasons})
-    for meta in ({"a": float("nan")}, {"a": torch.int8}, {1: 1, "a": 1}):
-        with pytest.raises(TraceError, match="meta is what JSON can hold: "):
-            Trace.build([good], torch.arange(T), meta)  # type: ignore[arg-type]
-    with pytest.raises(TraceError, match="share one dtype"):
-        TraceLayer(0, good.query, good.keys.double(), good.values.double(), 1.0)
-    with pytest.raises(TraceError, match=r"got torch\.int8"):
-        TraceWriter("x", [good.shape], torch.arange(T), torch.int8)
-    with pytest.raises(TraceError, match=r"positions are integers \[T\], got torch.float32"):
-        TraceWriter("x", [good.shape], torch.arange(T) + 0.5, torch.float32)
-    with pytest.raises(TraceError, match="each once"):
-        TraceWriter("x", [good.shape, good.shape], torch.arange(T), torch.float32)
-    with pytest.raises(TraceError, match="queries of 37 tokens for keys of 36"):
-        TraceWriter("x", [good.shape], torch.arange(T - 1), torch.float32)
+GOOD = layer(0)
+AT = torch.arange(T)
+
+
+def changed(**parts: Any) -> TraceLayer:
+    """A layer that could be stored, but for these of its parts."""
+    return TraceLayer(
+        **{"index": 0, "query": GOOD.query, "keys": GOOD.keys, "values": GOOD.values, "scale": 1.0} | parts
+    )
+
+
+def written(shapes: list[LayerShape], positions: torch.Tensor = AT, dtype: torch.dtype = torch.float32) -> TraceWriter:
+    return TraceWriter("x", shapes, positions, dtype)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (trace, "at least one layer and each once"),
+    (lambda: trace(GOOD, GOOD), "each once"),
+    (
+        lambda: trace(GOOD, layer(1, dtype=torch.float16)),
+        "share one dtype, layer 0 has torch.float32 and layer 1 torch.fl",
+    ),
+    (lambda: Trace.build([GOOD], torch.arange(3)), "layer 0 has 37 tokens for 3 positions"),
+    (lambda: Trace.build([GOOD], AT + 0.5), r"positions are integers \[T\], got torch.float32 \[37\]"),
+    (lambda: changed(query=GOOD.keys), r"query is \[H,G,T,D\]"),
+    (lambda: changed(keys=GOOD.keys[:, :10], values=GOOD.values[:, :10]), "queries of 37 tokens for keys of 10"),
+    (
+        lambda: changed(values=GOOD.values[..., :7]),
+        r"layer 0 has query, keys and .* \[2, 37, 7\], of 37 tokens they are",
+    ),
+    (lambda: changed(**{name: getattr(GOOD, name)[:0] for name in NAMES}), "layer 0 has heads 0, at least 1 is needed"),
+    (lambda: changed(keys=GOOD.keys.double(), values=GOOD.values.double()), "share one dtype"),
+    *(
+        (lambda scale=scale: changed(scale=scale), f"layer 0 has scale {scale}, which is not positive and finite")
+        for scale in (0.0, -1.0, float("inf"), float("nan"))
+    ),
+    (lambda: changed(window=0), "layer 0 has window 0, which is neither None nor 1 or more"),
+    (lambda: changed(index=-1), "index is 0 or more, got -1"),
+    (lambda: written([GOOD.shape], dtype=torch.int8), r"got torch\.int8"),
+    (lambda: written([GOOD.shape], AT + 0.5), r"positions are integers \[T\], got torch.float32"),
+    (lambda: written([GOOD.shape, GOOD.shape]), "each once"),
+    (lambda: written([GOOD.shape], AT[:-1]), "queries of 37 tokens for keys of 36"),
+    *(
+        (lambda meta=meta: Trace.build([GOOD], AT, meta), "meta is what JSON can hold: ")
+        for meta in ({"a": float("nan")}, {"a": torch.int8}, {1: 1, "a": 1})
+    ),
+    *(
+        (
+            lambda reasons=reasons: Trace.build([GOOD], AT, {"attention_differs": reasons}),
+            "attention_differs in its meta is an object of layer numbers and sent",
+        )
+        for reasons in (7, [], {"0": 7}, None)
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "sentence"), REFUSED)
+def test_traces_that_cannot_be_built(build: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(TraceError, match=sentence):
+        build()
 
 
 def test_meta_that_json_cannot_hold_leaves_no_file(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from typer.testing import CliRunner
 
-from sparseattn.cli.app import app
 from sparseattn.utils import files, locks
 from sparseattn.utils.locks import locked
+from tests.command import run
 
 HOLD = """
 import sys
@@ -149,7 +148,7 @@ def test_eval_does_not_write_where_its_lock_leads(tmp_path: Path) -> None:
     victim.write_bytes(b"dear")
     out.mkdir()
     (out / "eval.lock").symlink_to(victim)
-    done = CliRunner().invoke(app, ["eval", "--model", "reference", "--lengths", "300", "--out", str(out)])
+    done = run("eval", "--model", "reference", "--lengths", "300", "--out", out)
     assert done.exit_code == 2, done.output
     assert "eval.lock is a symbolic link" in " ".join(done.stderr.split())
     assert victim.read_bytes() == b"dear"

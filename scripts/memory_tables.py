@@ -1,0 +1,251 @@
+"""Draws the tables of docs/memory.md from caches that are filled and measured.
+
+    python -m scripts.memory_tables            # draws them anew
+    python -m scripts.memory_tables --check    # prints the rows that differ, and exits with 1 if any does
+
+A state grows by the same bytes with every row, and with every KV head where heads have their own. Two short caches of
+one head give what a row adds, two of one and two heads give the share of the heads, and both give a long cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Temporaries
+from benchmarks.records import RESULTS
+from sparseattn.cache.decode import decode
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.kernels import scoring
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.names import CLASSES
+from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.registry import make_selector
+from sparseattn.utils.files import write_atomic
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+BLOCK = re.compile(r"(?<=^<!-- measured: )(?P<name>\w+) -->\n.*?(?=^<!-- /measured -->$)", re.S | re.M)
+HEADS, GROUP, SIZE, TOKENS = 8, 4, 128, 131_072  # a layer of Llama 3.1 8B, and its longest context
+SINK, WINDOW, BUDGET = 4, 64, 256
+BUCKETS = HIDDEN = 1024
+ROWS = (1024, 2048)  # sealed rows of two caches that are measured
+LONGER = {  # methods of which these rows would be too few
+    "bridge": (2048, 3072),  # 2,048 rows have all guides
+    "retrieval": (2048, 2560),
+    "fier": (2048, 4096),  # compiled code works on 2,048 rows at a time
+    "lowbit": (2048, 4096),
+    "ivf": (4096, 8192),  # both have 256 lists
+    "vattention": (8192, 16384),  # the certain rows are a share of the rows, up to half of the budget
+}
+FEW = 256  # sealed rows of the caches that give the share of the heads
+SETTINGS = (
+    *("doublesparsity:bits=16", "ellipsoid:bits=4", "ellipsoid:bits=8", "fier:group=each", "hnsw:metric=l2"),
+    *("kascade:anchors=[0]", "loki:group=each", "lowbit:page=16", "lowbit:rows=16", "lowbit:scales=8"),
+    *("quest:int8=True", "retroinfer:cluster=32", "saap:context=0.5", "sparq:mean=True"),
+)
+SPECS = sorted([*(CLASSES.keys() - {"kascade"}), *SETTINGS])  # kascade must be told which layers are anchors
+WIDE, NARROW = torch.float32, torch.bfloat16
+
+
+@functools.lru_cache(maxsize=6)  # of one method
+def filled(spec: str, heads: int, rows: int, dtype: torch.dtype = NARROW) -> tuple[KVCache, Tensor]:
+    """Return a cache of one sequence with so many sealed rows after one step, and the query of the next step."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = SINK + rows + WINDOW
+    queries = torch.randn(1, heads, GROUP, tokens, SIZE, generator=draw).to(dtype)
+    keys, values = torch.randn(2, 1, heads, tokens, SIZE, generator=draw).to(dtype)
+    with _selector(spec, heads) as selector:
+        cache = KVCache(selector, sink=SINK, window=WINDOW, check=False)
+        cache.append(keys, values, queries)
+        cache.seal()
+    query = queries[:, :, :, -1].contiguous()
+    decode(query, _looking_ahead(cache, query), BUDGET)
+    return cache, torch.randn(1, heads, GROUP, SIZE, generator=draw).to(dtype)
+
+
+@contextmanager
+def _selector(spec: str, heads: int) -> Iterator[Selector]:
+    """Yield the method; one that needs an artefact gets a random one, which it reads at the first rows."""
+    if not isinstance(make_selector(spec), Partitioned):
+        yield make_selector(spec)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "artefact.safetensors"
+        Artefact({0: partition(heads)}, roped=True).save(path)
+        yield make_selector(f"{spec}{',' if ':' in spec else ':'}artefact={path}").for_layer(0)
+
+
+def partition(heads: int) -> Partition:
+    """Return random centroids and classifiers of the recipe's size."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"w1": (HIDDEN, SIZE), "b1": (HIDDEN,), "w2": (BUCKETS, HIDDEN), "b2": (BUCKETS,)}
+    weights = {name: torch.randn(heads, *shape, generator=draw) for name, shape in shapes.items()}
+    centroids = torch.nn.functional.normalize(torch.randn(heads, BUCKETS, SIZE, generator=draw), dim=-1)
+    return Partition(centroids, Classifier(**weights))
+
+
+def _looking_ahead(cache: KVCache, query: Tensor) -> KVCache:
+    """Return the cache, told the query of its next step where its method looks ahead."""
+    if cache.selector.foresees:
+        cache.foresee(query)
+    return cache
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes at no row, and those that every row adds."""
+
+    fixed: float
+    row: float
+
+    def times(self, factor: float) -> Growth:
+        return Growth(self.fixed * factor, self.row * factor)
+
+
+def growth(spec: str, dtype: torch.dtype, measure: Callable[[KVCache, Tensor], dict[str, int]]) -> dict[str, Growth]:
+    """Return what a measure gives for a cache of one KV head, by name."""
+    first, second = LONGER.get(spec.partition(":")[0], ROWS)
+    few, more = (measure(*filled(spec, 1, rows, dtype)) for rows in (first, second))
+    each = {name: (more[name] - few[name]) / (second - first) for name in few}
+    return {name: Growth(few[name] - row * first, row) for name, row in each.items()}
+
+
+def held(cache: KVCache, _: Tensor) -> dict[str, int]:
+    return cache.nbytes
+
+
+def choosing(cache: KVCache, query: Tensor) -> dict[str, int]:
+    """Most bytes of temporaries that live at once while rows are chosen."""
+    with Temporaries() as seen:
+        _looking_ahead(cache, query).select(query, BUDGET)
+    return {"choosing": seen.peak}
+
+
+def held_row(spec: str) -> str:
+    """Return the row of a method in the table of what it keeps beside keys and values in a layer."""
+    alone, both = (filled(spec, heads, FEW)[0].nbytes for heads in (1, 2))
+    factors = {name: 1 + (HEADS - 1) * (both[name] / size - 1) if size else 1 for name, size in alone.items()}
+    parts, wide = (
+        {name: part.times(factors[name]) for name, part in growth(spec, dtype, held).items()}
+        for dtype in (NARROW, WIDE)
+    )
+    keys = parts["kv"]
+    for each in (parts, wide):
+        del each["kv"], each["books"]
+    row, wide_row = (sum(part.row for part in each.values()) for each in (parts, wide))
+    fixed = max(0.0, sum(part.fixed for part in parts.values()))  # levels of a graph are drawn, so a line may dip
+    whole = fixed + row * (TOKENS - SINK - WINDOW)
+    states = [
+        f"{name} {_number(part.row)}".removesuffix(" 0") for name, part in parts.items() if part.row or part.fixed
+    ]
+    numbers = [_number(row), _number(wide_row), f"{fixed / 1024:,.1f}", f"{whole / TOKENS / 1.024:,.1f}"]
+    return f"| `{spec}` | {' | '.join(numbers)} | {100 * whole / (keys.row * TOKENS):.1f} % | {', '.join(states)} |"
+
+
+def step_row(spec: str) -> str:
+    """Return the row of a method in the table of what a step takes for a KV head beside what is held."""
+    narrow, wide = (growth(spec, dtype, choosing)["choosing"].row for dtype in (NARROW, WIDE))
+    with patch.object(scoring, "why_not_numba", lambda *_: "not asked for"):
+        without = growth(spec, NARROW, choosing)["choosing"].row
+    rows = LONGER.get(spec.partition(":")[0], ROWS)[1]
+    cache, query = filled(spec, 1, rows)
+    with Temporaries() as step:
+        decode(query, _looking_ahead(cache, query), BUDGET)
+    cells = [*map(_number, (narrow, wide, without)), f"{rows:,}", f"{step.peak / 1024:,.1f}"]
+    return f"| `{spec}` | {' | '.join(cells)} |"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
+
+
+def held_table() -> list[str]:
+    return [
+        "| Method | bytes a token | of float32 | KiB besides | KiB for 1,000 tokens | of KV | by state |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        *map(held_row, SPECS),
+    ]
+
+
+def steps_table() -> list[str]:
+    return [
+        "| Method | choosing, bytes a row | of float32 | without numba | a step over rows | KiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *map(step_row, SPECS),
+    ]
+
+
+def artefact_table() -> list[str]:
+    """What the bucket methods read of an artefact, for each layer."""
+    part = partition(HEADS)
+    assert part.classifier is not None
+    tensors = part.classifier.tensors()
+    halved = sum(tensor.nbytes // (2 if name in ("w1", "w2") else 1) for name, tensor in tensors.items())
+    sizes = {
+        "centroids (`kmeans`, `moments`)": part.centroids.nbytes,
+        "centroids and classifiers (`saap`)": part.centroids.nbytes + sum(tensor.nbytes for tensor in tensors.values()),
+        "the same, weights of 16 bits": part.centroids.nbytes + halved,
+    }
+    return [
+        "| Part of the artefact | MiB |",
+        "| --- | ---: |",
+        *(f"| {name} | {size / 2**20:.1f} |" for name, size in sizes.items()),
+    ]
+
+
+def workspace_table() -> list[str]:
+    """What `benchmarks.speed` measured of whole steps."""
+    results = json.loads((RESULTS / "speed-cpu.json").read_text())["results"]
+    by_dtype = {
+        each["dtype"]: {way["selector"]: way["memory"]["bytes_per_1k_tokens"]["workspace"] for way in each["selectors"]}
+        for each in results
+    }
+    names = by_dtype["float32"]
+    return [
+        "| Method | KiB, float32 | KiB, bfloat16 |",
+        "| --- | ---: | ---: |",
+        *(
+            f"| `{name}` | {by_dtype['float32'][name] / 1024:,.1f} | {by_dtype['bfloat16'][name] / 1024:,.1f} |"
+            for name in names
+        ),
+    ]
+
+
+TABLES = {"held": held_table, "artefact": artefact_table, "steps": steps_table, "workspace": workspace_table}
+
+
+def drawn(text: str) -> str:
+    """Return the page with every block drawn anew."""
+    return BLOCK.sub(lambda block: "\n".join([f"{block['name']} -->", *TABLES[block["name"]](), ""]), text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Draws the tables of docs/memory.md.")
+    parser.add_argument("--check", action="store_true", help="print the rows that differ, and write nothing")
+    check = parser.parse_args(arguments).check
+    torch.set_num_threads(1)
+    text = PAGE.read_text()
+    new = drawn(text)
+    if not check:
+        write_atomic(PAGE, new.encode())
+        return 0
+    different = sorted(set(new.splitlines()) ^ set(text.splitlines()))
+    print(*different, sep="\n", end="\n" if different else "")
+    return bool(different)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
