@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     version = wheel.name.split("-")[1]
     if tag is not None and tag != f"v{version}":
         sys.exit(f"release_check: the tag is {tag}, but sparseattn/__init__.py says {version}: tag v{version}")
-    try_wheel(wheel, version)
+    try_wheel(wheel)
     print(f"release_check: sparseattn {version} can be released from {wheel.parent.relative_to(ROOT)}")
 
 
@@ -46,19 +46,13 @@ def build() -> Path:
     return wheel
 
 
-def try_wheel(wheel: Path, version: str) -> None:
+def try_wheel(wheel: Path) -> None:
     """Install the wheel without extras, outside the repository's path, and run what README promises of that."""
     environment = FOLDER / "env"
     run(ROOT / "scripts" / "venv", "", VENV=str(environment), PACKAGE=str(wheel))
     code = FOLDER / "example.py"
     code.write_text(first_offline_example((ROOT / "README.md").read_text()))
     run(python_of(environment), "-I", code)
-    command = environment / "bin" / "sparseattn"
-    shown = subprocess.run(
-        [command, "--version"], cwd=FOLDER, env=clean(), check=True, stdout=subprocess.PIPE, text=True
-    )
-    if version not in shown.stdout:
-        sys.exit(f"release_check: `sparseattn --version` prints {shown.stdout.strip()!r}, the wheel is {version}")
 
 
 def first_offline_example(readme: str) -> str:

@@ -12,7 +12,7 @@ import sparseattn
 
 yaml = pytest.importorskip("yaml")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
