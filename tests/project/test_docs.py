@@ -250,9 +250,13 @@ def test_local_links_lead_somewhere() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """What links into a document may name: its headings, as GitHub and the site write them."""
+    """Return the anchors that links into a document may name: those that GitHub and the site both give its headings.
+
+    The site joins hyphens and spaces in a row to one hyphen, GitHub does not.
+    """
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    github = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {anchor for anchor in github if "--" not in anchor}
 
 
 def test_the_readme_is_short() -> None:

@@ -1,0 +1,86 @@
+"""Builds sdist and wheel, checks them, and runs the README's first offline example with the wheel in a new environment.
+
+    python scripts/release_check.py [--tag v0.1.0]
+
+Everything lies in `build/release`: `dist` holds what can be uploaded. With `--tag` the version must be the tag's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "build" / "release"
+BLOCK = re.compile(r"^(?P<mark><!-- [^\n]* -->\n+)?^```python\n(?P<code>.*?)^```$", re.S | re.M)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tag", help="the tag of the release, `v` and the version")
+    tag = parser.parse_args(arguments).tag
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    wheel = build()
+    version = wheel.name.split("-")[1]
+    if tag is not None and tag != f"v{version}":
+        sys.exit(f"release_check: the tag is {tag}, but sparseattn/__init__.py says {version}: tag v{version}")
+    try_wheel(wheel)
+    print(f"release_check: sparseattn {version} can be released from {wheel.parent.relative_to(ROOT)}")
+
+
+def build() -> Path:
+    """Return the wheel, which is made from the sdist as an installer would."""
+    tools = FOLDER / "tools"
+    venv.create(tools, with_pip=True)
+    run(python_of(tools), "-m", "pip", "install", "--quiet", *requirements("release"))
+    dist = FOLDER / "dist"
+    run(python_of(tools), "-m", "build", "--outdir", dist, ROOT)
+    run(python_of(tools), "-m", "twine", "check", "--strict", *sorted(dist.iterdir()))
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def try_wheel(wheel: Path) -> None:
+    """Install the wheel without extras, outside the repository's path, and run what README promises of that."""
+    environment = FOLDER / "env"
+    run(ROOT / "scripts" / "venv", "", VENV=str(environment), PACKAGE=str(wheel))
+    code = FOLDER / "example.py"
+    code.write_text(first_offline_example((ROOT / "README.md").read_text()))
+    run(python_of(environment), "-I", code)
+
+
+def first_offline_example(readme: str) -> str:
+    """Return the first Python block without a comment above it, which would name a model or say why it cannot run."""
+    return next(found["code"] for found in BLOCK.finditer(readme) if not found["mark"])
+
+
+def requirements(extra: str) -> list[str]:
+    """Return what pyproject.toml lists for the extra, read as text: Python 3.10 has no `tomllib`."""
+    (listed,) = re.findall(rf"^{extra} = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    return re.findall(r'"([^"]+)"', listed)
+
+
+def python_of(environment: Path) -> Path:
+    return environment / "bin" / "python"
+
+
+def clean() -> dict[str, str]:
+    """Return the environment without paths by which Python would find this checkout in place of the wheel."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def run(*command: str | Path, **variables: str) -> None:
+    """Run in `build/release`, where no folder shadows the installed package; end with the command's failure."""
+    done = subprocess.run(command, cwd=FOLDER, env=clean() | variables)
+    if done.returncode:
+        sys.exit(f"release_check: {' '.join(str(word) for word in command)} ended with {done.returncode}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
