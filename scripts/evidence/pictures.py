@@ -21,7 +21,7 @@ from scripts.evidence.views_recall import ASKED, CONTROL, LEVEL, Swept
 from scripts.evidence.views_rivals import MEASURE
 from sparseattn.evaluation.by_head import Comparison, Reading
 from sparseattn.evaluation.replay import Evaluation
-from sparseattn.reporting.replay_tables import Column
+from sparseattn.reporting.replay_tables import Recalled
 from sparseattn.utils.files import write_atomic
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -132,7 +132,7 @@ def recall(records: Sequence[Record], path: Path) -> None:
         for gap in found.gaps:
             title = f"trace {found.name}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
             asked = {label: found.curve(label, keys, ASKED, gap) for label in found.labels}
-            columns.append(Column(title, asked, control))
+            columns.append(Recalled(title, asked, control))
     plots.recall(columns, LEVEL, path)
 
 

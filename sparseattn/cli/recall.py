@@ -172,14 +172,14 @@ def recall(
     partial.replace(out / "recall.jsonl")
 
     columns = [
-        [replay_tables.Column(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
+        [replay_tables.Recalled(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
         for source, tasks in zip(sources, found, strict=True)
     ]
     if not json:
         screen = Screen(width=None if sys.stdout.isatty() else replay_tables.WIDE)
         for source, tasks, mine in zip(sources, found, columns, strict=True):
             for column in mine:
-                screen.print(replay_tables.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.asked))
+                screen.print(replay_tables.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.curves))
             where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
             screen.print(replay_tables.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
     if figures:

@@ -244,11 +244,16 @@ _INSPECT = (
         "Mahalanobis distance of the tokens' queries from the far keys before them, mean",
         format=Format(1),
     ),
-    Measure("key_distance", "key", "the same of the tokens' own keys, which are not among those", format=Format(1)),
+    Measure(
+        "key_distance",
+        "key",
+        "Mahalanobis distance of the tokens' own keys from those far keys, mean",
+        format=Format(1),
+    ),
     Measure(
         "distance_ratio",
         "ratio",
-        "the first over the second: 1 where queries are distributed as keys are",
+        "distance of queries over that of keys: 1 where queries are distributed as keys are",
         format=FRACTION,
     ),
     _share(
@@ -259,6 +264,13 @@ _INSPECT = (
     ),
     Measure("needed", "needed", f"fewest far rows that hold {HELD:.0%} of the far attention", "", COUNT, "rows"),
     _share("top_share@{k}", "top {k}", "share of the far attention that the {k} best rows hold", "", WHOLE_PERCENT),
+    _share(
+        "overlap@1",
+        "last",
+        f"share of the {NEEDED} best far rows that were among those of the token before",
+        "",
+        WHOLE_PERCENT,
+    ),
     _share(
         "overlap@{k}",
         "last {k}",
@@ -299,11 +311,12 @@ _INSPECT = (
     _share(
         "bound_share@{k}",
         "bound {k}",
-        f"the same of the {NEEDED} rows of pages with the highest bounds",
+        f"share of the attention on whole pages of {{k}} rows that is in the {NEEDED} rows of pages with the highest "
+        f"bounds",
         "",
         WHOLE_PERCENT,
-        words=f"the same of the {NEEDED} rows of pages with the highest bounds: what `evaluate` calls `recovered`, of "
-        f"quest:page={{k}},group=each",
+        words=f"share of the attention on whole pages of {{k}} rows that is in the {NEEDED} rows of pages with the "
+        f"highest bounds: what `evaluate` calls `recovered`, of quest:page={{k}},group=each",
     ),
 )
 _EVAL = (
@@ -334,9 +347,9 @@ def measure(key: str) -> Measure:
         KeyError: no record holds such a number.
     """
     name, at, number = key.partition("@")
-    found = _TABLE[f"{name}@{{k}}" if at else name]
-    if not at:
-        return found
+    if not at or key in _TABLE:
+        return _TABLE[key]
+    found = _TABLE[f"{name}@{{k}}"]
     texts = {field: getattr(found, field).format(k=number) for field in ("short", "label", "words")}
     return replace(found, key=key, **texts)
 

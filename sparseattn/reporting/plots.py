@@ -16,7 +16,7 @@ from sparseattn.evaluation.replay import Evaluation
 from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting import agreement_tables, eval_tables
 from sparseattn.reporting.line_style import COLOURS, name_ends, room, style
-from sparseattn.reporting.replay_tables import Column
+from sparseattn.reporting.replay_tables import Recalled
 from sparseattn.reporting.terminal import plain
 from sparseattn.utils.files import write_atomic
 
@@ -68,17 +68,17 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
     save(figure, path)
 
 
-def recall(columns: Sequence[Column], level: float, path: Path) -> None:
+def recall(columns: Sequence[Recalled], level: float, path: Path) -> None:
     """Recall against the share of keys scanned: a column a source, queries to keys above, keys to keys below."""
-    labels = list(columns[0].asked)
+    labels = list(columns[0].curves)
     figure, axes = panel_grid(2, len(columns), (3.0, 3.0), labels, sharex=True, sharey=True)
-    every = [curve for column in columns for curves in (column.asked, column.control) for curve in curves.values()]
+    every = [curve for column in columns for curves in (column.curves, column.control) for curve in curves.values()]
     shares = [point.mean("scanned_share") for curve in every for point in curve.points]
     shares = [share for share in shares if share > 0]  # neither none nor unknown
     for j, column in enumerate(columns):
         axes[0][j].set_title(column.title, fontsize=10)
         axes[1][j].set_xlabel("keys scanned / keys")
-        for axis, curves in zip((axes[0][j], axes[1][j]), (column.asked, column.control), strict=True):
+        for axis, curves in zip((axes[0][j], axes[1][j]), (column.curves, column.control), strict=True):
             for label, curve in curves.items():
                 points = sorted((point.mean("scanned_share"), point.mean("recall")) for point in curve.points)
                 axis.plot(*zip(*points, strict=True), **style(labels.index(label), label))
@@ -91,7 +91,7 @@ def recall(columns: Sequence[Column], level: float, path: Path) -> None:
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.set_ylim(0, 1.03)
             axis.grid(alpha=0.3)
-    k = columns[0].asked[labels[0]].settings["k"]
+    k = columns[0].curves[labels[0]].settings["k"]
     for axis, direction in zip((axes[0][0], axes[1][0]), ("queries to keys", "keys to keys"), strict=True):
         axis.set_ylabel(f"{direction}\nrecall@{k}")
     shared = "; keys to keys knows no gap" if len({id(column.control) for column in columns}) < len(columns) else ""

@@ -81,6 +81,9 @@ class Table:
         """Return the texts of each row."""
         return ([column.cell(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows)
 
+    def __rich__(self) -> RichTable:
+        return self.terminal()
+
     def terminal(self) -> RichTable:
         """Return the table for rich; text of files in it is no command to the terminal (see `Screen`)."""
         out = RichTable(

@@ -87,7 +87,7 @@ def _said(records: Sequence[Record]) -> list[str]:
         asked = [one for one in mine if one["direction"] == ASKED]
         if asked:
             title = f"{source}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
-            said.append(replay_tables.recall_verdict(replay_tables.Column(title, _curves(asked), {})))
+            said.append(replay_tables.recall_verdict(replay_tables.Recalled(title, _curves(asked), {})))
     return said
 
 
