@@ -82,7 +82,7 @@ HOMES = {
     ),
     "vllm": tuple(f"serving/vllm/{name}.py" for name in ("cpu", "cuda", "sparse_layers", "offline", "plugin")),
     "safetensors": ("utils/tensor_files.py", "traces/trace.py"),
-    "matplotlib": ("reporting/plots.py",),
+    "matplotlib": ("reporting/plots/panels.py",),
     "sklearn": ("evaluation/attention_stats.py",),
     "openai": ("serving/openai_client.py",),
     "anyio": ("serving/openai_client.py",),

@@ -291,6 +291,7 @@ _INSPECT = (
         "rank {k}",
         "rank correlation (Spearman) of bound and largest logit over pages of {k} rows",
         format=FRACTION,
+        top=1.0,
     ),
     _share(
         "hits@{k}",

@@ -9,6 +9,7 @@ from sparseattn.evaluation.tasks.agreement import AGREEMENT as TASK
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.records import WHOLE, check_record
 from sparseattn.reporting import agreement_tables, eval_tables, server_tables
+from sparseattn.reporting.eval_records import FULL_ROW, by_place, method_of, rows_of, select
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import FACTS, ORIGIN
 from sparseattn.reporting.html.views import Heat, Lines, Measure, Section, Table, View
@@ -47,7 +48,7 @@ def section(records: Sequence[Record]) -> Section:
     scored = [one for one in records if one["protocol"] not in (FORCED, WHOLE)]
     forced = [one for one in records if one["protocol"] == FORCED]
     whole = [one for one in records if one["protocol"] == WHOLE]
-    first = eval_tables.rows_of(whole)[0] if whole else eval_tables.FULL_ROW
+    first = rows_of(whole)[0] if whole else FULL_ROW
     said = eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole)
     said += eval_tables.cautions(scored) + eval_tables.cautions(whole, first)
     views: list[View] = []
@@ -55,12 +56,12 @@ def section(records: Sequence[Record]) -> Section:
         views += [_lines("Agreement with full attention", "text", forced, AGREEMENT), _table(forced, AGREEMENT)]
     if scored:
         views.append(_lines("Answers against rows read", "task", scored, SCORE))
-    maps = eval_tables.grids([*scored, *whole])
+    maps = by_place([*scored, *whole])
     if maps:
         views.append(_needles(maps))
     if asked := [*scored, *whole]:
         views.append(_table(asked, SCORE))
-    methods = dict.fromkeys(eval_tables.named(one) for one in records)
+    methods = dict.fromkeys(method_of(one) for one in records)
     return Section("answers", "What the model answers", said, views, tuple(methods))
 
 
@@ -75,7 +76,7 @@ def _groups(records: Sequence[Record]) -> dict[tuple[str, str, str | None], list
     """Records apart by what is one point: facet, method and budget."""
     groups: dict[tuple[str, str, str | None], list[Record]] = {}
     for one in records:
-        groups.setdefault((_facet(one), eval_tables.named(one), one["budget"]), []).append(one)
+        groups.setdefault((_facet(one), method_of(one), one["budget"]), []).append(one)
     return groups
 
 
@@ -102,8 +103,8 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     panels = []
     for mine in maps.values():
         lengths, depths = ([*sorted({one[name] for one in mine})] for name in ("length", "depth"))
-        for row in eval_tables.rows_of(mine):
-            ours = eval_tables.select(mine, row)
+        for row in rows_of(mine):
+            ours = select(mine, row)
             cells = [
                 [_mean([one for one in ours if (one["length"], one["depth"]) == (n, d)], "score") for n in lengths]
                 for d in depths

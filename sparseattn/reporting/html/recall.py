@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sparseattn.evaluation.recall_curve import MEASURES, Curve, Point
-from sparseattn.reporting import replay_tables
+from sparseattn.reporting import recall_tables
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import COUNT, NAME, ORIGIN
 from sparseattn.reporting.html.views import Lines, Measure, Section, Table, View
@@ -16,7 +16,7 @@ from sparseattn.utils.json_fields import Maybe, Number, Object, Text, Values
 
 FILE = "recall.jsonl"
 
-QUALITY = (Measure("recall", "recall", "share", better="high", rule=replay_tables.LEVEL, top=1.0),)
+QUALITY = (Measure("recall", "recall", "share", better="high", rule=recall_tables.LEVEL, top=1.0),)
 COST = (
     Measure("scanned_share", "keys scored, of all", "share", log=True),
     Measure("bytes_share", "bytes read, of all keys' and values'", "share", log=True),
@@ -63,7 +63,7 @@ def section(records: Sequence[Record]) -> Section:
     one = records[0]
     note = (
         f"A point a value of the index's knob; recall of the {one['k']} best keys, mean over heads and "
-        f"{one['queries']} queries. The thin line is a recall of {replay_tables.LEVEL:.0%}. `{CONTROL}` is the "
+        f"{one['queries']} queries. The thin line is a recall of {recall_tables.LEVEL:.0%}. `{CONTROL}` is the "
         f"control: held-out keys ask in place of queries."
     )
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
@@ -87,7 +87,7 @@ def _said(records: Sequence[Record]) -> list[str]:
         asked = [one for one in mine if one["direction"] == ASKED]
         if asked:
             title = f"{source}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
-            said.append(replay_tables.recall_verdict(replay_tables.Recalled(title, _curves(asked), {})))
+            said.append(recall_tables.verdict(recall_tables.Recalled(title, _curves(asked), {})))
     return said
 
 
