@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
+from markupsafe import Markup
 from rich import box
 from rich.table import Table as RichTable
 
@@ -60,13 +61,16 @@ class Table:
         columns: one for each value of a row.
         rows: values, which the columns write.
         note: what a reader must know, below the table.
+        row_head: number of the column that names a row, such as its method; None where none does.
         rules: numbers of rows before which a line stands.
     """
 
+    kind: ClassVar[str] = "table"  # of the page's views
     title: str
     columns: Sequence[Column]
     rows: list[Sequence[Any]] = field(default_factory=list)
     note: str = ""
+    row_head: int | None = None
     rules: set[int] = field(default_factory=set)
 
     def add(self, *values: Any) -> None:
@@ -113,20 +117,37 @@ class Table:
         lines = [[column.head for column in self.columns], marks, *self.cells()]
         return "\n".join("|" + "".join(f" {_escaped(cell)} |" if cell else " |" for cell in line) for line in lines)
 
-    def html(self) -> str:
-        """Return the rows as a `<table>`, without title and note; every text is escaped."""
-        classes = ["" if column.align == "left" else ' class="number"' for column in self.columns]
-        heads = "".join(
-            f'<th scope="col"{kind}>{html.escape(column.head)}</th>'
-            for column, kind in zip(self.columns, classes, strict=True)
-        )
-        body = "".join(
-            "<tr>"
-            + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(cells, classes, strict=True))
-            + "</tr>"
-            for cells in self.cells()
-        )
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    def html(self) -> Markup:
+        """Return the rows as a `<table>`, without title and note; every text is escaped.
+
+        A cell's `data-value` is its number, to sort by; a cell without a value has `data-missing`.
+        """
+        heads = [_tag("th", column.head, column, scope="col") for column in self.columns]
+        lines = []
+        for values, cells in zip(self.rows, self.cells(), strict=True):
+            line = [
+                _tag("th", cell, column, scope="row")
+                if number == self.row_head
+                else _tag("td", cell, column, **_sort_key(value))
+                for number, (column, value, cell) in enumerate(zip(self.columns, values, cells, strict=True))
+            ]
+            lines.append(_tag("tr", Markup("").join(line)))
+        head, body = _tag("thead", _tag("tr", Markup("").join(heads))), _tag("tbody", Markup("").join(lines))
+        return _tag("table", head + body)
+
+
+def _tag(name: str, inner: str | Markup, column: Column | None = None, **attributes: Any) -> Markup:
+    """Return an element; what is no `Markup` is escaped, and numbers stand to the right."""
+    if column is not None and column.align == "right":
+        attributes["class"] = "number"
+    written = Markup("").join(Markup(' {}="{}"').format(key, value) for key, value in attributes.items())
+    return Markup("<{0}{1}>{2}</{0}>").format(name, written, inner)
+
+
+def _sort_key(value: Any) -> dict[str, str]:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return {"data-missing": ""}
+    return {"data-value": f"{value:.6g}"} if isinstance(value, int | float) else {}
 
 
 def _escaped(cell: str) -> str:

@@ -9,24 +9,18 @@ from sparseattn.evaluation.tasks.agreement import AGREEMENT as TASK
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.records import WHOLE, check_record
 from sparseattn.reporting import agreement_tables, eval_tables, server_tables
-from sparseattn.reporting.eval_records import FULL_ROW, by_place, method_of, rows_of, select
+from sparseattn.reporting.eval_records import FULL_ROW, by_place, known_mean, method_of, rows_of, select
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import FACTS, ORIGIN
-from sparseattn.reporting.html.views import Heat, Lines, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Axis, Heat, Lines, Section, View, axis, column, cost
+from sparseattn.reporting.table import Column, Table
 from sparseattn.utils.json_fields import FieldError, Maybe, Number, Object, Text
 
 FILE = "eval.jsonl"
 
-COST = (
-    Measure("rows", "rows read per query head of a sparse layer", "count", log=True),
-    Measure("bytes_share", "bytes read, of a sparse layer's", "share", log=True),
-)
-SCORE = (Measure("score", "score", "share", better="high", top=1.0),)
-AGREEMENT = (
-    Measure("kl", "KL divergence, nats a token", "number", log=True, better="low"),
-    Measure("same_top", "likeliest tokens the same", "share", better="high", top=1.0),
-    Measure("nll_difference", "growth of the NLL, nats a token", "number", better="low"),
-)
+COST = tuple(map(cost, ("rows", "bytes_share")))
+SCORE = (axis("score"),)
+AGREEMENT = (axis("kl", log=True), axis("same_top"), axis("nll_difference"))
 
 
 FIELDS = Object({"budget": Maybe(Text()), "settings": FACTS}, {"concurrency": Number(1, whole=True), **ORIGIN})
@@ -80,18 +74,13 @@ def _groups(records: Sequence[Record]) -> dict[tuple[str, str, str | None], list
     return groups
 
 
-def _mean(mine: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    held = [one[name] for one in mine if one.get(name) is not None]
-    return sum(held) / len(held) if held and len(held) == len(mine) else None
-
-
-def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[Measure]) -> Lines:
+def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[Axis]) -> Lines:
     points = [
         {
             "method": method,
             "facet": where,
             "at": f"{'no budget' if budget is None else f'budget {budget}'}, {len(mine)} prompts",
-            "values": {measure.key: _mean(mine, measure.key) for measure in (*COST, *quality)},
+            "values": {measure.key: known_mean(mine, measure.key) for measure in (*COST, *quality)},
         }
         for (where, method, budget), mine in _groups(records).items()
     ]
@@ -106,7 +95,7 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
         for row in rows_of(mine):
             ours = select(mine, row)
             cells = [
-                [_mean([one for one in ours if (one["length"], one["depth"]) == (n, d)], "score") for n in lengths]
+                [known_mean([one for one in ours if (one["length"], one["depth"]) == (n, d)], "score") for n in lengths]
                 for d in depths
             ]
             which = f"{mine[0]['task']}, {mine[0]['protocol']}"
@@ -121,21 +110,11 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     return Heat("Where needles are found", "tokens", "depth", ("task", "budget"), SCORE, panels, False, note)
 
 
-def _table(records: Sequence[Record], quality: Sequence[Measure]) -> Table:
-    columns = [
-        Measure("facet", "asked", "text"),
-        Measure("method", "method", "text"),
-        Measure("budget", "budget", "text"),
-        Measure("prompts", "prompts", "count"),
-        Measure("rows", "rows", "count"),
-        Measure("bytes_share", "bytes", "share"),
-        *(Measure(one.key, one.label.partition(",")[0], one.form) for one in quality),
-    ]
+def _table(records: Sequence[Record], quality: Sequence[Axis]) -> Table:
+    keys = ("rows", "bytes_share", *(one.key for one in quality))
+    columns = [*map(Column.text, ("asked", "method", "budget")), column("prompts"), *map(column, keys)]
     rows = [
-        [
-            *(where, method, budget or "", len(mine)),
-            *(_mean(mine, name) for name in ("rows", "bytes_share", *(one.key for one in quality))),
-        ]
-        for (where, method, budget), mine in _groups(records).items()
+        [where, method, budget, len(group), *(known_mean(group, key) for key in keys)]
+        for (where, method, budget), group in _groups(records).items()
     ]
-    return Table("Every mean", columns, rows, method=1)
+    return Table("Every mean", columns, rows, row_head=1)
