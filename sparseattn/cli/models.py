@@ -50,8 +50,8 @@ def models(
     out = Table(
         "",
         [
-            Column.text("--model", wrap="never"),
-            Column("MiB here", Format(factor=2**-20), wrap="never"),
+            Column.text("--model", wrap=False),
+            Column("MiB here", Format(factor=2**-20), wrap=False),
             Column.text("what"),
         ],
     )

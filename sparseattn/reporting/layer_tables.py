@@ -78,9 +78,9 @@ def overview(one: Comparison) -> Table:
     out = Table(
         f"{_where(one)}: every method, that with the least error first",
         [
-            Column.text("selector", wrap="fold"),
-            Column("budget", wrap="never"),
-            *(Column.of(key, wrap="never") for key in keys),
+            Column.text("selector"),
+            Column("budget", wrap=False),
+            *(Column.of(key, wrap=False) for key in keys),
         ],
     )
     for label, reading in sorted(one.readings.items(), key=lambda item: item[1].mean("relative_error")):
@@ -112,7 +112,7 @@ def _trace(one: Comparison) -> str:
 def _by_layer(one: Comparison, title: str, key: str) -> Table:
     out = Table(
         title,
-        [Column.text("layer", wrap="never"), *(Column(label, wrap="fold") for label in one.readings)],
+        [Column.text("layer", wrap=False), *(Column(label) for label in one.readings)],
     )
     readings = one.readings.values()
     values = [reading.layers(key).tolist() for reading in readings]
@@ -131,8 +131,8 @@ def _budgets(reading: Reading) -> str:
 
 
 def _heads(one: Comparison, title: str) -> Table:
-    alike = [Column(label, FRACTION, wrap="fold") for label in one.readings]
-    out = Table(title, [Column.text("selector", wrap="fold"), Column("missed"), *alike])
+    alike = [Column(label, FRACTION) for label in one.readings]
+    out = Table(title, [Column.text("selector"), Column("missed"), *alike])
     missed, correlation = one.missed(), one.correlation().tolist()
     for i, label in enumerate(one.readings):
         out.add(label, int(missed[i, i]), *correlation[i])

@@ -50,9 +50,9 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
     out = Table(
         title,
         [
-            Column.text("selector", wrap="fold"),
-            *(Column(name, wrap="never") for name in ("budget", *(["layer", "head"] if per_head else []))),
-            *(Column(measure(key).head, wrap="never") for key in shown),
+            Column.text("selector"),
+            *(Column(name, wrap=False) for name in ("budget", *(["layer", "head"] if per_head else []))),
+            *(Column(measure(key).head, wrap=False) for key in shown),
         ],
     )
     for one in results:

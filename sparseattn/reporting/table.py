@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from markupsafe import Markup
 from rich import box
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from sparseattn.evaluation.measures import Measure, measure
 from sparseattn.reporting.terminal import plain
@@ -25,14 +26,14 @@ class Column:
         head: its title, with the unit.
         show: writes a value; None is `missing` whatever it is.
         align: "left" for text, "right" for numbers.
-        wrap: what a narrow terminal does to a cell: None breaks between words, "fold" anywhere, "never" not at all.
+        wrap: whether a narrow terminal may break it into lines.
         missing: text where there is no value.
     """
 
     head: str
     show: Show = str
     align: Literal["left", "right"] = "right"
-    wrap: Literal["fold", "never"] | None = None
+    wrap: bool = True
     missing: str = "-"
 
     @classmethod
@@ -68,14 +69,14 @@ class Table:
     kind: ClassVar[str] = "table"  # of the page's views
     title: str
     columns: Sequence[Column]
-    rows: list[Sequence[Any]] = field(default_factory=list)
+    rows: list[list[Any]] = field(default_factory=list)
     note: str = ""
     row_head: int | None = None
     rules: set[int] = field(default_factory=set)
 
     def add(self, *values: Any) -> None:
         """Append a row."""
-        self.rows.append(values)
+        self.rows.append(list(values))
 
     def rule(self) -> None:
         """Draw a line before the next row."""
@@ -89,10 +90,10 @@ class Table:
         return self.terminal()
 
     def terminal(self) -> RichTable:
-        """Return the table for rich; text of files in it is no command to the terminal (see `Screen`)."""
+        """Return the table for rich; nothing in it is a command to rich or to the terminal."""
         out = RichTable(
-            title=plain(self.title) or None,
-            caption=plain(self.note) or None,
+            title=_text(self.title, "table.title") if self.title else None,
+            caption=_text(self.note, "table.caption") if self.note else None,
             title_justify="left",
             caption_justify="left",
             box=box.SIMPLE_HEAD,
@@ -100,15 +101,15 @@ class Table:
         )
         for column in self.columns:
             out.add_column(
-                column.head,
+                _text(column.head),
                 justify=column.align,
-                no_wrap=column.wrap == "never",
-                overflow="fold" if column.wrap == "fold" else "ellipsis",
+                no_wrap=not column.wrap,
+                overflow="fold" if column.wrap else "ellipsis",
             )
         for number, cells in enumerate(self.cells()):
             if number in self.rules:
                 out.add_section()
-            out.add_row(*cells)
+            out.add_row(*map(_text, cells))
         return out
 
     def markdown(self) -> str:
@@ -148,6 +149,10 @@ def _sort_key(value: Any) -> dict[str, str]:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return {"data-missing": ""}
     return {"data-value": f"{value:.6g}"} if isinstance(value, int | float) else {}
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text("\n".join(map(plain, text.split("\n"))), style)
 
 
 def _escaped(cell: str) -> str:

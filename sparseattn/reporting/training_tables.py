@@ -26,9 +26,9 @@ def validation(artefact: Artefact) -> Table:
     out = Table(
         "share of the far mass recovered on held-out prompts, by rows as a share of the context",
         [
-            *(Column(name, wrap="never") for name in ("layer", "head")),
-            *(Column(name, FRACTION, wrap="never") for name in ("far\nmass", "imb.")),
-            *(Column(f"{WAYS[way]}\n{float(share):.3g}", FRACTION, wrap="never") for way, share in columns),
+            *(Column(name, wrap=False) for name in ("layer", "head")),
+            *(Column(name, FRACTION, wrap=False) for name in ("far\nmass", "imb.")),
+            *(Column(f"{WAYS[way]}\n{float(share):.3g}", FRACTION, wrap=False) for way, share in columns),
         ],
     )
     for one in figures:

@@ -113,7 +113,7 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
 def _table(records: Sequence[Record], quality: Sequence[Axis]) -> Table:
     keys = ("rows", "bytes_share", *(one.key for one in quality))
     columns = [*map(Column.text, ("asked", "method", "budget")), column("prompts"), *map(column, keys)]
-    rows = [
+    rows: list[list[Any]] = [
         [where, method, budget, len(group), *(known_mean(group, key) for key in keys)]
         for (where, method, budget), group in _groups(records).items()
     ]

@@ -14,10 +14,10 @@ from sparseattn.reporting.eval_records import Record, mean_of, method_of, rows_o
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.panels import (
     COUNT,
-    NullFormatter,
     heading,
     interval,
     logarithmic,
+    numbers,
     panel_grid,
     save,
     shown,
@@ -73,6 +73,5 @@ def _against(axis: Any, points: Points, cost: Cost) -> None:
     if any(mean > 0 for mean in means):  # without a value, a logarithmic axis is an error
         axis.set_yscale("log")
         axis.set_ylim(bottom=floor)
-    axis.yaxis.set_major_formatter(COUNT)
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    numbers(axis.yaxis, COUNT)
     axis.grid(alpha=0.3)

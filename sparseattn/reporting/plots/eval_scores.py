@@ -89,7 +89,9 @@ def heat(records: Sequence[Record], path: Path) -> None:
     rows = rows_of(records)
     columns = min(4, len(rows))
     wide = max(6.0, 0.8 + columns * (1.0 + 0.45 * len(lengths)))
-    figure, axes = bare_grid(len(rows), columns, (wide, 1.0 + -(-len(rows) // columns) * (0.9 + 0.3 * len(depths))))
+    figure, axes = bare_grid(
+        len(rows), columns, (wide, 1.0 + -(-len(rows) // columns) * (0.9 + 0.3 * len(depths))), sharey=True
+    )
     scale = colour_bar(figure, axes, "cividis", "score")
     for axis, row in zip(axes.flat, rows, strict=False):
         of_row = select(records, row)

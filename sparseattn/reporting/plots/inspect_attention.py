@@ -10,7 +10,7 @@ import torch
 from sparseattn.evaluation.attention_stats import COUNTS, PAGES, Inspection
 from sparseattn.evaluation.measures import BEST, NEEDED, measure
 from sparseattn.reporting.line_style import COLOURS, name_ends, style
-from sparseattn.reporting.plots.panels import COUNT, SHARE, Figure, bare_grid, heading, save, shown, unit
+from sparseattn.reporting.plots.panels import COUNT, SHARE, bare_grid, heading, save, shown, unit
 
 COLUMNS = 4  # panels beside each other, of pictures with one a layer
 HEADS = 10  # that are numbered, or have a tick, in such a panel
@@ -31,8 +31,7 @@ PANELS = {
 def inspection(found: Inspection, path: Path) -> None:
     """Draw eight measures, a panel each: a point a query head over the layers, and each layer's mean as a line."""
     layers = found.layers
-    figure = Figure(figsize=(max(11.0, 1.6 + 4 * 0.09 * len(layers)), 5.6), layout="constrained")
-    axes: Any = figure.subplots(2, 4, sharex=True)
+    figure, axes = bare_grid(len(PANELS), 4, (max(11.0, 1.6 + 4 * 0.09 * len(layers)), 5.6), sharex=True)
     for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=True):
         known = measure(key)
         for x, layer in enumerate(layers):
@@ -110,11 +109,11 @@ def _where(found: Inspection) -> str:
     return shown(f"{found.trace}, last {found.settings['last']} of {found.settings['tokens']} tokens")
 
 
-def _a_panel_a_layer(found: Inspection) -> tuple[Figure, Any]:
+def _a_panel_a_layer(found: Inspection) -> tuple[Any, Any]:
     """Return a figure and a flat array of panels of shares."""
     columns = min(COLUMNS, len(found.layers))
     size = (max(7.5, 0.5 + 2.5 * columns), 0.9 + 1.9 * -(-len(found.layers) // columns))
-    figure, axes = bare_grid(len(found.layers), columns, size)
+    figure, axes = bare_grid(len(found.layers), columns, size, sharey=True)
     for axis, layer in zip(axes.flat, found.layers, strict=False):
         axis.set_title(f"layer {layer}: {found.mean('far_mass', layer):.0%} lies there", fontsize=8)
         axis.set_ylim(0, 1.03)

@@ -25,6 +25,7 @@ except ImportError as error:
 
 COUNT = FuncFormatter(lambda value, _: f"{value:g}")
 SHARE = FuncFormatter(lambda value, _: f"{100 * value:g}%")
+THOUSANDS = FuncFormatter(lambda value, _: f"{value / 1024:.3g}k")  # of 1,024
 
 
 def unit(measure: Measure) -> FuncFormatter:
@@ -45,10 +46,10 @@ def panel_grid(rows: int, columns: int, size: tuple[float, float], labels: Seque
     return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
-def bare_grid(count: int, columns: int, size: tuple[float, float]) -> Any:
-    """Return a figure of `size` inches and `count` flat panels, at most `columns` beside each other."""
+def bare_grid(count: int, columns: int, size: tuple[float, float], **shared: Any) -> Any:
+    """Return a figure of `size` inches and its panels `[rows,columns]`, of which `count` are used."""
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(-(-count // columns), columns, sharey=True, squeeze=False)
+    axes = figure.subplots(-(-count // columns), columns, squeeze=False, **shared)
     hide(axes.flat[count:])
     return figure, axes
 
@@ -62,9 +63,19 @@ def hide(axes: Any) -> None:
 def logarithmic(axis: Any, unit: FuncFormatter) -> None:
     """Make the x-axis logarithmic, with few numbers."""
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(unit)
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    few_numbers(axis.xaxis, unit)
+
+
+def few_numbers(side: Any, unit: FuncFormatter) -> None:
+    """Number a logarithmic axis (a panel's `xaxis` or `yaxis`) at 1, 2 and 5."""
+    side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    numbers(side, unit)
+
+
+def numbers(side: Any, unit: FuncFormatter) -> None:
+    """Number an axis (a panel's `xaxis` or `yaxis`) at its major ticks alone."""
+    side.set_major_formatter(unit)
+    side.set_minor_formatter(NullFormatter())
 
 
 def shares_up(axis: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.panels import (
     COUNT,
     SHARE,
-    FuncFormatter,
-    LogLocator,
-    NullFormatter,
+    THOUSANDS,
+    few_numbers,
     heading,
     logarithmic,
+    numbers,
     panel_grid,
     save,
     shown,
@@ -61,11 +61,7 @@ def scaling(
         lines: label -> for each column (`titles`) the number of keys -> its curve.
     """
     figure, axes = panel_grid(2, len(titles), (3.2, 3.0), list(lines), sharex=True, sharey="row")
-    measured: tuple[tuple[Callable[[Curve, float], float], FuncFormatter], ...] = (
-        (Curve.scanned_at, SHARE),
-        (_milliseconds_at, COUNT),
-    )
-    for panels, (measure, unit) in zip(axes, measured, strict=True):
+    for panels, (measure, unit) in zip(axes, ((Curve.scanned_at, SHARE), (_milliseconds_at, COUNT)), strict=True):
         reached = {
             label: [{n: measure(curve, level) for n, curve in sorted(column.items())} for column in columns]
             for label, columns in lines.items()
@@ -82,7 +78,7 @@ def scaling(
     save(figure, path)
 
 
-def _growth(panels: Any, reached: Mapping[str, Sequence[Mapping[int, float]]], unit: FuncFormatter) -> None:
+def _growth(panels: Any, reached: Mapping[str, Sequence[Mapping[int, float]]], unit: Any) -> None:
     """Draw one measure against the number of keys, a panel a source and a line a label."""
     some = any(value > 0 for columns in reached.values() for column in columns for value in column.values())
     for j, axis in enumerate(panels):
@@ -90,13 +86,9 @@ def _growth(panels: Any, reached: Mapping[str, Sequence[Mapping[int, float]]], u
             axis.plot(list(columns[j]), list(columns[j].values()), **style(k, label))
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({n for columns in reached.values() for n in columns[j]}))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:.3g}k"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        numbers(axis.xaxis, THOUSANDS)
         axis.set_yscale("log" if some else "linear")  # without a value, a logarithmic axis is an error
-        if some:
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(unit)
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        (few_numbers if some else numbers)(axis.yaxis, unit)
         axis.grid(alpha=0.3)
 
 
