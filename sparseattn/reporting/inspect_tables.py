@@ -60,7 +60,7 @@ def _table(title: str, keys: Sequence[str], note: str, found: Inspection, per_he
 
 
 def findings(found: Inspection) -> list[str]:
-    """Three sentences: where queries lie, which rows are needed, what pages make of it."""
+    """Return three sentences: where queries lie, which rows are needed, what pages make of it."""
     return [f"{plain(found.trace)}, {sentence}" for sentence in (_distance(found), _needed(found), _bounds(found))]
 
 

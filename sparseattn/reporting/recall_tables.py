@@ -59,7 +59,7 @@ def table(title: str, curves: Mapping[str, Curve]) -> Table:
 
 
 def _reached(curve: Curve, level: float) -> str:
-    """The share scanned where `level` is reached, in percent: at most that of the least setting, or beyond the last."""
+    """Return the share scanned where `level` is reached, in percent: at most the least setting's, or more."""
     share, points = curve.scanned_at(level), curve.points
     scanned = [point.mean("scanned_share") for point in points]
     if not math.isnan(share):
@@ -82,7 +82,7 @@ def _recall_within(curve: Curve, share: float, worst: bool) -> str:
 
 
 def verdict(column: Recalled) -> str:
-    """What every selector scans to reach `LEVEL` for one source's queries."""
+    """Say what every selector scans to reach `LEVEL` for one source's queries."""
     parts = []
     for label, curve in column.curves.items():
         share, last = curve.scanned_at(LEVEL), curve.points[-1]

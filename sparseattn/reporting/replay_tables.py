@@ -36,15 +36,15 @@ WITH_WORST = ("kept", "promised", "fulfilled", "mass", "recovered", "relative_er
 
 def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
     """Return a table of one trace: a row a measurement, or a row a head; with `wide` every measure, else `SHOWN`."""
-    one = results[0]
-    settings = one.settings
+    first = results[0]
+    settings = first.settings
     heads = "heads"
     if "far" in settings:
         heads = f"the {len(settings['far_heads'])} heads with {settings['far']:g} or more of their weight there"
     title = (
-        f"{one.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
-        f"{','.join(map(str, one.layers))}, sink {settings['sink']}, window {settings['window']}; weight on "
-        f"indexed rows {one.mean('indexed_mass'):.2f}; mean over {heads} (worst head)"
+        f"{first.trace}: last {settings['last']} of {settings['tokens']} tokens, layers "
+        f"{','.join(map(str, first.layers))}, sink {settings['sink']}, window {settings['window']}; weight on "
+        f"indexed rows {first.mean('indexed_mass'):.2f}; mean over {heads} (worst head)"
     )
     shown = _shown(results, wide)
     out = Table(
@@ -55,24 +55,24 @@ def table(results: Sequence[Evaluation], per_head: bool, wide: bool) -> Table:
             *(Column(measure(key).head, wrap=False) for key in shown),
         ],
     )
-    for one in results:
-        budget = budget_label(one.budget)
+    for result in results:
+        budget = budget_label(result.budget)
         if not per_head:
-            out.add(one.label, budget, *(_cell(key, one.mean(key), one.worst(key)) for key in shown))
+            out.add(result.label, budget, *(_cell(key, result.mean(key), result.worst(key)) for key in shown))
             continue
-        for i, layer in enumerate(one.layers):
-            for head in range(one.heads["mass"].shape[1]):
-                if not math.isnan(float(one.heads["mass"][i, head])):  # else a head that does not look far
-                    values = [float(one.heads[key][i, head]) for key in shown]
-                    out.add(one.label, budget, layer, head, *map(_cell, shown, values))
+        for i, layer in enumerate(result.layers):
+            for head in range(result.heads["mass"].shape[1]):
+                if not math.isnan(float(result.heads["mass"][i, head])):  # else a head that does not look far
+                    values = [float(result.heads[key][i, head]) for key in shown]
+                    out.add(result.label, budget, layer, head, *map(_cell, shown, values))
     return out
 
 
 def _shown(results: Sequence[Evaluation], wide: bool) -> Sequence[str]:
-    by_mass = any(isinstance(parse_budget(one.budget), Mass) for one in results)
+    by_mass = any(isinstance(parse_budget(result.budget), Mass) for result in results)
     if not wide:
         return (*SHOWN, "mass", *BY_MASS) if by_mass else SHOWN
-    some = [key for key in EVERY if key not in COUNTED or any(one.mean(COUNTED[key]) > 0 for one in results)]
+    some = [key for key in EVERY if key not in COUNTED or any(result.mean(COUNTED[key]) > 0 for result in results)]
     return some if by_mass else [key for key in some if key not in BY_MASS]
 
 
@@ -98,24 +98,24 @@ class Measured(Protocol):
 
 
 def _pairs(results: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
-    """Method and budget -> what was measured of them, a trace each."""
+    """Return method and budget -> what was measured of them, a trace each."""
     pairs: dict[tuple[str, str], list[Measured]] = {}
-    for one in results:
-        pairs.setdefault((one.label, budget_label(one.budget)), []).append(one)
+    for result in results:
+        pairs.setdefault((result.label, budget_label(result.budget)), []).append(result)
     return pairs
 
 
 def verdict(results: Sequence[Measured]) -> str:
-    """The closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
+    """Return the closing line: the fewest bytes whose mean output error stays within 1 % on every trace."""
     pairs = _pairs(results)
     scored = []
-    for (method, budget), ones in pairs.items():
-        error = max(one.mean("relative_error") for one in ones)
-        worst = max(one.worst("relative_error") for one in ones)
-        read = sum(one.mean("bytes_share") for one in ones) / len(ones)
+    for (method, budget), group in pairs.items():
+        error = max(result.mean("relative_error") for result in group)
+        worst = max(result.worst("relative_error") for result in group)
+        read = sum(result.mean("bytes_share") for result in group) / len(group)
         if math.isnan(read):
             continue  # it does not say what it reads to choose, so it cannot be called cheap
-        oracle = " (it scores every key)" if min(one.mean("scanned_share") for one in ones) > SCANS_ALL else ""
+        oracle = " (it scores every key)" if min(result.mean("scanned_share") for result in group) > SCANS_ALL else ""
         facts = f"error {error:.2%}, worst head {worst:.1%}, {read:.1%} of the cache's bytes read"
         scored.append((error, read, f"{method} at budget {budget}{oracle}: {facts}."))
     if not scored:
@@ -131,47 +131,47 @@ def verdict(results: Sequence[Measured]) -> str:
 
 
 def finding(results: Sequence[Measured]) -> str | None:
-    """In a sentence for newcomers: how near the best method comes to full attention, and how near the bare window.
+    """Say in a sentence for newcomers how near the best method comes to full attention, and how near the bare window.
 
     The best is the one that reads least of those that stay, on every trace, within the first of `STEPS` that any
     reaches, or the nearest where none does; controls, methods that score every key, and such as read more than half of
     what full attention does, do not count. None where there is none.
     """
     pairs = _pairs(results)
-    errors = {pair: [one.mean("relative_error") for one in ones] for pair, ones in pairs.items()}
-    read = {pair: sum(one.mean("bytes_share") for one in ones) / len(ones) for pair, ones in pairs.items()}
+    errors = {pair: [result.mean("relative_error") for result in group] for pair, group in pairs.items()}
+    read = {pair: sum(result.mean("bytes_share") for result in group) / len(group) for pair, group in pairs.items()}
     sparse = [
         pair
-        for pair, ones in pairs.items()
+        for pair, group in pairs.items()
         if read[pair] <= MOST_READ
         and pair[0] not in CONTROLS
         and not any(map(math.isnan, errors[pair]))
-        and min(one.mean("scanned_share") for one in ones) <= SCANS_ALL
+        and min(result.mean("scanned_share") for result in group) <= SCANS_ALL
     ]
     if not sparse:
         return None
     most = {pair: max(errors[pair]) for pair in sparse}
     step = next((step for step in STEPS if min(most.values()) <= step), min(most.values()))
     best = min((pair for pair in sparse if most[pair] <= step), key=read.__getitem__)
-    traces = [plain(one.trace) for one in pairs[best]]
+    traces = [plain(result.trace) for result in pairs[best]]
 
     def off(pair: tuple[str, str]) -> str:
         percent = [100 * min(errors[pair]), 100 * max(errors[pair])]
         low, high = (f"{error:.0f}" if error >= 10 else f"{error:.2g}" for error in percent)
         return f"{low}%" if low == high else f"{low} to {high}%"
 
-    said = (
+    sentence = (
         f"{IN_SHORT}{best[0]} at budget {best[1]} reads {read[best]:.0%} of the cache's bytes, and the output of "
         f"attention is off by {off(best)} (mean over heads; on {', '.join(traces)})"
     )
     bare = next((pair for pair in pairs if pair[0] == WINDOW), None)
     if bare is None:
-        return f"{said}."
-    return f"{said}; reading only the first and last rows, {read[bare]:.1%}, it is off by {off(bare)}."
+        return f"{sentence}."
+    return f"{sentence}; reading only the first and last rows, {read[bare]:.1%}, it is off by {off(bare)}."
 
 
 def figure_names(traces: Sequence[str], what: str = "frontier") -> list[str]:
-    """`frontier-NAME.png` for the name of each trace, numbered where names repeat."""
+    """Return `frontier-NAME.png` for the name of each trace, numbered where names repeat."""
     names: list[str] = []
     for trace in traces:
         base = f"{what}-{Path(trace).stem}"

@@ -13,7 +13,7 @@ WIDE = 150  # characters that the widest tables need
 
 
 def plain(text: object) -> str:
-    """`text` without control characters: what a file says must not steer the terminal it is shown on.
+    """Return `text` without control characters: what a file says must not steer the terminal it is shown on.
 
     Tabs and line ends become spaces, everything else that Unicode counts as control or format is dropped.
     """
@@ -31,7 +31,7 @@ class Screen(Console):
         super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Every string that is printed passes here."""
+        """Return what is printed of a string; every one passes here."""
         return super().render_str("\n".join(map(plain, text.split("\n"))), **options)
 
 

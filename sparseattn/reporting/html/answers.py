@@ -27,7 +27,7 @@ FIELDS = Object({"budget": Maybe(Text()), "settings": FACTS}, {"concurrency": Nu
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no record of `eval`; `before` are those above it."""
+    """Raise FieldError where a line is no record of `eval`; `before` are those above it."""
     check_record(one)
     FIELDS.check(one)
     if (one["protocol"] == FORCED) != (one["task"] == TASK):
@@ -38,7 +38,7 @@ def check(one: Record, before: Sequence[Record]) -> None:
 
 
 def section(records: Sequence[Record]) -> Section:
-    """Scores against rows, maps of depth and length, agreement against rows, and tables."""
+    """Return scores against rows, maps of depth and length, agreement against rows, and tables."""
     scored = [one for one in records if one["protocol"] not in (FORCED, WHOLE)]
     forced = [one for one in records if one["protocol"] == FORCED]
     whole = [one for one in records if one["protocol"] == WHOLE]
@@ -67,7 +67,7 @@ def _facet(one: Mapping[str, Any]) -> str:
 
 
 def _groups(records: Sequence[Record]) -> dict[tuple[str, str, str | None], list[Record]]:
-    """Records apart by what is one point: facet, method and budget."""
+    """Return records by what is one point: facet, method and budget."""
     groups: dict[tuple[str, str, str | None], list[Record]] = {}
     for one in records:
         groups.setdefault((_facet(one), method_of(one), one["budget"]), []).append(one)

@@ -27,7 +27,7 @@ HEADS = tuple(map(axis, ("relative_error", "recovered", "mass")))
 
 
 def _heads_fit(one: Mapping[str, Any], name: str) -> None:
-    """Maps of heads have a row a layer, and rows of one length."""
+    """Raise FieldError unless maps of heads have a row a layer, and rows of one length."""
     held, count = one.get("heads", {}), len(one["layers"])
     widths = {len(row) for rows in held.values() for row in rows}
     for measure, rows in held.items():
@@ -53,13 +53,13 @@ FIELDS = Object(
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no record of `bench`; `before` are those above it."""
+    """Raise FieldError where a line is no record of `bench`; `before` are those above it."""
     FIELDS.check(one)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A line of the file, as what `report` speaks of."""
+    """A line of the file, as closing lines read it."""
 
     record: Record
 
@@ -84,7 +84,7 @@ class Recorded:
 
 
 def section(records: Sequence[Record]) -> Section:
-    """Frontiers, maps of heads where the records hold heads (`--per-head`), and the table."""
+    """Return frontiers, maps of heads where the records hold heads (`--per-head`), and the table."""
     measured = [Recorded(one) for one in records]
     lead = replay_tables.finding(measured)
     said = [] if lead is None else [lead.removeprefix(replay_tables.IN_SHORT)]  # the page's own words
@@ -121,7 +121,7 @@ def _frontier(records: Sequence[Record]) -> Lines:
 
 
 def _heads(records: Sequence[Record]) -> Heat | None:
-    """None where no line holds heads, or none that is shown."""
+    """Return maps of heads; None where no line holds heads, or none that is shown."""
     held = [one for one in records if "heads" in one]
     measures = [measure for measure in HEADS if all(measure.key in one["heads"] for one in held)]
     if not held or not measures:

@@ -16,7 +16,7 @@ FAR = 0.2  # of a head's attention beyond sink and window, for the explorer to o
 
 
 def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Section:
-    """One trace's; `number` tells several apart, `pieces` is its text, a piece a token."""
+    """Return the section of one trace; `number` tells several apart, `pieces` is its text, a piece a token."""
     data = {
         "trace": found.trace,
         "tokens": list(found.tokens),
@@ -58,12 +58,12 @@ def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Se
 
 
 def _text(bytes_of: Tensor) -> str:
-    """A tensor of bytes as text: deflated, in base64."""
+    """Return a tensor of bytes as text: deflated, in base64."""
     return base64.b64encode(zlib.compress(bytes_of.contiguous().numpy().tobytes(), 9)).decode()
 
 
 def _needs(found: Exploration) -> Heat:
-    """Rows needed by each head, and how far it looks, in the mean over the tokens."""
+    """Return the rows needed by each head, and how far it looks, in the mean over the tokens."""
     measures = (
         axis("needed", label=f"fewest rows that hold {SHARE:.0%} of the attention", log=True),
         axis("indexed_mass", better=""),
@@ -81,8 +81,8 @@ def _needs(found: Exploration) -> Heat:
 
 
 def _start(found: Exploration) -> dict[str, int]:
-    """Where the explorer opens: the method that errs most, at its worst head of the last token among those that look
-    far."""
+    """Return where the explorer opens: the method that errs most, at its worst head of the last token, of those that
+    look far."""
     errors = [float(one.measured["relative_error"].mean()) for one in found.readings]
     method = max(range(len(errors)), key=errors.__getitem__)
     worst = found.readings[method].measured["relative_error"][-1].clone()  # [L,H*G]

@@ -18,7 +18,7 @@ MEASURES = (axis("relative_error"), axis("recovered"))
 
 
 def _layers_fit(one: Mapping[str, Any], name: str) -> None:
-    """A method has a number a layer."""
+    """Raise FieldError unless a method has a number a layer."""
     count = len(one["layers"])
     for i, method in enumerate(one["methods"]):
         for measure in MEASURES:
@@ -51,12 +51,12 @@ FIELDS = Object(
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no comparison of `bench`; `before` are those above it."""
+    """Raise FieldError where a line is no comparison of `bench`; `before` are those above it."""
     FIELDS.check(one)
 
 
 def section(records: Sequence[Record]) -> Section:
-    """A map of methods by layers for each comparison, and a table of them."""
+    """Return a map of methods by layers for each comparison, and a table of them."""
     methods = dict.fromkeys(method["label"] for one in records for method in one["methods"])
     views: list[View] = [_map(records), _table(records)]
     return Section("layers", "Which layers a method fails in", [_best(one) for one in records], views, tuple(methods))
@@ -69,7 +69,7 @@ def _condition(one: Record) -> str:
 
 
 def _best(one: Record) -> str:
-    """Which method is nearest to full attention there, and how evenly."""
+    """Say which method is nearest to full attention there, and how evenly."""
     rivals = [method for method in one["methods"] if not method["scans_all"]] or one["methods"]
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
     errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]

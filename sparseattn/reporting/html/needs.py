@@ -28,7 +28,7 @@ SAID = (  # measures that the findings speak of
 
 
 def _rows_fit(one: Mapping[str, Any], name: str) -> None:
-    """There are rows beyond sink and window, and every measure has as many heads."""
+    """Raise FieldError unless there are rows beyond sink and window, and every measure has as many heads."""
     if one["sink"] + one["window"] >= one["tokens"]:
         raise FieldError(f"tokens is more than sink and window, got {one['tokens']}")
     count = _heads_of(one)
@@ -53,7 +53,7 @@ FIELDS = Object(
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no record of `inspect`, or of other heads than a line `before` it, of its trace."""
+    """Raise FieldError where a line is no record of `inspect`, or has other heads than its trace has `before`."""
     FIELDS.check(one)
     first = next((other for other in before if other["trace"] == one["trace"]), one)
     if _heads_of(first) != _heads_of(one):
@@ -61,7 +61,7 @@ def check(one: Record, before: Sequence[Record]) -> None:
 
 
 def section(records: Sequence[Record]) -> Section:
-    """A map of layers and heads for each trace."""
+    """Return a map of layers and heads for each trace."""
     names = [name for name in MEASURES if all(name in one["heads"] for one in records)]
     names.sort(key=lambda name: LEADING.index(name) if name in LEADING else len(LEADING))
     by_trace: dict[str, list[Record]] = {}

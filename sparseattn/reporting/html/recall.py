@@ -42,12 +42,12 @@ FIELDS = Object(
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no record of `recall`; `before` are those above it."""
+    """Raise FieldError where a line is no record of `recall`; `before` are those above it."""
     FIELDS.check(one)
 
 
 def section(records: Sequence[Record]) -> Section:
-    """Recall against keys scanned for each source of queries, the control beside it, and a table."""
+    """Return recall against keys scanned for each source of queries, the control beside it, and a table."""
     points = [
         {
             "method": one["label"],
@@ -75,7 +75,7 @@ def _facet(one: Record) -> str:
 
 
 def _said(records: Sequence[Record]) -> list[str]:
-    """The command's closing lines."""
+    """Return the command's closing lines."""
     said = []
     groups: dict[tuple[str, int, float | None], list[Record]] = {}
     for one in records:
@@ -89,7 +89,7 @@ def _said(records: Sequence[Record]) -> list[str]:
 
 
 def _curves(records: Sequence[Record]) -> dict[str, Curve]:
-    """Label -> its curve, of means alone."""
+    """Return label -> its curve, of means alone."""
     by_label: dict[str, list[Record]] = {}
     for one in records:
         by_label.setdefault(one["label"], []).append(one)

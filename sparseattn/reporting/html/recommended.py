@@ -27,7 +27,7 @@ GIVEN = "A column a layer, a row a KV head; the number is the budget."
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no record of `recommend`, or speaks of layers that the settings `before` it do not."""
+    """Raise FieldError where a line is no record of `recommend`, or names layers that no settings `before` it do."""
     Object(more=ORIGIN).check(one)
     check_line(one)
     if one[KIND] in ("frontier", "plan"):
@@ -39,12 +39,12 @@ def check(one: Record, before: Sequence[Record]) -> None:
 
 
 def _heads(records: Sequence[Record]) -> dict[int, int]:
-    """KV heads of each layer."""
+    """Return the KV heads of each layer."""
     return {layer[0]: layer[1] for one in records if one[KIND] == "settings" for layer in one.get("layers", ())}
 
 
 def section(records: Sequence[Record]) -> Section:
-    """Frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
+    """Return frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
     points = _points([one for one in records if one[KIND] == "frontier"])
     plans = [one for one in records if one[KIND] == "plan"]
     methods = dict.fromkeys(method for method, _, _ in points)
@@ -57,8 +57,8 @@ def section(records: Sequence[Record]) -> Section:
 
 
 def _name(method: str) -> str:
-    """As other sections call it. What this release does not know keeps its text, and so does a class of another
-    package's module: nothing is imported because a record names it."""
+    """Return a method's name as other sections have it. What this release does not know keeps its text, and so does a
+    class of another package's module: nothing is imported because a record names it."""
     if named_modules([method]):
         return method
     try:
@@ -68,7 +68,7 @@ def _name(method: str) -> str:
 
 
 def _points(frontiers: Sequence[Record]) -> dict[tuple[str, str, int], dict[str, float]]:
-    """(method, budget, layer) -> measures, the mean over windows and heads."""
+    """Return (method, budget, layer) -> measures, the mean over windows and heads."""
     names = {one["method"]: _name(one["method"]) for one in frontiers}
     found: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     for one in frontiers:
@@ -118,7 +118,7 @@ def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
 
 
 def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, Any]]:
-    """By plan and layer, the method and the budget of each KV head.
+    """Return by plan and layer the method and the budget of each KV head.
 
     Args:
         heads: of each layer.
