@@ -20,9 +20,9 @@ EVIL = "</td><script>alert(1)</script>"
 def test_every_number_of_a_record_is_in_the_table(keys: tuple[str, ...]) -> None:
     for known in measures(keys):
         assert known.short
-        assert known.about
-        assert "{" not in known.head + known.label + known.about
-    assert len({known.about for known in measures(keys)}) == len(keys), "each says something of its own"
+        assert known.label
+        assert "{" not in known.head + known.words
+    assert len({known.words for known in measures(keys)}) == len(keys), "each says something of its own"
     assert [known.key for known in measures(keys)] == list(keys)
 
 

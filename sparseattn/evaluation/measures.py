@@ -57,22 +57,20 @@ class Measure:
     Args:
         key: its name in records.
         short: head of a column, without the unit.
-        label: of an axis, or in a list to choose from.
         better: `HIGH`, `LOW`, or nothing where neither is.
         format: in a table's cell.
         unit: "share" (of 1), or what is counted: "rows", "nats a token", "ms", "s", "bytes".
+        words: what it is: a label for axes and lists, and what else is to be said behind a colon.
         top: the largest value there can be; None where there is none.
-        words: what it is in full; `label` where that says it all.
     """
 
     key: str
     short: str
-    label: str
-    better: str = ""
-    format: Format = SIGNIFICANT
-    unit: str = ""
+    better: str
+    format: Format
+    unit: str
+    words: str
     top: float | None = None
-    words: str = ""
 
     @property
     def head(self) -> str:
@@ -80,263 +78,114 @@ class Measure:
         return f"{self.short} {self.format.unit}".strip()
 
     @property
-    def about(self) -> str:
-        """What it is in full."""
-        return self.words or self.label
+    def label(self) -> str:
+        """What it is, for an axis or in a list to choose from."""
+        return self.words.partition(": ")[0]
 
     def __call__(self, value: float | None, missing: str = "-") -> str:
         """Return the text of a value, as `format` writes it."""
         return self.format(value, missing)
 
 
-def _share(
-    key: str,
-    short: str,
-    label: str,
-    better: str = "",
-    format: Format = PERCENT,
-    *,
-    top: float | None = 1.0,
-    **more: str,
-) -> Measure:
-    return Measure(key, short, label, better, format, "share", top, **more)
+def _share(key: str, short: str, better: str, format: Format, words: str, top: float | None = 1.0) -> Measure:
+    return Measure(key, short, better, format, "share", words, top)
+
+
+def _rows(key: str, short: str, better: str, words: str, format: Format = COUNT) -> Measure:
+    return Measure(key, short, better, format, "rows", words)
 
 
 # Shares are of the context at each step. With fewer than k indexed rows, recall@k is of all of them. What a selector
 # does not report (scanned, scan_bytes) is NaN, null in JSON, and so is what a head has none of (lookup_hits without
 # lookups), or a budget (promised without a mass).
 _REPLAY = (
+    _share("recall@{k}", "R@{k}", HIGH, FRACTION, "recall of the {k} best rows: of the exact ones among indexed rows"),
+    _share("mass", "mass", HIGH, Format(3), "recovered attention mass: on the rows attended, sink and window included"),
+    _share("indexed_mass", "far", HIGH, FRACTION, "attention beyond sink and window: of the head, not of the method"),
+    _share("recovered", "recovered", HIGH, FRACTION, "share recovered of the far attention: of that on indexed rows"),
+    _rows(
+        "lookups", "sought", HIGH, f"lookups per token: indexed rows with {LOOKUP:.0%} of the weight or more", FRACTION
+    ),
+    _share("lookup_hits", "lookups", HIGH, FRACTION, "share of the lookups that are selected"),
+    _share("relative_error", "error", LOW, PERCENT, "relative output error: norm over that of full attention's", None),
     _share(
-        "recall@{k}",
-        "R@{k}",
-        "recall of the {k} best rows",
-        HIGH,
-        FRACTION,
-        words="share of the exact top-{k} rows, among indexed rows, that are selected",
+        *("denominator_error", "denominator", LOW, PERCENT),
+        "relative error of the softmax's denominator: of a sample what it estimates, of other choices what they miss",
+        None,
     ),
-    _share(
-        "mass",
-        "mass",
-        "recovered attention mass",
-        HIGH,
-        Format(3),
-        words="share of full attention's weight on the rows attended, sink and window included",
-    ),
-    _share(
-        "indexed_mass",
-        "far",
-        "attention beyond sink and window",
-        HIGH,
-        FRACTION,
-        words="share of full attention's weight on the indexed rows: a property of the head, not of the method",
-    ),
-    _share(
-        "recovered",
-        "recovered",
-        "share recovered of the far attention",
-        HIGH,
-        FRACTION,
-        words="share of the weight on indexed rows that the selected rows hold",
-    ),
-    Measure(
-        "lookups",
-        "lookups of head",
-        f"indexed rows with {LOOKUP:.0%} or more of full attention's weight, per token: of the head",
-        HIGH,
-        FRACTION,
-        "rows",
-    ),
-    _share("lookup_hits", "lookups", "share of the lookups that are selected", HIGH, FRACTION),
-    _share(
-        "relative_error",
-        "error",
-        "relative output error",
-        LOW,
-        top=None,
-        words="norm of the output's error over the norm of full attention's output",
-    ),
-    _share(
-        "denominator_error",
-        "denominator",
-        "relative error of the softmax's denominator",
-        LOW,
-        top=None,
-        words="relative error of the softmax's denominator: of a sample what it estimates, of other choices what they "
-        "miss",
-    ),
-    Measure("mse", "MSE", "mean squared error of the output's components", LOW),
-    Measure(
-        "attended",
-        "rows",
-        "rows attended per query head",
-        LOW,
-        COUNT,
-        "rows",
-        words="rows in the softmax of a query head",
-    ),
-    _share("attended_share", "rows", "rows attended / rows of the context", LOW),
-    Measure(
-        "kept",
-        "kept",
-        "rows chosen per query head",
-        LOW,
-        COUNT,
-        "rows",
-        words="rows that were chosen: beyond sink, window and rows that wait to be sealed",
-    ),
-    Measure(
-        "oracle_kept",
-        "oracle",
-        "fewest rows that hold the mass",
-        LOW,
-        COUNT,
-        "rows",
-        words="of a budget by mass, the fewest rows to choose with which a query head holds it",
-    ),
-    _share(
-        "promised",
-        "promised",
-        "share held by the method's estimate",
-        HIGH,
-        Format(3),
-        words="of a budget by mass, the share that the rows attended hold by the method's estimate",
-    ),
-    _share(
-        "fulfilled",
-        "fulfilled",
-        "tokens at which the mass is held",
-        HIGH,
-        FRACTION,
-        words="of a budget by mass, the share of tokens at which the rows attended hold it",
-    ),
-    Measure(
-        "distinct_rows",
-        "distinct",
-        "distinct rows read by the query heads of a KV head",
-        LOW,
-        COUNT,
-        "rows",
-    ),
-    Measure("scanned", "scanned", "rows or representatives scored to choose", LOW, COUNT, "rows"),
-    _share("scanned_share", "scan", "rows scored / rows of the context", LOW, top=None),
-    _share(
-        "bytes_share",
-        "bytes",
-        "bytes read / bytes of the cache",
-        LOW,
-        top=None,
-        words="bytes read, to choose and to attend, over the bytes of the whole cache",
-    ),
+    Measure("mse", "MSE", LOW, SIGNIFICANT, "", "mean squared error of the output's components"),
+    _rows("attended", "rows", LOW, "rows attended per query head: those in its softmax"),
+    _share("attended_share", "rows", LOW, PERCENT, "rows attended / rows of the context"),
+    _rows("kept", "kept", LOW, "rows chosen per query head: beyond sink, window and rows that wait to be sealed"),
+    _rows("oracle_kept", "oracle", LOW, "fewest rows that hold the mass: of a budget by mass, for a query head"),
+    _share("promised", "promised", HIGH, Format(3), "share held by the method's estimate: of a budget by mass"),
+    _share("fulfilled", "fulfilled", HIGH, FRACTION, "tokens at which the mass is held: of a budget by mass"),
+    _rows("distinct_rows", "distinct", LOW, "distinct rows read by the query heads of a KV head"),
+    _rows("scanned", "scanned", LOW, "rows or representatives scored to choose"),
+    _share("scanned_share", "scan", LOW, PERCENT, "rows scored / rows of the context: to choose", None),
+    _share("bytes_share", "bytes", LOW, PERCENT, "bytes read / bytes of the cache: to choose and to attend", None),
 )
 _RECALL = (
-    _share("recall", "recall", "recall", HIGH, FRACTION, words="share of the exact top-k keys that are found"),
-    Measure("select_ms", "ms", "milliseconds a choice", LOW, SIGNIFICANT, "ms"),
-    Measure("build_seconds", "build s", "seconds to build the index of a layer", LOW, SIGNIFICANT, "s"),
-    Measure("index_bytes_per_key", "index B/key", "bytes of the index per key and KV head", LOW, COUNT, "bytes"),
+    _share("recall", "recall", HIGH, FRACTION, "recall: share of the exact top-k keys that are found"),
+    Measure("select_ms", "ms", LOW, SIGNIFICANT, "ms", "milliseconds a choice"),
+    Measure("build_seconds", "build s", LOW, SIGNIFICANT, "s", "seconds to build the index of a layer"),
+    Measure("index_bytes_per_key", "index B/key", LOW, COUNT, "bytes", "bytes of the index per key and KV head"),
 )
 # With fewer rows, or pages, than a name says, a measure is of all of them. What a head has none of is NaN, null in
 # JSON: an overlap where fewer tokens came before, or a slack where all logits are equal. `far` attention is that on
 # rows beyond sink and window.
+_PAGE_ROWS = f"share of the attention on whole pages of {{k}} rows that is in the {NEEDED} rows of pages with the"
 _INSPECT = (
-    Measure(
-        "query_distance",
-        "query",
-        "Mahalanobis distance of the tokens' queries from the far keys before them, mean",
-        format=Format(1),
-    ),
-    Measure(
-        "key_distance",
-        "key",
-        "Mahalanobis distance of the tokens' own keys from those far keys, mean",
-        format=Format(1),
-    ),
-    Measure(
-        "distance_ratio",
-        "ratio",
-        "distance of queries over that of keys: 1 where queries are distributed as keys are",
-        format=FRACTION,
-    ),
+    Measure("query_distance", "query", "", Format(1), "", "Mahalanobis distance of queries from the far keys, mean"),
+    Measure("key_distance", "key", "", Format(1), "", "Mahalanobis distance of the tokens' keys from far keys, mean"),
+    Measure("distance_ratio", "ratio", "", FRACTION, "", "distance of queries over that of keys: 1 if alike"),
+    _share("far_mass", "far", "", PERCENT, "share of the attention on far rows: `indexed_mass` with a seal of 1"),
+    _rows("needed", "needed", "", f"fewest far rows that hold {HELD:.0%} of the far attention"),
+    _share("top_share@{k}", "top {k}", "", WHOLE_PERCENT, "share of the far attention that the {k} best rows hold"),
+    _share("overlap@1", "last", "", WHOLE_PERCENT, f"share of the {NEEDED} best far rows that the token before needed"),
     _share(
-        "far_mass",
-        "far",
-        "share of the attention on far rows",
-        words="share of the attention on far rows; `indexed_mass` of `evaluate` with a seal of 1",
+        *("overlap@{k}", "last {k}", "", WHOLE_PERCENT),
+        f"share of the {NEEDED} best far rows that one of the {{k}} tokens before needed",
     ),
-    Measure("needed", "needed", f"fewest far rows that hold {HELD:.0%} of the far attention", "", COUNT, "rows"),
-    _share("top_share@{k}", "top {k}", "share of the far attention that the {k} best rows hold", "", WHOLE_PERCENT),
-    _share(
-        "overlap@1",
-        "last",
-        f"share of the {NEEDED} best far rows that were among those of the token before",
-        "",
-        WHOLE_PERCENT,
-    ),
-    _share(
-        "overlap@{k}",
-        "last {k}",
-        f"share of the {NEEDED} best far rows that were among those of one of the {{k}} tokens before",
-        "",
-        WHOLE_PERCENT,
-    ),
-    Measure("rows@{k}", "rows of {k}", f"different rows among the {NEEDED} best of {{k}} tokens", "", COUNT, "rows"),
+    _rows("rows@{k}", "rows of {k}", "", f"different rows among the {NEEDED} best of {{k}} tokens"),
     Measure(
-        "slack@{k}",
-        "slack {k}",
+        *("slack@{k}", "slack {k}", "", Format(1), ""),
         "Quest's bound less the largest logit of the page, mean over pages of {k} rows, in standard deviations of the "
         "logits",
-        format=Format(1),
     ),
     Measure(
-        "rank@{k}",
-        "rank {k}",
+        *("rank@{k}", "rank {k}", "", FRACTION, ""),
         "rank correlation (Spearman) of bound and largest logit over pages of {k} rows",
-        format=FRACTION,
-        top=1.0,
+        1.0,
     ),
     _share(
-        "hits@{k}",
-        "hits {k}",
+        *("hits@{k}", "hits {k}", "", WHOLE_PERCENT),
         f"share of the {BEST} pages of {{k}} rows with the largest logits that are among the {BEST} with the highest "
         f"bounds",
-        "",
-        WHOLE_PERCENT,
     ),
+    _share("best_share@{k}", "best {k}", "", WHOLE_PERCENT, f"{_PAGE_ROWS} largest logits"),
     _share(
-        "best_share@{k}",
-        "best {k}",
-        f"share of the attention on whole pages of {{k}} rows that is in the {NEEDED} rows of pages with the largest "
-        f"logits",
-        "",
-        WHOLE_PERCENT,
-    ),
-    _share(
-        "bound_share@{k}",
-        "bound {k}",
-        f"share of the attention on whole pages of {{k}} rows that is in the {NEEDED} rows of pages with the highest "
-        f"bounds",
-        "",
-        WHOLE_PERCENT,
-        words=f"share of the attention on whole pages of {{k}} rows that is in the {NEEDED} rows of pages with the "
-        f"highest bounds: what `evaluate` calls `recovered`, of quest:page={{k}},group=each",
+        *("bound_share@{k}", "bound {k}", "", WHOLE_PERCENT),
+        f"{_PAGE_ROWS} highest bounds: what `evaluate` calls `recovered`, of quest:page={{k}},group=each",
     ),
 )
 _EVAL = (
-    _share("score", "score", "score", HIGH, WHOLE_PERCENT),
-    _share("ruler", "RULER", "RULER's string match", HIGH, WHOLE_PERCENT),
-    Measure("rows", "rows", "rows read per query head of a sparse layer", LOW, COUNT, "rows"),
-    Measure("kl", "KL", "KL, nats a token", LOW, Format(4), "nats a token"),
-    _share("same_top", "same top", "likeliest tokens the same", HIGH),
-    Measure("nll_difference", "NLL more", "growth of the NLL, nats a token", LOW, Format(4), "nats a token"),
-    Measure("perplexity", "perplexity", "perplexity", LOW, Format(3)),
-    Measure("first_token_seconds", "s", "s to the first token", LOW, Format(2), "s"),
-    Measure("token_milliseconds", "ms", "ms a token behind the first", LOW, Format(1), "ms"),
-    Measure("prompts", "prompts", "prompts", "", COUNT),
+    _share("score", "score", HIGH, WHOLE_PERCENT, "score"),
+    _share("ruler", "RULER", HIGH, WHOLE_PERCENT, "RULER's string match"),
+    _rows("rows", "rows", LOW, "rows read per query head of a sparse layer"),
+    Measure("kl", "KL", LOW, Format(4), "nats a token", "KL, nats a token: divergence from full attention"),
+    _share("same_top", "same top", HIGH, PERCENT, "likeliest tokens the same"),
+    Measure("nll_difference", "NLL more", LOW, Format(4), "nats a token", "growth of the NLL, nats a token"),
+    Measure("perplexity", "perplexity", LOW, Format(3), "", "perplexity"),
+    Measure("first_token_seconds", "s", LOW, Format(2), "s", "s to the first token"),
+    Measure("token_milliseconds", "ms", LOW, Format(1), "ms", "ms a token behind the first"),
+    Measure("prompts", "prompts", "", COUNT, "", "prompts"),
 )
 _OTHERS = (
-    _share("bytes_heads", "bytes", "bytes read, of the layer's", LOW, top=None),
-    _share("error_heads", "error", "relative output error", LOW, top=None),
-    Measure("missed", "heads missed", "heads missed", LOW, COUNT),
-    Measure("wins", "heads won", "heads won", HIGH, COUNT),
+    _share("bytes_heads", "bytes", LOW, PERCENT, "bytes read, of the layer's", None),
+    _share("error_heads", "error", LOW, PERCENT, "relative output error", None),
+    Measure("missed", "heads missed", LOW, COUNT, "", "heads missed"),
+    Measure("wins", "heads won", HIGH, COUNT, "", "heads won"),
 )
 _TABLE = {one.key: one for one in (*_REPLAY, *_RECALL, *_INSPECT, *_EVAL, *_OTHERS)}
 
@@ -351,8 +200,7 @@ def measure(key: str) -> Measure:
     if not at or key in _TABLE:
         return _TABLE[key]
     found = _TABLE[f"{name}@{{k}}"]
-    texts = {field: getattr(found, field).format(k=number) for field in ("short", "label", "words")}
-    return replace(found, key=key, **texts)
+    return replace(found, key=key, short=found.short.format(k=number), words=found.words.format(k=number))
 
 
 def measures(keys: Iterable[str]) -> tuple[Measure, ...]:
