@@ -193,8 +193,8 @@ def tables(record: Record) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """A panel a model: every measurement a grey point, and the best of each family a line with its name."""
-    from sparseattn.reporting import plots
     from sparseattn.reporting.line_style import name_ends, style
+    from sparseattn.reporting.plots import panels as plots
 
     named = [[name for name in grouped(points(one)) if name != CONTROLS] for one in records]
     labels = list(dict.fromkeys(name for names in named for name in names))

@@ -21,7 +21,7 @@ from scripts.evidence.views_recall import ASKED, CONTROL, LEVEL, Swept
 from scripts.evidence.views_rivals import MEASURE
 from sparseattn.evaluation.by_head import Comparison, Reading
 from sparseattn.evaluation.replay import Evaluation
-from sparseattn.reporting.replay_tables import Column
+from sparseattn.reporting.recall_tables import Recalled
 from sparseattn.utils.files import write_atomic
 
 Record: TypeAlias = "Mapping[str, Any]"
@@ -98,9 +98,9 @@ def _tensor(values: Sequence[Sequence[float | None]]) -> torch.Tensor:
 
 def layers(records: Sequence[Record], path: Path) -> None:
     """What methods recover by layer, at equal rows and at equal bytes."""
-    from sparseattn.reporting import plots_layers
+    from sparseattn.reporting import plots
 
-    plots_layers.by_layer([_comparison(one) for one in records[0]["by_layer"]], path)
+    plots.by_layer([_comparison(one) for one in records[0]["by_layer"]], path)
 
 
 def _comparison(one: Record) -> Comparison:
@@ -132,7 +132,7 @@ def recall(records: Sequence[Record], path: Path) -> None:
         for gap in found.gaps:
             title = f"trace {found.name}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
             asked = {label: found.curve(label, keys, ASKED, gap) for label in found.labels}
-            columns.append(Column(title, asked, control))
+            columns.append(Recalled(title, asked, control))
     plots.recall(columns, LEVEL, path)
 
 
@@ -171,9 +171,9 @@ def accuracy(records: Sequence[Record], path: Path) -> None:
 
 def steps(records: Sequence[Record], path: Path) -> None:
     """Recall of the best rows at every decoded token."""
-    from sparseattn.reporting import plots_steps
+    from sparseattn.reporting import plots
 
-    plots_steps.by_step([_evaluation(one) for one in rows(records[0])], MEASURE, path)
+    plots.by_step([_evaluation(one) for one in rows(records[0])], MEASURE, path)
 
 
 def scaling(records: Sequence[Record], path: Path) -> None:

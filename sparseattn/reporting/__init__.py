@@ -1,4 +1,4 @@
-"""What records look like: tables on the terminal, plots, and the page of `sparseattn report`.
+"""What records look like: tables (`table.py`), plots, and the page of `sparseattn report` (`html`).
 
 It may use `recommend`, `evaluation`, `cost_model` and what lies below them.
 """

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from sparseattn.core.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.evaluation.by_head import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
+from sparseattn.evaluation.measures import FRACTION, measure
 from sparseattn.evaluation.replay import Evaluation
+from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 
 ROWS = 256  # the budget whose rows to compare at, where it was measured and none is named
@@ -21,7 +20,7 @@ BYTES = 0.10  # of the cache: what Quest with pages of 16 reads for 256 of 8,192
 
 
 def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
-    """The budget whose rows to compare at: the one asked for, else `ROWS`, else the middle one of those measured.
+    """Return the budget whose rows to compare at: the one asked for, else `ROWS`, else the middle one measured.
 
     Raises:
         ValueError: one asked for that is not measured.
@@ -37,7 +36,11 @@ def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
 
 
 def chosen_bytes(asked: str | None) -> float:
-    """The share of the cache's bytes to compare at, `BYTES` if none is asked for; ValueError for what is no share."""
+    """Return the share of the cache's bytes to compare at, `BYTES` if none is asked for.
+
+    Raises:
+        ValueError: what is asked for is no share.
+    """
     try:
         share = BYTES if asked is None else parse_budget(asked)
     except ValueError:
@@ -50,90 +53,82 @@ def chosen_bytes(asked: str | None) -> float:
 def compared(
     results: Sequence[Evaluation], rows: Budget, share: float, lacking: Mapping[str, str]
 ) -> tuple[list[Comparison], list[str]]:
-    """One trace's methods at equal rows and at equal bytes, where there are any; and why not, where there are none.
+    """Return one trace's methods at equal rows and at equal bytes, and sentences of why there is no such comparison.
 
     `lacking`: label -> why a method could not be measured on this trace at all.
     """
-    made, said = [], []
+    made, missing = [], []
     for compare in (functools.partial(at_rows, results, rows), functools.partial(at_bytes, results, share)):
         try:
-            one = compare()
+            comparison = compare()
         except NothingToCompare as error:
-            said.append(plain(f"{results[0].trace}: {error}."))
+            missing.append(plain(f"{results[0].trace}: {error}."))
         else:
-            made.append(replace(one, left_out={**lacking, **one.left_out}))
-    return made, said
+            made.append(replace(comparison, left_out={**lacking, **comparison.left_out}))
+    return made, missing
 
 
-def condition(one: Comparison) -> str:
-    """Such as "324 rows attended, those of budget 256" or "10% of the cache's bytes"."""
-    if one.equal == "bytes":
-        return f"{budget_label(one.at)} of the cache's bytes"
-    rows = "" if one.attended is None else f"{one.attended:.0f} rows attended, those of "
-    return f"{rows}budget {budget_label(one.at)}"
+def condition(comparison: Comparison) -> str:
+    """Return what is equal, such as "324 rows attended, those of budget 256" or "10% of the cache's bytes"."""
+    if comparison.equal == "bytes":
+        return f"{budget_label(comparison.at)} of the cache's bytes"
+    rows = "" if comparison.attended is None else f"{comparison.attended:.0f} rows attended, those of "
+    return f"{rows}budget {budget_label(comparison.at)}"
 
 
-def overview(one: Comparison) -> Table:
-    """Every method in a row, that with the least output error first."""
-    out = _table(f"{_trace(one)}, {condition(one)}: every method, that with the least error first")
-    out.add_column("selector", overflow="fold")
-    for name in ("budget", "rows", "bytes %", "scan %", "R@10", "recovered", "error %"):
-        out.add_column(name, justify="right", no_wrap=True)
-    for label, reading in sorted(one.readings.items(), key=lambda item: item[1].mean("relative_error")):
-        out.add_row(
-            label,
-            _budgets(reading),
-            f"{reading.mean('attended'):.0f}",
-            _percent(reading.mean("bytes_share")),
-            _percent(reading.mean("scanned_share")),
-            _share(reading.mean("recall@10")),
-            _share(reading.mean("recovered")),
-            _percent(reading.mean("relative_error")),
-        )
+def overview(comparison: Comparison) -> Table:
+    """Return a table of every method, that with the least output error first."""
+    keys = ("attended", "bytes_share", "scanned_share", "recall@10", "recovered", "relative_error")
+    out = Table(
+        f"{_where(comparison)}: every method, that with the least error first",
+        [
+            Column.text("selector"),
+            Column("budget", wrap=False),
+            *(Column.of(key, wrap=False) for key in keys),
+        ],
+    )
+    for label, reading in sorted(comparison.readings.items(), key=lambda item: item[1].mean("relative_error")):
+        out.add(label, _budgets(reading), *map(reading.mean, keys))
     return out
 
 
-def tables(one: Comparison) -> list[Table]:
-    """Recovered share and output error, a row a layer and a column a method; then how alike the methods' heads are."""
-    trace = _trace(one)
+def tables(comparison: Comparison) -> list[Table]:
+    """Return recovered share and output error, a row a layer and a column a method, and how alike their heads are."""
+    heads = (
+        f"of {comparison.count()} heads those missed (less than {MISSED:g} recovered), and the rank correlation "
+        f"(Spearman) of heads by what is recovered"
+    )
     return [
         _by_layer(
-            one, f"{trace}, {condition(one)}: share recovered of the weight on indexed rows, by layer", "recovered"
+            comparison, f"{_where(comparison)}: share recovered of the weight on indexed rows, by layer", "recovered"
         ),
-        _by_layer(one, f"{trace}, {condition(one)}: output error %, by layer", "relative_error"),
-        _heads(one, f"{trace}, {condition(one)}: {_head_title(one)}"),
+        _by_layer(comparison, f"{_where(comparison)}: output error %, by layer", "relative_error"),
+        _heads(comparison, f"{_where(comparison)}: {heads}"),
     ]
 
 
-def _trace(one: Comparison) -> str:
-    return plain(next(iter(one.readings.values())).low.trace)
+def _where(comparison: Comparison) -> str:
+    return f"{_trace(comparison)}, {condition(comparison)}"
 
 
-def _head_title(one: Comparison) -> str:
-    return (
-        f"of {one.count()} heads those missed (less than {MISSED:g} recovered), and the rank correlation (Spearman) of "
-        f"heads by what is recovered"
+def _trace(comparison: Comparison) -> str:
+    return plain(next(iter(comparison.readings.values())).low.trace)
+
+
+def _by_layer(comparison: Comparison, title: str, key: str) -> Table:
+    out = Table(
+        title,
+        [Column.text("layer", wrap=False), *(Column(label) for label in comparison.readings)],
     )
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _by_layer(one: Comparison, title: str, measure: str) -> Table:
-    show = _share if measure == "recovered" else _percent
-    out = _table(title)
-    out.add_column("layer", no_wrap=True)
-    for label in one.readings:
-        out.add_column(label, justify="right", overflow="fold")
-    columns = [reading.layers(measure).tolist() for reading in one.readings.values()]
-    for i, layer in enumerate(one.layers):
-        out.add_row(str(layer), *(show(column[i]) for column in columns))
-    out.add_section()
-    out.add_row("mean", *(show(reading.mean(measure)) for reading in one.readings.values()))
-    out.add_row("bytes %", *(_percent(reading.mean("bytes_share")) for reading in one.readings.values()))
-    out.add_row("rows", *(f"{reading.mean('attended'):.0f}" for reading in one.readings.values()))
-    out.add_row("budget", *map(_budgets, one.readings.values()))
+    readings = comparison.readings.values()
+    values = [reading.layers(key).tolist() for reading in readings]
+    for i, layer in enumerate(comparison.layers):
+        out.add(layer, *(measure(key)(column[i]) for column in values))
+    out.rule()
+    out.add("mean", *(measure(key)(reading.mean(key)) for reading in readings))
+    for cost in map(measure, ("bytes_share", "attended")):
+        out.add(cost.head, *(cost(reading.mean(cost.key)) for reading in readings))
+    out.add("budget", *map(_budgets, readings))
     return out
 
 
@@ -141,70 +136,68 @@ def _budgets(reading: Reading) -> str:
     return "+".join(map(budget_label, reading.budgets))
 
 
-def _heads(one: Comparison, title: str) -> Table:
-    out = _table(title)
-    out.add_column("selector", overflow="fold")
-    out.add_column("missed", justify="right")
-    for label in one.readings:
-        out.add_column(label, justify="right", overflow="fold")
-    both, ranks = one.missed(), one.correlation().tolist()
-    for i, label in enumerate(one.readings):
-        out.add_row(label, str(int(both[i, i])), *map(_share, ranks[i]))
+def _heads(comparison: Comparison, title: str) -> Table:
+    alike = [Column(label, FRACTION) for label in comparison.readings]
+    out = Table(title, [Column.text("selector"), Column("missed"), *alike])
+    missed, correlation = comparison.missed(), comparison.correlation().tolist()
+    for i, label in enumerate(comparison.readings):
+        out.add(label, int(missed[i, i]), *correlation[i])
     return out
 
 
-def _share(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
-
-
-def _percent(value: float) -> str:
-    return "-" if math.isnan(value) else f"{100 * value:.1f}"
-
-
-def left_out(one: Comparison, but: Mapping[str, str]) -> list[str]:
-    """A sentence for each method that is not compared under this condition, but for those named in `but`."""
+def left_out(comparison: Comparison, but: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each method that is not compared under this condition, but for those named in `but`."""
     return [
-        plain(f"{_trace(one)}, {condition(one)}: {label} {why}.")
-        for label, why in one.left_out.items()
-        if label not in but
+        plain(f"{_where(comparison)}: {label} {why}.") for label, why in comparison.left_out.items() if label not in but
     ]
 
 
-def sentences(one: Comparison) -> list[str]:
-    """Which heads fail: missed by a rival and by others, who wins where, and how alike the orders of heads are.
+def sentences(comparison: Comparison) -> list[str]:
+    """Say which heads fail: missed by a rival and by others, who wins where, and how alike the orders of heads are.
 
     Rivals do not score every key. The one whose heads are counted is the best of those that miss any.
     """
-    out = []
-    labels, rivals, total = list(one.readings), one.rivals, one.count()
-    both = one.missed()
-    if rivals:
-        # The best that misses any: one that finds nearly all by reading half of the cache says nothing about heads.
-        missing = [label for label in rivals if both[labels.index(label), labels.index(label)]] or rivals
-        best = max(missing, key=lambda label: one.readings[label].mean("recovered"))
-        i = labels.index(best)
-        gone = int(both[i, i])
-        others = [f"{label} {int(both[i, j])}" for j, label in enumerate(labels) if j != i]
-        rest = f"; of these miss too: {', '.join(others)}" if gone and others else ""
-        out.append(f"{best} recovers less than {MISSED:.0%} at {gone} of {total} heads{rest}.")
-    if len(rivals) > 1:
-        layers = _layers_of(one.winners())
-        parts = []
-        for label, count in sorted(one.wins().items(), key=lambda item: -item[1]):
-            where = f" and in layers {', '.join(map(str, layers[label]))}" if label in layers else ""
-            parts += [f"{label} at {count}{where}"] if count or where else []
-        out.append(f"Of the methods that do not score every key, heads where one recovers most: {'; '.join(parts)}.")
-    ranks = one.correlation().tolist()
+    facts = [_missed(comparison), _won(comparison), _alike(comparison)]
+    return [plain(f"{_where(comparison)}: {fact}") for fact in facts if fact is not None]
+
+
+def _missed(comparison: Comparison) -> str | None:
+    labels, rivals, both = list(comparison.readings), comparison.rivals, comparison.missed()
+    if not rivals:
+        return None
+    # The best that misses any: one that finds nearly all by reading half of the cache says nothing about heads.
+    missing = [label for label in rivals if both[labels.index(label), labels.index(label)]] or rivals
+    best = max(missing, key=lambda label: comparison.readings[label].mean("recovered"))
+    i = labels.index(best)
+    missed = int(both[i, i])
+    others = [f"{label} {int(both[i, j])}" for j, label in enumerate(labels) if j != i]
+    rest = f"; of these miss too: {', '.join(others)}" if missed and others else ""
+    return f"{best} recovers less than {MISSED:.0%} at {missed} of {comparison.count()} heads{rest}."
+
+
+def _won(comparison: Comparison) -> str | None:
+    if len(comparison.rivals) < 2:
+        return None
+    layers = _layers_of(comparison.winners())
+    parts = []
+    for label, count in sorted(comparison.wins().items(), key=lambda item: -item[1]):
+        where = f" and in layers {', '.join(map(str, layers[label]))}" if label in layers else ""
+        parts += [f"{label} at {count}{where}"] if count or where else []
+    return f"Of the methods that do not score every key, heads where one recovers most: {'; '.join(parts)}."
+
+
+def _alike(comparison: Comparison) -> str | None:
+    ranks = comparison.correlation().tolist()
     pairs = [
-        (ranks[i][j], f"{labels[i]} and {labels[j]}")
-        for i, j in combinations(range(len(labels)), 2)
+        (ranks[i][j], f"{first} and {second}")
+        for (i, first), (j, second) in combinations(enumerate(comparison.readings), 2)
         if not math.isnan(ranks[i][j])
     ]
-    if pairs:
-        low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
-        span = low if len(pairs) == 1 else f"{low} to {high}"
-        out.append(f"Methods rank the heads by what they recover alike to a correlation of {span}.")
-    return [plain(f"{_trace(one)}, {condition(one)}: {sentence}") for sentence in out]
+    if not pairs:
+        return None
+    low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
+    span = low if len(pairs) == 1 else f"{low} to {high}"
+    return f"Methods rank the heads by what they recover alike to a correlation of {span}."
 
 
 def _layers_of(winners: Mapping[int, str]) -> dict[str, list[int]]:

@@ -25,7 +25,7 @@ BESIDE = 0.25  # inches between the panel and a name, where the leading line run
 
 
 def style(number: int, label: str) -> dict[str, Any]:
-    """Of the line `number` (from 0) of a picture, for matplotlib's `plot`; a hundred pairs before one recurs."""
+    """Return how line `number` (from 0) of a picture looks, for matplotlib's `plot`; a look recurs after a hundred."""
     return {
         "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],
         "color": COLOURS[number % len(COLOURS)],
@@ -37,19 +37,19 @@ def style(number: int, label: str) -> dict[str, Any]:
 
 
 def broken(label: str) -> str:
-    """A name in two lines where it has arguments."""
+    """Return a name in two lines where it has arguments."""
     return label.replace("(", "\n(", 1)
 
 
 def room(labels: Iterable[str]) -> tuple[float, float]:
-    """Inches that the names of one panel take: width beside it, and the height it needs for all of them."""
+    """Return the inches that the names of one panel take: width beside it, and the height it needs for all of them."""
     lines = [broken(label).split("\n") for label in labels]
     widest = max((len(line) for lines_of in lines for line in lines_of), default=0)
     return BESIDE + WIDTH * widest, LINE * sum(len(lines_of) for lines_of in lines)
 
 
 def name_ends(figure: Any, panels: Iterable[Any]) -> None:
-    """Writes the name of every line right of its panel, at the height of the line's last point or as near as names do
+    """Write the name of every line right of its panel, at the height of the line's last point or as near as names do
     not overlap; a thin line leads to it from there. Call it last: it goes by the limits of the axes.
 
     Lines without a label of their own (matplotlib's begin with "_") or without a point in the panel get no name.
@@ -93,8 +93,11 @@ def name_ends(figure: Any, panels: Iterable[Any]) -> None:
 
 
 def apart(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Where names go that want to stand at `wanted` (rising): moved as little as it takes, in the sum of squares, for
-    none of these heights to overlap, and to stay within 0 and 1 if all have room there."""
+    """Return where names go that want to stand at `wanted` (rising).
+
+    They move as little as it takes, in the sum of squares, for none of these heights to overlap, and stay within 0 and
+    1 if all have room there.
+    """
     offsets, at = [], 0.0
     for i, height in enumerate(heights):
         at += (heights[i - 1] + height) / 2 if i else height / 2

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from sparseattn.core.budget import budget_label
 from sparseattn.evaluation.token_explorer import DECADES, SHARE, Exploration
-from sparseattn.reporting.html.views import Explorer, Heat, Measure, Section, View
+from sparseattn.reporting.html.views import Explorer, Heat, Section, View, axis
 
 FAR = 0.2  # of a head's attention beyond sink and window, for the explorer to open at it
 
 
 def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Section:
-    """One trace's; `number` tells several apart, `pieces` is its text, a piece a token."""
+    """Return the section of one trace; `number` tells several apart, `pieces` is its text, a piece a token."""
     data = {
         "trace": found.trace,
         "tokens": list(found.tokens),
@@ -58,15 +58,15 @@ def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Se
 
 
 def _text(bytes_of: Tensor) -> str:
-    """A tensor of bytes as text: deflated, in base64."""
+    """Return a tensor of bytes as text: deflated, in base64."""
     return base64.b64encode(zlib.compress(bytes_of.contiguous().numpy().tobytes(), 9)).decode()
 
 
 def _needs(found: Exploration) -> Heat:
-    """Rows needed by each head, and how far it looks, in the mean over the tokens."""
+    """Return the rows needed by each head, and how far it looks, in the mean over the tokens."""
     measures = (
-        Measure("needed", f"fewest rows that hold {SHARE:.0%} of the attention", "count", log=True),
-        Measure("far", "share of the attention beyond sink and window", "share", top=1.0),
+        axis("needed", label=f"fewest rows that hold {SHARE:.0%} of the attention", log=True),
+        axis("indexed_mass", better=""),
     )
     far = found.readings[0].measured["indexed_mass"]
     panel = {
@@ -74,15 +74,15 @@ def _needs(found: Exploration) -> Heat:
         "choice": {},
         "columns": list(range(found.heads)),
         "rows": list(found.layers),
-        "values": {"needed": found.needed.double().mean(0).tolist(), "far": far.mean(0).tolist()},
+        "values": {"needed": found.needed.double().mean(0).tolist(), "indexed_mass": far.mean(0).tolist()},
     }
     note = f"A row a layer, a column a query head; the mean over the last {len(found.tokens)} tokens."
     return Heat("What each head needs", "query head", "layer", (), measures, [panel], note=note)
 
 
 def _start(found: Exploration) -> dict[str, int]:
-    """Where the explorer opens: the method that errs most, at its worst head of the last token among those that look
-    far."""
+    """Return where the explorer opens: the method that errs most, at its worst head of the last token, of those that
+    look far."""
     errors = [float(one.measured["relative_error"].mean()) for one in found.readings]
     method = max(range(len(errors)), key=errors.__getitem__)
     worst = found.readings[method].measured["relative_error"][-1].clone()  # [L,H*G]

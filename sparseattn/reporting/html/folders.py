@@ -28,7 +28,7 @@ class Source:
 
 
 def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[Source]]:
-    """What the folders hold of files with a name of `files`: name -> sources, in the order of the folders.
+    """Return what the folders hold of files with a name of `files`: name -> sources, in the order of the folders.
 
     Every line is checked here, so that who shows records need not ask again what they are.
 
@@ -61,7 +61,11 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
 
 
 def lines(path: Path, check: Check) -> list[Record]:
-    """The records of a file, a line each. ValueError names file, line and field of what is none, or an empty file."""
+    """Return the records of a file, a line each.
+
+    Raises:
+        ValueError: a line is no record, naming file, line and field, or the file is empty.
+    """
     made: list[Record] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():

@@ -8,19 +8,17 @@ from typing import Any
 from sparseattn.core.budget import budget_label
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, HEADS, NAME, NUMBER, ORIGIN
-from sparseattn.reporting.html.views import Heat, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Heat, Section, View, axis, column
+from sparseattn.reporting.table import Column, Table
 from sparseattn.utils.json_fields import FieldError, Flag, Items, Maybe, Number, Object, Text
 
 FILE = "by-layer.jsonl"
 
-MEASURES = (
-    Measure("relative_error", "error of the output", "share", better="low"),
-    Measure("recovered", "share recovered of the far attention", "share", better="high", top=1.0),
-)
+MEASURES = (axis("relative_error"), axis("recovered"))
 
 
 def _layers_fit(one: Mapping[str, Any], name: str) -> None:
-    """A method has a number a layer."""
+    """Raise FieldError unless a method has a number a layer."""
     count = len(one["layers"])
     for i, method in enumerate(one["methods"]):
         for measure in MEASURES:
@@ -53,12 +51,12 @@ FIELDS = Object(
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no comparison of `bench`; `before` are those above it."""
+    """Raise FieldError where a line is no comparison of `bench`; `before` are those above it."""
     FIELDS.check(one)
 
 
 def section(records: Sequence[Record]) -> Section:
-    """A map of methods by layers for each comparison, and a table of them."""
+    """Return a map of methods by layers for each comparison, and a table of them."""
     methods = dict.fromkeys(method["label"] for one in records for method in one["methods"])
     views: list[View] = [_map(records), _table(records)]
     return Section("layers", "Which layers a method fails in", [_best(one) for one in records], views, tuple(methods))
@@ -71,7 +69,7 @@ def _condition(one: Record) -> str:
 
 
 def _best(one: Record) -> str:
-    """Which method is nearest to full attention there, and how evenly."""
+    """Say which method is nearest to full attention there, and how evenly."""
     rivals = [method for method in one["methods"] if not method["scans_all"]] or one["methods"]
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
     errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]
@@ -100,22 +98,15 @@ def _map(records: Sequence[Record]) -> Heat:
 
 
 def _table(records: Sequence[Record]) -> Table:
+    means = ("attended", "bytes_share", "relative_error", "recovered")
     columns = [
-        Measure("trace", "trace", "text"),
-        Measure("at", "compared at", "text"),
-        Measure("label", "method", "text"),
-        Measure("budgets", "budget", "text"),
-        Measure("attended", "rows", "count"),
-        Measure("bytes_share", "bytes", "share"),
-        Measure("relative_error", "error", "share"),
-        Measure("recovered", "recovered", "share"),
-        Measure("missed", "heads missed", "count"),
-        Measure("wins", "heads won", "count"),
+        *map(Column.text, ("trace", "compared at", "method", "budget")),
+        *map(column, (*means, "missed", "wins")),
     ]
     rows = [
         [
             *(one["trace"], _condition(one), method["label"], " and ".join(map(budget_label, method["budgets"]))),
-            *(method["mean"].get(name) for name in ("attended", "bytes_share", "relative_error", "recovered")),
+            *(method["mean"].get(key) for key in means),
             *(method["missed"], method["wins"]),
         ]
         for one in records
@@ -125,4 +116,4 @@ def _table(records: Sequence[Record]) -> Table:
         "Of two budgets a method is mixed, token by token. A head is missed where less than half is recovered, and won "
         "where no other method that does not score every key recovers more."
     )
-    return Table("Every comparison", columns, rows, method=2, note=note)
+    return Table("Every comparison", columns, rows, note, row_head=2)

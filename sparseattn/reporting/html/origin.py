@@ -29,7 +29,7 @@ MOST = 12  # different values that are listed
 
 
 def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) -> Section:
-    """A group for each file, for each trace, for each set of versions and machine, and those of what was made here."""
+    """Return a group for each file, each trace, each set of versions and machine, and for what was made here."""
     groups: dict[str, dict[str, str]] = {}
     traces: dict[str, dict[str, str]] = {}
     made: dict[str, list[str]] = {}  # versions and machine -> files made by them
@@ -54,7 +54,7 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
 
 
 def _settings(records: Sequence[Record]) -> dict[str, str]:
-    """Name -> its values over the lines."""
+    """Return name -> its values over the lines."""
     flat = [
         _flat({k: v for k, v in one.items() if k not in MEASURED and k not in APART})
         for one in records
@@ -70,7 +70,7 @@ def _settings(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Objects within as `outer inner`; lists as they are written."""
+    """Return a record without objects: those within as `outer inner`; lists as they are written."""
     out: dict[str, str] = {}
     for name, value in facts.items():
         if isinstance(value, Mapping):

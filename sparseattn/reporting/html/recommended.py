@@ -10,25 +10,24 @@ from sparseattn.recommend.records import KEY as KIND
 from sparseattn.recommend.records import check_line
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import ORIGIN
-from sparseattn.reporting.html.views import Given, Heat, Lines, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Given, Heat, Lines, Section, View, axis, cost
+from sparseattn.reporting.table import Column, Table
 from sparseattn.selectors.registry import make_selector
 from sparseattn.selectors.trust import named_modules
 from sparseattn.utils.json_fields import FieldError, Object
 
 FILE = "recommend.jsonl"
 
-COST = (Measure("bytes_heads", "bytes read, of the layer's", "share", log=True),)
+COST = (cost("bytes_heads"),)
 LOSS = (
-    Measure("kl", "KL divergence by one layer alone, nats a token", "number", log=True, better="low"),
-    Measure("error_heads", "error of the output", "share", log=True, better="low"),
+    axis("kl", label="KL divergence by one layer alone, nats a token", log=True),
+    axis("error_heads", log=True),
 )
-
-
 GIVEN = "A column a layer, a row a KV head; the number is the budget."
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
-    """FieldError where a line is no record of `recommend`, or speaks of layers that the settings `before` it do not."""
+    """Raise FieldError where a line is no record of `recommend`, or names layers that no settings `before` it do."""
     Object(more=ORIGIN).check(one)
     check_line(one)
     if one[KIND] in ("frontier", "plan"):
@@ -40,12 +39,12 @@ def check(one: Record, before: Sequence[Record]) -> None:
 
 
 def _heads(records: Sequence[Record]) -> dict[int, int]:
-    """KV heads of each layer."""
+    """Return the KV heads of each layer."""
     return {layer[0]: layer[1] for one in records if one[KIND] == "settings" for layer in one.get("layers", ())}
 
 
 def section(records: Sequence[Record]) -> Section:
-    """Frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
+    """Return frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
     points = _points([one for one in records if one[KIND] == "frontier"])
     plans = [one for one in records if one[KIND] == "plan"]
     methods = dict.fromkeys(method for method, _, _ in points)
@@ -58,8 +57,8 @@ def section(records: Sequence[Record]) -> Section:
 
 
 def _name(method: str) -> str:
-    """As other sections call it. What this release does not know keeps its text, and so does a class of another
-    package's module: nothing is imported because a record names it."""
+    """Return a method's name as other sections have it. What this release does not know keeps its text, and so does a
+    class of another package's module: nothing is imported because a record names it."""
     if named_modules([method]):
         return method
     try:
@@ -69,7 +68,7 @@ def _name(method: str) -> str:
 
 
 def _points(frontiers: Sequence[Record]) -> dict[tuple[str, str, int], dict[str, float]]:
-    """(method, budget, layer) -> measures, the mean over windows and heads."""
+    """Return (method, budget, layer) -> measures, the mean over windows and heads."""
     names = {one["method"]: _name(one["method"]) for one in frontiers}
     found: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     for one in frontiers:
@@ -119,7 +118,7 @@ def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
 
 
 def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, Any]]:
-    """By plan and layer, the method and the budget of each KV head.
+    """Return by plan and layer the method and the budget of each KV head.
 
     Args:
         heads: of each layer.
@@ -144,7 +143,7 @@ def _list(given: Any) -> list[Any]:
 
 
 def _table(given: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [Measure(name, name, "text") for name in ("plan", "layer", "heads", "method", "budget")]
+    columns = [Column.text(name) for name in ("plan", "layer", "heads", "method", "budget")]
     rows = [
         [
             plan["name"],
@@ -157,14 +156,14 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
         for layer in plan["layers"]
         for head, one in enumerate(layer["heads"][: 1 if layer["agree"] else None])
     ]
-    return Table("What each plan gives each layer, as a table", columns, rows, method=3)
+    return Table("What each plan gives each layer, as a table", columns, rows, row_head=3)
 
 
 def _said(plan: Record) -> str:
-    cost, verified = plan["cost"], plan["verified"]
-    predicted = " (predicted)" if cost["predicted"] else ""
-    told = f"{cost['plan'] / cost['full']:.0%} of full attention's {cost['unit']}"
-    told += (f" on {cost['machine']}" if cost.get("machine") else "") + predicted
+    costs, verified = plan["cost"], plan["verified"]
+    predicted = " (predicted)" if costs["predicted"] else ""
+    told = f"{costs['plan'] / costs['full']:.0%} of full attention's {costs['unit']}"
+    told += (f" on {costs['machine']}" if costs.get("machine") else "") + predicted
     kl, same = (verified[name]["mean"] for name in ("kl", "same_top"))
     return (
         f"The plan {plan['name']} costs {told}. On {verified['windows']} windows held out its predictions differ by "
