@@ -180,7 +180,7 @@ def test_steps_of_roles_are_in_the_order_of_the_heads(trace: Path) -> None:
 
 def test_bench_by_step_records_and_draws(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from sparseattn.reporting import plots_steps
+    from sparseattn.reporting.plots import bench_steps as plots_steps
 
     drawn: list[Any] = []
     save = plots_steps.save

@@ -30,6 +30,8 @@ from sparseattn.evaluation.tasks.run import Method, measure
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.models.load import load_model
 from sparseattn.reporting import eval_tables as report
+from sparseattn.reporting.eval_records import by_place
+from sparseattn.reporting.terminal import WIDE
 from sparseattn.selectors.parameters.saap_artefact import locate
 from sparseattn.utils.locks import locked
 
@@ -568,7 +570,7 @@ def test_the_table_shows_rulers_figure_where_several_values_are_asked_for(
         made(FULL, None, 9, 0.0, task="passkey", ruler=1.0, answers=["14"]),  # in 3.14: RULER counts that
         made(FULL, None, 9, 0.5, task="own", ruler=None, answers=["a"]),
     ]
-    Console(width=report.WIDE).print(*report.tables(records))
+    Console(width=WIDE).print(*report.tables(records))
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = ["words", "10", "RULER", "kv", "10", "passkey", "10", "RULER", "own", "10"]
     assert ["method", "budget", "rows", *head] in shown
@@ -707,7 +709,7 @@ def test_what_full_attention_does_not_answer_is_said(capsys: pytest.CaptureFixtu
 
 def test_sets_of_layers_are_methods_of_their_own_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     records = [made(FULL, None, 9, 1.0), *(made("Quest", "64", 9, 0.5, layers=layers) for layers in (None, "0-9", "7"))]
-    Console(width=report.WIDE).print(*report.tables(records))
+    Console(width=WIDE).print(*report.tables(records))
     shown = capsys.readouterr().out
     assert [line.split("  ")[0].strip() for line in shown.splitlines()[-5:-1]] == [
         *("full", "Quest", "Quest, layers 0-9", "Quest, layers 7")
@@ -728,7 +730,7 @@ def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -
         for protocol in ("question", "prefill")
     ]
     plots.accuracy(many, tmp_path / "many.png")
-    grids = report.grids(many)
+    grids = by_place(many)
     assert list(grids)[:2] == ["kv-question", "passkey-question"]
     assert len(grids) == 8
     plots.heat(grids["kv-question"], tmp_path / "heat.png")

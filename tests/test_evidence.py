@@ -152,7 +152,6 @@ def test_every_picture_is_shown_and_has_its_records() -> None:
     shown = "".join(path.read_text() for path in documents.documents())
     for name, picture in toml.read(pictures.DEFINED).items():
         assert re.search(rf"!\[.+\]\((?:[./]|docs/)*{name}\.png\)", shown), f"no document shows {name}.png"
-        assert picture["draw"] in pictures.DRAWN
         assert {step.name for step in STEPS} >= set(picture["records"])
 
 

@@ -8,9 +8,12 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 import pytest
 import report_records as records
@@ -44,6 +47,56 @@ def data_of(page: str) -> dict[str, Any]:
     return found
 
 
+@dataclass
+class Shown:
+    """A figure of the page.
+
+    Args:
+        kind: of its view.
+        data: what its script draws; empty for tables and facts.
+        cells: texts of a table's rows.
+        groups: of facts, name -> text.
+    """
+
+    kind: str
+    data: dict[str, Any]
+    cells: list[list[str]]
+    groups: dict[str, dict[str, str]]
+
+
+def text_of(element: Element) -> str:
+    return "".join(element.itertext()).strip()
+
+
+def sections_of(page: str) -> dict[str, tuple[list[str], list[Shown]]]:
+    """What the page's markup says, by section: its findings and its figures; the browser is not asked."""
+    (markup,) = re.findall(r"<main.*?</main>", page, re.S)
+    main = ElementTree.fromstring(markup)
+    figures = data_of(page)["figures"]
+    lead = {text_of(one.find("a")): text_of(one.find("span")) for one in main.findall("section[@class='lead']/p")}
+    found = {}
+    for section in main.findall("section[@id]"):
+        title = text_of(section.find("h2"))
+        said = [lead[title]] if title in lead else []
+        said += [text_of(one) for one in section.findall("ul/li") + section.findall("details/ul/li")]
+        shown = [
+            Shown(
+                figure.attrib["data-kind"],
+                figures.get(figure.attrib["id"], {}),
+                [[text_of(cell) for cell in row] for row in figure.findall(".//tbody/tr")],
+                {
+                    text_of(group.find("summary")): {
+                        text_of(one[0]): text_of(one[1]) for one in group.findall("dl/div")
+                    }
+                    for group in figure.findall("details")
+                },
+            )
+            for figure in section.findall("figure")
+        ]
+        found[section.attrib["id"]] = said, shown
+    return found
+
+
 @pytest.fixture(scope="module")
 def folders(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     return once("report-records", records.fill)
@@ -63,7 +116,7 @@ def page(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None:
-    sections = {one["name"]: one for one in data_of(page)["sections"]}
+    sections = sections_of(page)
     assert list(sections) == ["plan", "frontier", "layers", "needs", "recall", "answers", "explorer", "origin"]
     assert set(KINDS) == {
         "recommend.jsonl",
@@ -73,34 +126,32 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
         "recall.jsonl",
         "eval.jsonl",
     }
-    assert all(one["said"] for name, one in sections.items() if name != "origin")
-    views = {name: [view["kind"] for view in one["views"]] for name, one in sections.items()}
+    assert all(said for name, (said, _) in sections.items() if name != "origin")
+    views = {name: [view.kind for view in shown] for name, (_, shown) in sections.items()}
     assert views["frontier"] == ["lines", "heat", "table"]
     assert views["needs"] == ["heat"]
     assert views["plan"] == ["given", "lines", "heat", "table"]
-    given, lines, heat, table = sections["plan"]["views"]
-    assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines["points"]] == [
+    said, (given, lines, heat, table) = sections["plan"]
+    assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines.data["points"]] == [
         ("Quest", "budget 16", 1.5 / 16),
         ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
     ], "what is measured in every layer"
-    assert heat["panels"][0]["values"]["kl"] == [[0.09375, 0.09375], [0.0625, None]]
-    (plan,) = given["plans"]
+    assert heat.data["panels"][0]["values"]["kl"] == [[0.09375, 0.09375], [0.0625, None]]
+    (plan,) = given.data["plans"]
     assert plan["layers"][1] == {
         "layer": 1,
         "agree": False,
         "heads": [{"method": "Quest", "budget": "64"}, {"method": "dense", "budget": ""}],
     }
     assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "Window", "budget": ""}] * 2}
-    assert table["rows"][1:] == [
+    assert table.cells[1:] == [
         ["made up-1%", "1", "KV head 0", "Quest", "64"],
         ["made up-1%", "1", "KV head 1", "dense", ""],
     ]
-    assert sections["plan"]["said"][0].startswith(
-        "The plan made up-1% costs 25% of full attention's bytes. On 3 windows"
-    )
+    assert said[0].startswith("The plan made up-1% costs 25% of full attention's bytes. On 3 windows")
     assert views["answers"] == ["lines", "table", "lines", "heat", "table"]
-    (needles,) = (view for view in sections["answers"]["views"] if view["kind"] == "heat")
-    lost = [one for one in needles["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
+    (needles,) = (view for view in sections["answers"][1] if view.kind == "heat")
+    lost = [one for one in needles.data["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
     assert [(one["rows"], one["columns"], one["values"]["score"]) for one in lost] == [
         ([0, 0.5, 1], [1024, 4096], [[0, 0], [1, 1], [1, 1]])
     ]
@@ -108,8 +159,8 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
 
 
 def test_the_page_holds_every_setting_and_version(page: str, folders: Path) -> None:
-    (view,) = data_of(page)["sections"][-1]["views"]
-    groups = view["groups"]
+    _, (view,) = sections_of(page)["origin"]
+    groups = view.groups
     bench = groups[str(folders / "bench" / "bench.jsonl")]
     line = json.loads((folders / "bench" / "bench.jsonl").read_text().splitlines()[0])
     for name in ("sink", "window", "last", "tokens", "seal", "device", "trace_dtype", "replay_dtype", "selector"):
@@ -157,16 +208,20 @@ def test_names_from_records_are_text_and_no_markup(tmp_path: Path, folders: Path
     page = (tmp_path / "r.html").read_text()
     assert "alert(1)</script>" not in page
     assert "<h1>&lt;i&gt;</h1>" in page
-    assert evil in data_of(page)["sections"][0]["said"][0]
+    said, shown = sections_of(page)["frontier"]
+    assert evil in said[0]
+    assert shown[0].data["points"][0]["facet"] == evil
+    assert shown[-1].cells[0][:2] == [evil, "<b>&"]
 
 
 def test_two_folders_of_one_kind_are_two_sections(tmp_path: Path, folders: Path) -> None:
     for name in ("a", "b"):
         records.write(tmp_path / name / "eval.jsonl", records.answers())
     assert run("report", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "r.html").exit_code == 0
-    sections = data_of((tmp_path / "r.html").read_text())["sections"]
-    assert [one["name"] for one in sections] == ["answers-1", "answers-2", "origin"]
-    assert sections[1]["title"].endswith(str(tmp_path / "b"))
+    page = (tmp_path / "r.html").read_text()
+    assert list(sections_of(page)) == ["answers-1", "answers-2", "origin"]
+    assert f"{tmp_path / 'b'}</h2>" in page
+    assert len(set(re.findall(r'id="([^"]+)"', page))) == len(re.findall(r'id="([^"]+)"', page)), "names are unique"
 
 
 @pytest.mark.parametrize(
@@ -288,8 +343,7 @@ def test_the_explorer_refuses_what_it_cannot_show(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_page_holds_of_a_trace_is_what_was_explored(page: str) -> None:
-    view = next(one for one in data_of(page)["sections"] if one["name"] == "explorer")["views"][0]
-    data = view["data"]
+    data = sections_of(page)["explorer"][1][0].data["data"]
     found = explore(records.trace(), ["quest", "lowbit", "exact"], 16, queries=4, sink=2, window=8)
     assert zlib.decompress(base64.b64decode(data["levels"])) == found.levels.numpy().tobytes()
     for one, reading in zip(data["methods"], found.readings, strict=True):

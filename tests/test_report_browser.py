@@ -128,7 +128,7 @@ def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: 
 def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None:
     page = opened()
     view = page.locator("#frontier figure.lines")
-    assert "error of the output" in view.locator("svg").first.inner_html()
+    assert "relative output error" in view.locator("svg").first.inner_html()
     view.locator("select").first.select_option("recovered")
     assert "share recovered of the far attention" in view.locator("svg").first.inner_html()
     plot = view.locator(".plot")
@@ -144,11 +144,11 @@ def test_tables_are_sorted_and_filtered(opened: Callable[..., Any]) -> None:
     page = opened()
     view = page.locator("#frontier figure.table")
     column = view.locator("tbody tr td:nth-child(6)")
-    head = view.get_by_role("button", name="error", exact=True)
+    head = view.get_by_role("button", name="error %", exact=True)
     for direction in ("ascending", "descending"):
         head.click()
         assert view.locator(f"th[aria-sort={direction}]").count() == 1
-        shown = [float(one.removesuffix(" %")) for one in column.all_inner_texts()]
+        shown = [float(one) for one in column.all_inner_texts()]
         assert shown == sorted(shown, reverse=direction == "descending")
     view.locator("input").fill("quest 64")
     assert view.locator("tbody tr").count() == 1

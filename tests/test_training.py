@@ -26,9 +26,9 @@ pytest.importorskip("faiss")
 from typer.testing import CliRunner
 
 from sparseattn.cli.app import app
-from sparseattn.cli.train import table
 from sparseattn.core.rope import Rope
 from sparseattn.evaluation.builtin_traces import recall_bytes
+from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
 from sparseattn.selectors.parameters.saap_artefact import Artefact, Partition
 from sparseattn.traces.synthetic import synthetic
@@ -759,7 +759,7 @@ def test_what_a_file_says_is_printed_as_text() -> None:
     artefact.meta |= {"recipe": {"shares": [0.05]}, "validation": [{**named, "recovered": {"exact": {"0.05": [1.0]}}}]}
     screen = Screen(width=80)
     with screen.capture() as shown:
-        screen.print(table(artefact))
+        screen.print(training_tables.validation(artefact))
     assert "\x1b" not in shown.get()
     assert "[2J7" in shown.get()
     assert "[red]1[/red]" in shown.get()

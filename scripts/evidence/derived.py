@@ -72,7 +72,9 @@ def comparisons(record: Record, rows: Sequence[Row]) -> list[Row]:
     for row in exploded(record, ("by_layer", "methods")):
         labels = [method["label"] for one in record["by_layer"] for method in one["methods"] if one["at"] == row["at"]]
         missed = dict(zip(labels, row["missed_by_both"][labels.index(row["label"])], strict=False))
-        row["at_rows"] = round(row.get("attended") or row["at"]) if row["equal"] == "rows" else None
+        row["by_layer"], row["errors_by_layer"] = row.pop("recovered"), row.pop("relative_error")
+        attended = row.pop("attended", None)
+        row["at_rows"] = round(attended or row["at"]) if row["equal"] == "rows" else None
         row["at_bytes"] = row["at"] if row["equal"] == "bytes" else None
         found.append({**row, **{f"missed_with.{label}": count for label, count in missed.items()}})
     return found
@@ -83,7 +85,7 @@ def layers(record: Record, rows: Sequence[Row]) -> list[Row]:
     return [
         {**row, "layer": layer, "recovered": share}
         for row in comparisons(record, rows)
-        for layer, share in zip(row["layers"], row["recovered"], strict=True)
+        for layer, share in zip(row["layers"], row["by_layer"], strict=True)
     ]
 
 

@@ -1,20 +1,12 @@
-"""Markdown tables and paragraphs as wide as the documents, and numbers as people read them."""
+"""Paragraphs as wide as the documents, and values as people read them."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 WIDE = 120  # columns of a line of text
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table; columns are aligned to the right, but the first `left` ones and those whose head begins with `<`."""
-    marks = ["---" if i < left or name.startswith("<") else "---:" for i, name in enumerate(head)]
-    lines = ([name.removeprefix("<") for name in head], marks, *rows)
-    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines)
 
 
 def text(words: str) -> str:

@@ -8,8 +8,10 @@ A definition has these parts; cells, heads and captions are templates of `expres
     only        an expression that holds of a row
     each        columns: a table for each of their values
     index       the columns that begin a line, [head, cell]; rows for which these say the same are one line
-    columns     the others: [head, cell] or [head, cell, where], or {over = columns, cells = [...]}: for each of their
-                values again, in the order of `values` where it is given. A row without a value is of the first.
+    columns     the others: a measure of `sparseattn.evaluation.measures`, with a format where it is not the measure's;
+                [head, cell] or [head, cell, where], where a head that begins with < is of text; or {over = columns,
+                cells = [...]}: such columns for each of their values, in the order of `values` where it is given. A row
+                without a value is of the first.
     sort        an expression, its rows by `sort_where`
     foot        lines below, of all rows: [label, cell, ...]; without cells, those of the columns
     base        what `base(...)` is about: the values of columns of these rows
@@ -25,6 +27,8 @@ from typing import Any, TypeAlias
 
 from scripts.evidence import markdown, toml
 from scripts.evidence.expressions import Row, Scope, evaluate, filled
+from sparseattn.evaluation.measures import measure
+from sparseattn.reporting.table import Column, Table
 
 Definition: TypeAlias = "Mapping[str, Any]"
 Rows: TypeAlias = "Sequence[Row]"
@@ -114,7 +118,11 @@ def _table(definition: Definition, rows: Rows) -> str:
             [label, *[""] * (len(index) - 1), *(_cell(c, scope(rows, test), names) for c, (_, _, test) in every)]
         )
     head = [filled(name, Scope(rows, alike=True), names) for name, _ in index] + [name for name, _, _ in columns]
-    shown = markdown.table(head, cells, left=definition.get("left", len(index)))
+    left = definition.get("left", len(index))
+    aligned = [
+        Column(name.lstrip("<"), align="left" if i < left or "<" in name else "right") for i, name in enumerate(head)
+    ]
+    shown = Table("", aligned, cells).markdown()
     return f"{caption}\n\n{shown}" if caption else shown
 
 
@@ -130,8 +138,8 @@ def _order(value: Any) -> tuple[bool, Any]:
 def _columns(columns: Iterable[Any], rows: Rows, names: Mapping[str, str]) -> Iterable[tuple[str, str, Test]]:
     """Head, cell, and which rows a cell is about."""
     for column in columns:
-        if isinstance(column, list):
-            head, cell, *rest = column
+        if not isinstance(column, dict):
+            head, cell, *rest = _parts(column)
             wanted = rest[0] if rest else {}
             some = [row for row in rows if matches(row, wanted)]
             yield filled(head, Scope(some, alike=True), names), cell, _where(wanted)
@@ -142,9 +150,19 @@ def _columns(columns: Iterable[Any], rows: Rows, names: Mapping[str, str]) -> It
             value = value if isinstance(value, tuple) else (value,)
             test = _over(over, value, values[0] if isinstance(values[0], tuple) else (values[0],))
             some = [row for row in rows if tuple(row.get(name) for name in over) == value]
-            for head, cell, *rest in column["cells"]:
+            for head, cell, *rest in map(_parts, column["cells"]):
                 wanted = rest[0] if rest else {}
                 yield filled(head, Scope(some, alike=True), names), cell, _both(test, _where(wanted))
+
+
+def _parts(column: Any) -> Sequence[Any]:
+    """Head, cell, and `where` of a column: of a measure as the table of measures has them, or the format behind it."""
+    if not isinstance(column, str):
+        return column
+    name, _, form = column.partition(" ")
+    known = measure(name)
+    digits = f".{known.format.digits}"
+    return known.short, f"{{{name}:{form or (digits + '%' if known.format.factor == 100 else ',' + digits + 'f')}}}"
 
 
 def _where(wanted: Mapping[str, Any]) -> Test:

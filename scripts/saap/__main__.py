@@ -13,9 +13,9 @@ from scripts.reference.text import load_corpus
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.saap.prompts import KINDS, TOKENS, prompts
 from sparseattn.cli.common import progress_bar
-from sparseattn.cli.train import table
 from sparseattn.models.capture import capture
 from sparseattn.models.load import encode, reference_model
+from sparseattn.reporting import training_tables
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.training import Filters, Recipe, train
 from sparseattn.utils.files import write_atomic
@@ -120,7 +120,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out, made.read_bytes())
     write_card(options.out.parent / "README.md", card(options.out, artefact))
-    console.print(table(artefact))
+    console.print(training_tables.validation(artefact))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rich.console import Console
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of, windows
 from sparseattn.cli.common import model_progress, open_model
-from sparseattn.cli.train import table
+from sparseattn.reporting import training_tables
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.traces.texts import TEXTS
 from sparseattn.training import Filters, Progress, Recipe, train
@@ -147,7 +147,7 @@ def main() -> None:
     with model_progress(latest=True) as show:
         artefact = make(model, windows(tokenizer), options.work_dir, options.out, progress=show)
     write_card(options.out.parent / "README.md", card(options.out, artefact))
-    Console().print(table(artefact))
+    Console().print(training_tables.validation(artefact))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import datetime
 import functools
 import itertools
 import json as json_module
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +51,7 @@ from sparseattn.evaluation.replay import (
 )
 from sparseattn.models.load import REFERENCE
 from sparseattn.reporting import layer_tables, replay_tables
-from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.roles.roles import Method, rounded_label
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace
@@ -172,11 +171,7 @@ def bench(
     for method in asked.named or Asked.of(SELECTED).methods:
         replay_device(method, device)  # a device that is not there is refused before anything is made
     if figures:
-        from sparseattn.reporting import (  # fails if matplotlib is missing, before any work
-            plots,
-            plots_layers,
-            plots_steps,
-        )
+        from sparseattn.reporting import plots  # fails if matplotlib is missing, before any work
     names = traces or leading_traces(LEADING[:1] if every_method else LEADING)
     asked = asked if asked.methods else Asked.of(_defaults(names))
     with model_progress() as progress:
@@ -222,10 +217,7 @@ def bench(
         if json:
             typer.echo("\n".join(fresh))
     partial.replace(out / "bench.jsonl")
-    # A pipe or a log has no width of its own; the whole table needs this much to keep its numbers whole.
-    screen = Screen()
-    if not sys.stdout.isatty() or (wide and screen.width < replay_tables.WIDE):
-        screen = Screen(width=replay_tables.WIDE)
+    screen = table_screen(wide)
     if not json:
         for results in found:
             screen.print(replay_tables.table(results, per_head, wide))
@@ -245,7 +237,7 @@ def bench(
     else:
         (out / "by-layer.jsonl").unlink(missing_ok=True)  # an earlier run's, of other measurements
     if by_layer and figures:
-        for draw, what in ((plots_layers.by_layer, "by-layer"), (plots_layers.alike, "heads")):
+        for draw, what in ((plots.by_layer, "by-layer"), (plots.alike, "heads")):
             for ones, name in zip(
                 compared, replay_tables.figure_names([one.name for one in opened], what), strict=True
             ):
@@ -257,7 +249,7 @@ def bench(
             for results, name in zip(
                 found, replay_tables.figure_names([one.name for one in opened], measure), strict=True
             ):
-                plots_steps.by_step(results, measure, out / name)
+                plots.by_step(results, measure, out / name)
                 errors.print(f"figure: {out / name}", soft_wrap=True)
     every = [one for results in found for one in results]
     for closing in filter(None, (replay_tables.verdict(every), replay_tables.finding(every))):

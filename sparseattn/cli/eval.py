@@ -39,7 +39,8 @@ from sparseattn.evaluation.tasks.records import Records
 from sparseattn.evaluation.tasks.registry import TASKS
 from sparseattn.evaluation.tasks.scoring import EDITION, SCORINGS
 from sparseattn.models.load import REFERENCE
-from sparseattn.reporting.eval_tables import Row, marked
+from sparseattn.reporting.eval_records import Row
+from sparseattn.reporting.eval_tables import marked
 from sparseattn.roles.plan import Plan
 from sparseattn.serving.vllm.settings import DEFAULT
 from sparseattn.utils.devices import usable_device

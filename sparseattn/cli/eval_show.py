@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.cli.common import errors
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.records import WHOLE
-from sparseattn.reporting import agreement_tables, server_tables
-from sparseattn.reporting import eval_tables as report
-from sparseattn.reporting.terminal import Screen
+from sparseattn.reporting import agreement_tables, eval_tables, server_tables
+from sparseattn.reporting.eval_records import FULL_ROW, Record, by_place, rows_of
+from sparseattn.reporting.terminal import Screen, table_screen
 
 
-def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: bool) -> None:
+def show(found: Sequence[Record], path: Path, *, json: bool, figures: bool) -> None:
     """Shows records and where they lie.
 
     Args:
@@ -23,28 +22,26 @@ def show(found: Sequence[report.Record], path: Path, *, json: bool, figures: boo
         json: standard output holds JSON lines already: no tables, and the closing lines go to standard error.
         figures: draw them.
     """
-    screen = Screen(width=None if sys.stdout.isatty() else report.WIDE)
+    screen = table_screen()
     scored = [one for one in found if one["protocol"] not in (FORCED, WHOLE)]
     forced = [one for one in found if one["protocol"] == FORCED]
     whole = [one for one in found if one["protocol"] == WHOLE]
     if not json:
-        for table in report.tables(scored) + agreement_tables.tables(forced) + server_tables.tables(whole):
+        for table in eval_tables.tables(scored) + agreement_tables.tables(forced) + server_tables.tables(whole):
             screen.print(table)
     for figure in _drawn(scored, forced, whole, path.parent) if figures else []:
         errors.print(f"figure: {figure}", soft_wrap=True)
     errors.print(f"records: {path}", soft_wrap=True)
-    first = report.rows_of(whole)[0] if whole else report.FULL_ROW
-    for line in report.cautions(scored) + report.cautions(whole, first):
+    first = rows_of(whole)[0] if whole else FULL_ROW
+    for line in eval_tables.cautions(scored) + eval_tables.cautions(whole, first):
         errors.print(f"sparseattn: {line}", soft_wrap=True)
-    for line in report.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole):
+    for line in eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole):
         (errors if json else Screen()).print(line, soft_wrap=True)
 
 
-def _drawn(
-    scored: Sequence[report.Record], forced: Sequence[report.Record], whole: Sequence[report.Record], folder: Path
-) -> list[Path]:
+def _drawn(scored: Sequence[Record], forced: Sequence[Record], whole: Sequence[Record], folder: Path) -> list[Path]:
     """The paths of the figures, which are there then."""
-    from sparseattn.reporting import plots, plots_servers
+    from sparseattn.reporting import plots
 
     made = []
     if scored:
@@ -52,8 +49,8 @@ def _drawn(
         plots.accuracy(scored, made[-1])
     if whole:
         made.append(folder / "accuracy.png")
-        plots_servers.accuracy(whole, made[-1])
-    for name, mine in report.grids([*scored, *whole]).items():
+        plots.servers(whole, made[-1])
+    for name, mine in by_place([*scored, *whole]).items():
         made.append(folder / f"heat-{name}.png")
         plots.heat(mine, made[-1])
     if forced:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json as json_module
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.attention_stats import check_inspection, estimator, inspect_trace
 from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.reporting import inspect_tables, replay_tables
-from sparseattn.reporting.terminal import Screen
+from sparseattn.reporting.terminal import Screen, table_screen
 from sparseattn.utils.files import write_atomic
 
 
@@ -78,11 +77,7 @@ def inspect(
             typer.echo("\n".join(fresh))
     partial.replace(out / "inspect.jsonl")
     if not json:
-        screen = Screen()
-        if not sys.stdout.isatty() or (per_head and screen.width < replay_tables.WIDE):
-            screen = Screen(
-                width=replay_tables.WIDE
-            )  # a pipe has no width, and heads take a column more than 80 can hold
+        screen = table_screen(per_head)  # heads take a column more than 80 characters can hold
         for one in found:
             for table in inspect_tables.tables(one, per_head):
                 screen.print(table)

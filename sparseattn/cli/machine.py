@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from sparseattn.cli.common import errors, in_a_sentence, integers, own_selectors, progress_bar, row_count
 from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.core.rope import Rope
-from sparseattn.core.step_cost import KINDS, Cost, Shape, dense_cost, step_cost
+from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost
 from sparseattn.cost_model.machine import CPU, DTYPES, GPUS, Machine, measured_path
 from sparseattn.cost_model.measure import measure
+from sparseattn.reporting import machine_tables
 from sparseattn.reporting.terminal import Screen
 from sparseattn.selectors.registry import make_selector
 from sparseattn.utils.files import naming
@@ -107,19 +106,7 @@ def _show(known: Machine, dtype: str, json: bool) -> None:
     if json:
         typer.echo(json_module.dumps(known.as_dict()))
         return
-    table = Table(title=_title(known), title_justify="left", box=SIMPLE_HEAD)
-    for column in ("launch", "us", "Gflop/s", "ns an entry", "what"):
-        table.add_column(column, justify="left" if column in ("launch", "what") else "right")
-    for kind, speed in known.of_dtype(dtype).items():
-        rate = "" if speed.flops is None else f"{speed.flops / 1e9:.1f}"
-        entry = f"{speed.entry * 1e9:.2f}" if speed.entry else ""
-        table.add_row(kind, f"{speed.launch * 1e6:.1f}", rate, entry, KINDS.get(kind, ""))
-    Screen().print(table)
-
-
-def _title(known: Machine) -> str:
-    what = "predicted, by its data sheet" if known.predicted else "measured"
-    return f"{known.name}, {what}: {known.bandwidth / 1e9:.0f} GB/s; {known.source}"
+    Screen().print(machine_tables.speeds(known, dtype))
 
 
 def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, budget: str, json: bool) -> None:
@@ -128,12 +115,11 @@ def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, bud
         one = make_selector(spec).for_layer(0, Rope.of(shape.size))
         one.check_shape(shape.heads, shape.group, shape.size)
         costs[spec] = step_cost(one, shape, context, parse_budget(budget), sink=ZONES[0], window=ZONES[1])
-    seconds = {spec: known.seconds(cost) for spec, cost in costs.items()}
     if json:
         steps: list[dict[str, Any]] = [
             {
                 "selector": spec,
-                "seconds": float(f"{seconds[spec]:.4g}"),
+                "seconds": float(f"{known.seconds(cost):.4g}"),
                 "bytes": round(cost.bytes),
                 "flops": round(cost.flops),
                 "launches": cost.count,
@@ -145,16 +131,4 @@ def _predicted(known: Machine, shape: Shape, specs: list[str], context: int, bud
             json_module.dumps({"machine": known.name, "predicted": True, "source": known.source, "steps": steps})
         )
         return
-    table = Table(
-        title=f"{_title(known)}\npredicted steps of a layer: {context} rows, {shape.batch} x {shape.heads} KV heads, "
-        f"budget {budget_label(parse_budget(budget))}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for column in ("method", "predicted us", "times dense", "MB", "launches", "as if"):
-        table.add_column(column, justify="left" if column in ("method", "as if") else "right")
-    for spec, cost in costs.items():
-        told = seconds[spec]
-        row = (f"{told * 1e6:.1f}", f"{seconds['dense'] / told:.1f}", f"{cost.bytes / 1e6:.2f}", str(cost.count))
-        table.add_row(spec, *row, cost.expected)
-    Screen().print(table)
+    Screen().print(machine_tables.steps(known, shape, context, budget_label(parse_budget(budget)), costs))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from sparseattn.cli.common import in_a_sentence, model_progress, say_terms
+from sparseattn.evaluation.measures import Format
+from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.utils.cache_folder import cache_folder
 
@@ -47,12 +47,16 @@ def models(
     if json:
         typer.echo("\n".join(json_module.dumps(row) for row in rows))
         return
-    out = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("--model", "MiB here", "what"):
-        out.add_column(title, justify="right" if title == "MiB here" else "left", no_wrap=title != "what")
+    out = Table(
+        "",
+        [
+            Column.text("--model", wrap=False),
+            Column("MiB here", Format(factor=2**-20), wrap=False),
+            Column.text("what"),
+        ],
+    )
     for row in rows:
-        size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:.0f}"
-        out.add_row(row["name"], size, f"{row['about']} ({row['licence']})" if row["licence"] else row["about"])
+        out.add(row["name"], row["bytes"], f"{row['about']} ({row['licence']})" if row["licence"] else row["about"])
     screen = Screen()
     screen.print(out)
     screen.print(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json as json_module
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,8 @@ from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
 from sparseattn.evaluation.replay import usable_layers
-from sparseattn.reporting import replay_tables
-from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.reporting import recall_tables, replay_tables
+from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.synthetic import synthetic
@@ -172,16 +171,16 @@ def recall(
     partial.replace(out / "recall.jsonl")
 
     columns = [
-        [replay_tables.Column(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
+        [recall_tables.Recalled(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
         for source, tasks in zip(sources, found, strict=True)
     ]
     if not json:
-        screen = Screen(width=None if sys.stdout.isatty() else replay_tables.WIDE)
+        screen = table_screen()
         for source, tasks, mine in zip(sources, found, columns, strict=True):
             for column in mine:
-                screen.print(replay_tables.recall_table(f"{column.title}, {DIRECTIONS[0]}", column.asked))
+                screen.print(recall_tables.table(f"{column.title}, {DIRECTIONS[0]}", column.curves))
             where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
-            screen.print(replay_tables.recall_table(f"{where}, {CONTROL}", tasks[CONTROL]))
+            screen.print(recall_tables.table(f"{where}, {CONTROL}", tasks[CONTROL]))
     if figures:
         largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
         drawn = [
@@ -190,7 +189,7 @@ def recall(
             for column in mine
             if source.keys == largest[source.growth]
         ]
-        plots.recall(drawn, replay_tables.LEVEL, out / "recall.png")
+        plots.recall(drawn, recall_tables.LEVEL, out / "recall.png")
         errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
         for name in largest:
             grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.growth == name]
@@ -200,11 +199,11 @@ def recall(
                     label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
                     for label, _ in methods
                 }
-                plots.scaling(names, by_label, replay_tables.LEVEL, out / name, grown[0][0].name)
+                plots.scaling(names, by_label, recall_tables.LEVEL, out / name, grown[0][0].name)
                 errors.print(f"figure: {out / name}", soft_wrap=True)
     errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
     for column in (column for mine in columns for column in mine):
-        (errors if json else Screen()).print(replay_tables.recall_verdict(column), soft_wrap=True)
+        (errors if json else Screen()).print(recall_tables.verdict(column), soft_wrap=True)
 
 
 def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparseattn.cli.recommend_run import Found
 from sparseattn.recommend.bounds import MEASURES, Bound
 from sparseattn.recommend.single import singles
+from sparseattn.reporting.agreement_tables import with_interval
+from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.roles.roles import Role
 
@@ -23,9 +22,10 @@ def sentences(found: Found) -> list[str]:
     share = cost["plan"] / cost["full"]
     what = "bytes read of keys and values" if cost["unit"] == "bytes" else f"seconds on {cost['machine']}"
     predicted = ", predicted" if cost["predicted"] else ""
-    divergence = _interval(verified["kl"], (0, math.inf))
-    more = _interval(verified["nll_difference"])
-    same, read = (_interval(verified[what], (0, 1), 100, 1) for what in ("same_top", "bytes_share"))
+    divergence, more, same, read = (
+        with_interval(key, verified[key]["mean"], verified[key]["interval"])
+        for key in ("kl", "nll_difference", "same_top", "bytes_share")
+    )
     return [
         f"Bound: {bound}, that is, {MEASURES[bound.measure][1]}, at most {100 * bound.most:g} %.",
         f"Cost of a step in the layers that can be sparse{predicted}: {_number(cost['plan'])} {what}, {share:.1%} of "
@@ -54,61 +54,75 @@ def say(found: Found, plan: Path, why: Path, drawn: Path) -> None:
 
 
 def page(found: Found) -> str:
-    """The page of why, in Markdown."""
+    """Return the page of why, in Markdown."""
     made = found.plan.made
-    told = " predicted" if made["cost"]["predicted"] else ""
-    lines = [f"# Plan {found.plan.name} for {found.plan.model['name']}", "", *(f"{one}\n" for one in sentences(found))]
-    lines += [
-        "## Layers",
-        "",
-        f"| layer | roles | predicted KL | share of full attention's{told} cost |",
-        "| --- | --- | ---: | ---: |",
-    ]
-    for layer in found.layers:
-        every = {one.role: one for one in found.choices[layer.index]}
-        full = sum(found.choices[layer.index][0].cost_heads)
-        given = found.plan.layers[layer.index]
-        kl = every[given].kl if isinstance(given, Role) else sum(every[r].kl_heads[h] for h, r in enumerate(given))
-        cost = found.objective.layer(layer, given, {role: one.cost_heads for role, one in every.items()})
-        lines.append(f"| {layer.index} | {_given(given)} | {kl:.2g} | {cost / full:.1%} |")
-    lines += [
-        "",
-        "## What the windows said",
-        "",
-        f"| round | bound aimed at | windows chosen by | windows held out |{told} cost |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-    ]
-    full = made["cost"]["full"]
-    for n, one in enumerate(found.rounds, 1):
-        lines.append(
-            f"| {n} | {one['target']:.4g} | {one['searched']:.4g} | {one['verified']:.4g} | {one['cost'] / full:.1%} |"
-        )
-    lines += [
-        "",
-        "## Beside one method and budget for all layers",
-        "",
-        "By what the layers lose alone, at the plan's predicted KL: what each method costs with the budget for that,",
-        "read off the line between two budgets. `-`: all its budgets lose more.",
-        "",
-        f"| method | share of full attention's{told} cost |",
-        "| --- | ---: |",
-        f"| this plan | {made['cost']['plan'] / full:.1%} |",
-    ]
-    for method, other in singles(found.layers, found.choices, found.proposal.kl).items():
-        lines.append(f"| `{method}` | {'-' if other is None else f'{other / full:.1%}'} |")
     texts = ", ".join(f"{one['name']} ({one['kind']}, SHA-256 {one['sha256'][:12]})" for one in made["texts"])
-    lines += [
-        "",
+    parts = [
+        f"# Plan {found.plan.name} for {found.plan.model['name']}",
+        *sentences(found),
+        "## Layers",
+        _layers(found).markdown(),
+        "## What the windows said",
+        _rounds(found).markdown(),
+        "## Beside one method and budget for all layers",
+        "By what the layers lose alone, at the plan's predicted KL: what each method costs with the budget for that,\n"
+        "read off the line between two budgets. `-`: all its budgets lose more.",
+        _singles(found).markdown(),
         "## Setting",
-        "",
         f"Texts: {texts}. {made['windows']} windows of {made['length']:,} tokens to choose by and {made['held_out']} "
         f"to verify on, which share no token; the last {made['last']} tokens of each are decoded. Sink "
         f"{found.plan.sink}, window {found.plan.window}, {made['dtype']}. Methods: {', '.join(made['methods'])}.",
-        "",
         f"Made {made['created']} with {', '.join(f'{k} {v}' for k, v in made['versions'].items())}.",
-        "",
     ]
-    return "\n".join(lines)
+    return "\n\n".join(parts) + "\n"
+
+
+def _layers(found: Found) -> Table:
+    """Return the roles of each layer, what they are predicted to lose, and what they cost."""
+    out = Table(
+        "",
+        [
+            *map(Column.text, ("layer", "roles")),
+            Column("predicted KL", "{:.2g}".format),
+            _cost_column(found, "share of full attention's{} cost"),
+        ],
+    )
+    for layer in found.layers:
+        choices = {choice.role: choice for choice in found.choices[layer.index]}
+        full = sum(found.choices[layer.index][0].cost_heads)
+        roles = found.plan.layers[layer.index]
+        if isinstance(roles, Role):
+            kl = choices[roles].kl
+        else:
+            kl = sum(choices[role].kl_heads[head] for head, role in enumerate(roles))
+        costs = {role: choice.cost_heads for role, choice in choices.items()}
+        out.add(layer.index, _given(roles), kl, found.objective.layer(layer, roles, costs) / full)
+    return out
+
+
+def _rounds(found: Found) -> Table:
+    """Return what each round aimed at, and what the windows said of its plan."""
+    measured = [Column(name, "{:.4g}".format) for name in ("bound aimed at", "windows chosen by", "windows held out")]
+    out = Table("", [Column("round"), *measured, _cost_column(found, "{} cost")])
+    for number, one in enumerate(found.rounds, 1):
+        costs = one["cost"] / found.plan.made["cost"]["full"]
+        out.add(number, one["target"], one["searched"], one["verified"], costs)
+    return out
+
+
+def _singles(found: Found) -> Table:
+    """Return what this plan costs, and each method alone with the budget that loses as much."""
+    cost = found.plan.made["cost"]
+    out = Table("", [Column.text("method"), _cost_column(found, "share of full attention's{} cost")])
+    out.add("this plan", cost["plan"] / cost["full"])
+    for method, other in singles(found.layers, found.choices, found.proposal.kl).items():
+        out.add(f"`{method}`", None if other is None else other / cost["full"])
+    return out
+
+
+def _cost_column(found: Found, head: str) -> Column:
+    predicted = " predicted" if found.plan.made["cost"]["predicted"] else ""
+    return Column(head.format(predicted).strip(), "{:.1%}".format)
 
 
 def _given(given: Role | tuple[Role, ...]) -> str:
@@ -117,14 +131,3 @@ def _given(given: Role | tuple[Role, ...]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _interval(
-    one: Mapping[str, Any], ends: tuple[float, float] = (-math.inf, math.inf), times: float = 1, digits: int = 4
-) -> str:
-    """A mean and its interval, within the `ends` that there can be."""
-    level, around = f"{times * one['mean']:.{digits}f}", one["interval"]
-    if around is None:
-        return level
-    low, high = times * max(around[0], ends[0]), times * min(around[1], ends[1])
-    return f"{level} ({low:.{digits}f} to {high:.{digits}f})"

@@ -7,24 +7,19 @@ import datetime
 import json as json_module
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from sparseattn.cli.common import decimals, in_a_sentence, integers, progress_bar
+from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
-from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.training import Filters, Progress, Recipe
 from sparseattn.training import train as fit
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.dtypes import stored_dtype
-
-WAYS = ("classifier", "symmetric", "oracle", "exact")
-SHORT = {"classifier": "saap", "symmetric": "sym."}
 
 
 @in_a_sentence
@@ -134,7 +129,7 @@ def train(
         typer.echo(json_module.dumps(report))
         return
     console = Screen()
-    console.print(table(artefact))
+    console.print(training_tables.validation(artefact))
     held = len(artefact.meta["held_out"])
     console.print(
         f"{out}: layers {', '.join(map(str, artefact.layers))}, {artefact.meta['recipe']['clusters']} "
@@ -142,34 +137,6 @@ def train(
         f"{seconds:.0f} s",
         soft_wrap=True,
     )
-
-
-def table(artefact: Artefact) -> Table:
-    """Per layer and head, the validation figures that an artefact carries."""
-    figures: Sequence[Mapping[str, Any]] = artefact.meta["validation"]
-    shares = [str(share) for share in artefact.meta["recipe"]["shares"]]
-    ways = [way for way in WAYS if way in figures[0]["recovered"]]
-    out = Table(
-        title="share of the far mass recovered on held-out prompts, by rows as a share of the context",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("layer", "head", "far\nmass", "imb."):  # 80 columns hold it all
-        out.add_column(name, justify="right", no_wrap=True)
-    for share in shares:
-        for way in ways:
-            out.add_column(f"{SHORT.get(way, way)}\n{float(share):.3g}", justify="right", no_wrap=True)
-    for one in figures:
-        cells = [str(one["layer"]), str(one["head"]), f"{_mean(one['far_mass']):.2f}"]
-        cells.append(f"{one['train']['imbalance']:.2f}")
-        cells += [f"{_mean(one['recovered'][way][share]):.2f}" for share in shares for way in ways]
-        out.add_row(*cells)
-    return out
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache import input_checks
+from sparseattn.evaluation.measures import BEFORE, BEST, HELD, NEEDED
 from sparseattn.evaluation.rank_correlation import rank_correlation
 from sparseattn.evaluation.replay import check_replay, is_trace, json_number, usable_layers
 from sparseattn.kernels.scoring import page_bounds
@@ -27,38 +28,15 @@ from sparseattn.selectors.pages.quest import Quest
 from sparseattn.traces.trace import Trace, TraceLayer
 
 COUNTS = (16, 64, 256, 1024)  # rows whose share of the attention is measured
-HELD = 0.9  # share of the far attention, whose fewest rows are counted
-NEEDED = 256  # rows that a token needs, where their change and pages are measured
-BEFORE = 8  # tokens before, whose rows together are compared with a token's
 PAGES = (16, 8)  # rows of a page
-BEST = 16  # pages that the bound should find
 
-# Name -> what it is, the mean over the tokens for one query head. With fewer rows, or pages, than a name says, it is of
-# all of them. What a head has none of is NaN, null in JSON: an overlap where fewer tokens came before, or a slack where
-# all logits are equal. `far` attention is that on rows beyond sink and window.
-MEASURES: dict[str, str] = {
-    "query_distance": "Mahalanobis distance of the tokens' queries from the far keys before them, mean",
-    "key_distance": "the same of the tokens' own keys, which are not among those",
-    "distance_ratio": "the first over the second: 1 where queries are distributed as keys are",
-    "far_mass": "share of the attention on far rows; `indexed_mass` of `evaluate` with a seal of 1",
-    "needed": f"fewest far rows that hold {HELD:.0%} of the far attention",
-    **{f"top_share@{k}": f"share of the far attention that the {k} best rows hold" for k in COUNTS},
-    "overlap@1": f"share of the {NEEDED} best far rows that were among those of the token before",
-    f"overlap@{BEFORE}": f"share of them that were among those of one of the {BEFORE} tokens before",
-    f"rows@{BEFORE}": f"different rows among the {NEEDED} best of those {BEFORE} tokens",
-}
-for _page in PAGES:
-    MEASURES |= {
-        f"slack@{_page}": f"Quest's bound less the largest logit of the page, mean over pages of {_page} rows, in "
-        f"standard deviations of the logits",
-        f"rank@{_page}": "rank correlation (Spearman) of bound and largest logit over the pages",
-        f"hits@{_page}": f"share of the {BEST} pages with the largest logits that are among the {BEST} with the "
-        f"highest bounds",
-        f"best_share@{_page}": f"share of the attention on whole pages that is on the {NEEDED // _page} pages "
-        f"({NEEDED} rows) with the largest logits",
-        f"bound_share@{_page}": f"the same of the {NEEDED // _page} pages with the highest bounds: what `evaluate` "
-        f"calls `recovered`, of quest:page={_page},group=each",
-    }
+# What is measured for each query head, the mean over the tokens; `measures.py` says what each is.
+MEASURES = (
+    *("query_distance", "key_distance", "distance_ratio", "far_mass", "needed"),
+    *(f"top_share@{k}" for k in COUNTS),
+    *("overlap@1", f"overlap@{BEFORE}", f"rows@{BEFORE}"),
+    *(f"{name}@{page}" for page in PAGES for name in ("slack", "rank", "hits", "best_share", "bound_share")),
+)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseattn.evaluation import measures
+
 MEASURES = ("recall", "scanned_share", "bytes_share")
 
 
@@ -41,7 +43,7 @@ class Point:
     def worst(self, measure: str) -> float:
         """The head where the measure is worst."""
         values = self.heads[measure]
-        return float(values.min() if measure == "recall" else values.max())
+        return float(values.min() if measures.measure(measure).better == measures.HIGH else values.max())
 
 
 @dataclass(frozen=True, eq=False)

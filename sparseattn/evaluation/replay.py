@@ -26,6 +26,7 @@ from sparseattn.core.budget import Budget, budget_of, budget_record, parse_budge
 from sparseattn.core.layer_choices import Board
 from sparseattn.core.mass import Promise
 from sparseattn.core.selection import Bounds, Selection, Tail
+from sparseattn.evaluation import measures
 from sparseattn.kernels.attend import reference as attend_reference
 from sparseattn.roles.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
 from sparseattn.selectors.base import Heads, Selector
@@ -34,41 +35,13 @@ from sparseattn.utils.devices import usable_device
 
 RECALLS = (1, 10, 100)
 ROUNDING = 1e-5  # of sums of weights in float32
-LOOKUP = 0.2  # share of a query head's attention on one indexed row that makes it a lookup
-
-# Name -> (what it is, whether a larger value is better). Shares are of the context at each step. With fewer than k
-# indexed rows, recall@k is of all of them. What a selector does not report (scanned, scan_bytes) is NaN, null in JSON,
-# and so is what a head has none of (lookup_hits without lookups), or a budget (promised without a mass).
-MEASURES: dict[str, tuple[str, bool]] = {
-    "recall@1": ("share of the exact top-1 row, among indexed rows, that is selected", True),
-    "recall@10": ("share of the exact top-10 rows, among indexed rows, that are selected", True),
-    "recall@100": ("share of the exact top-100 rows, among indexed rows, that are selected", True),
-    "mass": ("share of full attention's weight on the rows attended, sink and window included", True),
-    "indexed_mass": (
-        "share of full attention's weight on the indexed rows: a property of the head, not of the method",
-        True,
-    ),
-    "recovered": ("share of the weight on indexed rows that the selected rows hold", True),
-    "lookups": (f"indexed rows with {LOOKUP:.0%} or more of full attention's weight, per token: of the head", True),
-    "lookup_hits": ("share of these rows that are selected", True),
-    "relative_error": ("norm of the output's error over the norm of full attention's output", False),
-    "denominator_error": (
-        "relative error of the softmax's denominator: of a sample what it estimates, of other choices what they miss",
-        False,
-    ),
-    "mse": ("mean squared error of the output's components", False),
-    "attended": ("rows in the softmax of a query head", False),
-    "attended_share": ("the same over the context", False),
-    "kept": ("of these, rows that were chosen: beyond sink, window and rows that wait to be sealed", False),
-    "oracle_kept": ("of a budget by mass, the fewest rows to choose with which a query head holds it", False),
-    "promised": ("of a budget by mass, the share that the rows attended hold by the method's estimate", True),
-    "fulfilled": ("of a budget by mass, the share of tokens at which the rows attended hold it", True),
-    "distinct_rows": ("distinct rows read by the query heads of a KV head", False),
-    "scanned": ("rows or representatives scored to choose", False),
-    "scanned_share": ("the same over the context", False),
-    "bytes_share": ("bytes read, to choose and to attend, over the bytes of the whole cache", False),
-}
-
+# What `compare` gives of a step, in the order of the records; `measures.py` says what each is.
+MEASURES = (
+    *(f"recall@{k}" for k in RECALLS),
+    *("mass", "indexed_mass", "recovered", "lookups", "lookup_hits", "relative_error", "denominator_error", "mse"),
+    *("attended", "attended_share", "kept", "oracle_kept", "promised", "fulfilled", "distinct_rows", "scanned"),
+    *("scanned_share", "bytes_share"),
+)
 # Measures that are means over other things than tokens -> the measure that counts those.
 COUNTED = {"lookup_hits": "lookups"}
 
@@ -136,7 +109,7 @@ class Evaluation:
         values = values[~values.isnan()]
         if not len(values):
             return math.nan
-        return float(values.min() if MEASURES[measure][1] else values.max())
+        return float(values.min() if measures.measure(measure).better == measures.HIGH else values.max())
 
     def far(self, share: float) -> Evaluation:
         """The same of the heads with at least this share of their attention on indexed rows; the others become NaN.
@@ -580,7 +553,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     error = out - full
     far = weights[..., indexed].sum(-1)  # [1,H,G]
     found = (weights * reads)[..., indexed].sum(-1)
-    sought = weights[..., indexed] >= LOOKUP
+    sought = weights[..., indexed] >= measures.LOOKUP
     hits = (sought & reads[..., indexed]).sum(-1)
     attended = reads.sum(-1)  # [1,H,G]
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)

@@ -5,44 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from sparseattn.evaluation.attention_stats import BEFORE, BEST, COUNTS, NEEDED, PAGES, Inspection
+from sparseattn.evaluation.attention_stats import COUNTS, PAGES, Inspection
+from sparseattn.evaluation.measures import BEFORE, BEST, NEEDED, measure
+from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 
 ALIKE = 1.2  # ratio of distances up to which queries lie where keys lie
 
-# Title, measure, digits, factor.
-Column = tuple[str, str, int, float]
-ROWS: tuple[Column, ...] = (
-    ("query", "query_distance", 1, 1),
-    ("key", "key_distance", 1, 1),
-    ("ratio", "distance_ratio", 2, 1),
-    ("far %", "far_mass", 1, 100),
-    *((f"top {k}", f"top_share@{k}", 0, 100.0) for k in COUNTS),
-    ("last", "overlap@1", 0, 100),
-    (f"last {BEFORE}", f"overlap@{BEFORE}", 0, 100),
-    (f"rows of {BEFORE}", f"rows@{BEFORE}", 0, 1),
+ROWS = (
+    *("query_distance", "key_distance", "distance_ratio", "far_mass", *(f"top_share@{k}" for k in COUNTS)),
+    *("overlap@1", f"overlap@{BEFORE}", f"rows@{BEFORE}"),
 )
 ROWS_ARE = (
     f"query, key: Mahalanobis distance from the keys beyond sink and window; ratio of the two. far: share of the "
     f"attention on those. top k: % of it on the k best rows. last, last {BEFORE}: % of the {NEEDED} best rows that the "
     f"token before needed, or one of {BEFORE} before; rows of {BEFORE}: different rows that these needed."
 )
-
-
-def _of_pages(page: int) -> tuple[Column, ...]:
-    return (
-        (f"slack {page}", f"slack@{page}", 1, 1),
-        (f"rank {page}", f"rank@{page}", 2, 1),
-        (f"hits {page}", f"hits@{page}", 0, 100),
-        (f"best {page}", f"best_share@{page}", 0, 100),
-        (f"bound {page}", f"bound_share@{page}", 0, 100),
-    )
-
-
-BOUNDS: tuple[Column, ...] = tuple(column for page in PAGES for column in _of_pages(page))
+BOUNDS = tuple(f"{name}@{page}" for page in PAGES for name in ("slack", "rank", "hits", "best_share", "bound_share"))
 BOUNDS_ARE = (
     f"For pages of {PAGES[0]} and {PAGES[1]} rows. slack: bound less the page's largest logit, in standard deviations "
     f"of the logits. rank: rank correlation of the two. hits: % of the {BEST} pages with the largest logits that the "
@@ -52,44 +31,32 @@ BOUNDS_ARE = (
 
 
 def tables(found: Inspection, per_head: bool) -> list[Table]:
-    """A row a layer and one of all, or a row a head: about the rows, and about Quest's bounds."""
+    """Return what was measured of the rows, and of Quest's bounds: a row a layer and one of all, or a row a head."""
     settings = found.settings
     where = (
         f"last {settings['last']} of {settings['tokens']} tokens, sink {settings['sink']}, window {settings['window']}"
         f"{'' if per_head else '; mean over heads'}"
     )
     return [
-        _table(f"{plain(found.trace)}, rows: {where}", ROWS, ROWS_ARE, found, per_head),
-        _table(f"{plain(found.trace)}, pages: {where}", BOUNDS, BOUNDS_ARE, found, per_head),
+        _table(f"{found.trace}, rows: {where}", ROWS, ROWS_ARE, found, per_head),
+        _table(f"{found.trace}, pages: {where}", BOUNDS, BOUNDS_ARE, found, per_head),
     ]
 
 
-def _table(title: str, columns: Sequence[Column], note: str, found: Inspection, per_head: bool) -> Table:
-    out = Table(
-        title=title,
-        caption=note,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("layer", *(["head"] if per_head else []), *(column[0] for column in columns)):
-        out.add_column(name, justify="right")
-    for layer, heads in found.heads.items():
+def _table(title: str, keys: Sequence[str], note: str, found: Inspection, per_head: bool) -> Table:
+    # The note says which numbers are percents, all but one, so that the heads of columns stay short.
+    heads = [Column.of(key, None if key == "far_mass" else measure(key).short) for key in keys]
+    out = Table(title, [Column(name) for name in ("layer", *(["head"] if per_head else []))] + heads, note=note)
+    for layer, measured in found.heads.items():
         if not per_head:
-            out.add_row(str(layer), *(_cell(column, found.mean(column[1], layer)) for column in columns))
+            out.add(layer, *(found.mean(key, layer) for key in keys))
             continue
-        for head in range(len(heads["far_mass"])):
-            out.add_row(str(layer), str(head), *(_cell(column, float(heads[column[1]][head])) for column in columns))
+        for head in range(len(measured["far_mass"])):
+            out.add(layer, head, *(float(measured[key][head]) for key in keys))
     if not per_head:
-        out.add_section()
-        out.add_row("all", *(_cell(column, found.mean(column[1])) for column in columns))
+        out.rule()
+        out.add("all", *map(found.mean, keys))
     return out
-
-
-def _cell(column: Column, number: float) -> str:
-    _, _, digits, factor = column
-    return "-" if math.isnan(number) else f"{factor * number:.{digits}f}"
 
 
 def findings(found: Inspection) -> list[str]:

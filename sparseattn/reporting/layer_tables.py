@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from sparseattn.core.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.evaluation.by_head import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
+from sparseattn.evaluation.measures import FRACTION, measure
 from sparseattn.evaluation.replay import Evaluation
+from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 
 ROWS = 256  # the budget whose rows to compare at, where it was measured and none is named
@@ -74,66 +73,56 @@ def condition(one: Comparison) -> str:
 
 
 def overview(one: Comparison) -> Table:
-    """Every method in a row, that with the least output error first."""
-    out = _table(f"{_trace(one)}, {condition(one)}: every method, that with the least error first")
-    out.add_column("selector", overflow="fold")
-    for name in ("budget", "rows", "bytes %", "scan %", "R@10", "recovered", "error %"):
-        out.add_column(name, justify="right", no_wrap=True)
+    """Return a table of every method, that with the least output error first."""
+    keys = ("attended", "bytes_share", "scanned_share", "recall@10", "recovered", "relative_error")
+    out = Table(
+        f"{_where(one)}: every method, that with the least error first",
+        [
+            Column.text("selector"),
+            Column("budget", wrap=False),
+            *(Column.of(key, wrap=False) for key in keys),
+        ],
+    )
     for label, reading in sorted(one.readings.items(), key=lambda item: item[1].mean("relative_error")):
-        out.add_row(
-            label,
-            _budgets(reading),
-            f"{reading.mean('attended'):.0f}",
-            _percent(reading.mean("bytes_share")),
-            _percent(reading.mean("scanned_share")),
-            _share(reading.mean("recall@10")),
-            _share(reading.mean("recovered")),
-            _percent(reading.mean("relative_error")),
-        )
+        out.add(label, _budgets(reading), *map(reading.mean, keys))
     return out
 
 
 def tables(one: Comparison) -> list[Table]:
-    """Recovered share and output error, a row a layer and a column a method; then how alike the methods' heads are."""
-    trace = _trace(one)
+    """Return recovered share and output error, a row a layer and a column a method, and how alike their heads are."""
+    heads = (
+        f"of {one.count()} heads those missed (less than {MISSED:g} recovered), and the rank correlation (Spearman) of "
+        f"heads by what is recovered"
+    )
     return [
-        _by_layer(
-            one, f"{trace}, {condition(one)}: share recovered of the weight on indexed rows, by layer", "recovered"
-        ),
-        _by_layer(one, f"{trace}, {condition(one)}: output error %, by layer", "relative_error"),
-        _heads(one, f"{trace}, {condition(one)}: {_head_title(one)}"),
+        _by_layer(one, f"{_where(one)}: share recovered of the weight on indexed rows, by layer", "recovered"),
+        _by_layer(one, f"{_where(one)}: output error %, by layer", "relative_error"),
+        _heads(one, f"{_where(one)}: {heads}"),
     ]
+
+
+def _where(one: Comparison) -> str:
+    return f"{_trace(one)}, {condition(one)}"
 
 
 def _trace(one: Comparison) -> str:
     return plain(next(iter(one.readings.values())).low.trace)
 
 
-def _head_title(one: Comparison) -> str:
-    return (
-        f"of {one.count()} heads those missed (less than {MISSED:g} recovered), and the rank correlation (Spearman) of "
-        f"heads by what is recovered"
+def _by_layer(one: Comparison, title: str, key: str) -> Table:
+    out = Table(
+        title,
+        [Column.text("layer", wrap=False), *(Column(label) for label in one.readings)],
     )
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _by_layer(one: Comparison, title: str, measure: str) -> Table:
-    show = _share if measure == "recovered" else _percent
-    out = _table(title)
-    out.add_column("layer", no_wrap=True)
-    for label in one.readings:
-        out.add_column(label, justify="right", overflow="fold")
-    columns = [reading.layers(measure).tolist() for reading in one.readings.values()]
+    readings = one.readings.values()
+    values = [reading.layers(key).tolist() for reading in readings]
     for i, layer in enumerate(one.layers):
-        out.add_row(str(layer), *(show(column[i]) for column in columns))
-    out.add_section()
-    out.add_row("mean", *(show(reading.mean(measure)) for reading in one.readings.values()))
-    out.add_row("bytes %", *(_percent(reading.mean("bytes_share")) for reading in one.readings.values()))
-    out.add_row("rows", *(f"{reading.mean('attended'):.0f}" for reading in one.readings.values()))
-    out.add_row("budget", *map(_budgets, one.readings.values()))
+        out.add(layer, *(measure(key)(column[i]) for column in values))
+    out.rule()
+    out.add("mean", *(measure(key)(reading.mean(key)) for reading in readings))
+    for cost in map(measure, ("bytes_share", "attended")):
+        out.add(cost.head, *(cost(reading.mean(cost.key)) for reading in readings))
+    out.add("budget", *map(_budgets, readings))
     return out
 
 
@@ -142,32 +131,17 @@ def _budgets(reading: Reading) -> str:
 
 
 def _heads(one: Comparison, title: str) -> Table:
-    out = _table(title)
-    out.add_column("selector", overflow="fold")
-    out.add_column("missed", justify="right")
-    for label in one.readings:
-        out.add_column(label, justify="right", overflow="fold")
-    both, ranks = one.missed(), one.correlation().tolist()
+    alike = [Column(label, FRACTION) for label in one.readings]
+    out = Table(title, [Column.text("selector"), Column("missed"), *alike])
+    missed, correlation = one.missed(), one.correlation().tolist()
     for i, label in enumerate(one.readings):
-        out.add_row(label, str(int(both[i, i])), *map(_share, ranks[i]))
+        out.add(label, int(missed[i, i]), *correlation[i])
     return out
-
-
-def _share(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
-
-
-def _percent(value: float) -> str:
-    return "-" if math.isnan(value) else f"{100 * value:.1f}"
 
 
 def left_out(one: Comparison, but: Mapping[str, str]) -> list[str]:
     """A sentence for each method that is not compared under this condition, but for those named in `but`."""
-    return [
-        plain(f"{_trace(one)}, {condition(one)}: {label} {why}.")
-        for label, why in one.left_out.items()
-        if label not in but
-    ]
+    return [plain(f"{_where(one)}: {label} {why}.") for label, why in one.left_out.items() if label not in but]
 
 
 def sentences(one: Comparison) -> list[str]:
@@ -204,7 +178,7 @@ def sentences(one: Comparison) -> list[str]:
         low, high = (f"{value:.2f} ({names})" for value, names in (min(pairs), max(pairs)))
         span = low if len(pairs) == 1 else f"{low} to {high}"
         out.append(f"Methods rank the heads by what they recover alike to a correlation of {span}.")
-    return [plain(f"{_trace(one)}, {condition(one)}: {sentence}") for sentence in out]
+    return [plain(f"{_where(one)}: {sentence}") for sentence in out]
 
 
 def _layers_of(winners: Mapping[int, str]) -> dict[str, list[int]]:

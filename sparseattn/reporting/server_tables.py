@@ -1,120 +1,127 @@
-"""What `eval` shows people of prompts that were handed over whole: scores and speed side by side, and differences."""
+"""The tables that `eval` prints of prompts read whole: scores and speed side by side, and differences."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from sparseattn.evaluation.intervals import paired
-from sparseattn.reporting.eval_tables import Record, Row, at, by, by_column, rows_of, select, value
+from sparseattn.evaluation.measures import Format
+from sparseattn.reporting.eval_records import (
+    Record,
+    Row,
+    by,
+    by_column,
+    count_prompts,
+    in_words,
+    mean_of,
+    rows_of,
+    select,
+)
+from sparseattn.reporting.table import Column, Table
 
 ALL = "all"  # depths together
+POINTS = Format(1, 100, signed=True)
+TOKENS = Column("tokens", lambda length: f"{length:,}", missing="")
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Scores, and how long answers took: a row a task and length, a column each of what was asked."""
+    """Return scores, and how long answers took: a row a task and length, columns for each method and budget."""
     return [_scores(records), _speed(records)] if records else []
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """A closing line: what the first one answers, and how much more or less each other one, over all prompts."""
+    """Return a closing line: what the first one answers, and how much more or less each other one, over all prompts."""
     if not records:
         return []
     first, *others = rows_of(records)
-    levels = [f"{task} {value(mine):.0%}" for task, mine in by(select(records, first), "task").items()]
-    said = [f"{at(first)} has {', '.join(levels)}."]
+    levels = [f"{task} {mean_of(of_task, 'score'):.0%}" for task, of_task in by(select(records, first), "task").items()]
+    sentences = [f"{in_words(first)} has {', '.join(levels)}."]
     for other in others:
         prompts = len(_pairs(records, other, first))
-        said.append(f"{at(other)}: {difference(records, other, first)} points from that over {prompts} prompts.")
-    return [" ".join(said)]
+        sentences.append(
+            f"{in_words(other)}: {difference(records, other, first)} points from that over {prompts} prompts."
+        )
+    return [" ".join(sentences)]
 
 
 def difference(records: Sequence[Record], row: Row, first: Row) -> str:
-    """Mean score of `row` less that of `first` in points, and the 95 % interval, paired over prompts."""
+    """Return the mean score of `row` less that of `first` in points, and the 95 % interval, paired over prompts."""
     pairs = _pairs(records, row, first)
     if not pairs:
         return "-"
-    ours, theirs = zip(*pairs, strict=True)
-    low, high = paired(ours, theirs)
-    return f"{100 * (sum(ours) - sum(theirs)) / len(pairs):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    scores, others = zip(*pairs, strict=True)
+    low, high = paired(scores, others)
+    return f"{POINTS((sum(scores) - sum(others)) / len(pairs))} ({POINTS(low)} to {POINTS(high)})"
 
 
 def _pairs(records: Sequence[Record], row: Row, first: Row) -> list[tuple[float, float]]:
-    """Scores of both for each prompt that both answered."""
-    theirs = {(one["task"], one["prompt"]): one["score"] for one in select(records, first)}
-    mine = {(one["task"], one["prompt"]): one["score"] for one in select(records, row)}
-    return [(mine[prompt], theirs[prompt]) for prompt in theirs if prompt in mine]
+    """Return the scores of both for each prompt that both answered."""
+    of_row, of_first = (
+        {(record["task"], record["prompt"]): record["score"] for record in select(records, which)}
+        for which in (row, first)
+    )
+    return [(of_row[prompt], of_first[prompt]) for prompt in of_first if prompt in of_row]
 
 
 def _scores(records: Sequence[Record]) -> Table:
     first, *others = rows_of(records)
-    out = _table(
-        f"{records[0]['settings']['model']}, prompts read whole: score in %"
-        + (f"; less or more than {at(first)} in points, in brackets 95 % intervals, paired over prompts" * bool(others))
+    compared = f"; less or more than {in_words(first)} in points, in brackets 95 % intervals, paired over prompts"
+    scores = [Column.of("score", in_words(first))]
+    for row in others:
+        scores += [Column.of("score", in_words(row)), Column("difference")]
+    out = Table(
+        f"{records[0]['settings']['model']}, prompts read whole: score in %{compared * bool(others)}",
+        [Column.text("task"), TOKENS, Column("depth"), Column.of("prompts"), *scores],
     )
-    for name in ("task", "tokens", "depth", "prompts"):
-        out.add_column(name, justify="left" if name == "task" else "right")
-    for row in (first, *others):
-        out.add_column(at(row), justify="right")
-        if row != first:
-            out.add_column("difference", justify="right")
     for (task, length), column in by_column(records).items():
-        depths = {one.get("depth"): None for one in column}
+        depths = {record.get("depth"): None for record in column}
         groups = {ALL: column}
         if len(depths) > 1:
             groups |= {f"{depth:g}": [one for one in column if one.get("depth") == depth] for depth in depths}
-        for depth, mine in groups.items():
-            cells = [f"{100 * value(select(mine, first)):.0f}"]
+        for depth, group in groups.items():
+            values: list[float | str] = [mean_of(select(group, first), "score")]
             for row in others:
-                cells += [f"{100 * value(select(mine, row)):.0f}", difference(mine, row, first)]
-            prompts = len({one["prompt"] for one in mine})
-            where = "" if depth != ALL else task
-            out.add_row(where, _tokens(length) if where else "", depth if len(depths) > 1 else "", f"{prompts}", *cells)
+                values += [mean_of(select(group, row), "score"), difference(group, row, first)]
+            where = ("", None) if depth != ALL else (task, length)
+            out.add(*where, depth if len(depths) > 1 else "", count_prompts(group), *values)
     return out
 
 
 def _speed(records: Sequence[Record]) -> Table:
     rows = rows_of(records)
-    at_once = sorted({one["concurrency"] for one in records if "concurrency" in one})
+    at_once = sorted({record["concurrency"] for record in records if "concurrency" in record})
     load = f", {' or '.join(map(str, at_once))} requests at once" if at_once else ""
-    out = _table(f"Seconds to the first token, and behind it milliseconds a token: medians{load}")
-    for name in ("task", "tokens"):
-        out.add_column(name, justify="left" if name == "task" else "right")
-    for row in rows:
-        out.add_column(at(row), justify="right")
-        out.add_column("ms", justify="right")
+    times = [
+        column
+        for row in rows
+        for column in (Column.of("first_token_seconds", in_words(row)), Column.of("token_milliseconds"))
+    ]
+    out = Table(
+        f"Seconds to the first token, and behind it milliseconds a token: medians{load}",
+        [Column.text("task"), TOKENS, *times],
+    )
     for (task, length), column in by_column(records).items():
-        cells = []
+        values = []
         for row in rows:
-            mine = select(column, row)
-            cells += [_median(map(first_seconds, mine), 2), _median(map(token_milliseconds, mine), 1)]
-        out.add_row(task, _tokens(length), *cells)
+            of_row = select(column, row)
+            values += [_median(map(first_seconds, of_row)), _median(map(token_milliseconds, of_row))]
+        out.add(task, length, *values)
     return out
 
 
-def first_seconds(one: Record) -> float | None:
-    """Until the first token; None where none came, or nobody took the time."""
-    seconds = one.get("first_token_seconds")
+def first_seconds(record: Record) -> float | None:
+    """Return the seconds until the first token; None where none came, or nobody took the time."""
+    seconds = record.get("first_token_seconds")
     return None if seconds is None else float(seconds)
 
 
-def token_milliseconds(one: Record) -> float | None:
-    """From token to token behind the first; None where there are not two."""
-    first, tokens = first_seconds(one), one.get("new_tokens") or 0
-    return None if first is None or tokens < 2 else 1000 * (one["seconds"] - first) / (tokens - 1)
+def token_milliseconds(record: Record) -> float | None:
+    """Return the milliseconds from token to token behind the first; None where there are not two."""
+    first, tokens = first_seconds(record), record.get("new_tokens") or 0
+    return None if first is None or tokens < 2 else 1000 * (record["seconds"] - first) / (tokens - 1)
 
 
-def _median(values: Iterable[float | None], digits: int) -> str:
-    held = [one for one in values if one is not None]
-    return f"{statistics.median(held):.{digits}f}" if held else "-"
-
-
-def _tokens(length: int | None) -> str:
-    return "" if length is None else f"{length:,}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

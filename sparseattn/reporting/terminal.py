@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+WIDE = 150  # characters that the widest tables need
 
 
 def plain(text: object) -> str:
@@ -30,3 +33,13 @@ class Screen(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Every string that is printed passes here."""
         return super().render_str("\n".join(map(plain, text.split("\n"))), **options)
+
+
+def table_screen(wide: bool = False) -> Screen:
+    """Return the screen to print tables on.
+
+    A pipe or a log has no width of its own: it gets `WIDE` characters, which keep all numbers whole. With `wide` a
+    narrower terminal gets them too.
+    """
+    screen = Screen()
+    return Screen(width=WIDE) if not sys.stdout.isatty() or (wide and screen.width < WIDE) else screen

@@ -9,23 +9,18 @@ from sparseattn.evaluation.tasks.agreement import AGREEMENT as TASK
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.records import WHOLE, check_record
 from sparseattn.reporting import agreement_tables, eval_tables, server_tables
+from sparseattn.reporting.eval_records import FULL_ROW, by_place, known_mean, method_of, rows_of, select
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import FACTS, ORIGIN
-from sparseattn.reporting.html.views import Heat, Lines, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Axis, Heat, Lines, Section, View, axis, column, cost
+from sparseattn.reporting.table import Column, Table
 from sparseattn.utils.json_fields import FieldError, Maybe, Number, Object, Text
 
 FILE = "eval.jsonl"
 
-COST = (
-    Measure("rows", "rows read per query head of a sparse layer", "count", log=True),
-    Measure("bytes_share", "bytes read, of a sparse layer's", "share", log=True),
-)
-SCORE = (Measure("score", "score", "share", better="high", top=1.0),)
-AGREEMENT = (
-    Measure("kl", "KL divergence, nats a token", "number", log=True, better="low"),
-    Measure("same_top", "likeliest tokens the same", "share", better="high", top=1.0),
-    Measure("nll_difference", "growth of the NLL, nats a token", "number", better="low"),
-)
+COST = tuple(map(cost, ("rows", "bytes_share")))
+SCORE = (axis("score"),)
+AGREEMENT = (axis("kl", log=True), axis("same_top"), axis("nll_difference"))
 
 
 FIELDS = Object({"budget": Maybe(Text()), "settings": FACTS}, {"concurrency": Number(1, whole=True), **ORIGIN})
@@ -47,7 +42,7 @@ def section(records: Sequence[Record]) -> Section:
     scored = [one for one in records if one["protocol"] not in (FORCED, WHOLE)]
     forced = [one for one in records if one["protocol"] == FORCED]
     whole = [one for one in records if one["protocol"] == WHOLE]
-    first = eval_tables.rows_of(whole)[0] if whole else eval_tables.FULL_ROW
+    first = rows_of(whole)[0] if whole else FULL_ROW
     said = eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole)
     said += eval_tables.cautions(scored) + eval_tables.cautions(whole, first)
     views: list[View] = []
@@ -55,12 +50,12 @@ def section(records: Sequence[Record]) -> Section:
         views += [_lines("Agreement with full attention", "text", forced, AGREEMENT), _table(forced, AGREEMENT)]
     if scored:
         views.append(_lines("Answers against rows read", "task", scored, SCORE))
-    maps = eval_tables.grids([*scored, *whole])
+    maps = by_place([*scored, *whole])
     if maps:
         views.append(_needles(maps))
     if asked := [*scored, *whole]:
         views.append(_table(asked, SCORE))
-    methods = dict.fromkeys(eval_tables.named(one) for one in records)
+    methods = dict.fromkeys(method_of(one) for one in records)
     return Section("answers", "What the model answers", said, views, tuple(methods))
 
 
@@ -75,22 +70,17 @@ def _groups(records: Sequence[Record]) -> dict[tuple[str, str, str | None], list
     """Records apart by what is one point: facet, method and budget."""
     groups: dict[tuple[str, str, str | None], list[Record]] = {}
     for one in records:
-        groups.setdefault((_facet(one), eval_tables.named(one), one["budget"]), []).append(one)
+        groups.setdefault((_facet(one), method_of(one), one["budget"]), []).append(one)
     return groups
 
 
-def _mean(mine: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    held = [one[name] for one in mine if one.get(name) is not None]
-    return sum(held) / len(held) if held and len(held) == len(mine) else None
-
-
-def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[Measure]) -> Lines:
+def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[Axis]) -> Lines:
     points = [
         {
             "method": method,
             "facet": where,
             "at": f"{'no budget' if budget is None else f'budget {budget}'}, {len(mine)} prompts",
-            "values": {measure.key: _mean(mine, measure.key) for measure in (*COST, *quality)},
+            "values": {measure.key: known_mean(mine, measure.key) for measure in (*COST, *quality)},
         }
         for (where, method, budget), mine in _groups(records).items()
     ]
@@ -102,10 +92,10 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     panels = []
     for mine in maps.values():
         lengths, depths = ([*sorted({one[name] for one in mine})] for name in ("length", "depth"))
-        for row in eval_tables.rows_of(mine):
-            ours = eval_tables.select(mine, row)
+        for row in rows_of(mine):
+            ours = select(mine, row)
             cells = [
-                [_mean([one for one in ours if (one["length"], one["depth"]) == (n, d)], "score") for n in lengths]
+                [known_mean([one for one in ours if (one["length"], one["depth"]) == (n, d)], "score") for n in lengths]
                 for d in depths
             ]
             which = f"{mine[0]['task']}, {mine[0]['protocol']}"
@@ -120,21 +110,11 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     return Heat("Where needles are found", "tokens", "depth", ("task", "budget"), SCORE, panels, False, note)
 
 
-def _table(records: Sequence[Record], quality: Sequence[Measure]) -> Table:
-    columns = [
-        Measure("facet", "asked", "text"),
-        Measure("method", "method", "text"),
-        Measure("budget", "budget", "text"),
-        Measure("prompts", "prompts", "count"),
-        Measure("rows", "rows", "count"),
-        Measure("bytes_share", "bytes", "share"),
-        *(Measure(one.key, one.label.partition(",")[0], one.form) for one in quality),
+def _table(records: Sequence[Record], quality: Sequence[Axis]) -> Table:
+    keys = ("rows", "bytes_share", *(one.key for one in quality))
+    columns = [*map(Column.text, ("asked", "method", "budget")), column("prompts"), *map(column, keys)]
+    rows: list[list[Any]] = [
+        [where, method, budget, len(group), *(known_mean(group, key) for key in keys)]
+        for (where, method, budget), group in _groups(records).items()
     ]
-    rows = [
-        [
-            *(where, method, budget or "", len(mine)),
-            *(_mean(mine, name) for name in ("rows", "bytes_share", *(one.key for one in quality))),
-        ]
-        for (where, method, budget), mine in _groups(records).items()
-    ]
-    return Table("Every mean", columns, rows, method=1)
+    return Table("Every mean", columns, rows, row_head=1)

@@ -12,28 +12,18 @@ from sparseattn.reporting import replay_tables
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, MEANS, NAME, ORIGIN
 from sparseattn.reporting.html.shared_fields import HEADS as NUMBERS
-from sparseattn.reporting.html.views import Heat, Lines, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Heat, Lines, Section, View, axis, column, cost
+from sparseattn.reporting.table import Column, Table
 from sparseattn.utils.json_fields import FieldError, Items, Object, Values
 
 FILE = "bench.jsonl"
 
 QUALITY = (
-    Measure("relative_error", "error of the output", "share", log=True, better="low", rule=replay_tables.TOLERANCE),
-    Measure("recovered", "share recovered of the far attention", "share", better="high"),
-    Measure("mass", "share of all attention held", "share", better="high"),
-    Measure("recall@10", "recall of the 10 best rows", "share", better="high"),
-    Measure("recall@100", "recall of the 100 best rows", "share", better="high"),
+    axis("relative_error", log=True, rule=replay_tables.TOLERANCE),
+    *(axis(key, top=None) for key in ("recovered", "mass", "recall@10", "recall@100")),
 )
-COST = (
-    Measure("bytes_share", "bytes read, of the cache's", "share", log=True),
-    Measure("attended", "rows attended per query head", "count", log=True),
-    Measure("scanned_share", "rows scored to choose, of the context", "share", log=True),
-)
-HEADS = (
-    Measure("relative_error", "error of the output", "share", better="low"),
-    Measure("recovered", "share recovered of the far attention", "share", better="high", top=1.0),
-    Measure("mass", "share of all attention held", "share", better="high", top=1.0),
-)
+COST = tuple(map(cost, ("bytes_share", "attended", "scanned_share")))
+HEADS = tuple(map(axis, ("relative_error", "recovered", "mass")))
 
 
 def _heads_fit(one: Mapping[str, Any], name: str) -> None:
@@ -118,7 +108,7 @@ def _frontier(records: Sequence[Record]) -> Lines:
             "method": record["label"],
             "facet": record["trace"],
             "at": f"budget {budget_label(record['budget'])}",
-            "values": {measure.key: record["mean"].get(measure.key) for measure in (*QUALITY, *COST)},
+            "values": {axis.key: record["mean"].get(axis.key) for axis in (*QUALITY, *COST)},
         }
         for record in records
     ]
@@ -151,25 +141,21 @@ def _heads(records: Sequence[Record]) -> Heat | None:
 
 
 def _table(records: Sequence[Record]) -> Table:
+    keys = ("attended", "bytes_share", "relative_error")
+    more = ("recovered", "mass", "recall@10", "scanned_share")
     columns = [
-        Measure("trace", "trace", "text"),
-        Measure("label", "method", "text"),
-        Measure("budget", "budget", "text"),
-        Measure("attended", "rows", "count"),
-        Measure("bytes_share", "bytes", "share"),
-        Measure("relative_error", "error", "share"),
-        Measure("worst", "worst head", "share"),
-        Measure("recovered", "recovered", "share"),
-        Measure("mass", "mass", "share"),
-        Measure("recall@10", "recall@10", "share"),
-        Measure("scanned_share", "scored", "share"),
+        *map(Column.text, ("trace", "method", "budget")),
+        *map(column, keys),
+        column("relative_error", "worst head"),
+        *map(column, more),
     ]
-    rows = []
-    for one in records:
-        mean = one["mean"]
-        cells = [one["trace"], one["label"], budget_label(one["budget"])]
-        cells += [mean.get(name) for name in ("attended", "bytes_share", "relative_error")]
-        cells += [one["worst"].get("relative_error")]
-        cells += [mean.get(name) for name in ("recovered", "mass", "recall@10", "scanned_share")]
-        rows.append(cells)
-    return Table("Every measurement", columns, rows, method=1)
+    rows = [
+        [
+            *(one["trace"], one["label"], budget_label(one["budget"])),
+            *map(one["mean"].get, keys),
+            one["worst"].get("relative_error"),
+            *map(one["mean"].get, more),
+        ]
+        for one in records
+    ]
+    return Table("Every measurement", columns, rows, row_head=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.budget import budget_label
 from sparseattn.evaluation.token_explorer import DECADES, SHARE, Exploration
-from sparseattn.reporting.html.views import Explorer, Heat, Measure, Section, View
+from sparseattn.reporting.html.views import Explorer, Heat, Section, View, axis
 
 FAR = 0.2  # of a head's attention beyond sink and window, for the explorer to open at it
 
@@ -65,8 +65,8 @@ def _text(bytes_of: Tensor) -> str:
 def _needs(found: Exploration) -> Heat:
     """Rows needed by each head, and how far it looks, in the mean over the tokens."""
     measures = (
-        Measure("needed", f"fewest rows that hold {SHARE:.0%} of the attention", "count", log=True),
-        Measure("far", "share of the attention beyond sink and window", "share", top=1.0),
+        axis("needed", label=f"fewest rows that hold {SHARE:.0%} of the attention", log=True),
+        axis("indexed_mass", better=""),
     )
     far = found.readings[0].measured["indexed_mass"]
     panel = {
@@ -74,7 +74,7 @@ def _needs(found: Exploration) -> Heat:
         "choice": {},
         "columns": list(range(found.heads)),
         "rows": list(found.layers),
-        "values": {"needed": found.needed.double().mean(0).tolist(), "far": far.mean(0).tolist()},
+        "values": {"needed": found.needed.double().mean(0).tolist(), "indexed_mass": far.mean(0).tolist()},
     }
     note = f"A row a layer, a column a query head; the mean over the last {len(found.tokens)} tokens."
     return Heat("What each head needs", "query head", "layer", (), measures, [panel], note=note)

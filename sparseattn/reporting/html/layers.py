@@ -8,15 +8,13 @@ from typing import Any
 from sparseattn.core.budget import budget_label
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, HEADS, NAME, NUMBER, ORIGIN
-from sparseattn.reporting.html.views import Heat, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Heat, Section, View, axis, column
+from sparseattn.reporting.table import Column, Table
 from sparseattn.utils.json_fields import FieldError, Flag, Items, Maybe, Number, Object, Text
 
 FILE = "by-layer.jsonl"
 
-MEASURES = (
-    Measure("relative_error", "error of the output", "share", better="low"),
-    Measure("recovered", "share recovered of the far attention", "share", better="high", top=1.0),
-)
+MEASURES = (axis("relative_error"), axis("recovered"))
 
 
 def _layers_fit(one: Mapping[str, Any], name: str) -> None:
@@ -100,22 +98,15 @@ def _map(records: Sequence[Record]) -> Heat:
 
 
 def _table(records: Sequence[Record]) -> Table:
+    means = ("attended", "bytes_share", "relative_error", "recovered")
     columns = [
-        Measure("trace", "trace", "text"),
-        Measure("at", "compared at", "text"),
-        Measure("label", "method", "text"),
-        Measure("budgets", "budget", "text"),
-        Measure("attended", "rows", "count"),
-        Measure("bytes_share", "bytes", "share"),
-        Measure("relative_error", "error", "share"),
-        Measure("recovered", "recovered", "share"),
-        Measure("missed", "heads missed", "count"),
-        Measure("wins", "heads won", "count"),
+        *map(Column.text, ("trace", "compared at", "method", "budget")),
+        *map(column, (*means, "missed", "wins")),
     ]
     rows = [
         [
             *(one["trace"], _condition(one), method["label"], " and ".join(map(budget_label, method["budgets"]))),
-            *(method["mean"].get(name) for name in ("attended", "bytes_share", "relative_error", "recovered")),
+            *(method["mean"].get(key) for key in means),
             *(method["missed"], method["wins"]),
         ]
         for one in records
@@ -125,4 +116,4 @@ def _table(records: Sequence[Record]) -> Table:
         "Of two budgets a method is mixed, token by token. A head is missed where less than half is recovered, and won "
         "where no other method that does not score every key recovers more."
     )
-    return Table("Every comparison", columns, rows, method=2, note=note)
+    return Table("Every comparison", columns, rows, note, row_head=2)

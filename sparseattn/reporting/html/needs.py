@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from sparseattn.evaluation.attention_stats import MEASURES, NEEDED, PAGES, Inspection
+from sparseattn.evaluation.attention_stats import MEASURES, PAGES, Inspection
+from sparseattn.evaluation.measures import NEEDED
 from sparseattn.reporting import inspect_tables
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import COUNT, HEADS, NAME, ORIGIN
-from sparseattn.reporting.html.views import Heat, Measure, Section
+from sparseattn.reporting.html.views import Heat, Section, axis
 from sparseattn.utils.json_fields import FieldError, Object
 
 FILE = "inspect.jsonl"
 
-SHARES = ("far_mass", "top_share", "overlap", "hits", "best_share", "bound_share")
 LEADING = ("needed", "top_share@256", "far_mass", "distance_ratio")  # shown first of what a file holds
 
 
@@ -82,16 +82,10 @@ def section(records: Sequence[Record]) -> Section:
         f"A row a layer, a column a query head; the mean over the last {one['last']} tokens. Far rows are those beyond "
         f"a sink of {one['sink']} and a window of {one['window']}."
     )
-    measures = [_measure(name) for name in names]
+    measures = [axis(name, log=name == "needed") for name in names]
     view = Heat("What each head needs", "query head", "layer", ("trace",), measures, panels, note=note)
     said = [sentence for mine in by_trace.values() for sentence in _findings(mine)]
     return Section("needs", "Which rows heads need", said, [view])
-
-
-def _measure(name: str) -> Measure:
-    share = name.partition("@")[0] in SHARES
-    form = "share" if share else "count" if name.startswith(("needed", "rows")) else "number"
-    return Measure(name, MEASURES[name], form, log=name == "needed", top=1.0 if share else None)
 
 
 def _findings(mine: Sequence[Record]) -> list[str]:

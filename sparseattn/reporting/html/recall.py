@@ -8,20 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from sparseattn.evaluation.recall_curve import MEASURES, Curve, Point
-from sparseattn.reporting import replay_tables
+from sparseattn.reporting import recall_tables
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import COUNT, NAME, ORIGIN
-from sparseattn.reporting.html.views import Lines, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Lines, Section, View, axis, column, cost
+from sparseattn.reporting.table import Column, Table
 from sparseattn.utils.json_fields import Maybe, Number, Object, Text, Values
 
 FILE = "recall.jsonl"
 
-QUALITY = (Measure("recall", "recall", "share", better="high", rule=replay_tables.LEVEL, top=1.0),)
-COST = (
-    Measure("scanned_share", "keys scored, of all", "share", log=True),
-    Measure("bytes_share", "bytes read, of all keys' and values'", "share", log=True),
-    Measure("select_ms", "milliseconds a choice", "number", log=True),
-)
+QUALITY = (axis("recall", rule=recall_tables.LEVEL),)
+COST = (cost("scanned_share", label="keys scanned / keys"), cost("bytes_share"), cost("select_ms"))
 ASKED, CONTROL = "queries to keys", "keys to keys"
 
 
@@ -63,7 +60,7 @@ def section(records: Sequence[Record]) -> Section:
     one = records[0]
     note = (
         f"A point a value of the index's knob; recall of the {one['k']} best keys, mean over heads and "
-        f"{one['queries']} queries. The thin line is a recall of {replay_tables.LEVEL:.0%}. `{CONTROL}` is the "
+        f"{one['queries']} queries. The thin line is a recall of {recall_tables.LEVEL:.0%}. `{CONTROL}` is the "
         f"control: held-out keys ask in place of queries."
     )
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
@@ -87,7 +84,7 @@ def _said(records: Sequence[Record]) -> list[str]:
         asked = [one for one in mine if one["direction"] == ASKED]
         if asked:
             title = f"{source}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
-            said.append(replay_tables.recall_verdict(replay_tables.Column(title, _curves(asked), {})))
+            said.append(recall_tables.verdict(recall_tables.Recalled(title, _curves(asked), {})))
     return said
 
 
@@ -121,23 +118,18 @@ def _curve(mine: Sequence[Record]) -> Curve:
 
 def _table(records: Sequence[Record]) -> Table:
     columns = [
-        Measure("source", "queries", "text"),
-        Measure("label", "method", "text"),
-        Measure("value", "knob", "text"),
-        Measure("recall", "recall", "share"),
-        Measure("worst", "worst head", "share"),
-        Measure("scanned_share", "scored", "share"),
-        Measure("bytes_share", "bytes", "share"),
-        Measure("select_ms", "ms a choice", "number"),
-        Measure("build_seconds", "s to build", "number"),
+        *map(Column.text, ("queries", "method", "knob")),
+        column("recall"),
+        column("recall", "worst head"),
+        *map(column, ("scanned_share", "bytes_share", "select_ms", "build_seconds")),
     ]
     rows = [
         [
-            *(_facet(one), one["label"], f"{one['knob']} {one['value']}" if one["knob"] else ""),
+            *(_facet(one), one["label"], f"{one['knob']} {one['value']}" if one["knob"] else None),
             *(one["mean"].get("recall"), one["worst"].get("recall")),
             *(one["mean"].get("scanned_share"), one["mean"].get("bytes_share")),
             *(one["select_ms"], one["build_seconds"]),
         ]
         for one in records
     ]
-    return Table("Every measurement", columns, rows, method=1)
+    return Table("Every measurement", columns, rows, row_head=1)

@@ -10,20 +10,19 @@ from sparseattn.recommend.records import KEY as KIND
 from sparseattn.recommend.records import check_line
 from sparseattn.reporting.html.folders import Record
 from sparseattn.reporting.html.shared_fields import ORIGIN
-from sparseattn.reporting.html.views import Given, Heat, Lines, Measure, Section, Table, View
+from sparseattn.reporting.html.views import Given, Heat, Lines, Section, View, axis, cost
+from sparseattn.reporting.table import Column, Table
 from sparseattn.selectors.registry import make_selector
 from sparseattn.selectors.trust import named_modules
 from sparseattn.utils.json_fields import FieldError, Object
 
 FILE = "recommend.jsonl"
 
-COST = (Measure("bytes_heads", "bytes read, of the layer's", "share", log=True),)
+COST = (cost("bytes_heads"),)
 LOSS = (
-    Measure("kl", "KL divergence by one layer alone, nats a token", "number", log=True, better="low"),
-    Measure("error_heads", "error of the output", "share", log=True, better="low"),
+    axis("kl", label="KL divergence by one layer alone, nats a token", log=True),
+    axis("error_heads", log=True),
 )
-
-
 GIVEN = "A column a layer, a row a KV head; the number is the budget."
 
 
@@ -144,7 +143,7 @@ def _list(given: Any) -> list[Any]:
 
 
 def _table(given: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [Measure(name, name, "text") for name in ("plan", "layer", "heads", "method", "budget")]
+    columns = [Column.text(name) for name in ("plan", "layer", "heads", "method", "budget")]
     rows = [
         [
             plan["name"],
@@ -157,14 +156,14 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
         for layer in plan["layers"]
         for head, one in enumerate(layer["heads"][: 1 if layer["agree"] else None])
     ]
-    return Table("What each plan gives each layer, as a table", columns, rows, method=3)
+    return Table("What each plan gives each layer, as a table", columns, rows, row_head=3)
 
 
 def _said(plan: Record) -> str:
-    cost, verified = plan["cost"], plan["verified"]
-    predicted = " (predicted)" if cost["predicted"] else ""
-    told = f"{cost['plan'] / cost['full']:.0%} of full attention's {cost['unit']}"
-    told += (f" on {cost['machine']}" if cost.get("machine") else "") + predicted
+    costs, verified = plan["cost"], plan["verified"]
+    predicted = " (predicted)" if costs["predicted"] else ""
+    told = f"{costs['plan'] / costs['full']:.0%} of full attention's {costs['unit']}"
+    told += (f" on {costs['machine']}" if costs.get("machine") else "") + predicted
     kl, same = (verified[name]["mean"] for name in ("kl", "same_top"))
     return (
         f"The plan {plan['name']} costs {told}. On {verified['windows']} windows held out its predictions differ by "

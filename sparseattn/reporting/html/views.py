@@ -1,25 +1,31 @@
-"""What a section of the page is made of: sentences, and views that the page's scripts draw, each by one of its own."""
+"""What a section of the page is made of: sentences, and views.
+
+The page's template writes tables and facts; scripts draw the others, each kind by one of its own (`assets/KIND.js`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
-Number: TypeAlias = "float | int | None"  # None where there is none: a script leaves the place empty
+from sparseattn.evaluation.measures import COUNT, SIGNIFICANT, Format, measure
+from sparseattn.reporting.table import Column, Table
+
 DIGITS = 5  # significant ones of a number in the page
+SHARE = Format(3, 100, "%", significant=True)
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One thing that was measured.
+class Axis:
+    """A measure as plots and maps show it; `axis` makes one of the table of measures.
 
     Args:
         key: under which points and cells hold it.
-        label: what it is, for an axis or a column.
-        form: "share" (shown in percent), "count" (whole), "number", or "text" in tables.
+        label: what it is, for an axis or in a list to choose from.
+        form: "share" (shown in percent), "count" (whole) or "number".
         log: whether an axis of it is logarithmic.
         better: "high", "low", or nothing where neither is.
         rule: where a thin line stands across the plot; None: nowhere.
@@ -35,12 +41,33 @@ class Measure:
     top: float | None = None
 
 
+def axis(key: str, **changes: Any) -> Axis:
+    """Return a measure as plots and maps show it, by its name in records; `changes` are fields of `Axis`."""
+    known = measure(key)
+    form = "share" if known.unit == "share" else "count" if known.unit == "rows" else "number"
+    return replace(Axis(key, known.label, form, better=known.better, top=known.top), **changes)
+
+
+def cost(key: str, **changes: Any) -> Axis:
+    """Return what methods read or take as a logarithmic axis; that less is better goes without saying."""
+    return axis(key, log=True, better="", top=None, **changes)
+
+
+def column(key: str, head: str | None = None) -> Column:
+    """Return a measure as a column of the page's tables, where all but counts have three digits."""
+    known = measure(key)
+    if known.format != COUNT:
+        known = replace(known, format=SHARE if known.unit == "share" else SIGNIFICANT)
+    return Column.of(known, head and f"{head} {known.format.unit}".strip())
+
+
 @dataclass(frozen=True)
 class Lines:
     """Quality against cost: a line a method, a point a budget, a panel for each value of `facet`.
 
     Args:
-        title: in a few words. note: what a reader must know to read it right.
+        title: in a few words.
+        note: what a reader must know to read it right.
         facet: what tells panels apart ("trace").
         x, y: what may be chosen for the axes; the first is shown.
         points: `method`, `facet`, `at` (the budget, or what else tells points of a line apart) and `values` by key.
@@ -49,8 +76,8 @@ class Lines:
     kind: ClassVar[str] = "lines"
     title: str
     facet: str
-    x: Sequence[Measure]
-    y: Sequence[Measure]
+    x: Sequence[Axis]
+    y: Sequence[Axis]
     points: Sequence[Mapping[str, Any]]
     note: str = ""
 
@@ -72,7 +99,7 @@ class Heat:
     x: str
     y: str
     choices: Sequence[str]
-    measures: Sequence[Measure]
+    measures: Sequence[Axis]
     panels: Sequence[Mapping[str, Any]]
     methods: bool = False
     note: str = ""
@@ -90,18 +117,6 @@ class Given:
     kind: ClassVar[str] = "given"
     title: str
     plans: Sequence[Mapping[str, Any]]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows that can be sorted and filtered; `method` is the column by which switched-off methods leave, or None."""
-
-    kind: ClassVar[str] = "table"
-    title: str
-    columns: Sequence[Measure]
-    rows: Sequence[Sequence[Any]]
-    method: int | None = None
     note: str = ""
 
 
@@ -146,14 +161,21 @@ class Section:
     views: Sequence[View]
     methods: Sequence[str] = field(default_factory=tuple)
 
-    def record(self) -> dict[str, Any]:
-        """As the page holds it."""
-        views = [{"kind": view.kind, **dataclasses.asdict(view)} for view in self.views]
-        return short({"name": self.name, "title": self.title, "said": list(self.said), "views": views})
+    def figures(self) -> dict[str, View]:
+        """Return the views by the names of their figures in the page."""
+        return {f"{self.name}-view-{number}": view for number, view in enumerate(self.views, 1)}
+
+    def data(self) -> dict[str, Any]:
+        """Return what scripts draw, by the names of its figures."""
+        return {
+            name: short({"kind": view.kind, **dataclasses.asdict(view)})
+            for name, view in self.figures().items()
+            if not isinstance(view, Table | Facts)
+        }
 
 
 def short(value: Any) -> Any:
-    """A JSON value with numbers of `DIGITS` digits; what is no number in JSON is None."""
+    """Return a JSON value with numbers of `DIGITS` digits; what is no number in JSON is None."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

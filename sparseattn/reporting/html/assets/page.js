@@ -1,4 +1,4 @@
-// The page: sections from the data, which methods are shown, light or dark. A view's own script is in `views`.
+// The page: what scripts draw in it, which methods are shown, light or dark. A view's own script is in `views`.
 "use strict";
 
 const views = {}; // kind -> draws a view: (element, view) -> what to call when the shown methods or the width change
@@ -16,7 +16,7 @@ function make(name, attributes = {}, ...children) {
   return element;
 }
 
-/** A number as people read it: "share" in percent, "count" whole, others with three digits. */
+/** A number as people read it: "share" in percent, "count" whole, "text" as it is, others with three digits. */
 function show(value, form) {
   if (value == null) return "–";
   if (form === "text") return String(value);
@@ -162,66 +162,24 @@ function drawTheme() {
   );
 }
 
-// -- sections ----------------------------------------------------------------------------------------------------------
+// -- views -------------------------------------------------------------------------------------------------------------
 
-function drawSections() {
-  const main = document.getElementById("main"),
-    contents = document.getElementById("contents"),
-    list = make("ul");
-  contents.append(list);
-  const lead = page.sections.filter((section) => section.said.length);
-  if (lead.length) {
-    const box = make(
-      "section",
-      { class: "lead", "aria-labelledby": "lead-title" },
-      make("h2", { id: "lead-title" }, "In short"),
-    );
-    for (const section of lead) {
-      box.append(
-        make("p", {}, make("span", {}, section.said[0]), " ", make("a", { href: `#${section.name}` }, section.title)),
-      );
-    }
-    main.append(box);
-  }
-  for (const section of page.sections) {
-    list.append(make("li", {}, make("a", { href: `#${section.name}` }, section.title)));
-    const host = make(
-      "section",
-      { id: section.name, "aria-labelledby": `${section.name}-title` },
-      make("h2", { id: `${section.name}-title` }, section.title),
-    );
-    if (section.said.length > 1) {
-      const more = section.said.slice(1).map((sentence) => make("li", {}, sentence));
-      host.append(
-        section.said.length > 4
-          ? make(
-              "details",
-              { class: "said" },
-              make("summary", {}, `${more.length} more findings`),
-              make("ul", {}, ...more),
-            )
-          : make("ul", { class: "said" }, ...more),
-      );
-    }
-    main.append(host);
-    for (const view of section.views) {
-      const figure = make(
-        "figure",
-        { class: `view ${view.kind}`, "aria-label": view.title },
-        make("h3", {}, view.title),
-      );
-      host.append(figure);
-      const update = views[view.kind](figure, view);
-      if (view.note) figure.append(make("figcaption", {}, view.note));
-      if (update) redraws.push(update);
-    }
+/** Draws what the template left to scripts, in its figures; notes stay below. */
+function drawViews() {
+  for (const figure of document.querySelectorAll("figure.view")) {
+    const draw = views[figure.dataset.kind];
+    if (!draw) continue;
+    const note = figure.querySelector("figcaption");
+    const update = draw(figure, page.figures[figure.id]);
+    if (note) figure.append(note);
+    if (update) redraws.push(update);
   }
 }
 
 function start() {
   drawTheme();
   drawMethods();
-  drawSections();
+  drawViews();
   let width = window.innerWidth;
   window.addEventListener("resize", () => {
     if (window.innerWidth !== width) {

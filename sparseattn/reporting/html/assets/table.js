@@ -1,7 +1,10 @@
 // Rows that can be sorted by a click on a column's head and filtered by words.
 "use strict";
 
-views.table = (figure, view) => {
+views.table = (figure) => {
+  const scroll = figure.querySelector(".scroll"),
+    body = scroll.querySelector("tbody"),
+    rows = [...body.rows];
   let by = null,
     falling = false,
     words = [];
@@ -14,15 +17,15 @@ views.table = (figure, view) => {
       draw();
     },
   });
-  const heads = view.columns.map((column, i) => {
-    const button = make("button", { type: "button", onclick: () => sort(i) }, column.label);
-    return make("th", { scope: "col", "aria-sort": "none", class: column.form === "text" ? "" : "number" }, button);
+  const heads = [...scroll.querySelectorAll("thead th")];
+  heads.forEach((head, i) => {
+    head.setAttribute("aria-sort", "none");
+    head.replaceChildren(make("button", { type: "button", onclick: () => sort(i) }, head.textContent));
   });
-  const body = make("tbody");
-  const table = make("table", {}, make("thead", {}, make("tr", {}, ...heads)), body);
-  figure.append(
+  const methods = new Map(rows.map((row) => [row, row.querySelector("th")?.textContent])); // of rows that name one
+  for (const [row, name] of methods) if (name != null) row.querySelector("th").prepend(swatch(name), " ");
+  scroll.before(
     make("div", { class: "bar" }, make("label", { class: "choice" }, make("span", {}, "Filter"), input), count),
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": view.title }, table),
   );
 
   function sort(i) {
@@ -32,38 +35,29 @@ views.table = (figure, view) => {
     draw();
   }
 
+  /** A cell's number, its text where it has none, and nothing where it is empty. */
+  function valueOf(row) {
+    const cell = row.cells[by];
+    if ("missing" in cell.dataset) return null;
+    return "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent;
+  }
+
   function draw() {
-    const text = (row) =>
-      row
-        .map((cell, i) => show(cell, view.columns[i].form))
-        .join(" ")
-        .toLowerCase();
-    let rows = view.rows.filter(
-      (row) => (view.method == null || isShown(row[view.method])) && words.every((word) => text(row).includes(word)),
-    );
+    let shown = rows.filter((row) => {
+      const text = row.textContent.toLowerCase();
+      return (methods.get(row) == null || isShown(methods.get(row))) && words.every((word) => text.includes(word));
+    });
     if (by != null) {
       const less = (a, b) =>
         typeof a === "string" || typeof b === "string"
           ? String(a).localeCompare(String(b), "en", { numeric: true })
           : a - b;
-      rows = rows.slice().sort((a, b) => (a[by] == null) - (b[by] == null) || (falling ? -1 : 1) * less(a[by], b[by]));
+      const keyed = shown.map((row) => [valueOf(row), row]);
+      keyed.sort(([a], [b]) => (a == null) - (b == null) || (falling ? -1 : 1) * less(a, b));
+      shown = keyed.map(([, row]) => row);
     }
-    count.textContent =
-      rows.length === view.rows.length ? `${rows.length} rows` : `${rows.length} of ${view.rows.length} rows`;
-    body.replaceChildren(
-      ...rows.map((row) =>
-        make(
-          "tr",
-          {},
-          ...row.map((cell, i) => {
-            const shown = show(cell, view.columns[i].form);
-            return i === view.method
-              ? make("th", { scope: "row" }, swatch(cell), ` ${shown}`)
-              : make("td", { class: view.columns[i].form === "text" ? "" : "number" }, shown);
-          }),
-        ),
-      ),
-    );
+    count.textContent = shown.length === rows.length ? `${rows.length} rows` : `${shown.length} of ${rows.length} rows`;
+    body.replaceChildren(...shown);
   }
 
   draw();

@@ -6,36 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.evaluation.by_head import Comparison
+from sparseattn.evaluation.measures import measure
 from sparseattn.reporting.layer_tables import condition
 from sparseattn.reporting.line_style import broken, name_ends, style
-from sparseattn.reporting.plots import SHARE, panel_grid, save, shown
+from sparseattn.reporting.plots.panels import heading, panel_grid, save, shares_up, shown
 
 
 def by_layer(compared: Sequence[Comparison], path: Path) -> None:
-    """The share recovered against the layer, a line a method: a panel a condition of one trace."""
+    """Draw the share recovered against the layer, a line a method: a panel a condition of one trace."""
     labels = list(dict.fromkeys(label for one in compared for label in one.readings))
     figure, axes = panel_grid(len(compared), 1, (5.0, 2.8), labels, sharex=True, sharey=True)
     for axis, one in zip(axes[:, 0], compared, strict=True):
         for label, reading in one.readings.items():
             axis.plot(one.layers, reading.layers("recovered").tolist(), **style(labels.index(label), label))
         axis.set_title(f"at {condition(one)}", fontsize=10)
-        axis.set_ylabel("recovered")
-        axis.set_ylim(-0.03, 1.03)
-        axis.yaxis.set_major_formatter(SHARE)
+        axis.set_ylabel(measure("recovered").short)
+        shares_up(axis)
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xticks(compared[0].layers)
     axes[-1, 0].tick_params(labelsize=8)
     axes[-1, 0].set_xlabel("layer")
     trace = next(iter(compared[0].readings.values())).low.trace
-    figure.suptitle(
-        shown(f"{trace}: attention on indexed rows that each method recovers, mean over heads"), fontsize=10
-    )
+    heading(figure, shown(f"{trace}: attention on indexed rows that each method recovers, mean over heads"))
     name_ends(figure, axes[:, 0])
     save(figure, path)
 
 
 def alike(compared: Sequence[Comparison], path: Path) -> None:
-    """Spearman's rank correlation of the heads of every two methods: a panel a condition of one trace.
+    """Draw Spearman's rank correlation of the heads of every two methods: a panel a condition of one trace.
 
     Methods that recover the same at every head, such as the window nothing, have no order and are left out.
     """
@@ -58,5 +56,5 @@ def alike(compared: Sequence[Comparison], path: Path) -> None:
                 axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
         figure.colorbar(image, ax=axis, label="rank correlation", shrink=0.8)
     trace = next(iter(compared[0].readings.values())).low.trace
-    figure.suptitle(shown(f"{trace}: do methods fail at the same heads? By the share recovered"), fontsize=10)
+    heading(figure, shown(f"{trace}: do methods fail at the same heads? By the share recovered"))
     save(figure, path)

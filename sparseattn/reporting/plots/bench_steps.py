@@ -9,27 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.core.budget import budget_label
+from sparseattn.evaluation.measures import measure
 from sparseattn.evaluation.replay import RECALLS, Evaluation
 from sparseattn.reporting.line_style import name_ends, style
-from sparseattn.reporting.plots import SHARE, panel_grid, save, shown
+from sparseattn.reporting.plots.panels import heading, panel_grid, save, shown, unit
 
-WHOLE = {  # of full attention
-    **{f"recall@{k}": 1.0 for k in RECALLS},
-    "mass": 1.0,
-    "recovered": 1.0,
+# Measures whose value full attention has.
+WHOLE = {
+    **dict.fromkeys((*(f"recall@{k}" for k in RECALLS), "mass", "recovered", "attended_share", "bytes_share"), 1.0),
     "relative_error": 0.0,
-    "attended_share": 1.0,
-    "bytes_share": 1.0,
 }
 MARKED = 8  # points of a line that have a marker, to tell lines apart without hiding them
 FULL = "full attention"
 
 
-def by_step(results: Sequence[Evaluation], measure: str, path: Path) -> None:
-    """A measure against the decoded token, mean over layers and heads: a panel a budget of one trace, a line a method.
+def by_step(results: Sequence[Evaluation], key: str, path: Path) -> None:
+    """Draw a measure against the decoded token, mean over layers and heads: a panel a budget, a line a method.
 
     A method without a budget is in every panel. Full attention has a line where the measure has a value for it.
     """
+    known = measure(key)
     budgets = list(dict.fromkeys(one.budget for one in results))
     labels = list(dict.fromkeys(one.label for one in results))
     alone = {label for label in labels if sum(one.label == label for one in results) == 1}
@@ -37,19 +36,19 @@ def by_step(results: Sequence[Evaluation], measure: str, path: Path) -> None:
     for axis, budget in zip(axes[:, 0], budgets, strict=True):
         for one in results:
             if one.budget == budget or one.label in alone:
-                line = one.by_step(measure).nanmean(0).tolist()
+                line = one.by_step(key).nanmean(0).tolist()
                 look = style(labels.index(one.label), one.label)
                 axis.plot(range(1, len(line) + 1), line, markevery=-(-len(line) // MARKED), **look)
-        if measure in WHOLE:
-            axis.axhline(WHOLE[measure], color="grey", linestyle="--", linewidth=1, label=FULL)
+        if key in WHOLE:
+            axis.axhline(WHOLE[key], color="grey", linestyle="--", linewidth=1, label=FULL)
         axis.set_title(f"budget {budget_label(budget)}", fontsize=10)
-        axis.set_ylabel(shown(measure.replace("_", " ")))
-        if measure in WHOLE:
-            axis.yaxis.set_major_formatter(SHARE)
+        axis.set_ylabel(known.label)
+        if known.unit == "share":
+            axis.yaxis.set_major_formatter(unit(known))
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel("decoded token")
     trace, facts = results[0].trace, results[0].settings
-    what = f"{measure}, mean over layers and heads, at the last {facts['last']} of {facts['tokens']} tokens"
-    figure.suptitle(shown(f"{trace}: {what.replace('_', ' ')}"), fontsize=10)
+    what = f"{known.label}, mean over layers and heads, at the last {facts['last']} of {facts['tokens']} tokens"
+    heading(figure, shown(f"{trace}: {what}"))
     name_ends(figure, axes[:, 0])
     save(figure, path)

@@ -1,0 +1,41 @@
+"""The picture of `bench`: quality against cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparseattn.evaluation.measures import measures
+from sparseattn.evaluation.replay import Evaluation
+from sparseattn.reporting.line_style import name_ends, style
+from sparseattn.reporting.plots.panels import heading, logarithmic, panel_grid, save, unit
+from sparseattn.reporting.replay_tables import TOLERANCE
+
+
+def frontier(results: Sequence[Evaluation], path: Path) -> None:
+    """Draw quality against bytes read and against rows, for every selector of one trace, a point a budget."""
+    methods = list(dict.fromkeys(one.label for one in results))
+    figure, axes = panel_grid(2, 2, (4.6, 3.2), methods, sharex="col", sharey="row")
+    costs, qualities = measures(("bytes_share", "attended")), measures(("mass", "relative_error"))
+    for line, quality in zip(axes, qualities, strict=True):
+        for axis, cost in zip(line, costs, strict=True):
+            for k, method in enumerate(methods):
+                of_method = [one for one in results if one.label == method]
+                points = sorted((one.mean(cost.key), one.mean(quality.key)) for one in of_method)
+                axis.plot(*zip(*points, strict=True), **style(k, method))
+            logarithmic(axis, unit(cost))
+            axis.grid(alpha=0.3)
+            if quality.key == "relative_error":
+                axis.axhline(TOLERANCE, color="grey", linestyle="--", linewidth=1)
+                axis.set_yscale("log")  # behind the line, as matplotlib warns of a scale that spans one value
+                axis.yaxis.set_major_formatter(unit(quality))
+                axis.set_xlabel(cost.label)
+        line[0].set_ylabel(quality.label)
+    one = results[0]
+    heading(
+        figure,
+        f"{one.trace}: {one.settings['tokens']} tokens, last {one.settings['last']} decoded, sink "
+        f"{one.settings['sink']}, window {one.settings['window']}; a point a budget, mean over layers and heads",
+    )
+    name_ends(figure, axes.flat)
+    save(figure, path)
