@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from scripts.evidence.condensing import exploded
@@ -21,6 +22,7 @@ from scripts.evidence.markdown import spec
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.recall_curve import Curve, Point
 from sparseattn.recommend.single import between
+from sparseattn.reporting.eval_tables import ANSWERED
 
 Record: TypeAlias = "Mapping[str, Any]"
 Row: TypeAlias = "dict[str, Any]"
@@ -28,6 +30,7 @@ Row: TypeAlias = "dict[str, Any]"
 FULL = "full"  # the method of full attention
 LEVEL = 0.95  # of recall@k
 ASKED, CONTROL = "queries to keys", "keys to keys"
+ROWS, BYTES = "mean.attended", "mean.bytes_share"
 LEAST = 1e-6  # errors below are rounding
 FAR = 0.3  # share of a query head's attention on indexed rows from which on it counts as looking far
 INNER = {
@@ -56,6 +59,9 @@ FAMILIES = {
 }
 
 
+GROUPS = {name: group for group, names in FAMILIES.items() for name in names.split()}
+
+
 def mean(values: Iterable[float | None]) -> float:
     """Of those that are known; NaN of none."""
     every = known(values)
@@ -69,14 +75,13 @@ def comparisons(record: Record, rows: Sequence[Row]) -> list[Row]:
     """A row a method and comparison: what is equal is `at_rows` or `at_bytes`, and `missed_with.LABEL` are the heads
     that another method misses, too."""
     found = []
-    for row in exploded(record, ("by_layer", "methods")):
-        labels = [method["label"] for one in record["by_layer"] for method in one["methods"] if one["at"] == row["at"]]
-        missed = dict(zip(labels, row["missed_by_both"][labels.index(row["label"])], strict=False))
-        row["by_layer"], row["errors_by_layer"] = row.pop("recovered"), row.pop("relative_error")
-        attended = row.pop("attended", None)
-        row["at_rows"] = round(attended or row["at"]) if row["equal"] == "rows" else None
-        row["at_bytes"] = row["at"] if row["equal"] == "bytes" else None
-        found.append({**row, **{f"missed_with.{label}": count for label, count in missed.items()}})
+    for one in record["by_layer"]:
+        labels = [method["label"] for method in one["methods"]]
+        for row, missed in zip(exploded(one, ("methods",)), one["missed_by_both"], strict=True):
+            row["by_layer"], row["errors_by_layer"] = row.pop("recovered"), row.pop("relative_error")
+            attended = row.pop("attended", None) or row["at"]
+            row["at_rows"], row["at_bytes"] = (round(attended), None) if row["equal"] == "rows" else (None, row["at"])
+            found.append(row | {f"missed_with.{label}": count for label, count in zip(labels, missed, strict=True)})
     return found
 
 
@@ -92,47 +97,31 @@ def layers(record: Record, rows: Sequence[Row]) -> list[Row]:
 # Errors at equal cost
 
 
-class ErrorCurve:
-    """A method's error against a cost, over its budgets, linear in the logarithms in between."""
-
-    def __init__(self, rows: Sequence[Row], cost: str) -> None:
-        self.points = sorted({row[f"mean.{cost}"]: max(row["mean.relative_error"], LEAST) for row in rows}.items())
-
-    def at(self, cost: float) -> float | None:
-        """The error there; None outside of what was measured."""
-        if cost in dict(self.points):  # where a curve of one point, too, is known
-            return dict(self.points)[cost]
-        for (low, first), (high, second) in itertools.pairwise(self.points):
-            if low <= cost <= high:
-                part = math.log(cost / low) / math.log(high / low)
-                return math.exp((1 - part) * math.log(first) + part * math.log(second))
-        return None
-
-    def against(self, other: ErrorCurve) -> float | None:
-        """This error over the other's, the geometric mean over the places of both where both are known."""
-        pairs = [(self.at(cost), other.at(cost)) for cost, _ in (*self.points, *other.points)]
-        ratios = [math.log(mine / theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
-        return math.exp(sum(ratios) / len(ratios)) if ratios else None
+def ratio(rows: Sequence[Row], others: Sequence[Row], cost: str) -> float | None:
+    """How many times the error of others rows have at equal cost: the geometric mean over the costs of both, errors in
+    between on the line in logarithms; None where no cost is within what both were measured at."""
+    points = ({row[cost]: max(row["mean.relative_error"], LEAST) for row in of} for of in (rows, others))
+    curves = [np.log(sorted(errors.items())) for errors in points]
+    costs = np.concatenate(curves)[:, 0]
+    mine, theirs = (np.interp(costs, *curve.T, left=np.nan, right=np.nan) for curve in curves)
+    shared = ~np.isnan(mine - theirs)
+    return float(np.exp((mine - theirs)[shared].mean())) if shared.any() else None
 
 
 def errors(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """A row a pair of methods: how many times the other's error one has at equal rows and bytes, None where no cost is
-    of both, and at equal budgets."""
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    mine = {label: [row for row in rows if row["label"] == label] for label in labels}
-    curves = {(label, cost): ErrorCurve(mine[label], cost) for label in labels for cost in ("attended", "bytes_share")}
-    found = []
-    for label, other in itertools.permutations(labels, 2):
+    """A row a pair of methods, with their `ratio` at equal rows and bytes, and a row a budget of both."""
+    of = {
+        label: [row for row in rows if row["label"] == label] for label in dict.fromkeys(row["label"] for row in rows)
+    }
+    found: list[Row] = []
+    for (label, mine), (other, theirs) in itertools.permutations(of.items(), 2):
         pair = {"label": label, "other": spec(other)}
-        equal = {cost: curves[label, cost].against(curves[other, cost]) for cost in ("attended", "bytes_share")}
-        budgets = {row["budget"]: row["mean.relative_error"] for row in mine[other]}
-        at = {
-            row["budget"]: row["mean.relative_error"] / budgets[row["budget"]]
-            for row in mine[label]
-            if budgets.get(row["budget"])
-        }
-        found.append({**pair, "at_rows": equal["attended"], "at_bytes": equal["bytes_share"]})
-        found += [{**pair, "budget": budget, "at_budget": ratio} for budget, ratio in at.items()]
+        equal = {name: ratio(mine, theirs, cost) for name, cost in (("at_rows", ROWS), ("at_bytes", BYTES))}
+        found.append(pair | equal)
+        for row, beside in itertools.product(mine, theirs):
+            if row["budget"] == beside["budget"] and beside["mean.relative_error"]:
+                share = row["mean.relative_error"] / beside["mean.relative_error"]
+                found.append(pair | {"budget": row["budget"], "at_budget": share})
     return found
 
 
@@ -141,16 +130,14 @@ def errors(record: Record, rows: Sequence[Row]) -> list[Row]:
 
 def needed(record: Record, rows: Sequence[Row]) -> list[Row]:
     """A row an index, number of keys, direction and gap: the share of keys scanned for `LEVEL`, or the most tried."""
+    curves: dict[Any, list[Row]] = {}
+    for row in rows:
+        curves.setdefault((row["label"], row["keys"], row["direction"], row["gap"]), []).append(row)
     found = []
-    for key in dict.fromkeys((row["label"], row["keys"], row["direction"], row["gap"]) for row in rows):
-        mine = [row for row in rows if (row["label"], row["keys"], row["direction"], row["gap"]) == key]
-        one = curve(mine)
-        share = one.scanned_at(LEVEL)
-        most = max(point.mean("scanned_share") for point in one.points)
-        reached = share == share
-        head = {name: value for name, value in mine[0].items() if not name.startswith("mean.")}
-        known_share = {"scanned": share if reached else None, "most": None if reached else most}
-        found.append({**head, **known_share, "level": LEVEL, "asked": head["direction"].partition(" ")[0]})
+    for mine in curves.values():
+        share, most = curve(mine).scanned_at(LEVEL), max(row["mean.scanned_share"] for row in mine)
+        reached = {"scanned": share, "most": None} if share == share else {"scanned": None, "most": most}
+        found.append({**mine[0], **reached, "level": LEVEL, "asked": mine[0]["direction"].partition(" ")[0]})
     return found
 
 
@@ -187,37 +174,25 @@ def by_step(record: Record, rows: Sequence[Row]) -> list[Row]:
 
 
 def reused(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `of`, whose choices are read again, `itself` or by a `wrapper`, and `made`, the share of choices made anew:
-    what was scanned of what the inner method scans, since a choice read again scans nothing."""
+    """With the `wrapper` that reads choices again, `of` which method, and `made`, the share of choices made anew: what
+    was scanned of what that method scans, since a choice read again scans nothing."""
     scanned = {(row["label"], row["budget"]): row["mean.scanned"] for row in rows}
-    wrapped = [
-        {**row, "inner": label, "wrapper": name} for row in rows for name, label in [_wrapped(row["label"])] if label
-    ]
-    inner = {(one["wrapper"], one["inner"]) for one in wrapped}
-    plain = [
-        {**row, "of": spec(row["label"]), "wrapper": wrapper, "made": 1.0, "itself": True}
-        for wrapper, label in sorted(inner, key=lambda one: [row["label"] for row in rows].index(one[1]))
-        for row in rows
-        if row["label"] == label
-    ]
-    again = [
-        {
-            **one,
-            "of": spec(one["inner"]),
-            "made": one["mean.scanned"] / scanned[one["inner"], one["budget"]],
-            "itself": False,
-        }
-        for one in wrapped
-    ]
-    return sorted(plain + again, key=lambda row: row["budget"])
+    found = []
+    for row in rows:
+        wrapper, inner = _wrapped(row["label"])
+        made = row["mean.scanned"] / scanned[inner, row["budget"]] if scanned[inner, row["budget"]] else None
+        found.append({**row, "wrapper": wrapper, "of": spec(inner), "made": made})
+    return found
 
 
-def _wrapped(label: str) -> tuple[str, str | None]:
-    """The class of a label, and the label of the method within it."""
+def _wrapped(label: str) -> tuple[str | None, str]:
+    """The class that a label says to read choices again, and the label of the method within it; or it alone."""
     call = ast.parse(label, mode="eval").body
     name = ast.unparse(call.func) if isinstance(call, ast.Call) else label
+    if name not in INNER:
+        return None, label
     given = {part.arg: ast.unparse(part.value) for part in call.keywords} if isinstance(call, ast.Call) else {}
-    return name, given.get("inner", INNER.get(name)) if name in INNER else None
+    return name, given.get("inner", INNER[name])
 
 
 def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
@@ -246,7 +221,11 @@ def rounded(record: Record, rows: Sequence[Row]) -> list[Row]:
 def families(record: Record, rows: Sequence[Row]) -> list[Row]:
     """With `family`, and `method` as people type it with the bits of its rows, in the order of the families."""
     found = [
-        {**row, "family": family(row["plain"], row["bits"]), "typed": spec(row["plain"])}
+        {
+            **row,
+            "family": GROUPS[row["plain"].partition("(")[0]] if row["bits"] == 16 else ROUNDED,
+            "typed": spec(row["plain"]),
+        }
         for row in rounded(record, rows)
         if row["method"] != FULL
     ]
@@ -255,33 +234,14 @@ def families(record: Record, rows: Sequence[Row]) -> list[Row]:
     return sorted(named, key=lambda row: order.index(row["family"]))
 
 
-def family(label: str, bits: int) -> str:
-    """Of a method's label and the bits of its rows.
-
-    Raises:
-        LookupError: no family has it.
-    """
-    name = label.partition("(")[0]
-    if bits < 16:
-        return ROUNDED
-    for group, names in FAMILIES.items():
-        if name in names.split():
-            return group
-    raise LookupError(f"{name} belongs to no family")
-
-
 def answered(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `full`, what full attention answers of the same task and length, `enough` of it or not; a row without it
-    is of full attention, whose `label` is a phrase."""
+    """With `enough`, whether full attention answers so much of the task and length that others say something."""
     full: dict[Any, list[float]] = {}
     for row in rows:
         if row["method"] == FULL:
             full.setdefault((row["task"], row["length"]), []).append(row["score"])
-    shares = {key: mean(scores) for key, scores in full.items()}
-    return [
-        {**row, "full": shares[row["task"], row["length"]], "enough": shares[row["task"], row["length"]] >= 0.8}
-        for row in sorted(rows, key=lambda row: row["length"])
-    ]
+    ordered = sorted(rows, key=lambda row: row["length"])
+    return [{**row, "enough": mean(full[row["task"], row["length"]]) >= ANSWERED} for row in ordered]
 
 
 def looseness(record: Record, rows: Sequence[Row]) -> list[Row]:
