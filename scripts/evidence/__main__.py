@@ -10,12 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from scripts.evidence import made, pictures
-from scripts.evidence.documents import loader, redraw
+from scripts.evidence import made, pictures, tables
+from scripts.evidence.documents import redraw
+from scripts.evidence.frames import loader
 from scripts.evidence.running import order, run
 from scripts.evidence.step import Step
 from scripts.evidence.steps import STEPS
-from scripts.evidence.views import VIEWS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = run(steps, STEPS, lambda words: console.print(words, soft_wrap=True))
     load = loader()
     wrong = pictures.redraw(load, write=not options.check)
-    wrong += redraw(VIEWS, load, write=not options.check)
+    wrong += redraw(tables.defined(), load, write=not options.check)
     for line in wrong + [f"step {name}: {why}" for name, why in failed.items()]:
         console.print(line, soft_wrap=True)
     return int(bool(wrong or failed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,6 +100,30 @@ def flattened(line: Mapping[str, Any], dropped: Iterable[str] = ()) -> Line:
         else:
             out[name] = value
     return out
+
+
+def exploded(value: Any, path: Sequence[str], above: Mapping[str, Any] | None = None) -> Iterator[Line]:
+    """A row for everything at the end of a path of lists and objects, with what stands above it.
+
+    The key of an object on the path is a column of the path's name; `*` are all keys, as the column `key`. What is no
+    object itself is the column `value`.
+    """
+    row = {**(above or {}), **(flattened(value, path[:1]) if isinstance(value, dict) else {"value": value})}
+    if not path:
+        yield row
+        return
+    name, *rest = path
+    inner = value if name == "*" else value.get(name, [])
+    if isinstance(inner, dict) and rest and rest[0] in inner:
+        yield from exploded(inner, rest, row)
+    elif isinstance(inner, dict):
+        for key, one in inner.items():
+            yield from exploded(
+                one, rest, {**(above if name == "*" and above else row), "key" if name == "*" else name: key}
+            )
+    else:
+        for one in inner:
+            yield from exploded(one, rest, row)
 
 
 def _bench(line: Line) -> Line:

@@ -1,17 +1,12 @@
-"""Markdown of views: tables, paragraphs and lists as wide as the documents, and numbers as people read them."""
+"""Paragraphs as wide as the documents, and values as people read them."""
 
 from __future__ import annotations
 
+import ast
 import textwrap
-from collections.abc import Iterable, Sequence
+from typing import Any
 
 WIDE = 120  # columns of a line of text
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table; all columns but the first `left` ones are aligned to the right."""
-    marks = ["---" if i < left else "---:" for i in range(len(head))]
-    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, marks, *rows))
 
 
 def text(words: str) -> str:
@@ -19,23 +14,18 @@ def text(words: str) -> str:
     return textwrap.fill(" ".join(words.split()), WIDE, break_long_words=False, break_on_hyphens=False)
 
 
-def bullets(*items: str) -> str:
-    """A list."""
-    return "\n".join(textwrap.indent(_hanging(item), "  ").replace("  ", "- ", 1) for item in items)
-
-
-def _hanging(words: str) -> str:
-    return textwrap.fill(" ".join(words.split()), WIDE - 2, break_long_words=False, break_on_hyphens=False)
-
-
-def parts(*blocks: str) -> str:
-    """Paragraphs, lists and tables one below the other."""
-    return "\n\n".join(blocks)
-
-
-def percent(share: float, digits: int = 0) -> str:
-    """0.05 as "5 %"."""
-    return f"{100 * share:.{digits}f} %"
+def shown(value: Any, form: str) -> str:
+    """A value by a format: one of Python's, `.1%` with a space before the sign, `.1p` for percent without it, `~2` for
+    two significant digits, `~2%` for both, and `spec` for a method as one types it."""
+    if form == "spec":
+        return spec(value)
+    if form.startswith("~"):
+        percent = form.endswith("%")
+        words = significant(100 * value if percent else value, int(form[1:].removesuffix("%")))
+        return f"{words} %" if percent else words
+    if form.endswith("p"):
+        return f"{100 * value:{form[:-1]}f}"
+    return format(value, form).replace("%", " %") if form else str(value)
 
 
 def significant(value: float, digits: int = 2) -> str:
@@ -46,6 +36,31 @@ def significant(value: float, digits: int = 2) -> str:
     return f"{value:,.{max(places, 0)}f}"
 
 
-def ticked(name: str) -> str:
-    """A name as code."""
-    return f"`{name}`"
+def spec(label: str) -> str:
+    """`Quest(page=8, int8=True)` as one types it: `quest:page=8,int8=True`; a part of it stands in brackets.
+
+    The path of an artefact, which says where a run put it, is left out; what is no label stays as it is.
+    """
+    try:
+        return _spec(ast.parse(label, mode="eval").body)
+    except (SyntaxError, TypeError):
+        return label
+
+
+def _spec(one: ast.expr) -> str:
+    called = one.func if isinstance(one, ast.Call) else one
+    if not isinstance(called, (ast.Name, ast.Attribute)):
+        raise TypeError("no name of a class")
+    name = ast.unparse(called)
+    short = {"RetrievalAttention": "retrieval", "QueryBridge": "bridge"}.get(name, name.lower())
+    pairs = [(part.arg, part.value) for part in one.keywords] if isinstance(one, ast.Call) else []
+    written = [f"{name}={_given(value)}" for name, value in pairs if name != "artefact"]
+    return f"{short}:{','.join(written)}" if written else short
+
+
+def _given(value: ast.expr) -> str:
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    if isinstance(value, ast.Name) and value.id[0].isupper():  # a part as by default
+        return _spec(value)
+    return f"[{_spec(value)}]" if isinstance(value, ast.Call) else ast.unparse(value)

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from rich.console import Console
 
-from scripts.evidence import views_saap
+from scripts.evidence import documents, tables
 from scripts.smollm2.__main__ import RECIPE, REPOSITORY, WORK
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of
 from sparseattn.cli.common import model_progress, progress_bar
@@ -167,8 +167,9 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out, (json.dumps(record) + "\n").encode())
     console = Console(width=200)
-    for view in (views_saap.by_prompt, views_saap.texts, views_saap.needles, views_saap.order):
-        console.print(f"{view(record)}\n", markup=False, highlight=False)
+    for name in ("saap-prompts", "saap-layers", "saap-order"):
+        shown = documents.table(tables.defined()[name], MODEL, "", lambda _: record)
+        console.print(f"{shown}\n", markup=False, highlight=False)
     console.print(str(options.out), soft_wrap=True)
 
 

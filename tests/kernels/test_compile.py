@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.evidence import tables
 from scripts.evidence.condensing import instructions
-from scripts.evidence.views_kernels import measured
+from scripts.evidence.derived import kernels
 
 pytest.importorskip("triton")
 
@@ -310,7 +311,8 @@ def compiled(request: pytest.FixtureRequest, once: Callable[[str, Callable[[Path
     def make(folder: Path) -> None:
         rows = elsewhere(str(request.param))
         (folder / "rows.json").write_text(json.dumps(rows))
-        print(measured(map(instructions, rows)))
+        shown = {**tables.defined()["kernels"], "where": {}}  # of every head size
+        print(tables.drawn(shown, kernels({}, [instructions(row) for row in rows]), {}))
 
     rows = json.loads((once(f"compiled-{request.param}", make) / "rows.json").read_text())
     assert {row["arch"] for row in rows} == {request.param}

@@ -16,17 +16,19 @@ from tests.project.test_docs import check
 
 pytest.importorskip("rich")
 
-from scripts.evidence import condensing, made, pictures
+from scripts.evidence import condensing, documents, frames, made, pictures, tables, toml
 from scripts.evidence.__main__ import main
-from scripts.evidence.documents import BLOCK, FENCE, documents, drawn, loader, stray
+from scripts.evidence.documents import BLOCK, CLAIM, FENCE, NUMBER, stray
+from scripts.evidence.expressions import Scope, evaluate, filled
+from scripts.evidence.markdown import shown, spec
 from scripts.evidence.running import order, run
 from scripts.evidence.step import OUT, REPORTED, RESULTS, Step
-from scripts.evidence.steps import STEPS
-from scripts.evidence.views import VIEWS
+from scripts.evidence.steps import DEFINED, STEPS
 from sparseattn.evaluation.attention_stats import inspect_trace
 from sparseattn.evaluation.by_head import at_bytes, at_rows
 from sparseattn.evaluation.recall_sweep import Problem, curves
 from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.recommend.candidates import METHODS
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.synthetic import synthetic
 
@@ -45,7 +47,14 @@ DESIGNED: dict[str, tuple[str, ...]] = {
     "docs/results/eval.md": (
         "so **20 % is nothing found**",
         "answers less than 80 %",  # a bound
+        "Wilson's 95 % interval",
     ),
+    "docs/results/reuse.md": ("95 % or more of what", "less than 95 % of what"),  # what counts as near
+    "docs/results/speed.md": ("1.8 times dense",),  # an aim
+    "docs/saap.md": (
+        "80 % or more of what one exact choice",
+        "less than 50 % of it",
+    ),  # what counts as well and as badly
     "docs/threats.md": ("16 MiB of a reply, 1 MiB of an event",),  # limits
     "docs/results/traces.md": (
         "that hold 20 % or more",  # a bound
@@ -74,6 +83,7 @@ DESIGNED: dict[str, tuple[str, ...]] = {
     ),
 }
 AWAITED = frozenset(step.name for step in STEPS) - made.read().keys()  # of steps that were never run: blocks are empty
+TABLES = tables.defined()
 
 
 def test_what_made_a_record_is_noted_under_a_lock_that_follows_no_link(
@@ -101,7 +111,7 @@ def test_documents_are_what_the_records_give(capsys: pytest.CaptureFixture[str])
 
 
 def test_no_measured_number_is_typed_by_hand() -> None:
-    for path in documents():
+    for path in documents.documents():
         name = path.relative_to(RESULTS.parent.parent).as_posix()
         typed = [line for line in stray(path.read_text()) if not any(one in line for one in DESIGNED.get(name, ()))]
         assert not typed, f"{name}: measured numbers outside of blocks:\n" + "\n".join(typed)
@@ -110,6 +120,7 @@ def test_no_measured_number_is_typed_by_hand() -> None:
 def test_every_record_is_made_by_a_step_that_parses() -> None:
     assert {path.stem for path in RESULTS.glob("*.json")} - {"made"} <= {step.name for step in STEPS}
     known = [step.name for step in STEPS]
+    assert len(set(known)) == len(known)
     for at, step in enumerate(STEPS):
         assert OUT in step.command or step.left == "output.txt"
         assert set(step.needs) <= set(known[:at]), f"{step.name} comes before what it needs"
@@ -117,16 +128,32 @@ def test_every_record_is_made_by_a_step_that_parses() -> None:
             check(words)
 
 
+def test_plans_are_beside_the_methods_that_they_choose_from() -> None:
+    words = toml.read(DEFINED)["words"]["PLANNED"]
+    assert words == " ".join(f"--selector {shlex.quote(method)}" for method in METHODS)
+
+
 def test_every_block_has_its_record_and_every_record_its_step() -> None:
-    blocks = [found for path in documents() for found in BLOCK.finditer(path.read_text())]
+    texts = [path.read_text() for path in documents.documents()]
+    blocks = [found for text in texts for found in BLOCK.finditer(text)]
     assert blocks
-    assert {found["view"] for found in blocks} <= set(VIEWS)
+    assert {found["table"] for found in blocks} == set(TABLES), "a table that no document shows"
     needed = {name.strip() for found in blocks for name in found["records"].split(",")}
+    needed |= {
+        found["source"].partition(".")[0] for text in texts for found in (*NUMBER.finditer(text), *CLAIM.finditer(text))
+    }
     there = {path.stem for path in RESULTS.glob("*.json")} - {"made"}
     assert needed - AWAITED <= there | {path.stem for path in REPORTED.glob("*.json")}
     assert made.read().keys() == there
     for found in blocks:  # no number without its record
         assert bool(found["body"]) == (not AWAITED & {name.strip() for name in found["records"].split(",")}), found[0]
+
+
+def test_every_picture_is_shown_and_has_its_records() -> None:
+    shown = "".join(path.read_text() for path in documents.documents())
+    for name, picture in toml.read(pictures.DEFINED).items():
+        assert re.search(rf"!\[.+\]\((?:[./]|docs/)*{name}\.png\)", shown), f"no document shows {name}.png"
+        assert {step.name for step in STEPS} >= set(picture["records"])
 
 
 def test_what_others_measured_says_who_and_what_is_not_known() -> None:
@@ -139,54 +166,162 @@ def test_what_others_measured_says_who_and_what_is_not_known() -> None:
 
 
 def test_the_processor_with_amx_is_told_as_it_was_reported() -> None:
-    drawn_words = VIEWS["vllm-reported"](loader()("vllm-amx"))
-    assert "| 16 | 187 | 102 | 192 |" in drawn_words
-    assert "of 2026-11-23. It comes from the reviewer of issue 40" in " ".join(drawn_words.split())
+    assert "| 16 | 187 | 102 | 192 |" in documents.table(TABLES["vllm-reported"], "vllm-amx", "", frames.loader())
+    told = json.loads((REPORTED / "vllm-amx.json").read_text())["reported"]
+    page = " ".join((RESULTS.parent.parent / "docs" / "serving.md").read_text().split())
+    assert f"of {told['date']}. It comes from {told['by']}. It is of {told['of']}." in page
+    assert f"The report does not say {told['unsaid']}." in page
 
 
-def test_methods_by_turns_are_told_with_their_processor() -> None:
-    seconds = {"stock": {"median": 0.057}, "sparse": {"median": 0.055}}
-    one = {"context": 8000, "batch": 4, "seconds": seconds, "tokens_a_second": {"stock": 70.2, "sparse": 72.7}}
-    record = {
-        "model": "smollm2", "dtype": "bfloat16", "compiled": False, "threads": 2, "features": ["avx2", "amx_bf16"],
-        "machine": {"processor": "A", "cuda_devices": []},
-        "settings": {"budget": 2048, "dense_layers": 2, "above": 4096},
-        "decode": [{**one, "selector": name, "speed_up": {"median": 1.04}} for name in ("quest:page=32", "window")],
-    }  # fmt: skip
-    words = VIEWS["vllm-turns"](record)
-    assert "on 2 cores (A) with AMX" in " ".join(words.split())
-    assert "| `window` | 8,000 | 4 | 57 | 70 | 55 | 73 | 1.04 |" in words
-    assert "without AMX" in " ".join(VIEWS["vllm-turns"]({**record, "features": ["avx2"]}).split())
+# Expressions, tables and references
 
-
-def test_a_block_is_what_its_view_makes_of_its_record() -> None:
-    views = {"twice": lambda record: f"{2 * record['ms']} ms"}
-    text = "# A\n\n<!-- from a: twice -->\nold\n<!-- end -->\n\nb\n"
-    new, wrong = drawn(text, views, {"a": {"ms": 3}}.__getitem__)
-    assert new == text.replace("old", "6 ms")
-    assert not wrong
-    assert drawn(new, views, {"a": {"ms": 3}}.__getitem__) == (new, [])
+ROWS: list[dict[str, Any]] = [
+    {"typed": "quest", "budget": 64, "at": 64, "kl": 0.5, "text": "a", "mean.mass": 0.9},
+    {"typed": "quest", "budget": 64, "at": 64, "kl": 0.25, "text": "b", "mean.mass": 0.7},
+    {"typed": "quest", "budget": 256, "at": 256, "kl": 0.125, "text": "a", "mean.mass": None},
+    {"typed": "window", "budget": None, "at": None, "kl": 2.0, "text": "a", "mean.mass": 0.1},
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "left"),
+    ("expression", "value"),
     [
-        ("<!-- from b: twice -->\n3 ms\n<!-- end -->\n", "no record b.json", ""),
-        ("<!-- from a: thrice -->\n3 ms\n<!-- end -->\n", "no view 'thrice'", "3 ms\n"),
-        ("<!-- from a: twice -->\n3 ms\n", "not closed", "3 ms\n"),
+        ("kl", 0.71875),  # the mean of all rows
+        ("1e3 * kl / 2 - 1", 358.375),
+        ("-max(kl)", -2.0),
+        ("mass", (0.9 + 0.7 + 0.1) / 3),  # what is not known counts for nothing
+        ("by(text, kl)", [0.875, 0.25]),
+        ("count(mass)", 3),
+        ("distinct(text)", ["a", "b"]),
+        ("fewest(text, budget)", 1),
+        ("0.1 < kl <= 1 and max(kl) == 2", True),
+        ("min(kl) > 1", False),
+        ("round(max(kl) / 3, 1)", 0.7),
     ],
 )
-def test_a_block_without_its_record_is_empty_and_named(tmp_path: Path, text: str, words: str, left: str) -> None:
-    (tmp_path / "a.json").write_text("{}")
-    new, (wrong,) = drawn(text, {"twice": lambda record: "x"}, loader(tmp_path))
-    assert new == text.replace("3 ms\n", left)
-    assert words in wrong
+def test_values_of_expressions(expression: str, value: Any) -> None:
+    assert evaluate(expression, Scope(ROWS)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "alike", "words"),
+    [
+        ("kl +", False, "is no expression"),
+        ("__import__('os')", False, "cannot have \"__import__('os')\" in it"),
+        ("kl.real", False, "no column 'kl.real'"),
+        ("text", False, "these differ and have no mean: 'a' and 'b'"),
+        ("budget", True, "the rows differ in budget"),
+    ],
+)
+def test_expressions_that_say_nothing(expression: str, alike: bool, words: str) -> None:
+    with pytest.raises((ValueError, LookupError), match=re.escape(words)):
+        evaluate(expression, Scope(ROWS, alike=alike))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{max(kl):.2f} ({min(mass):.0%})", "2.00 (10 %)"),
+        ("{typed:name}[, {budget:,}]", "all of it"),  # a part that is not known is left out
+        ("{kl:.1f}, {budget}", ""),  # and all of it outside of brackets
+        ("[log](log.md), {kl:~2}", "[log](log.md), 2.0"),
+    ],
+)
+def test_templates(template: str, text: str) -> None:
+    rows = ROWS if "min" in template else ROWS[3:]
+    assert filled(template, Scope(rows), {"window": "all of it"}) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (3.68, "~2", "3.7"),
+        (1234.0, "~2", "1,234"),
+        (0.0868, "~2%", "8.7 %"),
+        (0.056, ".0p", "6"),
+        (-0.25, "+.1%", "-25.0 %"),
+        (0, "~2", "0"),
+        ("Quest(page=8, int8=True)", "spec", "quest:page=8,int8=True"),
+    ],
+)
+def test_formats(value: Any, form: str, text: str) -> None:
+    assert shown(value, form) == text
+
+
+@pytest.mark.parametrize(
+    ("label", "typed"),
+    [
+        ("Tailed(inner=LowBit(bits=1, scales=8), rows=64)", "tailed:inner=[lowbit:bits=1,scales=8],rows=64"),
+        ("Tailed(inner=LowBit, rows=64)", "tailed:inner=lowbit,rows=64"),
+        ("Kascade(artefact='/a/b.safetensors', anchors=1)", "kascade:anchors=1"),
+        ("exact, one choice a group", "exact, one choice a group"),
+    ],
+)
+def test_labels_as_one_types_them(label: str, typed: str) -> None:
+    assert spec(label) == typed
+
+
+MARKED = """# A
+
+<!-- from a: t where=1 -->
+OLD
+<!-- end -->
+
+Quest has 1 %<!-- = a: kl[quest 64] | .1% -->, twice
+{{ms}}<!-- = a: 2 * max(kl[text=a|b budget=64]) -->.
+<!-- holds a: kl[quest 64] < kl[window] -->
+"""
+
+
+def test_tables_and_numbers_are_drawn_from_records() -> None:
+    defined = {"t": {"index": [["", "`{typed}`"]], "columns": [["KL", "{kl:.2f}"]]}}
+    record = {"columns": ["method", "budget", "kl", "text", "where"], "settings": {}}
+    record["records"] = [[row["typed"], row["budget"], row["kl"], row["text"], 1] for row in ROWS]
+    text = MARKED.replace("{{ms}}", "1,234")
+    new, wrong = documents.drawn(text, defined, lambda name: record)
+    assert not wrong
+    assert new == text.replace("OLD", "| | KL |\n| --- | ---: |\n| `quest` | 0.29 |\n| `window` | 2.00 |").replace(
+        "1 %<", "37.5 %<"
+    ).replace("1,234<", "1.0<")
+    assert documents.drawn(new, defined, lambda name: record) == (new, [])
+    assert [line.partition(" is ")[0] for line in documents.differing(text, new)] == ["block a: t", "1 %", "1,234"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!-- from b: t -->\n3 ms\n<!-- end -->\n", "no record b.json"),
+        ("<!-- from a: u -->\n3 ms\n<!-- end -->\n", "no table 'u'"),
+        ("<!-- from a: t -->\n3 ms\n", "not closed"),
+        ("<!-- from a: t typed=h2o -->\n3 ms\n<!-- end -->\n", "no rows are left"),
+        ("It has 3<!-- = a: kl[quest] -->.", "several budgets"),
+        ("It has 3<!-- = a: kl[h2o] -->.", "no row is of 'h2o'"),
+        ("It has 3<!-- = a: mse[quest 64] -->.", "no column 'mse'"),
+        ("It has 3<!-- = a: kl -->.", "the rows differ in kl"),
+        ("It has many<!-- = a: kl[quest 64] -->.", "has no number before it"),
+        ("It has\n3\n<!-- = a: kl[quest 64] -->.", "a line begins with the comment"),
+        ("<!-- holds a: kl[quest 64] > kl[window] -->", "this does not hold of a: kl[quest 64] > kl[window]"),
+        ("<!-- holds a: kl[quest 64] -->", "this does not hold"),
+    ],
+)
+def test_what_is_wrong_with_a_document(tmp_path: Path, text: str, words: str) -> None:
+    defined = {"t": {"index": [["", "`{typed}`"]], "columns": [["KL", "{kl:.2f}"]]}}
+    record = {"columns": ["method", "budget", "kl"], "settings": {}}
+    record["records"] = [[row["typed"], row["budget"], row["kl"]] for row in ROWS]
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    new, wrong = documents.drawn(text, defined, frames.loader(tmp_path))
+    assert any(words in one for one in wrong)
+    without = "no record" in words or "no rows" in words  # a number without its record is nobody's
+    assert new == (text.replace("3 ms\n", "") if without else text)
 
 
 def test_numbers_outside_of_blocks_are_found() -> None:
     text = "<!-- from a: b -->\n3 ms\n<!-- end -->\n\n```text\n5 %\n```\n\n`7 s`, 8 heads, 16 bits\n\nIt took 9.5 s.\n"
-    assert stray(text) == ["It took 9.5 s."]
+    assert stray(text + "\nIt reads 4 %<!-- = a: b -->.\n") == ["It took 9.5 s."]
     assert FENCE.search(text)
+
+
+# Steps
 
 
 WRITES = 'open(sys.argv[1] + "/bench.jsonl", "a").write({!r})'
@@ -270,11 +405,14 @@ def test_a_record_is_small() -> None:
     assert condensing.rounded([0.123456789, 7, None]) == [0.12346, 7, None]
 
 
-def test_a_picture_says_which_records_it_shows(tmp_path: Path) -> None:
-    png = (RESULTS.parent.parent / "docs" / "scaling-cpu.png").read_bytes()
-    again = pictures.marked(png.replace(b"tEXtRecords", b"tEXtNothing"), "abc")
-    assert pictures.stamped(again) == "abc"
-    assert pictures.stamped(pictures.SIGNATURE) is None
+def test_a_step_may_set_the_environment_of_its_command(tmp_path: Path) -> None:
+    step = Step("a", "a test", "A_B=OUT/cache sparseattn bench --out OUT", 1, "bench.jsonl")
+    assert step.runs(tmp_path) == [
+        ["env", f"A_B={tmp_path}/cache", sys.executable, "-m", "sparseattn", "bench", "--out", str(tmp_path)]
+    ]
+
+
+# What the commands measure, by the tables of the documents
 
 
 def record_of(name: str, left: str, lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -283,6 +421,18 @@ def record_of(name: str, left: str, lines: Iterable[dict[str, Any]]) -> dict[str
     shared = {"machine": {"cores": 2, "processor": "a", "cuda_devices": []}, "trace_meta": {}}
     record = condensing.condensed(made_of, [{**json.loads(json.dumps(one)), **shared} for one in lines])
     return json.loads(condensing.dumped({**record, "seconds": 1.0}))
+
+
+def table(name: str, record: dict[str, Any], where: str = "") -> str:
+    return documents.table(TABLES[name], "a", where, lambda _: record)
+
+
+def benched(*lines: tuple[str, Any, dict[str, float]], **more: Any) -> dict[str, Any]:
+    """A record of `bench` of (label, budget, means)."""
+    shared = {"trace": "t", "tokens": 900, "last": 4, "sink": 4, "window": 64, "layers": [0, 1], **more}
+    record = record_of("a", "bench.jsonl", [{**shared, "label": n, "budget": b, "mean": m} for n, b, m in lines])
+    record["settings"]["trace.model"] = "m"
+    return record
 
 
 @pytest.fixture(scope="module")
@@ -313,28 +463,40 @@ def traced() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("view", "words"),
+    ("name", "record", "words"),
     [
-        ("bench-table", "| `quest`, 256 |"),
-        ("bench-short", "| `window` |"),
-        ("bench-layers", "of the cache's bytes, share recovered"),
-        ("bench-heads", "at 324 rows**: of the methods that do not score every key `quest` recovers"),
-        ("rivals-all", "the least error first"),
-        ("frontier-equal", "the least error first"),
-        ("rivals-order", "Error at 256 rows, the least first: `exact`"),
-        ("demo-printed", "Quest       1024"),
-        ("inspect-short", "| `synthetic"),
-        ("inspect-layers", "| all |"),
-        ("inspect-findings", "of the attention lies beyond sink and window"),
-        ("recall-table", "| `bridge` |"),
+        ("bench-table", "bench", "| `quest`, 256 |"),
+        ("bench-short", "bench", "| `window` |"),
+        ("layers", "bench", "of the cache's bytes, share recovered"),
+        ("wins", "bench", "324 rows | "),
+        ("equal", "bench", "at 324 rows, the least error first"),
+        ("by-error", "bench", "| `exact` |"),
+        ("inspect-short", "inspect", "| `synthetic"),
+        ("inspect-layers", "inspect", "| all |"),
+        ("recall", "recall", "| `bridge` |"),
     ],
 )
-def test_views_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], view: str, words: str) -> None:
-    name = "bench" if view.startswith(("bench", "demo", "rivals", "frontier")) else view.partition("-")[0]
-    assert words in VIEWS[view](traced[name])
+def test_tables_of_what_the_commands_measure(
+    traced: dict[str, dict[str, Any]], name: str, record: str, words: str
+) -> None:
+    assert words in table(name, traced[record])
 
 
-def test_views_of_agreement() -> None:
+@pytest.mark.parametrize("name", ["frontier-prose", "layers-prose", "inspect-prose", "recall-traces"])
+def test_pictures_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, path = toml.read(pictures.DEFINED)[name], tmp_path / "a.png"
+    records = [traced["bench" if "bench" in one else one.partition("-")[0]] for one in picture["records"]]
+    pictures.draw(picture, records, path)
+    assert pictures.stamped(path) is None
+    pictures.mark(path, "abc")
+    assert pictures.stamped(path) == "abc"
+
+
+SETTINGS = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+
+
+def test_tables_of_agreement() -> None:
     shared = {"task": "agreement", "kind": "novel", "length": 512, "prompt": "x", "protocol": "forced"}
     shared |= {
         "scored_tokens": 16,
@@ -344,9 +506,8 @@ def test_views_of_agreement() -> None:
         "rows": 9.0,
         "bytes_share": 0.1,
     }
-    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
     lines = [
-        {**shared, "text": name, "start": at, "method": method, "budget": budget, "kl": kl, "settings": settings}
+        {**shared, "text": name, "start": at, "method": method, "budget": budget, "kl": kl, "settings": SETTINGS}
         for name in ("a", "b")
         for at, kl in ((0, 0.25), (1, 0.5), (2, 0.75))
         for method, budget in (("full", None), ("Quest", "64"), ("Window", None))
@@ -354,126 +515,98 @@ def test_views_of_agreement() -> None:
     lines += [{**one, "layers": "2-5"} for one in lines if one["method"] == "Window"]
     record = record_of("agreement", "eval.jsonl", lines)
     assert record["settings"]["model"] == "m"
-    assert "| `quest`, 64 | 9 | 10 % | 0.500 (0.000-1.121) | 75 % |" in VIEWS["agreement-table"](record)
-    assert "| `window`, layers 2-5 | 9 | 10 % |" in VIEWS["agreement-table"](record)
-    assert "| `window` | 0.500, 75 % |" in VIEWS["agreement-short"](record)
-    assert "| `window` | +0.500 | +0.500 |" in VIEWS["agreement-perplexity"](record)
-
-
-@pytest.mark.parametrize("name", ["frontier-prose", "layers-prose", "inspect-prose", "recall-traces"])
-def test_pictures_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    records = [traced[one.partition("-")[0]] for one in pictures.PICTURES[name].records]
-    pictures.PICTURES[name].draw(records, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(pictures.SIGNATURE)
-
-
-def test_a_step_may_set_the_environment_of_its_command(tmp_path: Path) -> None:
-    step = Step("a", "a test", "A_B=OUT/cache sparseattn bench --out OUT", 1, "bench.jsonl")
-    assert step.runs(tmp_path) == [
-        ["env", f"A_B={tmp_path}/cache", sys.executable, "-m", "sparseattn", "bench", "--out", str(tmp_path)]
-    ]
+    assert "3 windows of each text" in " ".join(table("agreement", record).split())
+    assert "| `quest`, 64 | 9 | 10 % | 0.500 (0.000-1.121) | 75 % |" in table("agreement", record)
+    assert "| `window`, layers 2-5 | 9 | 10 % |" in table("agreement", record)
+    assert "| `window` | 0.500, 75 % |" in table("agreement-short", record)
+    assert "| `window` | +0.500 | +0.500 |" in table("perplexity", record)
 
 
 def test_what_full_attention_does_not_answer_is_no_column() -> None:
-    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
-    shared = {"length": 512, "protocol": "question", "settings": settings}
+    shared = {"length": 512, "protocol": "question", "settings": SETTINGS}
     lines = [
         {**shared, "task": task, "method": method, "budget": budget, "prompt": str(seed), "score": score}
         for task, score in (("passkey", 1.0), ("kv", 0.0))
         for method, budget in (("full", None), ("Quest", "64"))
         for seed in (0, 1)
     ]
-    shown = VIEWS["asked-grid"](record_of("asked", "eval.jsonl", lines))
+    shown = table("asked", record_of("asked", "eval.jsonl", lines))
     assert "| method, budget | passkey, 512 |" in shown
-    assert "too few of kv at 512 (0 %): nothing is learned there" in shown
+    assert "kv" not in shown
 
 
-def test_views_of_methods_that_drop_rows_and_of_their_passkeys() -> None:
-    settings = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}
+def test_passkeys_by_protocol() -> None:
     answered = {("full", "question"): 1, ("full", "prefill"): 1, ("SnapKV", "prefill"): 1, ("Quest", "question"): 1}
+    shared = {"task": "passkey", "length": 512, "prompt": "x", "settings": SETTINGS}
     lines = [
         {
-            "task": "passkey",
-            "length": 512,
-            "prompt": "x",
+            **shared,
             "protocol": protocol,
             "method": method,
-            "budget": None if method == "full" else "64",
-            "settings": settings,
+            "budget": budget,
             "score": float(answered.get((method, protocol), 0)),
         }
-        for method in ("full", "SnapKV", "Quest")
+        for method, budget in (("full", None), ("SnapKV", "64"), ("Quest", "64"))
         for protocol in ("question", "prefill")
     ]
-    record = record_of("passkey", "eval.jsonl", lines)
-    assert "| `snapkv`, 64 | 0 % | 100 % |" in VIEWS["rivals-protocols"](record)
-    words = VIEWS["rivals-protocols-findings"](record)
-    assert "`snapkv` 0 % and 100 %, `quest` 100 % and 0 %." in " ".join(words.split())
-    assert "The question after the prefill is the case that they do not serve." in " ".join(words.split())
+    shown = table("protocols", record_of("passkey", "eval.jsonl", lines))
+    assert "| `full attention` | 100 % | 100 % |" in shown
+    assert "| `snapkv`, 64 | 0 % | 100 % |" in shown
+    assert "| `quest`, 64 | 100 % | 0 % |" in shown
 
 
-def test_findings_of_hashing_follow_the_errors() -> None:
-    """A method with half of random's error at every cost is better; one that random never cost as much is unknown."""
+def test_errors_are_compared_at_equal_rows_and_bytes() -> None:
+    """A method with half of random's error at every cost; one that another never cost as much has no ratio with it."""
 
-    def line(label: str, budget: int, attended: float, error: float) -> dict[str, Any]:
-        mean = {"attended": attended, "bytes_share": attended / 1000, "relative_error": error}
-        return {"trace": "t", "label": label, "budget": budget, "mean": mean}
+    def line(label: str, budget: int, attended: float, error: float) -> tuple[str, int, dict[str, float]]:
+        return label, budget, {"attended": attended, "bytes_share": attended / 1000, "relative_error": error}
 
-    lines = [line("Random", at, at, 1 / at) for at in (100, 200, 400)]
-    lines += [line("KDEformer(rows=0)", at, at, 1.5 / at) for at in (100, 200, 400)]
-    lines += [line("MagicPIG", at, 150, 0.5 / 150) for at in (100, 200)]
-    lines += [line("KMeans", at, 10 * at, 0.1 / at) for at in (100, 200)]
-    words = " ".join(VIEWS["rivals-hashed-findings"](record_of("hashed", "bench.jsonl", lines)).split())
-    assert "`kdeformer:rows=0` has 1.50 times the error of `random`. That agrees." in words
-    assert "`magicpig` has 0.50 times the error of `random`. That agrees." in words
-    assert "`kmeans` was not measured where `magicpig` was: that is unknown." in words
-
-
-def test_findings_of_the_frontier_compare_at_what_the_papers_hold_equal() -> None:
-    """RocketKV with half of Quest's error at equal bytes and more than SparQ's; no line of ParisKV without it."""
-
-    def line(label: str, budget: int, error: float) -> dict[str, Any]:
-        mean = {"attended": budget, "bytes_share": budget / 1000, "relative_error": error / budget}
-        return {"trace": "t", "label": label, "budget": budget, "mean": mean}
-
-    errors = {"RocketKV(ratio=8.0)": 0.5, "Quest": 1.0, "SparQ": 0.4, "LowBit": 0.25}
-    lines = [line(label, at, error) for label, error in errors.items() for at in (100, 200)]
-    words = " ".join(VIEWS["frontier-findings"](record_of("frontier", "bench.jsonl", lines)).split())
-    assert "`rocketkv:ratio=8.0` has 0.50 times the error of `quest` and" in words
-    assert "`rocketkv:ratio=8.0` has 1.25 times the error of `sparq`. That agrees in part." in words
-    assert words.count("Beside `lowbit`, at equal") == 2
-    assert "pariskv" not in words
+    record = benched(
+        *(line("Random", at, at, 1 / at) for at in (100, 200, 400)),
+        *(line("KDEformer(rows=0)", at, at, 1.5 / at) for at in (100, 200, 400)),
+        *(line("MagicPIG", at, 150, 0.5 / 150) for at in (100, 200)),
+        *(line("KMeans", at, 10 * at, 0.1 / at) for at in (100, 200)),
+    )
+    assert "| `kdeformer:rows=0` | 1.50 |" in table("errors-at-rows", record, "other=random")
+    assert "| `magicpig` | 0.50 |" in table("errors-at-rows", record, "other=random")
+    assert "| `kmeans` | |" in table("errors-at-bytes", record, "other=magicpig typed=kmeans|random")
 
 
-def test_views_of_choices_read_again() -> None:
-    def line(label: str, scanned: float, read: float, recovered: float) -> dict[str, Any]:
-        mean = {"scanned": scanned, "bytes_share": read, "mass": 0.9, "recovered": recovered, "relative_error": 0.1}
-        shared = {"trace": "t", "budget": 256, "tokens": 900, "last": 4, "sink": 4, "window": 64, "layers": [0, 1]}
-        return {**shared, "label": label, "mean": mean}
+def test_a_tail_is_compared_at_equal_bytes_and_at_equal_budgets() -> None:
+    def line(label: str, budget: int, share: float, error: float) -> tuple[str, int, dict[str, float]]:
+        return label, budget, {"attended": budget, "bytes_share": share, "relative_error": error, "recovered": 0.5}
 
-    kascade = "Kascade(artefact='/a/b.safetensors', anchors={})"
-    lines = [
+    tailed = "Tailed(inner=LowBit, rows=64)"
+    lines = [line("LowBit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]
+    lines += [line(tailed, at, at / 1000, 0.1 * 100 / at) for at in (100, 200, 400)]
+    record = benched(*lines, line("RetroInfer(zone=1.0)", 100, 0.1, 0.2))
+    pair = "typed=tailed:inner=lowbit,rows=64 other=lowbit"
+    assert "| `tailed:inner=lowbit,rows=64` | `lowbit` | 0.33 | 0.33 | 0.33 | 0.33 |" in table(
+        "tail-errors", record, pair
+    )
+    assert "| `retroinfer:zone=1.0` | 100 | 10.0 % | 20.0 % | 50 % |" in table("tails", record)
+
+
+def test_choices_read_again() -> None:
+    def line(label: str, scanned: float, read: float, recovered: float) -> tuple[str, int, dict[str, float]]:
+        means = {"scanned": scanned, "bytes_share": read, "mass": 0.9, "recovered": recovered, "relative_error": 0.1}
+        return label, 256, means
+
+    record = benched(
         line("Quest", 50.0, 0.3, 0.8),
         line("Exact(group='softmax')", 800.0, 0.6, 0.9),
         line("FreeKV", 40.0, 0.28, 0.79),
         line("FreeKV(tau=0.5)", 5.0, 0.2, 0.4),
-        line("FreeKV(tau=0.8, refresh=True)", 50.0, 0.3, 0.78),
-        line(kascade.format(1), 400.0, 0.35, 0.5),
-    ]
-    record = record_of("reuse", "bench.jsonl", lines)
-    record["settings"]["trace.model"] = "m"
-    steps = VIEWS["reuse-steps"](record)
+        line("Kascade(artefact='/a/b.safetensors', anchors=1)", 400.0, 0.35, 0.5),
+    )
+    steps = table("reused-steps", record)
     assert "| `quest`, 256 | 100 % | 30.0 % | 0.900 | 0.800 | 10.0 % |" in steps
+    assert "| `freekv`, 256 | 80 % |" in steps
     assert "| `freekv:tau=0.5`, 256 | 10 % | 20.0 % | 0.900 | 0.400 | 10.0 % |" in steps
-    depth = VIEWS["reuse-depth"](record)
-    assert "| `kascade:anchors=1`, 256 | 50 % | 35.0 % | 0.900 | 0.500 | 10.0 % |" in depth
-    words = " ".join(VIEWS["reuse-findings"](record).split())
-    assert "`quest` at 256 rows: `freekv` makes 80 % of the choices, reads 28.0 % of the cache's bytes" in words
-    assert "`exact:group=softmax` at 256 rows: none of 1 settings of `kascade` recovers 95 %" in words
+    assert "| `kascade:anchors=1`, 256 | 50 % | 35.0 % | 0.900 | 0.500 | 10.0 % |" in table("reused-layers", record)
 
 
-def test_views_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = synthetic(600, heads=1, group=2, size=16, gap=0.3)
     lines = [
         evaluate_budgets(trace, name, ["mass:0.7", "mass:0.9"], last=2)[at].record()
@@ -481,20 +614,10 @@ def test_views_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[
         for at in (0, 1)
     ]
     record = record_of("mass", "bench.jsonl", [{**one, "trace.model": "a model"} for one in lines])
-    shown = VIEWS["mass-table"](record)
-    assert "| `exact`, 0.7 | 0." in shown
-    assert "(worst head)" in shown
-    said = " ".join(VIEWS["mass-findings"](record).split())
-    assert "Asked for 70 %: in the mean `exact`" in said
-    assert "The widest gap: `" in said
-    record["settings"]["mean.promised"] = 0.5  # of all of them
-    record["columns"] = [name if name != "mean.promised" else "other" for name in record["columns"]]
-    record["columns"] = [name if name != "mean.mass" else "another" for name in record["columns"]]
-    record["settings"]["mean.mass"] = 0.505
-    assert "In 6 of 6 cases" in " ".join(VIEWS["mass-calibrated"](record).split())
+    assert "| `exact`, 0.7 | 0." in table("mass", record)
     pruned = evaluate_budgets(trace, "topp:rows=16", [None], last=2)[0].record()
     record = record_of("topp", "bench.jsonl", [{**pruned, "trace.model": "a model"}])
-    assert "| `topp:rows=16` |" in VIEWS["mass-topp"](record)
+    assert "| `topp:rows=16` |" in table("topp", record)
 
     from benchmarks import guarantee
 
@@ -503,52 +626,26 @@ def test_views_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[
     guarantee.main([str(tmp_path / "a.safetensors"), *words, "--last", "4", "--results", str(tmp_path)])
     capsys.readouterr()
     record = json.loads((tmp_path / "guarantee.json").read_text())
-    assert "| `vattention:epsilon=0.01`, 64 rows |" in VIEWS["guarantee-table"](record)
+    assert "| `vattention:epsilon=0.01` | 64 |" in table("guarantee", record)
     assert record["steps"] == len(record["layers"]) * 2 * 4
-    record["results"] = [{**one, "missed": 0.2} for one in record["results"]]
-    said = VIEWS["guarantee-findings"](record)
-    assert "in 0 of 1 settings" in said
-    assert "at 20.0 % of the steps" in said
     with pytest.raises(SystemExit):
         guarantee.main([str(tmp_path / "a.safetensors"), "--selector", "quest", "--results", str(tmp_path)])
 
 
-def test_findings_of_tails_are_at_equal_bytes() -> None:
-    """A tail with a third of the error at a tenth more bytes pays; what has no pair is in the table alone."""
-
-    def line(label: str, budget: int, share: float, error: float) -> dict[str, Any]:
-        mean = {"attended": budget, "bytes_share": share, "relative_error": error, "recovered": 0.5}
-        shared = {"tokens": 9, "last": 2, "sink": 4, "window": 5, "layers": [1], "trace.model": "m"}
-        return {"trace": "t", "label": label, "budget": budget, "mean": mean, **shared}
-
-    lines = [line("LowBit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]
-    lines += [line("Tailed(inner=LowBit, rows=64)", at, at / 1000, 0.1 * 100 / at) for at in (100, 200, 400)]
-    lines += [line("RetroInfer(zone=1.0)", 100, 0.1, 0.2)]
-    record = record_of("tails", "bench.jsonl", lines)
-    words = " ".join(VIEWS["tails-findings"](record).split())
-    assert "`tailed:inner=lowbit,rows=64` has 0.33 times the error of `lowbit` at equal bytes: the tail pays." in words
-    assert "Of the same rows it has 0.33 at 100, 0.33 at 200, 0.33 at 400." in words
-    assert "| `retroinfer:zone=1.0` | 100 | 10.0 % | 20.0 % | 50 % |" in VIEWS["tails-errors"](record)
-
-
-def test_views_of_rows_of_few_bits() -> None:
+def test_tables_of_rows_of_few_bits() -> None:
     """A line for each method and number of bits, beside the same method's rows as they came."""
-    line = {"trace": "code", "trace.model": "m", "tokens": 512, "last": 8, "sink": 4, "window": 64, "layers": [0, 1]}
-    measured = [
-        ("Quest", 64, 0.2, 0.10),
-        ("Quest", 256, 0.10, 0.20),
-        ("Quest, 4-bit rows", 64, 0.21, 0.06),
-        ("Quest, 4-bit rows", 256, 0.12, 0.08),
-    ]
-    columns = ["label", "budget", "mean.relative_error", "mean.bytes_share"]
-    record = {"settings": line, "columns": columns, "records": [list(one) for one in measured]}
-    table = VIEWS["rows8-errors"](record)
-    assert "| `quest` | 16 | 20.0 % | 10.0 % | 10.0 % | 20.0 % |" in table
-    assert "| `quest` | 4 | 21.0 % | 6.0 % | 12.0 % | 8.0 % |" in table
-    found = " ".join(VIEWS["rows8-findings"](record).split())
-    assert "`m`, `quest` at 256 rows: 4-bit rows have 1.20 times the error of 16-bit ones and read 0.40 times" in found
-    shared = {"model": "m", "length": 512, "scored_tokens": 16, "sink": 4, "window": 64, "kind": "novel", "text": "a"}
+    record = benched(
+        ("Quest", 64, {"relative_error": 0.2, "bytes_share": 0.10}),
+        ("Quest", 1024, {"relative_error": 0.10, "bytes_share": 0.20}),
+        ("Quest, 4-bit rows", 64, {"relative_error": 0.21, "bytes_share": 0.06}),
+        ("Quest, 4-bit rows", 1024, {"relative_error": 0.12, "bytes_share": 0.08}),
+        ("Quest, 8-bit rows", 1024, {"relative_error": 0.10, "bytes_share": 0.15}),
+    )
+    assert "| `quest` | 16 | 20.0 % | 10.0 % | 10.0 % | 20.0 % |" in table("rows8", record)
+    assert "| `quest` | 4 | 21.0 % | 6.0 % | 12.0 % | 8.0 % |" in table("rows8", record)
+    assert "| `m`, `quest` | 1.00 | 0.75 | 1.20 | 0.40 |" in table("rows8-cost", record)
+    shared = {**SETTINGS, "length": 512, "scored_tokens": 16, "kind": "novel", "text": "a", "start": 0}
     columns = ["method", "budget", "kl", "same_top", "nll", "nll_difference", "bytes_share"]
     lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["Quest, 8-bit rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
-    table = VIEWS["rows8-agreement"]({"settings": shared, "columns": columns, "records": lines})
-    assert "| `quest`, 64 | 8 | 0.2500 | 75 % | +0.1000 | 5.0 % |" in table
+    shown = table("rows8-agreement", {"settings": shared, "columns": columns, "records": lines})
+    assert "| `quest`, 64 | 8 | 0.2500 | 75 % | +0.1000 | 5.0 % |" in shown

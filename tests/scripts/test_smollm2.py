@@ -14,7 +14,8 @@ pytest.importorskip("faiss")
 
 import transformers
 
-from scripts.evidence import views_saap
+from scripts.evidence import documents, tables
+from scripts.evidence.derived import ORDER
 from scripts.saap.cards import write_card
 from scripts.smollm2 import __main__ as command
 from scripts.smollm2 import judge
@@ -142,18 +143,26 @@ def test_tables_of_a_record() -> None:
                 {"rows": rows, "bytes_share": 0.1, "recovered": [[0.9, 0.1 * (i + 1), 0, 0], [0.02 * k * (i + 1)] * 4]}
                 for rows in (82, 256)
             ]
-            for i, method in enumerate((*views_saap.ORDER, *sorted(set(views_saap.SHOWN) - set(views_saap.ORDER))))
+            for i, method in enumerate((*ORDER, *sorted(set(judge.METHODS) - set(ORDER))))
         }
         record["prompts"][name] = {"indexed_mass": [[0.2, 0.5, 0.1, 0.1], [0.4] * 4], "methods": methods}
-    assert "| 2 | 3 of 12 |" in views_saap.texts(record), "heads that look near count for nothing"
-    assert "| 2 | 1 of 4 |" in views_saap.needles(record)
-    made = views_saap.order(record)
-    assert "| 2 | 0.10, 0.10 | 0.20, 0.20 | 0.30, 0.30 | 4 of 4, 4 of 4 |" in made
-    assert "| 6 | 0.03, 0.03 | 0.06, 0.06 | 0.09, 0.09 | 6 of 8, 6 of 8 |" in made, "the first prompt's are all 0"
-    assert "| `kmeans` | 0.02, 0.02 |" in views_saap.by_prompt(record), "the mean over heads, not layers"
-    said = " ".join(views_saap.findings(record).split())
-    assert "is seen in 10 of 12 KV heads at 82 rows and in 10 at 256" in said
-    assert "finds more than SAAP without RoPE in 0 of them" in said
+
+    def shown(name: str, where: str = "") -> str:
+        return documents.table(tables.defined()[name], "saap", where, lambda _: record)
+
+    assert "| 2 | 3 of 12 |" in shown("saap-layers", "prompt=prose|code|workshop"), (
+        "heads that look near count for nothing"
+    )
+    assert "| 2 | 1 of 4 |" in shown("saap-layers", "prompt=needles")
+    made = shown("saap-order")
+    assert "| 2 | 0.10, 0.10 | 0.20, 0.20 | 0.30, 0.30 | 4 of 4 | 4 of 4 |" in made
+    assert "| 6 | 0.03, 0.03 | 0.06, 0.06 | 0.09, 0.09 | 6 of 8 | 6 of 8 |" in made, "the first prompt's are all 0"
+    assert "| `kmeans` | 0.02, 0.02 |" in shown("saap-prompts"), "the mean over heads, not layers"
+    counted = {
+        name: documents.reference("saap.groups", f"sum({name}[few=True])", lambda _: record)
+        for name in ("in_order", "reversed")
+    }
+    assert counted == {"in_order": 10, "reversed": 0}
 
 
 def test_what_was_measured_is_not_measured_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

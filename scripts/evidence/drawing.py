@@ -1,0 +1,176 @@
+"""How records are drawn: each function takes the file to write, records, and the rows of each that are to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from benchmarks.scaling import picture
+from scripts.evidence import derived
+from scripts.evidence.frames import Record, Row
+from scripts.evidence.tables import matches
+from sparseattn.evaluation.attention_stats import Inspection
+from sparseattn.evaluation.by_head import Comparison, Reading
+from sparseattn.evaluation.recall_curve import Curve
+from sparseattn.evaluation.replay import Evaluation
+from sparseattn.reporting import plots
+from sparseattn.reporting.line_style import name_ends, style
+from sparseattn.reporting.plots import panels
+from sparseattn.reporting.recall_tables import Recalled
+
+Rows: TypeAlias = "Sequence[Row]"  # of one record
+
+
+def frontier(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Quality of the methods of a trace against bytes and rows."""
+    plots.frontier([_evaluation(row) for row in rows[0]], path)
+
+
+def steps(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Recall of the best rows at every decoded token."""
+    plots.by_step([_evaluation(row) for row in rows[0]], "recall@10", path)
+
+
+def _evaluation(row: Row) -> Evaluation:
+    """A measurement as `bench` has it, of its means alone."""
+    heads = {name.removeprefix("mean."): _tensor([[value]]) for name, value in row.items() if name.startswith("mean.")}
+    settings = {name: row[name] for name in ("tokens", "last", "sink", "window")}
+    by_step = {
+        name.removeprefix("steps."): _tensor(layers)[:, None]  # [layers,1,T]: the mean over heads
+        for name, layers in row.items()
+        if name.startswith("steps.")
+    }
+    named = (row["trace"], row["selector"], row["label"], row["budget"])
+    return Evaluation(*named, settings, tuple(row["layers"]), heads, by_step)
+
+
+def _tensor(values: Sequence[Any]) -> torch.Tensor:
+    known = [[float("nan") if value is None else value for value in line] for line in values]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def layers(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """What methods recover by layer, at equal rows and at equal bytes."""
+    plots.by_layer([_comparison(one) for one in records[0]["by_layer"]], path)
+
+
+def _comparison(one: Mapping[str, Any]) -> Comparison:
+    """A comparison as `bench --by-layer` has it, of the means of layers alone."""
+    readings = {}
+    for method in one["methods"]:
+        heads = {"recovered": _tensor([[value] for value in method["recovered"]])}
+        of = Evaluation(one["trace"], method["selector"], method["label"], None, {}, tuple(one["layers"]), heads)
+        readings[method["label"]] = Reading(of, of)
+    return Comparison(one["equal"], one["at"], readings)
+
+
+def inspected(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Distances, shares and pages of a trace by layer."""
+    heads = {
+        row["layer"]: {
+            name.removeprefix("heads."): _tensor([values])[0]
+            for name, values in row.items()
+            if name.startswith("heads.")
+        }
+        for row in rows[0]
+    }
+    one = rows[0][0]
+    settings = {name: one[name] for name in ("sink", "window", "last", "tokens")}
+    plots.inspection(Inspection(one["trace"], settings, heads), path)
+
+
+def _curves(rows: Rows, **of: Any) -> dict[str, Curve]:
+    """Of each index, its curve on the rows with such values."""
+    mine = [row for row in rows if matches(row, of)]
+    return {
+        label: derived.curve([row for row in mine if row["label"] == label])
+        for label in dict.fromkeys(row["label"] for row in mine)
+    }
+
+
+def recall(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Recall against keys scanned, of the most keys of each record."""
+    columns = []
+    for mine in rows:
+        keys = max(row["keys"] for row in mine)
+        control = _curves(mine, keys=keys, direction=derived.CONTROL)
+        for gap in dict.fromkeys(row["gap"] for row in mine if row["direction"] == derived.ASKED):
+            of = f"trace {mine[0]['source']}" if gap is None else f"gap {gap:g}"
+            asked = _curves(mine, keys=keys, direction=derived.ASKED, gap="none" if gap is None else gap)
+            columns.append(Recalled(f"{of}, {keys:,} keys", asked, control))
+    plots.recall(columns, derived.LEVEL, path)
+
+
+def growth(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Keys scanned and time as the keys of a trace grow."""
+    directions = (derived.ASKED, derived.CONTROL)
+    counts = sorted({row["keys"] for row in rows[0]})
+    curves = {(keys, way): _curves(rows[0], keys=keys, direction=way) for keys in counts for way in directions}
+    lines = {
+        label: [{keys: curves[keys, way][label] for keys in counts} for way in directions]
+        for label in curves[counts[0], derived.ASKED]
+    }
+    plots.scaling(list(directions), lines, derived.LEVEL, path, rows[0][0]["source"])
+
+
+def agreement(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Divergence from full attention against rows and bytes."""
+    plots.agreement([{**_asked(row), "prompt": f"{row['text']} {row['start']}"} for mine in rows for row in mine], path)
+
+
+def accuracy(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """Score against budget."""
+    plots.accuracy([_asked(row) for row in rows[0]], path)
+
+
+def _asked(row: Row) -> Row:
+    """A line of `eval`, whose budgets are text and whose settings lie apart."""
+    return {**row, "budget": None if row["budget"] is None else str(row["budget"]), "settings": row}
+
+
+def scaling(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """A step by context, batch and budget."""
+    picture(records[0], path)
+
+
+def field(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
+    """A panel a model: every method and budget a grey point, and the best of each family a line with its name."""
+    found = [derived.points(record, mine) for record, mine in zip(records, rows, strict=True)]
+    labels = list(dict.fromkeys(point["family"] for points in found for point in points))
+    labels.remove(derived.CONTROLS)
+    figure, axes = panels.panel_grid(1, len(records), (4.6, 4.4), labels)
+    for axis, mine, points in zip(axes.flat, rows, found, strict=True):
+        axis.scatter([p["bytes_share"] for p in points], [p["kl"] for p in points], s=9, color="0.78", label="_every")
+        for name in labels:
+            line = _best([point for point in points if point["family"] == name])
+            look = style(labels.index(name), name)
+            axis.plot([point["bytes_share"] for point in line], [point["kl"] for point in line], **look)
+        panels.logarithmic(axis, panels.SHARE)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(panels.COUNT)
+        axis.set_xlim(right=1.1)
+        axis.grid(alpha=0.3)
+        axis.set_title(f"{mine[0]['model']}, {mine[0]['length']:,} tokens", fontsize=10, loc="left")
+        axis.set_xlabel("bytes read / bytes of the cache")
+    axes.flat[0].set_ylabel("KL from full attention, nats a token")
+    figure.suptitle("Divergence of predictions against bytes read: grey every method, a line the best of a family")
+    name_ends(figure, axes.flat)
+    panels.save(figure, path)
+
+
+def _best(points: Rows) -> list[Row]:
+    """Those that no other is nearer than at as few bytes, the fewest bytes first."""
+    kept: list[Row] = []
+    for point in sorted(points, key=lambda point: (point["bytes_share"], point["kl"])):
+        if not kept or point["kl"] < kept[-1]["kl"]:
+            kept.append(point)
+    return kept
+
+
+DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {
+    one.__name__: one
+    for one in (accuracy, agreement, field, frontier, growth, inspected, layers, recall, scaling, steps)
+}

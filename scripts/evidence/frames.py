@@ -1,0 +1,119 @@
+"""Records as rows: what a table or a reference takes its columns from."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from scripts.evidence import condensing, derived
+from scripts.evidence.markdown import spec
+from scripts.evidence.step import REPORTED, RESULTS
+
+Record: TypeAlias = "Mapping[str, Any]"
+Load: TypeAlias = "Callable[[str], Record]"
+Row: TypeAlias = "dict[str, Any]"
+
+# Where the measurements of a record lie that is not condensed: the first of these that it has.
+PATHS = (
+    "results.selectors",
+    "results",
+    "lengths.ways",
+    "sweeps.points",
+    "points",
+    "decode",
+    "lines",
+    "problems",
+    "table",
+)
+METHOD = ("label", "method", "selector", "name")  # columns that may say which method a row is of
+
+
+def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Load:
+    """Reads a record by its name: of a step, or one that somebody else reported.
+
+    Raises of it:
+        LookupError: there is no such record yet.
+    """
+
+    @functools.cache
+    def load(name: str) -> Record:
+        path = results / f"{name}.json"
+        if (theirs := reported / path.name).exists():
+            path = theirs
+        if not path.exists():
+            raise LookupError(f"there is no record {path.name} in {results}: python -m scripts.evidence --only {name}")
+        record: Record = json.loads(path.read_text())
+        return record
+
+    return load
+
+
+@functools.lru_cache(maxsize=64)
+def read(load: Load, name: str, frame: str = "") -> list[Row]:
+    """`rows` of a record by its name; who reads them does not change them."""
+    return rows(name, load(name), frame)
+
+
+def rows(name: str, record: Record, frame: str = "") -> list[Row]:
+    """The rows of a record, each with its name as the column `record`.
+
+    Args:
+        name, record: of a step.
+        frame: a function of `derived.py`, or a path to lists or objects within the record; by default its measurements.
+    """
+    if frame in derived.FRAMES:
+        found = derived.FRAMES[frame](record, measured(record))
+    elif frame:
+        found = list(condensing.exploded(record, frame.split(".")))
+    else:
+        found = measured(record)
+    return [{"record": name, "typed": typed(row), **row} for row in found]
+
+
+def typed(row: Row) -> str:
+    """The method of a row as one types it, whatever column has it and however it is written there."""
+    names = [str(row[name]) for name in METHOD if row.get(name) is not None]
+    return next((name for name in names if name[0].islower() and "(" not in name), spec(names[0]) if names else "")
+
+
+def measured(record: Record) -> list[Row]:
+    """The measurements of a record."""
+    if "columns" in record:
+        shared = condensing.flattened({key: record[key] for key in ("machine", "seconds", "date") if key in record})
+        return _budgets([{**shared, **row} for row in condensing.rows(record)])
+    path = next((path for path in PATHS if _has(record, path.split("."))), "")
+    return [_dense(row) for row in condensing.exploded(record, path.split(".") if path else [])]
+
+
+def _has(record: Any, path: Sequence[str]) -> bool:
+    """Whether objects lie at a path."""
+    if not path:
+        return isinstance(record, dict)
+    if isinstance(record, list):
+        return bool(record) and _has(record[0], path)
+    inner = record.get(path[0]) if isinstance(record, dict) else None
+    if isinstance(inner, dict) and inner and path[0] == "sweeps":
+        inner = list(inner.values())
+    return isinstance(inner, list) and bool(inner) and _has(inner[0], path[1:])
+
+
+def _budgets(found: list[Row]) -> list[Row]:
+    """With `at`, the budget where a method looks at it, as a number where it is one."""
+    budgets: dict[Any, set[Any]] = {}
+    for row in found:
+        budget = row.get("budget")
+        row["budget"] = int(budget) if isinstance(budget, str) and budget.isdigit() else budget
+        budgets.setdefault((row.get("label"), row.get("trace")), set()).add(row["budget"])
+    for row in found:
+        looks = row.get("label") is None or len(budgets[row["label"], row.get("trace")]) > 1
+        row["at"] = row["budget"] if looks else None
+    return found
+
+
+def _dense(row: Row) -> Row:
+    """With the seconds of the dense way that a step is compared with."""
+    seconds = row.get(f"seconds.dense:{row.get('dense')}.median")
+    return row if seconds is None else {**row, "dense_seconds": seconds}
