@@ -15,8 +15,8 @@ from sparseattn.cli.app import app
 from sparseattn.core.selection import Selection
 from sparseattn.evaluation.replay import Evaluation, evaluate
 from sparseattn.roles.roles import Role, Roles
-from sparseattn.selectors.base import check_group
 from sparseattn.selectors.baselines.exact import Exact
+from sparseattn.selectors.checks import check_group
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.traces.synthetic import synthetic

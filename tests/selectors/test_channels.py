@@ -48,7 +48,7 @@ def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() ->
     queries, keys, _ = heads(2, 2, 3, 50, 24)
     query, sparq = queries[:, :, :, -1], SparQ(5)
     filled(sparq, keys)
-    got = sparq.logits(query)
+    got = sparq.logits(query, cache.step().valid)
     for b in range(2):
         for h in range(2):
             q = query[b, h]
@@ -58,7 +58,7 @@ def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() ->
                 temperature = (24 * part.abs().sum() / q[g].abs().sum()).sqrt()
                 expected = keys[b, h][:, largest] @ part / temperature
                 torch.testing.assert_close(got[b, h, g], expected)
-    assert bool((sparq.logits(torch.zeros_like(query)) == 0).all())
+    assert bool((sparq.logits(torch.zeros_like(query), cache.step().valid) == 0).all())
 
 
 def test_sparqs_mean_value_weighs_what_the_rows_not_read_would() -> None:
@@ -72,7 +72,7 @@ def test_sparqs_mean_value_weighs_what_the_rows_not_read_would() -> None:
     expected = ((weights * read)[..., None] * values).sum(2) + left * values.double().mean(2)
     torch.testing.assert_close(decode(query, cache, 20)[:, :, 0].double(), expected, rtol=1e-5, atol=1e-6)
     assert float(left.mean()) > 0.01
-    assert sparq.tail(query, query.new_zeros(2), cache.select(query, 300)).selection.attended.sum() == 0
+    assert sparq.tail(query, cache.step(), cache.select(query, 300)).selection.attended.sum() == 0
 
 
 def test_sparqs_mean_value_is_for_a_query_head_alone_unless_asked_for() -> None:
@@ -128,7 +128,7 @@ def test_labels_of_four_bits_are_half_a_step_off_at_most() -> None:
     for one in (four, full):
         filled(one, keys, queries=queries)
     kept = query.gather(3, four.which.data[:, :, None].expand(-1, -1, 3, -1)).abs().sum(3) / 4  # sum |q_i| / sqrt(D)
-    off = (four.logits(query) - full.logits(query)).abs()
+    off = (four.logits(query, valid) - full.logits(query, valid)).abs()
     step = four.levels.data[..., 1].float()[:, :, None]  # [B,H,1,N]
     rounded = 16 * 2**-8 * step + 0.02 * four.levels.data[..., 0].float().abs()[:, :, None]  # levels are of 16 bits
     assert bool((off <= kept[..., None] * (0.5 * step + rounded)).all())
@@ -196,8 +196,8 @@ def test_a_calibration_of_one_prompt_is_what_the_prompt_itself_gives(
         torch.testing.assert_close(part, expected[name], rtol=1e-3, atol=1e-4)
     prompt = "share=1.0" if method == "doublesparsity" else "dimensions=4"
     own, filed = (make_selector(f"{method}:{rest}") for rest in (prompt, f"artefact={file},{prompt}"))
-    assert own.queries_share == (method == "doublesparsity")
-    assert not filed.queries_share
+    assert own.queries_wanted[0] == (method == "doublesparsity")
+    assert not filed.learns
     query = layer.query[None, :, :, -1]
     found = []
     for selector in (own, filed):

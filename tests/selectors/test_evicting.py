@@ -126,7 +126,7 @@ class Failing(Heaviest):
         (
             Silent(),
             {},
-            r"Silent\(rows=40\) does not say, or a part of it, how its state follows rows that move \(keep\)",
+            r"Silent\(rows=40\) does not say, or a part of it, how its state follows rows that move \(FollowsMoves\)",
         ),
         (Same(Silent()), {}, r"Same\(.*\) does not say, or a part of it"),
         (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.measure import Temporaries
 from sparseattn import H2O, TOVA, KVCache, PyramidKV, SnapKV, decode
+from sparseattn.core.context import LayerContext
 from sparseattn.selectors.eviction import attention_received as blockwise
 from sparseattn.selectors.eviction.attention_received import received
 from tests.cases import attention, heads
@@ -203,10 +204,11 @@ def test_pyramidkv_knows_how_many_layers_the_model_has() -> None:
     upper, told = PyramidKV().for_layer(3), PyramidKV(30).for_layer(3)
     with pytest.raises(ValueError, match="is not known here: give layers, as in pyramidkv:layers=32"):
         upper.check_shape(H, G, D)
-    upper.depth = told.depth = 30
+    for one in (upper, told):
+        one.bind(LayerContext(3, depth=30))
     assert upper.allowed(100) == told.allowed(100) < 100
     upper.check_shape(H, G, D)
-    told.depth = 28
+    told.bind(LayerContext(3, depth=28))
     with pytest.raises(ValueError, match="is for a model of 30 layers, and this one has 28"):
         told.check_shape(H, G, D)
 

@@ -47,8 +47,8 @@ def test_true_estimates_stay_as_they_are_and_scaled_ones_are_scaled_back() -> No
         torch.testing.assert_close(offset, torch.zeros_like(offset), rtol=1e-3, atol=1e-3)
 
     class Halved(Exact):
-        def _scores(self, query):
-            return super()._scores(query) / 2 + 1
+        def _scores(self, query, step):
+            return super()._scores(query, step) / 2 + 1
 
     found = fit([trace(1), trace(2)], Halved(), layers=[0], **SETTINGS)
     scale, offset = found.of(0)
@@ -70,8 +70,8 @@ def test_it_does_in_a_cache_what_its_inner_does_and_survives_copies(bounds: Path
         assert torch.equal(decode(query, cache, 32), decode(query, plain, 32))
         assert not torch.equal(decode(query, cache, Mass(0.5)), decode(query, plain, Mass(0.5)))
         scale, offset = Estimates.load(bounds).of(0)
-        raw = plain.selector.weigh(query, torch.tensor([199]), 192)
-        mine = cache.selector.weigh(query, torch.tensor([199]), 192)
+        raw = plain.selector.weigh(query, plain.step(), 192)
+        mine = cache.selector.weigh(query, cache.step(), 192)
         size = raw.selection.length.float().log()
         expected = scale.flatten()[None, :, None] * (raw.weights - size) + offset.flatten()[None, :, None] + size
         torch.testing.assert_close(mine.weights, expected)

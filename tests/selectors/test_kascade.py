@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparseattn import Exact, Kascade, KVCache, Quest, Selection, Selector, decode, evaluate, make_selector
+from sparseattn.core.context import LayerContext
 from sparseattn.cli.app import app
 from sparseattn.core.layer_choices import Board
 from sparseattn.evaluation.replay import evaluate_budgets
@@ -233,9 +234,12 @@ def test_what_it_refuses(trace: Trace, file: Path) -> None:
 def test_layers_that_seal_otherwise_are_refused() -> None:
     _, keys, values = heads(1, 2, 2, 100, 16)
     board = Board()
-    caches = [KVCache(Kascade(anchors=[0]).for_layer(at), sink=0, window=window) for at, window in ((0, 4), (1, 9))]
+    layers = [LayerContext(at, board=board) for at in range(2)]
+    caches = [
+        KVCache(Kascade(anchors=[0]).for_layer(layer), sink=0, window=window)
+        for layer, window in zip(layers, (4, 9), strict=True)
+    ]
     for cache in caches:
-        cache.selector.board = board
         cache.append(keys, values)
     query = torch.randn(1, 2, 2, 16)
     with pytest.raises(ValueError, match="layer 0 chose, and that layer chose nothing at this step"):
@@ -292,7 +296,7 @@ def test_layers_of_a_model_read_the_choice_of_their_step() -> None:
             same(generate(model, cache, inputs, **options), dense[name])
             twin = cache.clone()
             assert twin.board is not cache.board
-            assert all(part.rows.selector.board is twin.board for x in twin.sparse_layers.values() for part in x.parts)
+            assert all(part.rows.selector.layer_context.board is twin.board for x in twin.sparse_layers.values() for part in x.parts)
         before = Watched.seen
         with SparseCache(model, selector=Watched(anchors=[0], inner=Place()), budget=4, **SMALL, check=True) as cache:
             generate(model, cache, inputs, **options)

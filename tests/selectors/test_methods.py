@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,13 +22,15 @@ from sparseattn import (
     Window,
     make_selector,
 )
+from sparseattn.core.context import StepContext
 from sparseattn.evaluation.replay import compare
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.kernels.scoring import page_bounds
 from sparseattn.recommend import trials
 from sparseattn.roles.roles import Role, Roles
 from sparseattn.selectors import names
-from sparseattn.selectors.base import best, identity, vote
+from sparseattn.selectors.base import best, vote
+from sparseattn.selectors.identity import identity
 from sparseattn.traces.synthetic import synthetic
 from tests.cases import heads
 
@@ -150,20 +153,25 @@ def test_static_choice_is_kept_for_refresh_queries() -> None:
     assert int(cache.select(query, 10).scanned.max()) == 0, "a kept choice scans nothing"
 
 
+def at(cache: KVCache, position: int) -> StepContext:
+    """A step of both sequences at a position."""
+    return replace(cache.step(), positions=torch.full((2,), position))
+
+
 def test_random_draws_are_uniform_distinct_and_seeded() -> None:
     cache, query = filled(Random(7), rows=64)
     counts = torch.zeros(64)
     for t in range(400):
-        rows = cache.selector.select(query, torch.full((2,), 1000 + t), 8).rows
+        rows = cache.selector.select(query, at(cache, 1000 + t), 8).rows
         assert all(len(set(row.tolist())) == 8 for row in rows.flatten(0, 1))
         counts += torch.bincount(rows.flatten(), minlength=64)
     expected = 400 * 4 * 8 / 64  # 200 draws a row, standard deviation 13.2
     assert float((counts - expected).abs().max()) < 5 * 13.2
     again, _ = filled(Random(7), rows=64)
     other, _ = filled(Random(8), rows=64)
-    at = torch.full((2,), 5)
-    assert torch.equal(cache.selector.select(query, at, 8).rows, again.selector.select(query, at, 8).rows)
-    assert not torch.equal(cache.selector.select(query, at, 8).rows, other.selector.select(query, at, 8).rows)
+    drawn = [one.selector.select(query, at(one, 5), 8).rows for one in (cache, again, other)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
     layers = [KVCache(Random(7).for_layer(layer), sink=0, window=0, seal=1) for layer in (0, 1)]
     for layer in layers:
         layer.append(cache.keys, cache.values)

@@ -141,11 +141,17 @@ def test_many_times_is_the_choice_of_the_codes_alone() -> None:
     assert sets(few.select(query, 24).rows) != sets(alone.select(query, 24).rows)
 
 
+def proposed_by(cache: KVCache, query: torch.Tensor, rows: int) -> Selection:
+    """What the first stage proposes, with what that cost."""
+    pages, step = cache.selector.pages, cache.step(counted=True)
+    return pages.counted(pages.select(query, step, rows), query, step, rows)
+
+
 def test_costs_are_those_of_both_stages() -> None:
     """Levels are counted once for each group in which a row is proposed."""
     cache, query = filled(TwoStage(Quest(8), 2, 2, 32), padding=64)
     chosen = cache.select(query, 16)
-    first = cache.selector.pages.select(query, cache.step(), 32)
+    first = proposed_by(cache, query, 32)
     groups = torch.tensor([len({row // 32 for row in rows}) for rows in sets(first.rows)]).view(B, H)
     assert torch.equal(chosen.scanned, first.scanned + 32)
     assert torch.equal(chosen.scan_bytes, first.scan_bytes + 32 * (2 * D // 8) + groups * 4 * D)
@@ -156,7 +162,7 @@ def test_costs_are_those_of_both_stages() -> None:
 def test_costs_of_query_heads(first: str, second: str, lists: int) -> None:
     cache, query = filled(TwoStage(Quest(16, first), 2, 2, 16, second))
     chosen = cache.select(query, 8)
-    proposed = cache.selector.pages.select(query, cache.step(), 16)
+    proposed = proposed_by(cache, query, 16)
     pages = torch.tensor([len(one) for one in sets(proposed.start)]).view(B, -1)
     if (first, second) == ("each", "sum"):
         pages = torch.tensor([len(set(one.flatten().tolist())) for one in proposed.start.view(B * H, G)]).view(B, H)
@@ -174,9 +180,8 @@ def _per_head(pages: torch.Tensor) -> torch.Tensor:
 class Silent(Exact):
     """Says nothing of its cost."""
 
-    def select(self, query, step, budget):
-        found = super().select(query, step, budget)
-        return Selection(found.start, found.length, 1)
+    def scan(self, query, sealed, budget):
+        return None
 
 
 def test_a_first_stage_may_be_silent_or_propose_nothing() -> None:
@@ -240,14 +245,14 @@ def test_parts_are_told_what_the_selector_is_told() -> None:
     assert isinstance(fresh.inner, TwoStage)
     assert (fresh.layer, fresh.inner.layer, fresh.inner.pages.layer) == (5, 5, 5)
     assert (two.layer, two.pages.layer) == (0, 0)
-    fresh.width = 2
-    assert (fresh.inner.pages.width, fresh.inner.inside.width, two.pages.width) == (2, 2, None)
+    fresh.count_in(2)
+    widths = [part.layer_context.key_bytes for part in (fresh.inner.pages, fresh.inner.inside, two.pages)]
+    assert widths == [2, 2, None]
     cache, _ = filled(fresh)
-    assert fresh.inner.pages.stored is fresh.stored
+    assert fresh.inner.pages.stored is not None
     twin = cache.clone().selector
-    assert twin.inner.pages.stored is twin.stored
     assert twin.inner.pages is not fresh.inner.pages
-    assert twin.stored.data_ptr() != fresh.stored.data_ptr()
+    assert twin.inner.pages.stored.data_ptr() != fresh.inner.pages.stored.data_ptr()
     cache.reset()
     assert fresh.inner.pages.stored is None
     assert twin.inner.inside.codes.rows * 64 == N

@@ -151,9 +151,10 @@ class TwoStage(ReadsKeys, Selector):
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """As if what is proposed were spread evenly, and query heads were proposed other rows each."""
         rows = self._proposed_rows(sealed, budget)
-        first, choice = self.pages.scan(query, sealed, rows), self.pages.cost(query, sealed, rows)
+        first = self.pages.scan(query, sealed, rows)
         if first is None:
             return None
+        choice = self.pages.cost(query, sealed, rows)
         proposed, lists = self._spread(query, sealed, choice)
         read = self._second_bytes(query, sealed, proposed, choice)
         return Scan(first.scanned + proposed, first.read + read * lists / query.shape[1])
