@@ -10,7 +10,7 @@ import torch
 
 from sparseattn.core.rope import Rope
 from sparseattn.models import rotary
-from sparseattn.models.attention_routing import Call, not_held
+from sparseattn.models.attention_routing import Call, beyond_softmax
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe, quiet
 from sparseattn.models.transformers_classes import DynamicCache
@@ -87,7 +87,7 @@ def _applied(rope: Rope, watch: rotary.Watch, index: int, positions: torch.Tenso
 
 def _described(call: Call, rope: Rope | None, sharing: Sequence[int]) -> AttentionLayer:
     _, heads, _, size = call.key.shape
-    beyond = not_held(call)
+    beyond = beyond_softmax(call)
     if len(sharing) > 1:
         beyond = f"shares its keys with other layers (all of {', '.join(map(str, sharing))})"
     if call.value.shape[-1] != size:

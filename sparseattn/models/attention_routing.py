@@ -1,4 +1,4 @@
-"""Route the attention of a transformers model through a function of ours, and pass calls on to the model's own."""
+"""Route the attention calls of a transformers model to a function of ours, or on to the model's own implementation."""
 
 from __future__ import annotations
 
@@ -29,35 +29,40 @@ class Call:
 
     @property
     def layer(self) -> int:
+        """The layer's number."""
         return int(self.module.layer_idx)  # type: ignore[arg-type]
 
     @property
     def scale(self) -> float:
+        """The factor of the logits."""
         return float(self.options.get("scaling") or self.query.shape[-1] ** -0.5)
 
     @property
     def window(self) -> int | None:
+        """Tokens of a sliding window, None for the whole context."""
         return self.options.get("sliding_window")
 
 
-# What an attention function may be given that changes its output and that keys, values and a scale do not tell.
-NOT_HELD = {
+# Arguments of an attention function that change its output beyond softmax attention over keys and values.
+BEYOND_SOFTMAX = {
     "softcap": "soft-caps its logits (softcap)",
     "s_aux": "adds a learned sink to its softmax (s_aux)",
     "position_bias": "adds a bias to its logits (position_bias)",
 }
 
 
-def not_held(call: Call) -> str | None:
-    """What the layer does beyond softmax attention, in words, or None."""
-    return " and ".join(words for name, words in NOT_HELD.items() if call.options.get(name) is not None) or None
+def beyond_softmax(call: Call) -> str | None:
+    """Return what the layer does beyond softmax attention over keys and values, in words, or None."""
+    if BEYOND_SOFTMAX.keys().isdisjoint(call.options):
+        return None
+    return " and ".join(words for name, words in BEYOND_SOFTMAX.items() if call.options.get(name) is not None) or None
 
 
 def implementation(model: Any) -> str:
-    """The name of the attention implementation of the model's text part.
+    """Return the name of the attention implementation of the model's text part.
 
     Raises:
-        ModelError: a model whose attention cannot be routed.
+        ModelError: the model's attention cannot be routed.
     """
     if model.config.is_encoder_decoder:
         raise ModelError(f"{name_of(model)} is an encoder-decoder, only decoder-only models are served")
@@ -72,18 +77,19 @@ def implementation(model: Any) -> str:
 
 
 def name_of(model: Any) -> str:
-    """What the model was loaded as, or its class."""
+    """Return the name that the model was loaded by, or its class's."""
     return model.config._name_or_path or type(model).__name__
 
 
 class Route:
-    """Sends the model's attention calls to `function`, with the masks of its own implementation, from `set` to `undo`.
+    """Send a model's attention calls to `function`, with the masks of its own implementation, from `set` to `undo`.
 
     Args:
         model: a model of transformers.
-        original: the name of its own implementation, as `implementation` gives it.
-        purpose: part of the name under which `function` is registered for good, as names cannot be unregistered.
-        function: takes what an attention function of transformers takes; the same one for a purpose at all times.
+        original: the name of its own implementation, as `implementation` returns it.
+        purpose: part of the name under which `function` is registered. Names cannot be unregistered, so a purpose
+            always goes with the same function.
+        function: an attention function of transformers.
     """
 
     def __init__(self, model: Any, original: str, purpose: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
@@ -103,26 +109,28 @@ class Route:
         self._before = [(config, config._attn_implementation_internal) for config in configs.values()]
 
     def set(self) -> None:
-        """Has every config name our function."""
+        """Name our function in every config."""
         for config, _ in self._before:
             config._attn_implementation_internal = self.name
 
     def undo(self) -> None:
-        """Gives every config back the implementation it had."""
+        """Give every config the implementation back that it had."""
         for config, before in self._before:
             config._attn_implementation_internal = before
 
 
-# Their functions look at no name in a config.
-NAMELESS = ("sdpa", "eager")
+NAMELESS = ("sdpa", "eager")  # implementations that do not look for their name in a config
 
 
 def delegate(call: Call, original: str) -> tuple[Tensor, Any]:
-    """The attention that the model would have run. Changes nothing that another thread's pass could see.
+    """Run the attention that the model would have run, without a change that another thread's pass could see.
 
     Args:
         call: as the layer made it.
         original: the name of the model's own implementation.
+
+    Returns:
+        Output `[B,n,HG,D]` and what the implementation returns beside it.
 
     Raises:
         ModelError: the model's code has no function of that name.
@@ -131,20 +139,20 @@ def delegate(call: Call, original: str) -> tuple[Tensor, Any]:
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(original, getattr(home, "eager_attention_forward", None))
     if function is None:
         raise ModelError(f"{home.__name__} has no eager_attention_forward to run")
-    module = call.module if original in NAMELESS else _by_its_name(call.module, original)
+    module = call.module if original in NAMELESS else _with_config_naming(call.module, original)
     out, weights = function(module, call.query, call.key, call.value, call.mask, **call.options)
     return out, weights
 
 
-def _by_its_name(module: Any, original: str) -> Any:
-    """The module again, with a config of its own that names `original`: flash attention reads it there."""
+def _with_config_naming(module: Any, original: str) -> Any:
+    """Return a copy of the module with a config that names `original`, where flash attention reads it."""
     twin, config = copy.copy(module), copy.copy(module.config)
     config._attn_implementation_internal = original
     twin.config = config
     return twin
 
 
-def own(module: Any) -> str:
-    """The name of the model's own implementation, whatever a layer's calls are routed through at this moment."""
+def own_implementation(module: Any) -> str:
+    """Return the name of the model's own implementation, whatever the calls of its layer are routed to now."""
     name = module.config._attn_implementation or "eager"
     return _ORIGINALS.get(name, name)

@@ -26,4 +26,7 @@ def cache_argument(cache: Any) -> dict[str, Any]:
 
 def cache_in(inputs: Mapping[str, Any]) -> Any:
     """Return the cache among a model's keyword arguments, whichever name it has there; None without one."""
-    return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
+    for name in NAMES:
+        if (cache := inputs.get(name)) is not None:
+            return cache
+    return None

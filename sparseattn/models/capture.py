@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from sparseattn import __version__
 from sparseattn.core.rope import Rope
 from sparseattn.models import rotary
-from sparseattn.models.attention_routing import Call, Route, delegate, implementation, name_of, not_held, own
+from sparseattn.models.attention_routing import (
+    Call,
+    Route,
+    beyond_softmax,
+    delegate,
+    implementation,
+    name_of,
+    own_implementation,
+)
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
 from sparseattn.models.lookahead_queries import Foresight
@@ -134,7 +142,9 @@ def _intercept(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Any]:
     call, listener = Call(module, query, key, value, attention_mask, options), _LISTENER.get()
-    return delegate(call, own(module)) if listener is None else listener(call)  # None: another thread's own pass
+    return (
+        delegate(call, own_implementation(module)) if listener is None else listener(call)
+    )  # None: another thread's own pass
 
 
 class _Recorder:
@@ -222,7 +232,7 @@ class _Recorder:
 
     def _compare(self, call: Call, out: Tensor) -> None:
         """Say what the layer was given that a trace does not hold; else recompute the attention of the last tokens."""
-        if (beyond := not_held(call)) is not None:
+        if (beyond := beyond_softmax(call)) is not None:
             self.differs[call.layer] = f"the layer {beyond}, which a trace does not hold"
             return
         keys, values = call.key[0].float(), call.value[0].float()

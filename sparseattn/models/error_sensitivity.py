@@ -104,6 +104,7 @@ class _Watched(SparseLayer):
         shape = (batch, heads, group, new, size)
         self.saw = [x.detach() for x in (call.query.reshape(shape), call.key, call.value, out.reshape(shape))]
         self.columns += new
+        self.unattended = None
         return (out + self.leaf.to(out.dtype)).transpose(1, 2)
 
     def seen(self, gradients: Tensor) -> LayerSeen:

@@ -1,6 +1,6 @@
 """Prepare a transformers model for sparse attention and give it back: a route for its calls, a frame for its passes.
 
-Threads may share a prepared model, a cache each: what is known of a pass lies in context variables.
+Threads may share a prepared model if each has a cache of its own: what is known of a pass lies in context variables.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sparseattn.models.capture import alone
 from sparseattn.models.errors import ModelError
 from sparseattn.models.sparse_layer import RUNNING, SparseLayer
 
-# Of how many of the last tokens the pass in progress is to give logits, 0: of all.
-_WANTED: ContextVar[int] = ContextVar("sparseattn_wanted", default=0)
+# How many of the last tokens the pass in progress returns logits of; 0: all.
+_LOGITS_TO_KEEP: ContextVar[int] = ContextVar("sparseattn_logits_to_keep", default=0)
 
 
 class Prepared:
-    """A model whose attention calls come to `_attend`, and whose passes tell which cache they were given.
+    """A model whose attention calls `_attend` answers, and whose passes say which cache they run with.
 
     Attributes:
         original: the name of its own attention implementation.
@@ -59,17 +59,17 @@ class Prepared:
                 raise
 
     def undo(self, model: Any) -> None:
-        """Takes everything back."""
+        """Give the model its own attention and its own `forward` back."""
         self.undone = True
         self._route.undo()
         for module in (model, _inner(model)):
             _Around.take_off(module)
 
     def cache_of(self, module: Any, inputs: dict[str, Any]) -> Any:
-        """The `SparseCache` that a pass of the model's inner part was given.
+        """Return the `SparseCache` among the arguments, by name, of a pass of the model's inner part.
 
         Raises:
-            RuntimeError: another cache or none, or a model that is being trained.
+            RuntimeError: there is another cache or none, or the model is being trained.
         """
         cache = cache_in(inputs)
         if getattr(cache, "prepared", None) is not self:
@@ -84,30 +84,30 @@ class Prepared:
 
 
 class _Around(ABC):
-    """Stands in for a module's `forward`: whatever ends a pass, Ctrl-C too, comes by here, which hooks do not see.
+    """Stand in for a module's `forward`, so that the end of every pass is seen, also by an error or Ctrl-C.
 
-    Copies and pickles of the module have one of their own, for they hold theirs under the same name.
+    Hooks do not see such ends. A copy or a pickle of the module takes one of its own along.
 
     Args:
-        module: whose; held weakly, as it holds this.
-        prepared: its model's preparation.
-        own: what its `forward` was, where that was not its class's.
+        module: whose `forward` it stands in for; held weakly, as the module holds this.
+        prepared: the preparation of its model.
+        own: the `forward` that the module itself had in place of its class's, if any.
     """
 
     def __init__(self, module: nn.Module, prepared: Prepared, own: Callable[..., Any] | None) -> None:
         self._module, self.prepared, self._own = weakref.ref(module), prepared, own
-        self.__signature__ = inspect.signature(self._forward)  # generate() looks which arguments there are
+        self.__signature__ = inspect.signature(self._forward())  # generate() looks which arguments there are
         parameters = self.__signature__.parameters.values()
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] or ["input_ids"]
 
     @classmethod
     def put_on(cls, module: nn.Module, prepared: Prepared) -> None:
-        """Stands in for a module's `forward` from now on."""
+        """Stand in for the module's `forward` from now on."""
         vars(module)["forward"] = cls(module, prepared, vars(module).get("forward"))
 
     @staticmethod
     def take_off(module: nn.Module) -> None:
-        """Gives a module its `forward` back; one that has been wrapped again since stays, and passes calls on."""
+        """Give a module its `forward` back; where that has been wrapped again since, this stays and only passes on."""
         around = vars(module).get("forward")
         if isinstance(around, _Around):
             if around._own is None:
@@ -115,17 +115,17 @@ class _Around(ABC):
             else:
                 vars(module)["forward"] = around._own
 
-    @property
     def _forward(self) -> Callable[..., Any]:
         module: Any = self._module()
         return types.MethodType(type(module).forward, module) if self._own is None else self._own
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        return self._forward(*args, **inputs) if self.prepared.undone else self._run(args, inputs)
+        forward = self._forward()
+        return forward(*args, **inputs) if self.prepared.undone else self._run(forward, args, inputs)
 
     @abstractmethod
-    def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
-        """The pass."""
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        """Run the pass."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self.prepared, self._own)
@@ -134,26 +134,26 @@ class _Around(ABC):
 class _Whole(_Around):
     """Around a model: notes how many logits are wanted, which its inner part is not told."""
 
-    def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
-        wanted = inputs.get("logits_to_keep", 0)
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        keep = inputs.get("logits_to_keep", 0)
         try:
-            _WANTED.set(wanted if isinstance(wanted, int) else 0)
-            return self._forward(*args, **inputs)
+            _LOGITS_TO_KEEP.set(keep if isinstance(keep, int) else 0)
+            return forward(*args, **inputs)
         finally:
-            _WANTED.set(0)
+            _LOGITS_TO_KEEP.set(0)
 
 
 class _Inner(_Around):
-    """Around the part of a model that its layers are in: says which cache the pass runs with, to this thread alone."""
+    """Around the part of a model that its layers are in: says to this thread alone which cache the pass runs with."""
 
-    def _run(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
-        logits, before = _WANTED.get(), RUNNING.get()
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         named = {**dict(zip(self._positional, args, strict=False)), **inputs} if args else inputs
         cache = self.prepared.cache_of(self._module(), named)
-        run = cache.begin(named, logits)
+        before = RUNNING.get()
+        run = cache.begin(named, _LOGITS_TO_KEEP.get())
         try:
             RUNNING.set(run)
-            out = self._forward(*args, **inputs)
+            out = forward(*args, **inputs)
             cache.end()
         except BaseException:
             cache.cut_short()
@@ -164,7 +164,7 @@ class _Inner(_Around):
 
 
 def _inner(model: Any) -> Any:
-    """The part of a model that its layers are in and that every pass goes through."""
+    """Return the part of a model that its layers are in and that every pass goes through."""
     decoder = model.get_decoder()  # OPT's forward goes past its base_model to this
     holds_layers = any(hasattr(part, "layer_idx") for part in decoder.modules())
     return decoder if holds_layers else model.base_model  # the decoder of ModernBERT is its head
@@ -177,7 +177,7 @@ _HOLDERS: weakref.WeakKeyDictionary[Any, tuple[Prepared, threading.Thread]] = we
 
 
 def preparation(model: Any) -> Prepared | None:
-    """The model's, None if there is none. A copy of a prepared model has one of its own."""
+    """Return the model's preparation, None without one. A copy of a prepared model has one of its own."""
     if not hasattr(model, "get_decoder"):
         return None
     around = vars(_inner(model)).get("forward")
@@ -185,37 +185,41 @@ def preparation(model: Any) -> Prepared | None:
 
 
 def prepare(model: Any, cache: Any) -> tuple[Prepared, bool]:
-    """The model's preparation for a `SparseCache`, and whether it was there before.
+    """Prepare the model for a `SparseCache`, unless it is, and return the preparation and whether it was there before.
 
-    Another thread that leaves the model, see `leave`, lets it be for this cache.
+    Another thread that leaves the model (see `leave`) does not undo it while this cache has it.
     """
     with _CHANGING:
         prepared = preparation(model)
-        found = prepared is not None
+        was_prepared = prepared is not None
         if prepared is None:
             prepared = Prepared(model)
         _HOLDERS[cache] = prepared, threading.current_thread()
-        return prepared, found
+        return prepared, was_prepared
 
 
-def leave(cache: Any, found: bool) -> None:
-    """A `SparseCache` is done with its model, which gets its own attention back if the cache had found it so; where
-    other threads decode with it, when the last of them leaves."""
+def leave(cache: Any, was_prepared: bool) -> None:
+    """Say that a `SparseCache` is done with its model.
+
+    The model then gets its own attention back, unless the cache had found it prepared (`was_prepared`). Where other
+    threads decode with it, the last of them that leaves gives it back.
+    """
     with _CHANGING:
         prepared: Prepared = cache.prepared
         _HOLDERS.pop(cache, None)
-        prepared.due = prepared.due or not found
-        mine = threading.current_thread()
-        holders = [thread for other, thread in list(_HOLDERS.values()) if other is prepared]
-        held = any(thread is not mine and thread.is_alive() for thread in holders)
-        if prepared.due and not held and preparation(cache.model) is prepared:
+        prepared.due = prepared.due or not was_prepared
+        current = threading.current_thread()
+        threads = [thread for holder, thread in list(_HOLDERS.values()) if holder is prepared]
+        in_use = any(thread is not current and thread.is_alive() for thread in threads)
+        if prepared.due and not in_use and preparation(cache.model) is prepared:
             restore(cache.model)
 
 
 def restore(model: Any) -> None:
-    """Gives a prepared model its own attention back. Its SparseCaches can then only be read; make new ones to go on.
+    """Give a prepared model its own attention back.
 
-    A pass that another thread runs at that moment ends with an error.
+    Its SparseCaches can then only be read; make new ones to go on. A pass that another thread runs at that moment ends
+    with an error.
     """
     with _CHANGING:
         prepared = preparation(model)
@@ -226,7 +230,7 @@ def restore(model: Any) -> None:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Any]:
-    """What the attention calls of prepared models come to."""
+    """Answer an attention call of a prepared model."""
     run = RUNNING.get()
     if run is None:
         raise RuntimeError(
@@ -234,8 +238,9 @@ def _attend(
             "that began before it was prepared"
         )
     call = Call(module, query, key, value, attention_mask, options)
-    layers = run.cache.layers  # some releases have none for a layer that shares another's keys
-    if call.layer < len(layers) and isinstance(layers[call.layer], SparseLayer):
-        return layers[call.layer].attend(call, run), None
-    run.cache.count_dense(call.layer)
+    index, layers = call.layer, run.cache.layers  # some releases have no entry for a layer that shares another's keys
+    layer = layers[index] if index < len(layers) else None
+    if isinstance(layer, SparseLayer):
+        return layer.attend(call, run), None
+    run.cache.count_dense(index)
     return delegate(call, run.original)

@@ -81,9 +81,7 @@ class Prefill:
         made, held = SparseCache(self._cache.model, selector, budget, **settings), self._cache
         for index, (mine, prefilled) in enumerate(zip(made.layers, held.layers, strict=True)):
             if isinstance(mine, SparseLayer):
-                for part in mine.parts:
-                    part.rows.append_from(prefilled.rows, part.of)
-                mine.columns = prefilled.columns
+                mine.append_from(prefilled)
             elif isinstance(prefilled, SparseLayer):
                 mine.update(*_columns(prefilled.rows, held._real))
             else:

@@ -264,9 +264,10 @@ class SparseCache(Cache):
             twin.budget = budget
             checks.check_mapping("budget", budget, list(twin.sparse_layers))
             for index, layer in twin.sparse_layers.items():
+                of_layer = checks.of_layer(budget, index)
                 for part in layer.parts:
-                    part.asked = checks.of_layer(budget, index)
-                    checks.check_budget(index, part.asked, part.share)
+                    checks.check_budget(index, of_layer, part.share)
+                    part.assign(part.share, of_layer)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
@@ -292,9 +293,9 @@ class SparseCache(Cache):
                 keeps a state that does not go back.
         """
         if not self._passes.whole(self.layers):
-            self._take_back(self._passes.left(self.layers, tokens_to_remove))
+            self._take_back(self._passes.tokens_after_crop(self.layers, tokens_to_remove))
             return
-        held = self._held()
+        held = self._tokens()
         drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
         gone = torch.tensor(drop) if self._real is None else self._real[:, held - drop : held].sum(1)
         for layer in self.layers:
@@ -340,10 +341,12 @@ class SparseCache(Cache):
         self._real = None
         self._passes.forget()
 
-    def _held(self) -> int:
-        """Tokens taken in, padding included."""
-        sparse = self.sparse_layers
-        return next(iter(sparse.values())).columns if sparse else self.get_seq_length()
+    def _tokens(self) -> int:
+        """Return the number of tokens taken in, padding included."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                return layer.columns
+        return int(self.get_seq_length())
 
     # -- a forward pass ----------------------------------------------------------------------------------------------
 
@@ -377,7 +380,7 @@ class SparseCache(Cache):
         if inputs.get("output_attentions", getattr(self.model.config, "output_attentions", False)):
             raise ModelError("sparse attention has no weights to put out: output_attentions is for the model restored")
         batch, new = ids.shape[:2]
-        held = self._held()
+        held = self._tokens()
         if not held:
             self._dtype = self.model.dtype
         elif self._dtype != self.model.dtype:
@@ -394,8 +397,9 @@ class SparseCache(Cache):
         elif not torch.equal(at, counted.expand_as(at)):
             positions = at
         self.board.clear()
-        for layer in self.sparse_layers.values():
-            layer.keep_unsealed(min(logits, new) - 1)  # drafts, which may be rejected
+        if (drafts := min(logits, new) - 1) > 0:  # which may be rejected
+            for layer in self.sparse_layers.values():
+                layer.keep_unsealed(drafts)
         return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)
 
     def end(self) -> None:
@@ -453,5 +457,5 @@ class SparseCache(Cache):
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return (
             f"SparseCache({name_of(self.model)}, {self.roles or self.selector!r}, budget={self.budget!r}, {settings}): "
-            f"{self._held()} tokens, {len(self.sparse_layers)} of {len(self.layers)} layers sparse"
+            f"{self._tokens()} tokens, {len(self.sparse_layers)} of {len(self.layers)} layers sparse"
         )

@@ -1,4 +1,4 @@
-"""One layer of a `SparseCache`: stores what transformers hands it and answers the layer's attention calls."""
+"""One layer of a `SparseCache`: it stores the rows that transformers hands it and answers the attention calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cache.kv_cache import KVCache
-from sparseattn.models.attention_routing import Call, delegate, not_held
+from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
 from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.transformers_classes import CacheLayerMixin
@@ -25,28 +25,28 @@ class Run:
     """What the layers need to know of the forward pass in progress.
 
     Args:
-        cache: the `SparseCache` that the pass was given.
+        cache: the `SparseCache` that the pass runs with.
         original: name of the model's own attention implementation.
-        sparse: how many of the pass's last tokens go through the sparse path, one by one.
+        sparse_tokens: how many of the pass's last tokens are decoded sparsely, one by one.
         positions: `[B,n]` int64 on the CPU, negative for padding; None: no padding, counting on from the newest row.
     """
 
     cache: Any
     original: str
-    sparse: int
+    sparse_tokens: int
     positions: Tensor | None
 
 
-# Set while a prepared model runs, by what surrounds its forward. One per thread, so that passes of several models
-# and threads do not mix.
+# Set while a prepared model runs, by the frame around its forward. Each thread has one of its own, so that passes of
+# several models and threads do not mix.
 RUNNING: ContextVar[Run | None] = ContextVar("sparseattn_running", default=None)
 
 
-def another_dtype(held: torch.dtype, now: torch.dtype) -> str:
-    """What to say where a model has changed its dtype behind the back of its cache."""
+def another_dtype(stored: torch.dtype, new: torch.dtype) -> str:
+    """Return the sentence that refuses rows of a model whose dtype has changed since the first rows came."""
     return (
-        f"this SparseCache holds keys and values in {_short(held)}, and the model now makes them in {_short(now)} "
-        f"(model.to): make a new SparseCache, or go back with model.to({held})"
+        f"this SparseCache holds keys and values in {_short(stored)}, and the model now makes them in {_short(new)} "
+        f"(model.to): make a new SparseCache, or go back with model.to({stored})"
     )
 
 
@@ -55,13 +55,17 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class SparseLayer(CacheLayerMixin):
-    """The rows of one layer in a `KVCache` with a selector, or in one for each method that its KV heads have.
+    """The rows of one layer, in a `KVCache` for each method that its KV heads have.
 
-    `update` only takes note of new keys and values: they are stored when the attention call brings the queries too.
+    `update` only takes note of new keys and values. They are stored when the attention call brings the queries too.
 
     Args:
         parts: this layer's caches; each KV head is in one.
         impl: as in `attend`.
+
+    Attributes:
+        columns: tokens taken in, padding included.
+        unattended: keys that `update` was given and that no attention call has dealt with; None in a whole layer.
     """
 
     is_sliding = False
@@ -71,27 +75,27 @@ class SparseLayer(CacheLayerMixin):
     def __init__(self, parts: Sequence[SparseHeads], impl: str | None = None) -> None:
         super().__init__()
         self.parts, self.impl = tuple(parts), impl
-        self.columns = 0  # tokens taken in, padding included
-        self._given: Tensor | None = None
+        self.columns = 0
+        self.unattended: Tensor | None = None
         self.forget_counts()
 
     @property
     def rows(self) -> KVCache:
-        """The one cache of a layer whose heads have one method; ValueError where they have several."""
+        """The cache of a layer whose heads have one method; ValueError where they have several."""
         if len(self.parts) > 1:
             raise ValueError(f"the heads of this layer have {len(self.parts)} methods, each with a cache in `parts`")
         return self.parts[0].rows
 
     @property
     def label(self) -> str:
-        """The method, or each with its KV heads."""
+        """The method, or each method with the number of its KV heads."""
         if len(self.parts) == 1:
             return self.parts[0].share.label
         named = ((part.share.label, part.share.heads) for part in self.parts)
         return ", ".join(f"{label} ({len(heads.which)} of {heads.of} heads)" for label, heads in named if heads)
 
     def forget_counts(self) -> None:
-        """Counts anew."""
+        """Start counting anew."""
         self.sparse_calls, self.dense_calls = 0, 0
         for part in self.parts:
             part.forget_counts()
@@ -108,112 +112,127 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def bytes_share(self) -> float:
-        """Bytes read to choose and to attend over bytes stored, mean over calls, sequences and KV heads; NaN without
-        any, where the caches were made without `check`, and where a selector does not say what it reads."""
+        """Bytes read to choose and to attend, over bytes stored; mean over calls, sequences and KV heads.
+
+        NaN without any call, where the caches were made without `check`, and where a selector does not say what it
+        reads.
+        """
         return self._mean(lambda part: part.bytes_share)
 
     def _mean(self, number: Callable[[SparseHeads], float]) -> float:
-        """Mean over KV heads."""
+        """Return the mean over KV heads."""
         weights = [1 if part.share.heads is None else len(part.share.heads.which) for part in self.parts]
         return sum(w * number(part) for w, part in zip(weights, self.parts, strict=True)) / sum(weights)
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def attend(self, call: Call, run: Run) -> Tensor:
-        """Stores the call's new rows and returns `[B,n,HG,D]`: the first n - `run.sparse` tokens attend densely, the
-        others one by one through the selector."""
+        """Store the call's n new rows and return the attention output `[B,n,HG,D]`.
+
+        The first n - `run.sparse_tokens` tokens attend densely, the others one by one over what the selector chooses.
+
+        Raises:
+            ModelError: the call does what sparse attention does not compute.
+        """
         self._check(call)
-        batch, named, new, size = call.query.shape
-        query = call.query.view(batch, call.key.shape[1], -1, new, size)  # [B,H,G,n,D]
-        dense = new - run.sparse
-        parts = []
+        batch, query_heads, new, head_dim = call.query.shape
+        query = call.query.view(batch, call.key.shape[1], -1, new, head_dim)  # [B,H,G,n,D]
+        dense, scale = new - run.sparse_tokens, call.scale
+        outs = []
         if dense:
-            parts.append(self._attend_densely(call, query, dense, run))
+            outs.append(self._attend_densely(call, query, dense, run))
             self.dense_calls += 1
         for t in range(dense, new):
-            self._store(call, query, slice(t, t + 1), run)
+            self._store(call, query, t, t + 1, run)
             run.cache.board.step = t
-            heads = [part.decode(query.select(3, t), call.scale, self.impl) for part in self.parts]
-            parts.append(self._together(heads).reshape(batch, 1, named, size))
+            heads = [part.decode(query.select(3, t), scale, self.impl) for part in self.parts]
+            out = heads[0] if len(heads) == 1 else self._joined(heads)
+            outs.append(out.reshape(batch, 1, query_heads, head_dim))
             self.sparse_calls += 1
         self.columns += new
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        self.unattended = None
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
-    def _together(self, heads: Sequence[Tensor]) -> Tensor:
-        """What each part gave, `[B,h,...]`, as `[B,H,...]`."""
+    def _joined(self, heads: Sequence[Tensor]) -> Tensor:
+        """Return the parts' outputs, each `[B,h,...]`, as `[B,H,...]`."""
         return together([part.share for part in self.parts], heads)
 
     def _check(self, call: Call) -> None:
-        if call.key is not self._given:
+        if call.key is not self.unattended:
             raise ModelError(
                 f"layer {call.layer} attends to other keys than it gave to the cache, so they cannot be selected: "
                 f"make it dense with dense_layers"
             )
-        self._given = None
-        if (beyond := not_held(call)) is not None:
-            raise ModelError(f"layer {call.layer} {beyond}, which sparse attention does not compute: make it dense")
-        if call.options.get("dropout"):
-            raise ModelError(f"layer {call.layer} drops attention weights: put the model in eval() mode")
-        if torch.is_grad_enabled() and call.query.requires_grad:
-            raise ModelError("sparse attention has no gradients: run the model under torch.no_grad()")
+        if (beyond := beyond_softmax(call)) is not None:
+            problem = f"layer {call.layer} {beyond}, which sparse attention does not compute: make it dense"
+        elif call.options.get("dropout"):
+            problem = f"layer {call.layer} drops attention weights: put the model in eval() mode"
+        elif torch.is_grad_enabled() and call.query.requires_grad:
+            problem = "sparse attention has no gradients: run the model under torch.no_grad()"
+        else:
+            return
+        self.unattended = None  # nothing is stored, so the layer is whole
+        raise ModelError(problem)
 
-    def _store(self, call: Call, query: Tensor, part: slice, run: Run) -> None:
+    def _store(self, call: Call, query: Tensor, start: int, stop: int, run: Run) -> None:
+        """Store the rows of the call's tokens `start` to `stop`; `query` is `[B,H,G,n,D]` of all of them."""
         keys, values, positions = call.key, call.value, run.positions
-        if part != slice(0, keys.shape[2]):
+        if stop - start < keys.shape[2]:
+            part = slice(start, stop)
             keys, values, query = keys[:, :, part], values[:, :, part], query[:, :, :, part]
             positions = None if positions is None else positions[:, part]
         for heads in self.parts:
             heads.append(keys, values, query, positions)
 
     def _attend_densely(self, call: Call, query: Tensor, new: int, run: Run) -> Tensor:
-        """The first `new` tokens of the call, each over all rows up to its own."""
+        """Store the first `new` tokens of the call and return `[B,new,HG,D]`, each over all rows up to its own."""
         part = slice(0, new)
         if not self.columns:  # nothing is stored: the model's own attention, over what the call itself brings
-            self._store(call, query, part, run)
+            self._store(call, query, 0, new, run)
             if new < call.query.shape[2]:
                 mask = call.mask
                 if mask is not None:
                     mask = mask[..., part] if mask.ndim == 2 else mask[..., part, part]
-                own = call.query[:, :, part], call.key[:, :, part], call.value[:, :, part]
-                call = Call(call.module, *own, mask, call.options)
+                first = (x[:, :, part] for x in (call.query, call.key, call.value))
+                call = Call(call.module, *first, mask, call.options)
             return delegate(call, run.original)[0]
         block = self._block(call.mask, new, run).to(call.key.device)  # [B,1,n,n]
         outs = [self._attend_stored(heads, call, new, block) for heads in self.parts]  # each [B,h,G,n,D]
-        self._store(call, query, part, run)
-        return self._together(outs).flatten(1, 2).transpose(1, 2)
+        self._store(call, query, 0, new, run)
+        return self._joined(outs).flatten(1, 2).transpose(1, 2)
 
     def _attend_stored(self, heads: SparseHeads, call: Call, new: int, block: Tensor) -> Tensor:
-        """`[B,h,G,n,D]` of a part's heads: the first `new` tokens over what it holds and over each other.
+        """Return `[B,h,G,n,D]` of a part's heads: the first `new` tokens over what it holds and over each other.
 
-        Stored rows lie without padding and perhaps in a selector's order. All of them are before the new ones, whose
-        part of the model's mask, `block`, says what these see of each other.
+        Stored rows lie without padding and perhaps in a selector's order. All of them are before the new ones. `block`,
+        the part of the model's mask that is of the new tokens, says what these see of each other.
         """
-        part, total = slice(0, new), call.key.shape[1]
-        group = call.query.shape[1] // total
-        keys, values, real = heads.rows.everything()
+        part, num_kv_heads = slice(0, new), call.key.shape[1]
+        group = call.query.shape[1] // num_kv_heads
+        keys, values, valid = heads.rows.everything()
         stored, count = keys.shape[2], keys.shape[1]
-        block = heads.of_queries(block, total)
-        if bool(real.all()):
+        block = heads.of_queries(block, num_kv_heads)
+        if bool(valid.all()):
             seen = block.new_ones(1, 1, 1, stored)
         else:
-            keys, values = (x.masked_fill(~real[..., None], 0.0) for x in (keys, values))
-            alike = bool((real == real[:, :1]).all())
-            seen = (real[:, :1] if alike else real.repeat_interleave(group, 1))[:, :, None]  # [B,1 or hG,1,N]
+            keys, values = (x.masked_fill(~valid[..., None], 0.0) for x in (keys, values))
+            alike = bool((valid == valid[:, :1]).all())
+            seen = (valid[:, :1] if alike else valid.repeat_interleave(group, 1))[:, :, None]  # [B,1 or hG,1,N]
         sizes = [max(a, b) for a, b in zip(seen.shape[:2], block.shape[:2], strict=True)]
         mask = torch.cat([seen.expand(*sizes, new, -1), block.expand(*sizes, -1, -1)], -1)
         keys, values = (
             torch.cat([x, heads.of(y)[:, :, part]], 2)
             for x, y in zip((keys, values), (call.key, call.value), strict=True)
         )
-        each = group
+        grouped = group > 1
         if keys.is_cuda:  # where a mask and grouped heads together leave only the kernel that stores all logits
-            keys, values, each = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), 1
-        query = heads.of_queries(call.query, total)[:, :, part]
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=each > 1)
+            keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
+        query = heads.of_queries(call.query, num_kv_heads)[:, :, part]
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=grouped)
         return out.unflatten(1, (count, group))
 
     def _block(self, mask: Any, new: int, run: Run) -> Tensor:
-        """`[B,1,n,n]` bool: which of the `new` tokens each of them sees."""
+        """Return `[B,1,n,n]` bool: which of the `new` tokens each of them sees."""
         if isinstance(mask, Tensor) and mask.ndim == 4:
             block = mask[:, :, :new, self.columns : self.columns + new]
             return block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
@@ -221,95 +240,87 @@ class SparseLayer(CacheLayerMixin):
         return block if run.positions is None else block & (run.positions[:, None, None, :new] >= 0)
 
     def keep_unsealed(self, tokens: int) -> None:
-        """From now on the newest `tokens` or more stay unsealed, so that they can be taken back."""
+        """Keep the newest `tokens` or more unsealed from now on, so that they can be taken back."""
         for part in self.parts:
             part.rows.rollback = max(part.rows.rollback, tokens - part.rows.window)
 
     # -- what transformers asks of a layer -----------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first rows stored tell all."""
+        """Note the dtype of the first rows, which all later ones have."""
+        self.dtype, self.is_initialized = key_states.dtype, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes note of new rows `[B,H,n,D]` and returns them: the attention call finds the stored ones by itself.
+        """Take note of new rows `[B,H,n,D]` and return them; the attention call finds the stored ones by itself.
 
         Raises:
-            RuntimeError: outside a pass of the prepared model, or where rows it was given before were never attended.
-            ValueError: rows of another dtype than those that are stored.
+            RuntimeError: it is called outside a pass of the prepared model, or earlier rows were never attended.
+            ValueError: the rows have another dtype than those that are stored.
         """
         run = RUNNING.get()
         if run is None or run.cache.prepared.undone:
             raise RuntimeError(
                 "the model of this SparseCache has its own attention back, which cannot read it: make a new one"
             )
-        if self._given is not None:
+        if self.unattended is not None:
             raise RuntimeError(
                 "this layer is given new rows, and those it was given before were never attended to, as the pass that "
                 "brought them was cut short or went past sparse attention: take the cache back with crop(0), or make "
                 "a new one"
             )
-        held = self.parts[0].rows
-        if held.batch and held.keys.dtype != key_states.dtype:
-            raise ValueError(another_dtype(held.keys.dtype, key_states.dtype))
-        self._given, self.is_initialized = key_states, True
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif key_states.dtype != self.dtype:
+            raise ValueError(another_dtype(self.dtype, key_states.dtype))
+        self.unattended = key_states
         return key_states, value_states
 
-    @property
-    def left(self) -> bool:
-        """Whether it was given rows that no attention call has come for."""
-        return self._given is not None
-
-    @property
-    def stored(self) -> tuple[Any, ...]:
-        """What changes with every row that it takes: for comparing the layer with itself."""
-        return self.columns, self.left, *(part.rows.counts[0] for part in self.parts)
-
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """(columns of the mask, 0); before transformers 5.4 or so the argument is the positions of the new tokens."""
+        """Return (columns of the mask, 0). Before transformers 5.4 or so the argument is the new tokens' positions."""
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.columns + new, 0
 
     def get_seq_length(self) -> int:
-        """Tokens taken in, padding included."""
+        """Return the number of tokens taken in, padding included."""
         return self.columns
 
     def get_max_length(self) -> int:
-        """-1: there is no maximum."""
+        """Return -1: there is no maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older releases
 
     def crop_rows(self, tokens: int, drop: Tensor) -> None:
-        """Forgets the newest `tokens`, which are `drop` `[B]` rows of each sequence."""
+        """Forget the newest `tokens`, which are `drop` `[B]` rows of each sequence."""
         if tokens:
             for part in self.parts:
                 part.rows.crop(drop)
             self.columns -= tokens
 
     def take_back(self, tokens: int, counts: Tensor) -> None:
-        """Goes back to `tokens`, which are `counts` `[B]` rows of each sequence, from a pass that was cut short.
+        """Go back to `tokens`, which are `counts` `[B]` rows of each sequence, from a pass that was cut short.
 
         Raises:
-            ValueError: some of the rows that go are sealed.
+            ValueError: some of the rows that would go are sealed.
             RuntimeError: the pass was cut short while rows were stored or sealed, so that these are void.
         """
         for part in self.parts:
             part.rows.crop(part.rows.lengths - counts)
-        self.columns, self._given = tokens, None
+        self.columns, self.unattended = tokens, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence b becomes what sequence `beam_idx[b]` was."""
+        """Let sequence b become what sequence `beam_idx[b]` was."""
         if self.columns:
             for part in self.parts:
                 part.rows.reorder(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
+        """Repeat every sequence `repeats` times."""
         if self.columns:
             self.reorder_cache(self._sequences().repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences `indices`."""
+        """Keep the sequences `indices`."""
         if self.columns:
             self.reorder_cache(self._sequences()[indices.cpu()])
 
@@ -317,13 +328,19 @@ class SparseLayer(CacheLayerMixin):
         return torch.arange(self.parts[0].rows.batch)
 
     def reset(self) -> None:
-        """Forgets every row; counts stay."""
+        """Forget every row; the counts of calls stay."""
         for part in self.parts:
             part.rows.reset()
-        self.columns, self._given, self.is_initialized = 0, None, False
+        self.columns, self.unattended, self.is_initialized = 0, None, False
+
+    def append_from(self, other: SparseLayer) -> None:
+        """Store the rows of a layer whose heads have one method, which has sealed none of them."""
+        for part in self.parts:
+            part.rows.append_from(other.rows, part.of)
+        self.columns, self.dtype, self.is_initialized = other.columns, other.dtype, True
 
     def clone(self) -> SparseLayer:
-        """An independent copy that counts anew."""
+        """Return an independent copy that counts anew."""
         twin = copy.copy(self)
         twin.parts = tuple(part.clone() for part in self.parts)
         twin.forget_counts()

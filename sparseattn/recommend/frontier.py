@@ -59,7 +59,7 @@ def measured(
 
 def _point(heads: SparseHeads, seen: LayerSeen, role: Role) -> Point:
     twin = heads.clone()
-    twin.share = Share(heads.share.selector, None, role)
+    twin.assign(Share(heads.share.selector, None, role), None)
     outs = []
     for t in range(seen.query.shape[3]):
         at, query = slice(t, t + 1), seen.query[:, :, :, t]
