@@ -195,7 +195,9 @@ def test_per_head_lists_every_head(trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_selector_of_ones_own_by_module_path(trace: Path, tmp_path: Path) -> None:
-    done = run("bench", trace, *SMALL, "--out", tmp_path, "--selector", "cases:Buckets:reverse=False", "--no-figures")
+    done = run(
+        "bench", trace, *SMALL, "--out", tmp_path, "--selector", "tests.cases:Buckets:reverse=False", "--no-figures"
+    )
     assert done.exit_code == 0, done.output
     assert "Buckets(reverse=False)" in done.output
 
@@ -1011,7 +1013,7 @@ def test_recall_refuses_traces_that_hold_too_few_queries(tmp_path: Path) -> None
     arguments = ["recall", tmp_path / "end.safetensors", "--k", "20", "--no-figures", "--out"]
     done = run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "21")
     assert "holds the queries of its last 20 tokens, --queries asks for 21" in " ".join(done.output.split())
-    done = run(*arguments, tmp_path / "out", "--selector", "cases:Buckets", "--queries", "8")
+    done = run(*arguments, tmp_path / "out", "--selector", "tests.cases:Buckets", "--queries", "8")
     assert "learns from the queries of the indexed tokens" in " ".join(done.output.split())
     assert "Traceback" not in done.output
     done = run(*arguments, tmp_path / "end.safetensors", "--selector", "flat", "--queries", "8")

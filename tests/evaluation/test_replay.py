@@ -237,7 +237,7 @@ def test_a_trace_with_the_last_queries_only() -> None:
     with pytest.raises(ValueError, match="last 6 tokens"):
         evaluate(part, "quest", 16, window=8, last=7)
     with pytest.raises(ValueError, match="learns from the queries of the prefill"):
-        evaluate(part, "cases:Buckets", 16, window=8, last=4)
+        evaluate(part, "tests.cases:Buckets", 16, window=8, last=4)
 
 
 def test_a_trace_needs_the_queries_that_are_wanted_of_the_prompt_and_no_others() -> None:
@@ -246,11 +246,11 @@ def test_a_trace_needs_the_queries_that_are_wanted_of_the_prompt_and_no_others()
         Trace.build([replace(layer, query=layer.query[:, :, -held:].clone())], torch.arange(200))
         for held in (200, 7, 6)  # four that are decoded, and of the prompt three or two
     )
-    one, other = (evaluate(trace, "cases:Heaviest", 16, window=8, last=4) for trace in (whole, part))
+    one, other = (evaluate(trace, "tests.cases:Heaviest", 16, window=8, last=4) for trace in (whole, part))
     for name, values in one.heads.items():
         assert torch.equal(values, other.heads[name]) or bool(values.isnan().all()), name
     with pytest.raises(ValueError, match="learns from the queries of the prefill"):
-        evaluate(fewer, "cases:Heaviest", 16, window=8, last=4)
+        evaluate(fewer, "tests.cases:Heaviest", 16, window=8, last=4)
 
 
 def test_an_unreported_cost_is_unknown_not_zero(trace: Trace) -> None:
