@@ -40,16 +40,16 @@ def load_model(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Any, Any]:
-    """A causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
+    """Return a causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
 
     Code that comes with a model is not run (`trust_remote_code` is False).
 
     Args:
-        path_or_id: a name of `NAMED`, a folder, a GGUF file, or a name on the Hugging Face hub. A folder called like a
-            name of `NAMED` is meant by `./reference`, or as a `Path`.
+        path_or_id: a name of `NAMED`, a folder, a GGUF file, or a name on the Hugging Face hub. For a folder with
+            the same name as one of `NAMED`, write `./reference`, or pass a `Path`.
         dtype: of the weights; as they are stored by default (float32 for the reference model).
         device: where to put the model; by default a CUDA device if there is one, else the CPU.
-        progress: called with what is being done, steps done and steps, while a model is fetched or converted.
+        progress: called with the current action, steps done and all steps, while a model is fetched or converted.
 
     Raises:
         ModelError: no such folder, hub or package index out of reach, not a causal LM, a faulty config.json, weights of
@@ -66,9 +66,9 @@ def load_model(
 
 
 def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> str:
-    """What transformers, and engines that load as it does, know a model by: a folder, or its name on the hub.
+    """Return the folder or hub name by which transformers, and engines that load like it, know a model.
 
-    A model of `NAMED` is fetched and a GGUF file converted if that is not done yet. Hub names are not looked up.
+    A model of `NAMED` is fetched, and a GGUF file converted, unless that was done before. Hub names are not checked.
 
     Args:
         path_or_id, progress: see `load_model`.
@@ -94,9 +94,9 @@ def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = No
 
 
 def load_tokenizer(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> Any:
-    """The tokenizer of a model without its weights, or None for a byte model; arguments as for `load_model`.
+    """Return the tokenizer of a model without its weights, or None for a byte model; arguments as for `load_model`.
 
-    Of a GGUF file that is not converted yet, the tokenizer alone is read.
+    From a GGUF file that is not converted yet, only the tokenizer is read.
 
     Raises:
         ModelError: no such folder, hub or package index out of reach, a faulty config.json, or no tokenizer.
@@ -167,7 +167,7 @@ def _tokenizer(name: str, config: Any) -> Any:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder holds a tokenizer; a model of bytes has none."""
+    """Return whether a model folder holds a tokenizer; a byte model has none."""
     return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
@@ -214,7 +214,7 @@ def _no_loading_bar() -> Iterator[None]:
 
 
 def reference_model() -> Any:
-    """The byte-level model that ships with the package, in float32 on the CPU.
+    """Return the byte-level model that ships with the package, in float32 on the CPU.
 
     Raises:
         ModelError: this installation has no weights.
@@ -239,12 +239,12 @@ NAMED: dict[str, Source] = {REFERENCE: _reference} | {name: _packaged(name) for 
 
 
 def reference_folder() -> Path:
-    """Where the reference model's files lie."""
+    """Return the folder of the reference model."""
     return Path(str(importlib.resources.files("sparseattn"))) / "data" / "reference"
 
 
 def encode(tokenizer: Any, data: bytes) -> Tensor:
-    """Token ids `[1,T]` of a text file's bytes; `tokenizer` None: the bytes are the ids.
+    """Return the token ids `[1,T]` of a text file's bytes; without a tokenizer the bytes are the ids.
 
     Raises:
         ModelError: an empty text, or one that is not UTF-8 for a model with a tokenizer.
@@ -263,7 +263,7 @@ def encode(tokenizer: Any, data: bytes) -> Tensor:
 
 
 def pieces(tokenizer: Any, data: bytes) -> list[str]:
-    """The text of each token of `encode`, joined the text again: of a character of several tokens one has it.
+    """Return the text of each token of `encode`; joined, they are the text. A character of several tokens goes to one.
 
     Raises:
         ModelError: as `encode`, or a tokenizer that does not say where its tokens stand.

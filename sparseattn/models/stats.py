@@ -32,11 +32,11 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What ran in a model, by layer and in all; `print` shows it in a line.
+    """What ran in a model, by layer and in total; `print` shows it in one line.
 
     Args:
         protocol: how prompts were fed, see `SparseCache.protocol`.
-        layers: one entry a layer, those that stay as they are included.
+        layers: one entry per layer, including layers that keep the model's own attention.
     """
 
     protocol: str

@@ -35,7 +35,7 @@ PROBE = "The old ferry passed the quiet harbour at noon, in 1984."  # to see how
 
 
 class ServerError(ValueError):
-    """What a server does not do, in one sentence."""
+    """A server failed or refused; the message is one sentence."""
 
 
 class _Torn(Exception):
@@ -50,9 +50,9 @@ class Address:
     """Where a server is.
 
     Args:
-        name: as tables and records call it.
-        url: of the API, as far as `/v1`.
-        model: what the server calls its model; None: the only one that it has.
+        name: its name in tables and records.
+        url: the API's URL, up to `/v1`.
+        model: the server's name of the model; None: the only one that it has.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Question:
-    """What a server is asked.
+    """A question for a server.
 
     Args:
         what: it is, for the sentences of errors.
@@ -102,7 +102,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered.
+    """The answer of a server.
 
     Args:
         text: as far as it was read.
@@ -118,14 +118,14 @@ class Answer:
 
 
 class Server:
-    """A server that answers. Close it, or use it as a context.
+    """A connection to a server. Close it, or use it as a context manager.
 
     Args:
-        address: where it is.
+        address: the server's address.
 
     Attributes:
         name, url: of the address.
-        model: what the server calls its model.
+        model: the server's name of the model.
         positions: tokens that prompt and answer may have; None: it does not say.
         version: of the server's program; None: it does not say.
 

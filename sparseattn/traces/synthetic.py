@@ -57,7 +57,7 @@ def synthetic(
     dtype: torch.dtype = torch.float32,
     queries: int | None = None,
 ) -> Trace:
-    """A trace in memory of any length and number of heads, the same for the same arguments.
+    """Return a synthetic trace in memory, of any length and number of heads; equal arguments give equal traces.
 
     Keys, values and the keys aimed at do not change when `tokens`, `heads` or `layers` grow; queries keep their
     direction but for the sinks' part.

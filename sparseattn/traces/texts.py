@@ -22,16 +22,16 @@ from sparseattn.utils.pypi_wheels import Progress, wheel
 
 
 class TextError(ValueError):
-    """A text that cannot be had, in one sentence."""
+    """A text is not available; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that is known by name.
+    """A text with a name.
 
     Args:
-        name: what `--text` calls it.
-        kind: of text, in a word or two.
+        name: its name for `--text`.
+        kind: the kind of text, in a word or two.
         sha256: of its UTF-8 bytes.
         licence: its name.
         about: what it is, in a phrase.
@@ -49,12 +49,12 @@ class Text:
 
     @property
     def cached(self) -> bool:
-        """Whether it need not be fetched."""
+        """Return whether the text is here already."""
         return self.package is None or self.path.is_file()
 
     @property
     def path(self) -> Path:
-        """Where it lies once it is there."""
+        """Return the path of the text once it is here."""
         if self.package is None:
             return Path(str(importlib.resources.files("sparseattn"))) / "data" / "text" / f"{self.name}.txt"
         return cache_folder() / "texts" / f"{self.name}-{self.sha256[:12]}.txt"
@@ -122,15 +122,15 @@ TEXTS = {
 
 
 def read_named(name: str, progress: Progress | None = None) -> str:
-    """The text `name` of `TEXTS`; what does not ship is fetched once and kept.
+    """Return the text `name` of `TEXTS`; a text that does not ship is fetched once and kept.
 
     Args:
-        name: of `TEXTS`.
-        progress: called with what is being done and how far it is.
+        name: a name in `TEXTS`.
+        progress: called with the current action and how far it is.
 
     Raises:
-        TextError: no such name, or it is not the text that was pinned.
-        FetchError: it has to be fetched, and there is no network.
+        TextError: an unknown name, or a text whose hash is not the pinned one.
+        FetchError: the text must be fetched, and there is no network.
         OSError: the cache folder cannot be written.
         ValueError: another process is fetching it.
     """

@@ -122,16 +122,16 @@ class TraceLayer:
 
 
 class Trace:
-    """Layers of queries, keys and values of one text, in memory or in a file that is read a layer at a time.
+    """The queries, keys and values of one text by layer, in memory or in a file that is read one layer at a time.
 
     Attributes:
         name: a short label, the file's stem.
         positions: `[T]` int64.
-        layers: numbers of the layers that it holds, ascending.
+        layers: numbers of its layers, ascending.
         shapes: layer -> its `LayerShape`, known without loading the layer.
         ropes: layer -> its RoPE or None, known without loading the layer.
         dtype: of every tensor of its layers.
-        meta: where it comes from (see the module).
+        meta: the origin of the trace (see the module).
         pieces: the text of each token, T of them; None: the trace holds no text.
         hashes: tensor's name -> its SHA-256; None in memory, and in files of earlier releases.
     """
@@ -167,7 +167,7 @@ class Trace:
 
     @property
     def depth(self) -> int | None:
-        """Layers of the model, those that the trace does not hold among them; None where it does not say."""
+        """The number of layers of the model, including those not in the trace; None if unknown."""
         depth = self.meta.get("model_layers")
         return depth if type(depth) is int else None
 
@@ -177,7 +177,7 @@ class Trace:
         return len(self.positions)
 
     def layer(self, index: int) -> TraceLayer:
-        """Load one layer, and no other.
+        """Load one layer only.
 
         Raises:
             TraceError: the trace has no such layer.
@@ -187,10 +187,10 @@ class Trace:
         return self._load(index)
 
     def first(self, tokens: int) -> Trace:
-        """The trace of the text's first `tokens` tokens, as a capture that ended there would hold it.
+        """Return the trace of the text's first `tokens` tokens, as a capture that ended there would hold it.
 
-        Causal models give a token the same query, key and value whatever follows; those whose RoPE changes with the
-        length of the text do not. Layers are cut when they are loaded; there are no hashes.
+        In a causal model a token's query, key and value do not depend on what follows, unless its RoPE changes with the
+        length of the text. Layers are cut when they are loaded; there are no hashes.
 
         Raises:
             TraceError: not 1 to T tokens, or the trace holds no query of them.
@@ -219,12 +219,12 @@ class Trace:
         return Trace(self.name, self.positions[:tokens], shapes, self.ropes, self.dtype, self.meta, load, pieces=pieces)
 
     def verify(self, index: int | None = None, names: Sequence[str] | None = None) -> None:
-        """Compare a layer's tensors, or those of all layers, with the file's hashes; one found right is not read again.
+        """Compare the tensors of one layer, or of all, with the file's hashes; a correct tensor is not read again.
 
         Positions and ropes are compared when a file is opened. Without `hashes` there is nothing to compare.
 
         Args:
-            index: of one layer alone.
+            index: the layer to compare; None: all layers.
             names: of "query", "keys", "values" and "ahead", those to compare; None: all that the layer has.
 
         Raises:
@@ -250,7 +250,7 @@ class Trace:
         name: str = "trace",
         pieces: Sequence[str] | None = None,
     ) -> Trace:
-        """A trace in memory; `positions` `[T]` of any integer dtype.
+        """Return a trace in memory; `positions` is `[T]` of any integer dtype.
 
         Raises:
             TraceError: no layer, the same layer twice, layers of another number of tokens or of different dtypes,

@@ -31,7 +31,7 @@ REASONS = ("rope_absent", "attention_differs")  # entries of `meta` that say som
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read or written, in one sentence."""
+    """A trace cannot be read or written; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LayerShape:
         return (*NAMES, AHEAD) if self.ahead else NAMES
 
     def of(self, name: str, tokens: int) -> list[int]:
-        """The shape of one of the layer's tensors."""
+        """Return the shape of one of the layer's tensors."""
         if name in ("query", AHEAD):
             return [self.heads, self.group, self.queries or tokens, self.size]
         return [self.heads, tokens, self.size]
@@ -116,7 +116,7 @@ class TensorHash:
 
 
 def hash_of(name: str, tensor: Tensor) -> str:
-    """The `TensorHash` of a whole tensor, contiguous on the CPU."""
+    """Return the `TensorHash` of a whole tensor, contiguous on the CPU."""
     made = TensorHash(name, code_of(tensor), list(tensor.shape))
     heads = tensor.flatten(0, -3) if tensor.ndim > 2 else tensor[None]
     for i, rows in enumerate(heads):
@@ -125,12 +125,12 @@ def hash_of(name: str, tensor: Tensor) -> str:
 
 
 def code_of(tensor: Tensor) -> str:
-    """A tensor's dtype as safetensors calls it; positions are the only integers."""
+    """Return safetensors' name of a tensor's dtype; positions are the only integers."""
     return CODES.get(tensor.dtype, "I64")
 
 
 def read_header(path: Path, what: str = "a trace") -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors' entries and the metadata of a safetensors file whose size agrees with its header.
+    """Return the tensors' entries and the metadata of a safetensors file, whose size must agree with its header.
 
     Raises:
         TraceError: there is no such file, or it is none, or not whole; `what` it should have been.
@@ -175,7 +175,7 @@ def each_once(indices: Sequence[int]) -> None:
 
 
 def integers(positions: Tensor) -> Tensor:
-    """`positions` `[T]` int64 on the CPU."""
+    """Return `positions` as `[T]` int64 on the CPU."""
     if positions.ndim != 1 or not len(positions) or positions.dtype not in INTEGERS:
         raise TraceError(f"a trace's positions are integers [T], got {positions.dtype} {list(positions.shape)}")
     return positions.to("cpu", torch.int64).contiguous()
@@ -214,5 +214,5 @@ def check_meta(meta: object) -> None:
 
 
 def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """A contiguous CPU tensor's memory as a buffer, without a copy (`Tensor.numpy` knows no bfloat16)."""
+    """Return a contiguous CPU tensor's memory as a buffer, without a copy (`Tensor.numpy` knows no bfloat16)."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

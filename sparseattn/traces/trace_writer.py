@@ -49,10 +49,10 @@ class _Place:
 
 @dataclass
 class TraceWriter:
-    """Writes a trace a few rows at a time; memory does not grow with its length.
+    """Writes a trace a few rows at a time, so that memory does not grow with its length.
 
-    A context manager: the file takes the place of `path` when the block ends, and nothing is left when it raises. Its
-    space is taken at once, so that a full disk fails before a model runs.
+    Use it as a context manager: the file replaces `path` when the block ends, and nothing is left if it raises. Its
+    space is reserved at once, so a full disk fails before a model runs.
 
     Args:
         path: the file to make or to replace.
@@ -147,7 +147,7 @@ class TraceWriter:
         place.done += count
 
     def rope(self, layer: int, rope: Rope | None) -> None:
-        """Say which RoPE the layer applied; layers without a word have none. The last word counts."""
+        """Record which RoPE the layer applied; a layer without a record has none. The last call counts."""
         self._ropes[layer] = rope
 
     def __exit__(

@@ -28,21 +28,21 @@ def calibrate(
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Takes a method's statistics over all tokens of all prompts and writes the calibration `out`.
+    """Compute a method's statistics over all tokens of all prompts, and write them as the calibration `out`.
 
-    Memory holds one layer of one prompt. Queries are those that a trace holds, each with its own token's key.
+    One layer of one prompt is in memory at a time. Each query of a trace is paired with the key of its own token.
 
     Args:
         traces: trace files and folders of them, of one model; one is enough.
         method: "loki" or "doublesparsity".
         out: the file to write, a .safetensors file.
         layers: all with full attention by default.
-        roped: keys as attention sees them; else before RoPE, for "loki" alone.
+        roped: use keys as attention sees them; otherwise keys before RoPE, for "loki" only.
         device: where to compute; a CUDA device if there is one.
-        progress: called with the prompts' layers that are done, and how many there are.
+        progress: called with the number of layers done, over all prompts, and their total.
 
     Returns:
-        The calibration as written.
+        The calibration that was written.
 
     Raises:
         TrainingError: an unknown method, traces that do not belong together, an `out` that is no .safetensors file.

@@ -86,7 +86,7 @@ class QueryClassifier(nn.Module):
 
 
 def divergence(logits: Tensor, target: Tensor, reverse: bool = False, entropy: Tensor | None = None) -> Tensor:
-    """`[A]` mean KL(target || f) of logits `[A,n,C]` to targets `[A,n,C]`; `reverse`: KL(f || smoothed target).
+    """Return `[A]`, mean KL(target || f) of logits `[A,n,C]` to targets `[A,n,C]`; `reverse`: KL(f || smoothed target).
 
     Eq. 1 writes KLDiv(f, A H_k), whose argument order is that of `F.kl_div(log f, target)`, so KL(target || f). The
     other direction is infinite wherever a bucket has no attention, hence the smoothing.
@@ -103,7 +103,7 @@ def divergence(logits: Tensor, target: Tensor, reverse: bool = False, entropy: T
 
 
 def clip_each(parameters: Sequence[nn.Parameter], limit: float = 1.0) -> None:
-    """Scales the gradients of each of the A heads to a norm of at most `limit`, over all its parameters."""
+    """Scale the gradients of each of the A heads to a norm of at most `limit`, over all its parameters."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()  # [A]
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -21,7 +21,7 @@ CANDIDATES = 4  # queries looked at for one that passes, before those that come 
 
 
 def sample_keys(view: HeadView, sink: int, limit: int, generator: torch.Generator) -> Tensor:
-    """`[n,D]` up to `limit` of the head's keys (as inputs) beyond the sink, uniformly without replacement."""
+    """Return `[n,D]`, up to `limit` of the head's keys (as inputs) beyond the sink, drawn without replacement."""
     rows = torch.randperm(len(view.inputs) - sink, generator=generator)[:limit] + sink
     return view.inputs[rows.sort().values.to(view.inputs.device)]
 
@@ -53,7 +53,7 @@ def examples(
     generator: torch.Generator,
     keys: int | None = None,
 ) -> Examples:
-    """Up to `limit` queries of the head's `members`, uniform over those that the filters let through, with targets.
+    """Return up to `limit` queries of the head's `members`, uniform over those that pass the filters, with targets.
 
     The paper draws new keys for each batch. Here a query's target is computed once, over all of its prompt's far keys
     or `keys` sampled ones: finding the best key takes these scores anyway, and there is no sampling noise. Where fewer
@@ -172,7 +172,7 @@ def pool_of(
     device: torch.device,
     progress: Callable[[Progress], None],
 ) -> Pool:
-    """The training queries of `heads` and their targets, one prompt in memory at a time."""
+    """Return the training queries of `heads` and their targets, with one prompt in memory at a time."""
     group = prompts.shapes[index].group
     buckets, size = centroids.shape[1:]
     limit = quota(recipe.queries, len(prompts.train))
@@ -206,7 +206,7 @@ def pool_of(
 
 
 def members_of(group: int, per_query_head: bool) -> list[tuple[int, ...]]:
-    """The query heads of each of a KV head's classifiers."""
+    """Return the query heads of each of a KV head's classifiers."""
     return [(member,) for member in range(group)] if per_query_head else [tuple(range(group))]
 
 

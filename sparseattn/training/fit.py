@@ -68,7 +68,7 @@ class Fit:
     def run(
         self, folder: Partial, save_every: int, progress: Callable[[Progress], None]
     ) -> tuple[Classifier, list[int]]:
-        """Trains to the last step, or until every head has stopped; the best weights of each, and its steps."""
+        """Train to the last step, or until every head has stopped; return the best weights of each, and its steps."""
         path = folder.state(self.layer, self.heads)
         if path.exists():
             self._restore(*folder.read(path))
@@ -86,7 +86,7 @@ class Fit:
         return self.model.folded(), [stopped or self.step for stopped in self.stopped]
 
     def advance(self) -> Tensor:
-        """One step; `[A]` losses."""
+        """Take one step and return `[A]` losses."""
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.learning_rate(self.step)

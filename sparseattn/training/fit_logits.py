@@ -38,14 +38,14 @@ def fit(
     layers: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Estimates:
-    """Scale and offset for every layer and query head.
+    """Return a scale and an offset for every layer and query head.
 
     Args:
         traces: of one model.
-        selector: one that estimates, or its name.
-        sink, window: as they will be used: what these rows weigh is known.
-        last: tokens replayed of each trace.
-        layers: default all that attend to the whole context.
+        selector: a selector that estimates mass, or its name.
+        sink, window: as in later use; the weight of these rows is known exactly.
+        last: number of last tokens of each trace to replay.
+        layers: by default all that attend to the whole context.
         progress: called with 1 after every token of a layer.
 
     Raises:

@@ -19,7 +19,7 @@ ROUNDS = 10  # of repair; each splits as many of the largest clusters as there a
 
 @dataclass(frozen=True)
 class Balance:
-    """How a set of keys falls into C clusters.
+    """How a set of keys is spread over C clusters.
 
     Attributes:
         inertia: mean squared distance of a key of length one to its centroid, 2 - 2 cos.
@@ -38,7 +38,7 @@ class Balance:
 
 
 def balance(keys: Tensor, centroids: Tensor) -> Balance:
-    """Of keys `[n,D]` in the clusters of centroids `[C,D]`."""
+    """Return the balance of keys `[n,D]` over the clusters of centroids `[C,D]`."""
     keys = unit(keys)
     member = assign(keys, centroids)
     share = torch.bincount(member, minlength=len(centroids)).double() / len(keys)
@@ -52,7 +52,7 @@ def balance(keys: Tensor, centroids: Tensor) -> Balance:
 
 
 def spherical_kmeans(keys: Tensor, clusters: int, *, iterations: int = 25, seed: int = 0) -> Tensor:
-    """Centroids `[C,D]` float32 of length one, of keys `[n,D]` taken by their direction alone.
+    """Return centroids `[C,D]` float32 of length one, of the directions of keys `[n,D]`.
 
     faiss trains on the GPU if it was built for one and the keys are on it. Clusters left empty take the worst placed
     keys of the largest ones, unless there are fewer different keys than clusters.
@@ -90,7 +90,7 @@ def spherical_kmeans(keys: Tensor, clusters: int, *, iterations: int = 25, seed:
 
 
 def repaired(keys: Tensor, centroids: Tensor) -> Tensor:
-    """Centroids `[C,D]` without empty clusters for keys `[n,D]` of length one, as far as keys differ."""
+    """Return centroids `[C,D]` without empty clusters for keys `[n,D]` of length one, as far as keys differ."""
     centroids = centroids.clone()
     for _ in range(ROUNDS):
         member = assign(keys, centroids)
@@ -107,13 +107,13 @@ def repaired(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def assign(inputs: Tensor, centroids: Tensor) -> Tensor:
-    """`[T]` int64, the bucket of each key of `[T,D]`, in blocks."""
+    """Return the bucket of each key of `[T,D]` as `[T]` int64, computed in blocks."""
     blocks = inputs.split(at_once(inputs.device, len(centroids)))
     return torch.cat([(block @ centroids.T).argmax(-1) for block in blocks])
 
 
 def mean_lengths(keys: Tensor, centroids: Tensor) -> Tensor:
-    """`[C]` mean length of the keys `[n,D]` of each bucket; of all keys where it has none."""
+    """Return `[C]`, the mean length of the keys `[n,D]` of each bucket; of all keys for an empty one."""
     member, length = assign(keys, centroids), keys.norm(dim=-1)
     total, count = (
         length.new_zeros(len(centroids)).index_add_(0, member, x) for x in (length, torch.ones_like(length))
@@ -122,7 +122,7 @@ def mean_lengths(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def by_bucket(weights: Tensor, assigned: Tensor, buckets: int) -> Tensor:
-    """`[..,C]` sums of `[..,T]` over the keys of each bucket."""
+    """Return `[..,C]`, the sums of `[..,T]` over the keys of each bucket."""
     if weights.device.type == "cpu":  # eight times as fast as the product
         return weights.new_zeros(*weights.shape[:-1], buckets).index_add_(-1, assigned, weights)
     return weights @ F.one_hot(assigned, buckets).float()  # GPUs add in any order, so that a resumed run would differ
@@ -137,5 +137,5 @@ def at_once(device: torch.device, tokens: int) -> int:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """`[..,D]` of length one."""
+    """Return vectors `[..,D]` scaled to length one."""
     return F.normalize(vectors, dim=-1)

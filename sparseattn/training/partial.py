@@ -49,7 +49,7 @@ class Partial:
     identity: str
 
     def open(self) -> None:
-        """Makes the folder, or accepts one of the same run; else TrainingError."""
+        """Make the folder, or accept one of the same run; raise TrainingError for another."""
         shutil.rmtree(self._gone, ignore_errors=True)
         stamp = self.path / "run.json"
         if self.path.exists():
@@ -82,7 +82,7 @@ class Partial:
         return self.path.with_name(f"{self.path.name}.done")
 
     def remove_if_bare(self) -> None:
-        """Removes it where nothing is done yet."""
+        """Remove the folder if nothing is done yet."""
         if not any(self.path.glob("*.safetensors")):
             self.remove()
 

@@ -62,7 +62,7 @@ class Prompts:
 
 
 def trace_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The trace files that `paths` name; a folder stands for its `*.safetensors`, by name. Raises TrainingError."""
+    """Return the trace files of `paths`; a folder stands for its `*.safetensors`, by name. Raises TrainingError."""
     found: list[Path] = []
     for path in map(Path, paths):
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -81,9 +81,9 @@ def open_prompts(
     roped: bool = False,
     seed: int = 0,
 ) -> Prompts:
-    """Opens traces, checks that they belong together, and holds out 1 prompt in 5 (at least one) unless told which.
+    """Open traces, check that they belong together, and hold out 1 prompt in 5 (at least one) if not told which.
 
-    Headers are read, and no layer.
+    Only headers are read.
 
     Args:
         paths: trace files and folders of them, to train on (and to hold some out of).
@@ -117,7 +117,7 @@ def open_prompts(
 def open_all(
     paths: Sequence[str | os.PathLike[str]], layers: Sequence[int] | None = None, roped: bool = True
 ) -> Prompts:
-    """Opens traces of any length, one or more, checks that they belong together, and holds none out.
+    """Open one or more traces of any length, check that they belong together, and hold none out.
 
     Args: as of `open_prompts`.
 
@@ -292,7 +292,7 @@ class HeadView:
 def load(
     prompts: Prompts, prompt: Prompt, index: int, heads: Sequence[int], roped: bool, device: torch.device
 ) -> Iterator[tuple[int, HeadView]]:
-    """Loads one layer of one prompt, gives its heads one by one and lets go of it.
+    """Load one layer of one prompt, yield its heads one by one, and release it.
 
     Raises:
         TrainingError: numbers that are not finite.
@@ -316,5 +316,5 @@ def _check_layer(prompt: Prompt, layer: TraceLayer) -> None:
 
 
 def quota(total: int, prompts: int) -> int:
-    """What each of `prompts` may contribute to a bounded sample of `total`."""
+    """Return how much each of `prompts` may contribute to a sample of at most `total`."""
     return math.ceil(total / prompts)

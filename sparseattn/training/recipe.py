@@ -17,12 +17,12 @@ WARM_UP = 0.05  # share of the steps over which the learning rate grows
 
 
 class TrainingError(ValueError):
-    """Traces or options that cannot be trained with, in one sentence."""
+    """Traces or options cannot be used for training; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which pairs and queries training looks at: the long-range filters of the paper.
+    """The paper's long-range filters: which pairs of query and key, and which queries, training uses.
 
     Args:
         gap: a key counts for a query if its position is more than `gap` before the query's.
@@ -31,7 +31,7 @@ class Filters:
         two_sided: keys more than `gap` behind the query count as well, as the paper's unmasked batches may have it.
 
     Raises:
-        TrainingError: numbers that no filter has.
+        TrainingError: a number out of its range.
     """
 
     gap: int = 2047
@@ -59,7 +59,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the outcome, besides the prompts.
+    """Everything that decides the outcome, except the prompts.
 
     Args:
         clusters: C; by default 1,024, or the largest power of two that leaves a bucket 32 rows of the shortest prompt.

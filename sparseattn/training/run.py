@@ -55,9 +55,9 @@ def train(
     save_every: int = 100,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Artefact | None:
-    """Trains all layers and writes the artefact `out`; goes on where a killed run of the same recipe stopped.
+    """Train all layers and write the artefact `out`; continue where a killed run of the same recipe stopped.
 
-    Memory holds one layer of one prompt, and samples of fixed size: it does not grow with the number of prompts.
+    One layer of one prompt is in memory at a time, with samples of fixed size: memory does not grow with prompts.
 
     Args:
         traces: trace files and folders of them, of one model; 1 prompt in 5 is held out.
@@ -66,13 +66,13 @@ def train(
         layers: all with full attention by default.
         device: where to compute; a CUDA device if there is one.
         dtype: what tensors are stored in.
-        rank, ranks: this process and how many share the heads.
+        rank, ranks: the number of this process, and how many processes share the heads.
         barrier: returns once all ranks have called it.
         save_every: steps between two states on disk.
-        progress: called now and then.
+        progress: called from time to time.
 
     Returns:
-        The artefact as written; None on ranks other than 0.
+        The artefact that was written; None on ranks other than 0.
 
     Raises:
         TrainingError: traces that cannot be trained with, a dtype that no artefact has, or a partial run of other
@@ -117,7 +117,7 @@ def train(
 
 
 def resolved(recipe: Recipe, prompts: Prompts) -> Recipe:
-    """`recipe` with the numbers that depend on the prompts."""
+    """Return `recipe` with the numbers that depend on the prompts."""
     clusters = recipe.clusters
     if clusters is None:
         clusters = max(2, min(CLUSTERS, 2 ** int(math.log2(max(2, prompts.shortest // ROWS_A_BUCKET)))))

@@ -31,25 +31,25 @@ def similarity(
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Similarity:
-    """Compares the choices of all layers on some queries of each prompt and writes the similarity `out`.
+    """Compare the choices of all layers on some queries of each prompt, and write the similarity `out`.
 
     At each of these queries a KV head chooses a tenth of the rows before it, 128 at least, by the probabilities of its
     query heads, summed. Of a prompt the query counts at which a choice serves worst, as in the paper; of several
     prompts the mean. Unlike the paper's, the rows are those between a sink of 4 rows and a window of 64, since every
     query reads these anyway, and a query is one token, not a tile of a prompt.
 
-    Memory holds one layer of one prompt, the rows that all layers chose, and one layer's probabilities.
+    One layer of one prompt is in memory at a time, with the rows that all layers chose and one layer's probabilities.
 
     Args:
         traces: trace files and folders of them, of one model; one is enough.
         out: the file to write, a .safetensors file.
         layers: all with full attention by default.
-        queries: of each prompt, evenly over those that its trace holds, but those with few rows before them.
+        queries: how many of each prompt, spread evenly over those in its trace with enough rows before them.
         device: where to compute; a CUDA device if there is one.
-        progress: called with the prompts' layers that are done, and how many there are.
+        progress: called with the number of layers done, over all prompts, and their total.
 
     Returns:
-        The similarity as written.
+        The similarity that was written.
 
     Raises:
         TrainingError: traces that do not belong together or are too short, layers of different numbers of KV heads, no

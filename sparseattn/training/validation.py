@@ -52,7 +52,7 @@ def held_tokens(prompt: Prompt, queries: int, filters: Filters, limit: int, gene
 def held(
     view: HeadView, rows: Tensor, assigned: Tensor, buckets: int, filters: Filters, shares: Sequence[float]
 ) -> Held:
-    """Measures held-out tokens; pairs are those of decoding, far keys before the query alone.
+    """Measure held-out tokens with the pairs of decoding: only far keys before the query.
 
     Args:
         rows: `[V]` of the view's query.
@@ -128,7 +128,7 @@ def symmetric_scores(queries: Tensor, centroids: Tensor, scale: float) -> Tensor
 
 
 def recovered(scores: Tensor, held: Held) -> Tensor:
-    """`[H,G,V,S]` share of the attention to far rows that buckets visited in the order of `scores` `[H,V,C]` hold.
+    """Return `[H,G,V,S]`, the share of attention to far rows in buckets visited in the order of `scores` `[H,V,C]`.
 
     The bucket in which the budget ends counts in proportion to its rows within it.
     """

@@ -43,7 +43,7 @@ class VLLMStats:
 
     @property
     def share(self) -> float:
-        """Rows read over rows held in sparse calls; 0 without any."""
+        """Return rows read over rows held in sparse calls; 0 if there were none."""
         return self.rows_read / self.rows_held if self.rows_held else 0.0
 
     def __sub__(self, other: VLLMStats) -> VLLMStats:
@@ -89,7 +89,7 @@ def begin() -> None:
 
 
 def stats() -> VLLMStats:
-    """The counts of every process of engines started from here, those that have ended included."""
+    """Return the counts of all processes of engines started from here, including those that have ended."""
     total: Any = np.zeros(len(NAMES), np.int64)
     if FOLDER not in os.environ:
         return VLLMStats()
