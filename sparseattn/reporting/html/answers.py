@@ -43,8 +43,8 @@ def section(records: Sequence[Record]) -> Section:
     forced = [one for one in records if one["protocol"] == FORCED]
     whole = [one for one in records if one["protocol"] == WHOLE]
     first = rows_of(whole)[0] if whole else FULL_ROW
-    said = eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole)
-    said += eval_tables.cautions(scored) + eval_tables.cautions(whole, first)
+    findings = eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole)
+    findings += eval_tables.cautions(scored) + eval_tables.cautions(whole, first)
     views: list[View] = []
     if forced:
         views += [_lines("Agreement with full attention", "text", forced, AGREEMENT), _table(forced, AGREEMENT)]
@@ -53,10 +53,10 @@ def section(records: Sequence[Record]) -> Section:
     maps = by_place([*scored, *whole])
     if maps:
         views.append(_needles(maps))
-    if asked := [*scored, *whole]:
-        views.append(_table(asked, SCORE))
+    if graded := [*scored, *whole]:
+        views.append(_table(graded, SCORE))
     methods = dict.fromkeys(method_of(one) for one in records)
-    return Section("answers", "What the model answers", said, views, tuple(methods))
+    return Section("answers", "What the model answers", findings, views, tuple(methods))
 
 
 def _facet(one: Mapping[str, Any]) -> str:
@@ -79,10 +79,10 @@ def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[
         {
             "method": method,
             "facet": where,
-            "at": f"{'no budget' if budget is None else f'budget {budget}'}, {len(mine)} prompts",
-            "values": {measure.key: known_mean(mine, measure.key) for measure in (*COST, *quality)},
+            "at": f"{'no budget' if budget is None else f'budget {budget}'}, {len(group)} prompts",
+            "values": {measure.key: known_mean(group, measure.key) for measure in (*COST, *quality)},
         }
-        for (where, method, budget), mine in _groups(records).items()
+        for (where, method, budget), group in _groups(records).items()
     ]
     note = "A point a budget, the mean over prompts. What is 0 has no place on a logarithmic axis."
     return Lines(title, facet, COST, quality, points, note)
@@ -90,16 +90,19 @@ def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[
 
 def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
     panels = []
-    for mine in maps.values():
-        lengths, depths = ([*sorted({one[name] for one in mine})] for name in ("length", "depth"))
-        for row in rows_of(mine):
-            ours = select(mine, row)
+    for group in maps.values():
+        lengths, depths = ([*sorted({one[name] for one in group})] for name in ("length", "depth"))
+        for row in rows_of(group):
+            of_row = select(group, row)
             cells = [
-                [known_mean([one for one in ours if (one["length"], one["depth"]) == (n, d)], "score") for n in lengths]
+                [
+                    known_mean([one for one in of_row if (one["length"], one["depth"]) == (n, d)], "score")
+                    for n in lengths
+                ]
                 for d in depths
             ]
-            which = f"{mine[0]['task']}, {mine[0]['protocol']}"
-            choice = {"task": which, "budget": "all" if row[1] is None else row[1]}
+            task = f"{group[0]['task']}, {group[0]['protocol']}"
+            choice = {"task": task, "budget": "all" if row[1] is None else row[1]}
             panels.append(
                 {"method": row[0], "choice": choice, "columns": lengths, "rows": depths, "values": {"score": cells}}
             )

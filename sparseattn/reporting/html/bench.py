@@ -28,9 +28,9 @@ HEADS = tuple(map(axis, ("relative_error", "recovered", "mass")))
 
 def _heads_fit(one: Mapping[str, Any], name: str) -> None:
     """Raise FieldError unless maps of heads have a row a layer, and rows of one length."""
-    held, count = one.get("heads", {}), len(one["layers"])
-    widths = {len(row) for rows in held.values() for row in rows}
-    for measure, rows in held.items():
+    maps, count = one.get("heads", {}), len(one["layers"])
+    widths = {len(row) for rows in maps.values() for row in rows}
+    for measure, rows in maps.items():
         if len(rows) != count or len(widths) != 1:
             raise FieldError(f"heads.{measure} is a list for each of {count} layers, all of one length")
 
@@ -87,14 +87,14 @@ def section(records: Sequence[Record]) -> Section:
     """Return frontiers, maps of heads where the records hold heads (`--per-head`), and the table."""
     measured = [Recorded(one) for one in records]
     lead = replay_tables.finding(measured)
-    said = [] if lead is None else [lead.removeprefix(replay_tables.IN_SHORT)]  # the page's own words
-    said.append(replay_tables.verdict(measured))
+    findings = [] if lead is None else [lead.removeprefix(replay_tables.IN_SHORT)]  # the page's own words
+    findings.append(replay_tables.verdict(measured))
     views: list[View] = [_frontier(records)]
     if maps := _heads(records):
         views.append(maps)
     views.append(_table(records))
     methods = dict.fromkeys(one.label for one in measured)
-    return Section("frontier", "What methods lose, and what they read", said, views, tuple(methods))
+    return Section("frontier", "What methods lose, and what they read", findings, views, tuple(methods))
 
 
 def _number(value: float | None) -> float:
@@ -122,9 +122,9 @@ def _frontier(records: Sequence[Record]) -> Lines:
 
 def _heads(records: Sequence[Record]) -> Heat | None:
     """Return maps of heads; None where no line holds heads, or none that is shown."""
-    held = [one for one in records if "heads" in one]
-    measures = [measure for measure in HEADS if all(measure.key in one["heads"] for one in held)]
-    if not held or not measures:
+    with_heads = [one for one in records if "heads" in one]
+    measures = [measure for measure in HEADS if all(measure.key in one["heads"] for one in with_heads)]
+    if not with_heads or not measures:
         return None
     panels: list[dict[str, Any]] = [
         {
@@ -134,7 +134,7 @@ def _heads(records: Sequence[Record]) -> Heat | None:
             "rows": one["layers"],
             "values": {measure.key: one["heads"][measure.key] for measure in measures},
         }
-        for one in held
+        for one in with_heads
     ]
     note = "A row a layer, a column a query head, all methods on one scale of colours."
     return Heat("Where each method fails", "query head", "layer", ("trace", "budget"), measures, panels, note=note)

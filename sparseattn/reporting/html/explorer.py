@@ -15,23 +15,23 @@ from sparseattn.reporting.html.views import Explorer, Heat, Section, View, axis
 FAR = 0.2  # of a head's attention beyond sink and window, for the explorer to open at it
 
 
-def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Section:
+def section(number: int, explored: Exploration, pieces: Sequence[str] | None) -> Section:
     """Return the section of one trace; `number` tells several apart, `pieces` is its text, a piece a token."""
     data = {
-        "trace": found.trace,
-        "tokens": list(found.tokens),
-        "rows": found.levels.shape[-1],
-        "layers": list(found.layers),
-        "heads": found.heads,
-        "sink": found.sink,
-        "window": found.window,
-        "budget": budget_label(found.budget),
+        "trace": explored.trace,
+        "tokens": list(explored.tokens),
+        "rows": explored.levels.shape[-1],
+        "layers": list(explored.layers),
+        "heads": explored.heads,
+        "sink": explored.sink,
+        "window": explored.window,
+        "budget": budget_label(explored.budget),
         "decades": DECADES,
         "part": SHARE,
         "pieces": None if pieces is None else list(pieces),
-        "counts": found.needed.flatten().tolist(),
-        "far": found.readings[0].measured["indexed_mass"].flatten().tolist(),
-        "levels": _text(found.levels),
+        "counts": explored.needed.flatten().tolist(),
+        "far": explored.readings[0].measured["indexed_mass"].flatten().tolist(),
+        "levels": _text(explored.levels),
         "methods": [
             {
                 "label": one.label,
@@ -42,19 +42,19 @@ def section(number: int, found: Exploration, pieces: Sequence[str] | None) -> Se
                     for short, name in (("error", "relative_error"), ("mass", "mass"), ("attended", "attended"))
                 },
             }
-            for one in found.readings
+            for one in explored.readings
         ],
-        "start": _start(found),
+        "start": _start(explored),
     }
     note = (
         f"Weights are kept in 8 bits, to about 3 %; what is below {10**-DECADES:.0e} counts as nothing. The rows "
         f"needed are the fewest that hold {SHARE:.0%} of a head's attention."
     )
     name = "explorer" if number == 0 else f"explorer-{number + 1}"
-    view = Explorer(f"{found.trace}: one token's attention", data, note)
-    methods = tuple(one.label for one in found.readings)
-    views: list[View] = [view, _needs(found)]
-    return Section(name, f"What tokens of {found.trace} attend to", [_said(found)], views, methods)
+    view = Explorer(f"{explored.trace}: one token's attention", data, note)
+    methods = tuple(one.label for one in explored.readings)
+    views: list[View] = [view, _needs(explored)]
+    return Section(name, f"What tokens of {explored.trace} attend to", [_finding(explored)], views, methods)
 
 
 def _text(bytes_of: Tensor) -> str:
@@ -62,48 +62,48 @@ def _text(bytes_of: Tensor) -> str:
     return base64.b64encode(zlib.compress(bytes_of.contiguous().numpy().tobytes(), 9)).decode()
 
 
-def _needs(found: Exploration) -> Heat:
+def _needs(explored: Exploration) -> Heat:
     """Return the rows needed by each head, and how far it looks, in the mean over the tokens."""
     measures = (
         axis("needed", label=f"fewest rows that hold {SHARE:.0%} of the attention", log=True),
         axis("indexed_mass", better=""),
     )
-    far = found.readings[0].measured["indexed_mass"]
+    far = explored.readings[0].measured["indexed_mass"]
     panel = {
         "method": None,
         "choice": {},
-        "columns": list(range(found.heads)),
-        "rows": list(found.layers),
-        "values": {"needed": found.needed.double().mean(0).tolist(), "indexed_mass": far.mean(0).tolist()},
+        "columns": list(range(explored.heads)),
+        "rows": list(explored.layers),
+        "values": {"needed": explored.needed.double().mean(0).tolist(), "indexed_mass": far.mean(0).tolist()},
     }
-    note = f"A row a layer, a column a query head; the mean over the last {len(found.tokens)} tokens."
+    note = f"A row a layer, a column a query head; the mean over the last {len(explored.tokens)} tokens."
     return Heat("What each head needs", "query head", "layer", (), measures, [panel], note=note)
 
 
-def _start(found: Exploration) -> dict[str, int]:
+def _start(explored: Exploration) -> dict[str, int]:
     """Return where the explorer opens: the method that errs most, at its worst head of the last token, of those that
     look far."""
-    errors = [float(one.measured["relative_error"].mean()) for one in found.readings]
+    errors = [float(one.measured["relative_error"].mean()) for one in explored.readings]
     method = max(range(len(errors)), key=errors.__getitem__)
-    worst = found.readings[method].measured["relative_error"][-1].clone()  # [L,H*G]
-    far = found.readings[method].measured["indexed_mass"][-1]
+    worst = explored.readings[method].measured["relative_error"][-1].clone()  # [L,H*G]
+    far = explored.readings[method].measured["indexed_mass"][-1]
     if bool((far >= FAR).any()):
         worst[far < FAR] = -1.0
     at = int(worst.argmax())
     return {
         "method": method,
-        "token": len(found.tokens) - 1,
-        "layer": at // found.heads,
-        "head": at % found.heads,
+        "token": len(explored.tokens) - 1,
+        "layer": at // explored.heads,
+        "head": at % explored.heads,
     }
 
 
-def _said(found: Exploration) -> str:
-    held = [f"{one.label} {float(one.measured['mass'].mean()):.0%}" for one in found.readings]
-    needed = found.needed.double().flatten()
+def _finding(explored: Exploration) -> str:
+    masses = [f"{one.label} {float(one.measured['mass'].mean()):.0%}" for one in explored.readings]
+    needed = explored.needed.double().flatten()
     low, middle, high = (round(float(needed.quantile(q))) for q in (0.1, 0.5, 0.9))
     return (
-        f"{found.trace}, the last {len(found.tokens)} tokens: {SHARE:.0%} of the attention lies on {middle:,} rows in "
-        f"the median head, on {low:,} to {high:,} in eight of ten. At budget {budget_label(found.budget)} the rows "
-        f"read hold of it, in the mean: {', '.join(held)}."
+        f"{explored.trace}, the last {len(explored.tokens)} tokens: {SHARE:.0%} of the attention lies on {middle:,} "
+        f"rows in the median head, on {low:,} to {high:,} in eight of ten. At budget "
+        f"{budget_label(explored.budget)} the rows read hold of it, in the mean: {', '.join(masses)}."
     )

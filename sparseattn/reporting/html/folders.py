@@ -42,7 +42,7 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
         OSError: a file cannot be read.
     """
     wanted = list(files)
-    found: dict[str, list[Source]] = {}
+    sources: dict[str, list[Source]] = {}
     seen: set[Path] = set()
     for folder in folders:
         if not folder.exists():
@@ -56,8 +56,8 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
         if not there:
             raise ValueError(f"{folder} holds no records: none of {', '.join(wanted)} is there")
         for name in there:
-            found.setdefault(name, []).append(Source(folder / name, lines(folder / name, files[name])))
-    return found
+            sources.setdefault(name, []).append(Source(folder / name, lines(folder / name, files[name])))
+    return sources
 
 
 def lines(path: Path, check: Check) -> list[Record]:
@@ -66,21 +66,21 @@ def lines(path: Path, check: Check) -> list[Record]:
     Raises:
         ValueError: a line is no record, naming file, line and field, or the file is empty.
     """
-    made: list[Record] = []
+    records: list[Record] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            one = parse(line)
+            record = parse(line)
         except JsonError as error:
             raise ValueError(f"{path}, line {number} is no JSON that can be read: {error}") from None
-        if not isinstance(one, dict):
-            raise ValueError(f"{path}, line {number} is no record but {reprlib.repr(one)}")
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is no record but {reprlib.repr(record)}")
         try:
-            check(one, made)
+            check(record, records)
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is no record that this command can read: {error}") from None
-        made.append(one)
-    if not made:
+        records.append(record)
+    if not records:
         raise ValueError(f"{path} is empty")
-    return made
+    return records

@@ -25,13 +25,13 @@ SYMBOLS = ("circle", "square", "diamond", "triangle", "wye", "cross", "star")
 FULL = "full"  # attention itself, to which methods are compared: grey, and never switched off
 
 
-def written(title: str, sections: Sequence[Section], made: str) -> str:
+def written(title: str, sections: Sequence[Section], foot: str) -> str:
     """Return the whole page.
 
     Args:
         title: its heading.
         sections: in their order.
-        made: a line at the foot, of what and when it was made.
+        foot: a line of what the page was made of, and when.
     """
     methods = list(dict.fromkeys(name for section in sections for name in section.methods if name != FULL))
     figures = {name: view for section in sections for name, view in section.data().items()}
@@ -41,7 +41,7 @@ def written(title: str, sections: Sequence[Section], made: str) -> str:
         style=Markup(asset("page.css")),
         scripts=[_script(name) for name in SCRIPTS],
         data={"methods": [_look(number, name) for number, name in enumerate(methods)], "figures": figures},
-        foot=f"{made} sparseattn {__version__}.",
+        foot=f"{foot} sparseattn {__version__}.",
     )
 
 

@@ -74,12 +74,12 @@ def _best(one: Record) -> str:
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
     errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]
     who = "" if best["scans_all"] else ", of the methods that do not score every key,"
-    said = f"{one['trace']}, at {_condition(one)}: {best['label']}{who} is nearest to full attention, off by "
-    said += f"{best['mean']['relative_error']:.1%}"
+    sentence = f"{one['trace']}, at {_condition(one)}: {best['label']}{who} is nearest to full attention, off by "
+    sentence += f"{best['mean']['relative_error']:.1%}"
     if len(errors) > 1:
         (least, low), (most, high) = min(errors), max(errors)
-        said += f", from {least:.1%} in layer {low} to {most:.1%} in layer {high}"
-    return f"{said}."
+        sentence += f", from {least:.1%} in layer {low} to {most:.1%} in layer {high}"
+    return f"{sentence}."
 
 
 def _map(records: Sequence[Record]) -> Heat:

@@ -21,7 +21,7 @@ FILE = "inspect.jsonl"
 LEADING = ("needed", "top_share@256", "far_mass", "distance_ratio")  # shown first of what a file holds
 
 
-SAID = (  # measures that the findings speak of
+IN_FINDINGS = (  # measures that the findings speak of
     *("distance_ratio", "far_mass", f"top_share@{NEEDED}", "overlap@1"),
     *(f"{name}@{PAGES[0]}" for name in ("hits", "best_share", "bound_share")),
 )
@@ -34,18 +34,18 @@ def _rows_fit(one: Mapping[str, Any], name: str) -> None:
     count = _heads_of(one)
     for measure in MEASURES:
         if len(one["heads"].get(measure, ())) not in (0, count):
-            raise FieldError(f"heads.{measure} is a list of {count} items, as heads.{SAID[0]} is")
+            raise FieldError(f"heads.{measure} is a list of {count} items, as heads.{IN_FINDINGS[0]} is")
 
 
 def _heads_of(one: Mapping[str, Any]) -> int:
-    return len(one["heads"][SAID[0]])
+    return len(one["heads"][IN_FINDINGS[0]])
 
 
 FIELDS = Object(
     {
         "trace": NAME,
         **dict.fromkeys(("layer", "sink", "window", "last", "tokens"), COUNT),
-        "heads": Object(dict.fromkeys(SAID, HEADS), dict.fromkeys(MEASURES, HEADS)),
+        "heads": Object(dict.fromkeys(IN_FINDINGS, HEADS), dict.fromkeys(MEASURES, HEADS)),
     },
     ORIGIN,
     _rows_fit,
@@ -71,11 +71,11 @@ def section(records: Sequence[Record]) -> Section:
         {
             "method": None,
             "choice": {"trace": trace},
-            "columns": list(range(len(mine[0]["heads"][names[0]]))),
-            "rows": [one["layer"] for one in mine],
-            "values": {name: [one["heads"][name] for one in mine] for name in names},
+            "columns": list(range(len(lines[0]["heads"][names[0]]))),
+            "rows": [one["layer"] for one in lines],
+            "values": {name: [one["heads"][name] for one in lines] for name in names},
         }
-        for trace, mine in by_trace.items()
+        for trace, lines in by_trace.items()
     ]
     one = records[0]
     note = (
@@ -84,17 +84,17 @@ def section(records: Sequence[Record]) -> Section:
     )
     measures = [axis(name, log=name == "needed") for name in names]
     view = Heat("What each head needs", "query head", "layer", ("trace",), measures, panels, note=note)
-    said = [sentence for mine in by_trace.values() for sentence in _findings(mine)]
-    return Section("needs", "Which rows heads need", said, [view])
+    findings = [sentence for lines in by_trace.values() for sentence in _findings(lines)]
+    return Section("needs", "Which rows heads need", findings, [view])
 
 
-def _findings(mine: Sequence[Record]) -> list[str]:
-    settings = {name: mine[0][name] for name in ("sink", "window", "last", "tokens")}
+def _findings(lines: Sequence[Record]) -> list[str]:
+    settings = {name: lines[0][name] for name in ("sink", "window", "last", "tokens")}
     heads = {
         one["layer"]: {
             name: torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
             for name, values in one["heads"].items()
         }
-        for one in mine
+        for one in lines
     }
-    return inspect_tables.findings(Inspection(mine[0]["trace"], settings, heads))
+    return inspect_tables.findings(Inspection(lines[0]["trace"], settings, heads))

@@ -24,7 +24,7 @@ MEASURED = {
 }
 APART = ("versions", "machine", "trace_meta")  # in groups of their own
 SETTINGS = "settings"
-SAID = (SETTINGS, "made")  # lines of `recommend.jsonl` that say how the others were measured
+OF_SETTINGS = (SETTINGS, "made")  # lines of `recommend.jsonl` that say how the others were measured
 MOST = 12  # different values that are listed
 
 
@@ -32,7 +32,7 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
     """Return a group for each file, each trace, each set of versions and machine, and for what was made here."""
     groups: dict[str, dict[str, str]] = {}
     traces: dict[str, dict[str, str]] = {}
-    made: dict[str, list[str]] = {}  # versions and machine -> files made by them
+    made_by: dict[str, list[str]] = {}  # versions and machine -> files made by them
     for source in (one for sources in found.values() for one in sources):
         groups[str(source.path)] = _settings(source.records)
         for one in source.records:
@@ -40,12 +40,12 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
                 traces.setdefault(f"trace {one.get('trace', one.get('source', ''))}", _flat(meta))
         for one in [one for one in source.records if "versions" in one] or source.records[:1]:
             by = json.dumps([one.get("versions"), one.get("machine")], sort_keys=True)
-            files = made.setdefault(by, [])
+            files = made_by.setdefault(by, [])
             if str(source.path) not in files:
                 files.append(str(source.path))
-    for by, files in made.items():
-        held = [one for one in json.loads(by) if one]
-        facts = {name: text for one in reversed(held) for name, text in _flat(one).items()}
+    for by, files in made_by.items():
+        known = [one for one in json.loads(by) if one]
+        facts = {name: text for one in reversed(known) for name, text in _flat(one).items()}
         groups[f"versions and machine of {', '.join(files)}"] = facts or {"": "the records do not say"}
     for name, own in more.items():
         groups[name] = _flat({**own, "versions": versions(), "machine": machine()})
@@ -58,15 +58,15 @@ def _settings(records: Sequence[Record]) -> dict[str, str]:
     flat = [
         _flat({k: v for k, v in one.items() if k not in MEASURED and k not in APART})
         for one in records
-        if one.get(KIND, SETTINGS) in SAID
+        if one.get(KIND, SETTINGS) in OF_SETTINGS
     ]
     names = dict.fromkeys(name for one in flat for name in one)
-    said = {"records": f"{len(records):,}"}
+    settings = {"records": f"{len(records):,}"}
     for name in names:
         values = list(dict.fromkeys(one[name] for one in flat if name in one))
         more = f" and {len(values) - MOST} more" if len(values) > MOST else ""
-        said[name] = "; ".join(values[:MOST]) + more
-    return said
+        settings[name] = "; ".join(values[:MOST]) + more
+    return settings
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -66,7 +66,7 @@ def section(records: Sequence[Record]) -> Section:
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
     methods = dict.fromkeys(one["label"] for one in records)
     views: list[View] = [lines, _table(records)]
-    return Section("recall", "What indexes scan to find the best keys", _said(records), views, tuple(methods))
+    return Section("recall", "What indexes scan to find the best keys", _findings(records), views, tuple(methods))
 
 
 def _facet(one: Record) -> str:
@@ -74,18 +74,18 @@ def _facet(one: Record) -> str:
     return f"{one['source']}{gap}, {one['keys']:,} keys: {one['direction']}"
 
 
-def _said(records: Sequence[Record]) -> list[str]:
+def _findings(records: Sequence[Record]) -> list[str]:
     """Return the command's closing lines."""
-    said = []
+    verdicts = []
     groups: dict[tuple[str, int, float | None], list[Record]] = {}
     for one in records:
         groups.setdefault((one["source"], one["keys"], one["gap"]), []).append(one)
-    for (source, keys, gap), mine in groups.items():
-        asked = [one for one in mine if one["direction"] == ASKED]
-        if asked:
+    for (source, keys, gap), group in groups.items():
+        of_queries = [one for one in group if one["direction"] == ASKED]
+        if of_queries:
             title = f"{source}, {keys:,} keys" if gap is None else f"gap {gap:g}, {keys:,} keys"
-            said.append(recall_tables.verdict(recall_tables.Recalled(title, _curves(asked), {})))
-    return said
+            verdicts.append(recall_tables.verdict(recall_tables.Recalled(title, _curves(of_queries), {})))
+    return verdicts
 
 
 def _curves(records: Sequence[Record]) -> dict[str, Curve]:
@@ -93,10 +93,10 @@ def _curves(records: Sequence[Record]) -> dict[str, Curve]:
     by_label: dict[str, list[Record]] = {}
     for one in records:
         by_label.setdefault(one["label"], []).append(one)
-    return {label: _curve(mine) for label, mine in by_label.items()}
+    return {label: _curve(group) for label, group in by_label.items()}
 
 
-def _curve(mine: Sequence[Record]) -> Curve:
+def _curve(group: Sequence[Record]) -> Curve:
     def number(value: float | None) -> float:
         return math.nan if value is None else value
 
@@ -107,9 +107,9 @@ def _curve(mine: Sequence[Record]) -> Curve:
             {name: torch.tensor([number(one["mean"].get(name))], dtype=torch.float64) for name in MEASURES},
             one["select_ms"] / 1000,
         )
-        for one in mine
+        for one in group
     )
-    first = mine[0]
+    first = group[0]
     settings = {name: first[name] for name in ("k", "keys", "queries")}
     return Curve(
         first["selector"], first["knob"], settings, points, first["build_seconds"], first["index_bytes_per_key"]

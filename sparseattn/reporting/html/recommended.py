@@ -52,8 +52,8 @@ def section(records: Sequence[Record]) -> Section:
     if plans:
         given = _given(plans[::-1], _heads(records))
         views = [Given("What the plan gives each layer", given, GIVEN), *views, _table(given)]
-    said = [_said(one) for one in reversed(plans)]
-    return Section("plan", "Which method each layer gets", said, views, tuple(methods))
+    findings = [_finding(one) for one in reversed(plans)]
+    return Section("plan", "Which method each layer gets", findings, views, tuple(methods))
 
 
 def _name(method: str) -> str:
@@ -70,13 +70,13 @@ def _name(method: str) -> str:
 def _points(frontiers: Sequence[Record]) -> dict[tuple[str, str, int], dict[str, float]]:
     """Return (method, budget, layer) -> measures, the mean over windows and heads."""
     names = {one["method"]: _name(one["method"]) for one in frontiers}
-    found: dict[tuple[str, str, int], list[dict[str, float]]] = {}
+    groups: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     for one in frontiers:
         for point in one["points"]:
             measured = {name: _mean(point[name]) for name in ("error_heads", "bytes_heads")}
             at = names[one["method"]], budget_label(point.get("budget")), one["layer"]
-            found.setdefault(at, []).append({"kl": point["kl"], **measured})
-    return {at: {name: _mean([one[name] for one in mine]) for name in mine[0]} for at, mine in found.items()}
+            groups.setdefault(at, []).append({"kl": point["kl"], **measured})
+    return {at: {name: _mean([one[name] for one in group]) for name in group[0]} for at, group in groups.items()}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -92,10 +92,10 @@ def _frontier(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Lin
             "method": method,
             "facet": "the mean over layers",
             "at": f"budget {budget}",
-            "values": {name: _mean([one[name] for one in mine]) for name in mine[0]},
+            "values": {name: _mean([one[name] for one in group]) for name in group[0]},
         }
-        for (method, budget), mine in groups.items()
-        if len(mine) == len({layer for _, _, layer in points})  # means over other layers compare with nothing
+        for (method, budget), group in groups.items()
+        if len(group) == len({layer for _, _, layer in points})  # means over other layers compare with nothing
     ]
     note = "A point a budget, the mean over windows and layers: one layer is sparse at a time, all others are dense."
     return Lines("What methods lose in a layer", "layers", COST, LOSS, drawn, note)
@@ -105,7 +105,7 @@ def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
     layers = sorted({layer for _, _, layer in points})
     panels: list[dict[str, Any]] = []
     for budget in dict.fromkeys(budget for _, budget, _ in points):
-        methods = list(dict.fromkeys(method for method, mine, _ in points if mine == budget))
+        methods = list(dict.fromkeys(method for method, other, _ in points if other == budget))
         cells = {
             measure.key: [[points.get((method, budget, n), {}).get(measure.key) for n in layers] for method in methods]
             for measure in LOSS
@@ -123,7 +123,7 @@ def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, 
     Args:
         heads: of each layer.
     """
-    found = []
+    shown = []
     for plan in plans:
         layers = []
         for layer, given in plan["layers"].items():
@@ -134,8 +134,8 @@ def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, 
             ]
             agree = len(each) == 1
             layers.append({"layer": int(layer), "agree": agree, "heads": each * heads[int(layer)] if agree else each})
-        found.append({"name": plan["name"], "layers": layers})
-    return found
+        shown.append({"name": plan["name"], "layers": layers})
+    return shown
 
 
 def _list(given: Any) -> list[Any]:
@@ -159,13 +159,13 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
     return Table("What each plan gives each layer, as a table", columns, rows, row_head=3)
 
 
-def _said(plan: Record) -> str:
+def _finding(plan: Record) -> str:
     costs, verified = plan["cost"], plan["verified"]
     predicted = " (predicted)" if costs["predicted"] else ""
-    told = f"{costs['plan'] / costs['full']:.0%} of full attention's {costs['unit']}"
-    told += (f" on {costs['machine']}" if costs.get("machine") else "") + predicted
+    share = f"{costs['plan'] / costs['full']:.0%} of full attention's {costs['unit']}"
+    share += (f" on {costs['machine']}" if costs.get("machine") else "") + predicted
     kl, same = (verified[name]["mean"] for name in ("kl", "same_top"))
     return (
-        f"The plan {plan['name']} costs {told}. On {verified['windows']} windows held out its predictions differ by "
+        f"The plan {plan['name']} costs {share}. On {verified['windows']} windows held out its predictions differ by "
         f"{kl:.3g} nats a token, and {same:.0%} of the likeliest tokens are the same."
     )

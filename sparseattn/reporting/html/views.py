@@ -150,14 +150,14 @@ class Section:
     Args:
         name: of its anchor, a word.
         title: what it answers.
-        said: findings in sentences, the most important one first; the page opens with the first of every section.
+        findings: in sentences, the most important one first; the page opens with the first of every section.
         views: in the order in which they stand.
         methods: that its views name, in the order of the records.
     """
 
     name: str
     title: str
-    said: Sequence[str]
+    findings: Sequence[str]
     views: Sequence[View]
     methods: Sequence[str] = field(default_factory=tuple)
 
