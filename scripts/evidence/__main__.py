@@ -6,9 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from scripts.evidence import made, pictures, tables
 from scripts.evidence.documents import redraw
@@ -16,6 +14,7 @@ from scripts.evidence.frames import loader
 from scripts.evidence.running import order, run
 from scripts.evidence.step import Step
 from scripts.evidence.steps import STEPS
+from sparseattn.reporting.table import Column, Table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,20 +68,14 @@ def listed(steps: Sequence[Step]) -> Table:
     notes = made.read()
     states = {step.name: made.state(step, notes) for step in steps}
     left = [step for step in steps if states[step.name] != made.MADE]
-    table = Table(
-        "step",
-        "what for, and its command",
-        "state",
-        "needs",
-        box=SIMPLE_HEAD,
-        caption=f"{len(left)} of {len(steps)} steps to run: {sum(step.minutes for step in left) / 60:.1f} hours of two "
-        f"quiet cores; all of them {sum(step.minutes for step in steps) / 60:.1f}",
-        caption_justify="left",
+    heads = ("step", "what for, and its command", "state", "needs")
+    table = Table("", [*map(Column.text, heads), Column("minutes", "{:g}".format)])
+    table.note = (
+        f"{len(left)} of {len(steps)} steps to run: {sum(step.minutes for step in left) / 60:.1f} hours of two quiet "
+        f"cores; all of them {sum(step.minutes for step in steps) / 60:.1f}"
     )
-    table.add_column("minutes", justify="right")
     for step in steps:
-        what = f"{step.why}\n[dim]{step.command}[/dim]"
-        table.add_row(step.name, what, states[step.name], ", ".join(step.needs), f"{step.minutes:g}")
+        table.add(step.name, f"{step.why}\n{step.command}", states[step.name], ", ".join(step.needs), step.minutes)
     return table
 
 

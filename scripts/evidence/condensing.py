@@ -114,16 +114,15 @@ def exploded(value: Any, path: Sequence[str], above: Mapping[str, Any] | None = 
         return
     name, *rest = path
     inner = value if name == "*" else value.get(name, [])
-    if isinstance(inner, dict) and rest and rest[0] in inner:
-        yield from exploded(inner, rest, row)
-    elif isinstance(inner, dict):
-        for key, one in inner.items():
-            yield from exploded(
-                one, rest, {**(above if name == "*" and above else row), "key" if name == "*" else name: key}
-            )
-    else:
+    if isinstance(inner, list):
         for one in inner:
             yield from exploded(one, rest, row)
+    elif rest and rest[0] in inner:
+        yield from exploded(inner, rest, row)
+    else:
+        row = dict(above or {}) if name == "*" else row
+        for key, one in inner.items():
+            yield from exploded(one, rest, {**row, "key" if name == "*" else name: key})
 
 
 def _bench(line: Line) -> Line:

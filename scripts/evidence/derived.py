@@ -103,7 +103,7 @@ def ratio(rows: Sequence[Row], others: Sequence[Row], cost: str) -> float | None
     points = ({row[cost]: max(row["mean.relative_error"], LEAST) for row in of} for of in (rows, others))
     curves = [np.log(sorted(errors.items())) for errors in points]
     costs = np.concatenate(curves)[:, 0]
-    mine, theirs = (np.interp(costs, *curve.T, left=np.nan, right=np.nan) for curve in curves)
+    mine, theirs = (np.interp(costs, curve[:, 0], curve[:, 1], left=np.nan, right=np.nan) for curve in curves)
     shared = ~np.isnan(mine - theirs)
     return float(np.exp((mine - theirs)[shared].mean())) if shared.any() else None
 
@@ -196,12 +196,14 @@ def _wrapped(label: str) -> tuple[str | None, str]:
 
 
 def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `asked`, the share of the attention that the budget is, and `method`, without what was fitted to it."""
+    """With `asked`, the share of the attention that the budget is, `method` without what was fitted to it, and the `gap`
+    between what was promised and held."""
     return [
         {
             **row,
             "asked": float(row["budget"].removeprefix("mass:")),
             "method": re.sub(r"^fitted:inner=\[?(.*?)\]?$", r"\1", spec(row["label"])),
+            "gap": row["mean.promised"] - row["mean.mass"],
             "kept_promise": float(abs(row["mean.promised"] - row["mean.mass"]) <= 0.01),
         }
         for row in rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,14 +18,7 @@ Row: TypeAlias = "dict[str, Any]"
 
 # Where the measurements of a record lie that is not condensed: the first of these that it has.
 PATHS = (
-    "results.selectors",
-    "results",
-    "lengths.ways",
-    "sweeps.points",
-    "points",
-    "decode",
-    "lines",
-    "problems",
+    *("results.selectors", "results", "lengths.ways", "sweeps.points", "points", "decode", "lines", "problems"),
     "table",
 )
 METHOD = ("label", "method", "selector", "name")  # columns that may say which method a row is of
@@ -84,20 +77,9 @@ def measured(record: Record) -> list[Row]:
     if "columns" in record:
         shared = condensing.flattened({key: record[key] for key in ("machine", "seconds", "date") if key in record})
         return _budgets([{**shared, **row} for row in condensing.rows(record)])
-    path = next((path for path in PATHS if _has(record, path.split("."))), "")
-    return [_dense(row) for row in condensing.exploded(record, path.split(".") if path else [])]
-
-
-def _has(record: Any, path: Sequence[str]) -> bool:
-    """Whether objects lie at a path."""
-    if not path:
-        return isinstance(record, dict)
-    if isinstance(record, list):
-        return bool(record) and _has(record[0], path)
-    inner = record.get(path[0]) if isinstance(record, dict) else None
-    if isinstance(inner, dict) and inner and path[0] == "sweeps":
-        inner = list(inner.values())
-    return isinstance(inner, list) and bool(inner) and _has(inner[0], path[1:])
+    every = (list(condensing.exploded(record, path.split("."))) for path in PATHS)
+    found = next((rows for rows in every if rows), None) or list(condensing.exploded(record, ()))
+    return [_dense(row) for row in found]
 
 
 def _budgets(found: list[Row]) -> list[Row]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +33,7 @@ from sparseattn.reporting.table import Column, Table
 
 Definition: TypeAlias = "Mapping[str, Any]"
 Rows: TypeAlias = "Sequence[Row]"
-Test: TypeAlias = "Callable[[Row], bool]"
+Where: TypeAlias = "Mapping[str, Any]"  # see `matches`
 
 DEFINED = Path(__file__).with_name("tables.toml")
 
@@ -64,10 +65,11 @@ def drawn(definition: Definition, rows: Rows, where: Mapping[str, Sequence[str]]
     ]
     if not mine:
         raise LookupError("no rows are left of the record")
-    return "\n\n".join(_table(definition, part) for part in _split(mine, definition.get("each", [])))
+    each = _split(mine, lambda row: tuple(str(row[name]) for name in definition.get("each", [])))
+    return "\n\n".join(_table(definition, part) for part in each.values())
 
 
-def matches(row: Row, where: Mapping[str, Any]) -> bool:
+def matches(row: Row, where: Where) -> bool:
     """Whether the columns of a row have the values asked for, one or one of several; "none" for no value."""
     return all(
         ("none" if row.get(name) is None else row[name]) in (value if isinstance(value, list) else [value])
@@ -75,115 +77,102 @@ def matches(row: Row, where: Mapping[str, Any]) -> bool:
     )
 
 
-def _split(rows: Rows, names: Sequence[str]) -> list[Rows]:
-    """Rows that agree in some columns, in the order in which they come."""
+def _split(rows: Rows, key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by a key of them, in the order in which they come."""
     parts: dict[Any, list[Row]] = {}
     for row in rows:
-        parts.setdefault(_values(row, names), []).append(row)
-    return list(parts.values())
-
-
-def _values(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(str(value) if isinstance(value := row.get(name), list) else value for name in names)
+        parts.setdefault(key(row), []).append(row)
+    return parts
 
 
 def _table(definition: Definition, rows: Rows) -> str:
-    names = definition.get("names", {})
-    base = definition.get("base")
-    beside = [row for row in rows if base and matches(row, base)]
-    caption = markdown.text(filled(definition.get("caption", ""), Scope(rows, beside, alike=True), names))
-    if "index" not in definition:
-        return caption
-    index, columns = definition["index"], list(_columns(definition["columns"], rows, names))
+    names, base, index = definition.get("names", {}), definition.get("base"), definition["index"]
 
-    def scope(some: Rows, test: Test) -> Scope:
+    def scope(some: Rows, where: Where, alike: bool = False) -> Scope:
+        """Those of some rows that a column is about, and beside them the base's: of the column, or of those rows."""
+        about = [row for row in some if matches(row, where)]
         if base is None:
-            return Scope([row for row in some if test(row)])
-        beside = [row for row in rows if test(row) and matches(row, base)]
-        return Scope([row for row in some if test(row)], beside or [row for row in some if matches(row, base)])
+            return Scope(about, alike=alike)
+        beside = [row for row in rows if matches(row, where) and matches(row, base)]
+        return Scope(about, beside or [row for row in some if matches(row, base)], alike)
 
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(filled(cell, Scope([row]), names) for _, cell in index), []).append(row)
-    lines = list(groups.items())
+    def heading(template: str, where: Where) -> str:
+        return filled(template, scope(rows, where, alike=True), names)
+
+    def line(some: Rows, templates: Iterable[str]) -> list[str]:
+        pairs = zip(templates, columns, strict=False)
+        scopes = ((template, scope(some, column.where)) for template, column in pairs)
+        return [filled(template, about, names) if about.rows else "" for template, about in scopes]
+
+    columns = list(_columns(definition["columns"], rows))
+    groups = _split(rows, lambda row: tuple(filled(cell, Scope([row]), names) for _, cell in index))
     if "sort" in definition:
-        wanted = definition.get("sort_where", {})
-        lines.sort(
-            key=lambda one: _order(evaluate(definition["sort"], Scope([r for r in one[1] if matches(r, wanted)])))
-        )
-    cells = [[*key, *(_cell(cell, scope(some, test), names) for _, cell, test in columns)] for key, some in lines]
-    for label, *own in definition.get("foot", ()):
-        every = zip(itertools.cycle(own or [cell for _, cell, _ in columns]), columns, strict=False)
-        cells.append(
-            [label, *[""] * (len(index) - 1), *(_cell(c, scope(rows, test), names) for c, (_, _, test) in every)]
-        )
-    head = [filled(name, Scope(rows, alike=True), names) for name, _ in index] + [name for name, _, _ in columns]
+        groups = dict(sorted(groups.items(), key=lambda one: _order(definition, one[1])))
+    own = [column.cell for column in columns]
+    cells = [[*key, *line(some, own)] for key, some in groups.items()]
+    for label, *others in definition.get("foot", ()):
+        cells.append([label, *[""] * (len(index) - 1), *line(rows, itertools.cycle(others or own))])
+    heads = [heading(head, {}) for head, _ in index] + [heading(column.head, column.named) for column in columns]
     left = definition.get("left", len(index))
-    aligned = [
-        Column(name.lstrip("<"), align="left" if i < left or "<" in name else "right") for i, name in enumerate(head)
-    ]
+    aligned = [Column(h.lstrip("<"), align="left" if i < left or "<" in h else "right") for i, h in enumerate(heads)]
     shown = Table("", aligned, cells).markdown()
+    caption = markdown.text(heading(definition.get("caption", ""), {}))
     return f"{caption}\n\n{shown}" if caption else shown
 
 
-def _cell(template: str, scope: Scope, names: Mapping[str, str]) -> str:
-    return filled(template, scope, names) if scope.rows else ""
-
-
-def _order(value: Any) -> tuple[bool, Any]:
-    """What is not known comes last."""
+def _order(definition: Definition, rows: Rows) -> tuple[bool, Any]:
+    """What lines are sorted by; what is not known comes last."""
+    value = evaluate(definition["sort"], Scope([row for row in rows if matches(row, definition.get("sort_where", {}))]))
     return value is None, value
 
 
-def _columns(columns: Iterable[Any], rows: Rows, names: Mapping[str, str]) -> Iterable[tuple[str, str, Test]]:
-    """Head, cell, and which rows a cell is about."""
+@dataclass(frozen=True)
+class Cells:
+    """A column of a table.
+
+    Args:
+        head, cell: their templates.
+        where: which rows a cell is about.
+        named: which of these the head is about.
+    """
+
+    head: str
+    cell: str
+    where: Where
+    named: Where
+
+
+def _columns(columns: Iterable[Any], rows: Rows) -> Iterable[Cells]:
     for column in columns:
         if not isinstance(column, dict):
-            head, cell, *rest = _parts(column)
-            wanted = rest[0] if rest else {}
-            some = [row for row in rows if matches(row, wanted)]
-            yield filled(head, Scope(some, alike=True), names), cell, _where(wanted)
+            yield _cells(column, {}, {})
             continue
         over = column["over"] if isinstance(column["over"], list) else [column["over"]]
-        values = column.get("values") or _spread(rows, over)
+        values = [(value,) for value in column["values"]] if "values" in column else _spread(rows, over)
         for value in values:
-            value = value if isinstance(value, tuple) else (value,)
-            test = _over(over, value, values[0] if isinstance(values[0], tuple) else (values[0],))
-            some = [row for row in rows if tuple(row.get(name) for name in over) == value]
-            for head, cell, *rest in map(_parts, column["cells"]):
-                wanted = rest[0] if rest else {}
-                yield filled(head, Scope(some, alike=True), names), cell, _both(test, _where(wanted))
+            named = dict(zip(over, value, strict=True))
+            first = dict(zip(over, values[0], strict=True))
+            where = {name: [one, "none"] if one == first[name] else one for name, one in named.items()}
+            yield from (_cells(one, where, named) for one in column["cells"])
 
 
-def _parts(column: Any) -> Sequence[Any]:
-    """Head, cell, and `where` of a column: of a measure as the table of measures has them, or the format behind it."""
-    if not isinstance(column, str):
-        return column
-    name, _, form = column.partition(" ")
-    known = measure(name)
-    digits = f".{known.format.digits}"
-    return known.short, f"{{{name}:{form or (digits + '%' if known.format.factor == 100 else ',' + digits + 'f')}}}"
-
-
-def _where(wanted: Mapping[str, Any]) -> Test:
-    return lambda row: matches(row, wanted)
-
-
-def _both(one: Test, other: Test) -> Test:
-    return lambda row: one(row) and other(row)
-
-
-def _over(over: Sequence[str], value: tuple[Any, ...], first: tuple[Any, ...]) -> Test:
-    """Rows of a value; those without one are of the first."""
-    return lambda row: all(
-        row.get(name) == wanted or (row.get(name) is None and wanted == start)
-        for name, wanted, start in zip(over, value, first, strict=True)
-    )
+def _cells(column: Any, where: Where, named: Where) -> Cells:
+    """A column as it is defined, for a value of what it is defined over."""
+    if isinstance(column, str):
+        name, _, form = column.partition(" ")
+        known = measure(name)
+        digits = f".{known.format.digits}"
+        own = f"{digits}%" if known.format.factor == 100 else f",{digits}f"
+        column = [known.short, f"{{{name}:{form or own}}}"]
+    head, cell, *more = column
+    return Cells(head, cell, {**where, **(more[0] if more else {})}, {**named, **(more[0] if more else {})})
 
 
 def _spread(rows: Rows, over: Sequence[str]) -> list[tuple[Any, ...]]:
     """The values of columns, by the order in which those of the first come, of the second, ..."""
-    found = {tuple(row.get(name) for name in over): None for row in rows}
-    ranks = [list(dict.fromkeys(row.get(name) for row in rows)) for name in over]
-    whole = [value for value in found if None not in value]
-    return sorted(whole, key=lambda value: [rank.index(one) for rank, one in zip(ranks, value, strict=True)])
+    ranks = [list(dict.fromkeys(row[name] for row in rows)) for name in over]
+    found = {tuple(row[name] for name in over) for row in rows}
+    return sorted(
+        (value for value in found if None not in value),
+        key=lambda value: [rank.index(one) for rank, one in zip(ranks, value, strict=True)],
+    )
