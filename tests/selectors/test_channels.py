@@ -47,7 +47,7 @@ def test_all_channels_choose_the_top_rows(name: str, group: str) -> None:
 def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() -> None:
     queries, keys, _ = heads(2, 2, 3, 50, 24)
     query, sparq = queries[:, :, :, -1], SparQ(5)
-    filled(sparq, keys)
+    cache = filled(sparq, keys)
     got = sparq.logits(query, cache.step().valid)
     for b in range(2):
         for h in range(2):
@@ -126,7 +126,7 @@ def test_labels_of_four_bits_are_half_a_step_off_at_most() -> None:
     four, full = (DoubleSparsity(7, bits, share=1.0) for bits in (4, 16))
     query = queries[:, :, :, -1]
     for one in (four, full):
-        filled(one, keys, queries=queries)
+        valid = filled(one, keys, queries=queries).step().valid
     kept = query.gather(3, four.which.data[:, :, None].expand(-1, -1, 3, -1)).abs().sum(3) / 4  # sum |q_i| / sqrt(D)
     off = (four.logits(query, valid) - full.logits(query, valid)).abs()
     step = four.levels.data[..., 1].float()[:, :, None]  # [B,H,1,N]
