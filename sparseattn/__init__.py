@@ -5,10 +5,10 @@ from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Mass
 from sparseattn.core.selection import Bounds, Selection, Tail, Weighed
 from sparseattn.evaluation.replay import Evaluation, evaluate
+from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.kernels.attend.merge import merge
 from sparseattn.kernels.attend_quantized.dispatch import attend_coded
 from sparseattn.kernels.attend_quantized.reference import CodedRows
-from sparseattn.kernels.dispatch import attend
 from sparseattn.selectors.base import Rows, Selector
 from sparseattn.selectors.baselines.exact import Exact
 from sparseattn.selectors.baselines.pagemass import PageMass

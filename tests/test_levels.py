@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparseattn import KVCache, Levels, Quest, decode, evaluate
-from sparseattn.kernels import scoring
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores
 from sparseattn.traces.synthetic import synthetic
 
 ROWS, PAGE = 4 + 8 + 6 * 16 + 5, 16
@@ -37,7 +38,7 @@ def test_scores_are_quests_of_the_levels(bits: int, dtype: torch.dtype, group: s
     selector = cache.selector
     assert isinstance(selector, Levels)
     real = selector.real.visible
-    right = scoring.page_scores(query.float(), low, high, real, group, impl="torch", temperature=24**0.5)
+    right = page_scores(query.float(), PageBounds(low, high, real), group, impl="torch", temperature=24**0.5)
     torch.testing.assert_close(selector.scores(query, {}, real), right, rtol=1e-4, atol=1e-4)
 
 

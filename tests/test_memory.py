@@ -52,8 +52,8 @@ from sparseattn import (
     make_selector,
 )
 from sparseattn.cache.query_buffers import sampled
-from sparseattn.kernels import scoring
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels import implementations
+from sparseattn.kernels.quantized_keys import packing
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.hashing.projection_base import Hashed
 from sparseattn.selectors.pages.direction_base import Directions
@@ -180,7 +180,7 @@ def letters_of(cache: KVCache, query: torch.Tensor) -> dict[str, int]:
     if isinstance(selector, InfiniGen):
         letters["r"] = selector.turn.data.shape[3]
     if isinstance(coded, LowBit):
-        letters |= {"b": 4 * quantized_keys_reference.words(size, coded.bits), "L": coded.rows}
+        letters |= {"b": 4 * packing.words(size, coded.bits), "L": coded.rows}
     if isinstance(coded, Coded):
         letters |= {"b": coded.codes.full.shape[3], "k": coded.centroids.full.shape[3]}
     if isinstance(selector, SparQ):
@@ -357,7 +357,7 @@ def test_temporaries_without_numba_are_at_most_what_the_page_says(
 ) -> None:
     cache, query = filled(name, dtype)
     bounds = {row[0]: row[1].strip("`") for row in rows_of("Temporaries of a step")}
-    monkeypatch.setattr(scoring, "why_not_numba", lambda device, dtype: "not here")
+    monkeypatch.setattr(implementations, "why_not_numba", lambda device, dtype: "not here")
     with Temporaries() as selecting:
         selection = cache.select(query, 512)
     letters = letters_of(cache, query)

@@ -17,9 +17,9 @@ from torch import Tensor
 from sparseattn.core.row_buffer import State
 from sparseattn.core.selection import Selection, Tail, Weighed
 from sparseattn.core.step_cost import Launch, Scan, sorted_best
-from sparseattn.kernels.scoring import GROUPS as GROUPS
-from sparseattn.kernels.scoring import best as best
-from sparseattn.kernels.scoring import vote as vote
+from sparseattn.kernels.group_vote.dispatch import GROUPS as GROUPS
+from sparseattn.kernels.group_vote.dispatch import vote as vote
+from sparseattn.kernels.topk.dispatch import best as best
 from sparseattn.selectors.names import NAMES
 
 if TYPE_CHECKING:

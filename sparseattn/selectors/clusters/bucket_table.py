@@ -20,7 +20,7 @@ from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, sorted_best
-from sparseattn.kernels.scoring import bucket_spans
+from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
 from sparseattn.selectors.parameters.saap_artefact import AUTO, SHIPPED, Artefact, Partition, locate, shipped_for
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_tensors

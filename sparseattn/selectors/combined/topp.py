@@ -15,7 +15,7 @@ from sparseattn.core.mass import heaviest
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan, both
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.reference import groups_of
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.combined.twostage import TwoStage
 
@@ -84,13 +84,10 @@ class TopP(TwoStage):
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
-        index = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, real
-        grid = self.inside.levels_grid
-        logits = quantized_keys.listed_logits(self.inside.asked(query), *index, self.bits, listed, page, grid=grid)
+        index = self.inside.index
+        logits = quantized_keys.listed_logits(self.inside.asked(query), index, listed, page)
         ids = self._pruned(logits, listed, page, budget)
-        levels = self.inside.levels_bytes(
-            quantized_keys_reference.groups_of(listed, page, index[1].shape[2], stored), size
-        )
+        levels = self.inside.levels_bytes(groups_of(listed, page, index.groups, stored), size)
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
 
     def _asked(self, stored: int, budget: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseattn.core.selection import Selection, Tail
 from sparseattn.core.step_cost import Launch, Scan, picked
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys import packing
 from sparseattn.selectors.base import Rows, Selector, check_least
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.tokens.lowbit import LowBit
@@ -133,11 +133,8 @@ class TwoStage(Selector):
         listed, page = self._listed(proposed, heads)  # [B,L,P], L = H or H*G
         if not listed.shape[2]:
             return proposed
-        index = self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, real
-        grid = self.inside.levels_grid
-        ids, groups = quantized_keys.best_listed(
-            query, *index, self.bits, self.group, listed, page, budget, grid=grid
-        )  # [B,Hs,S], [B,L]
+        index = self.inside.index
+        ids, groups = quantized_keys.best_listed(query, index, self.group, listed, page, budget)  # [B,Hs,S], [B,L]
         levels = self.inside.levels_bytes(groups, size)
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (heads, ids.shape[1])))
 
@@ -154,9 +151,7 @@ class TwoStage(Selector):
             rows, lists = min(rows * members, sealed), heads
         spans = self.rows * first.runs / first.rows if first.rows else 0.0
         groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
-        codes = rows * 4 * quantized_keys_reference.words(size, self.bits) + float(
-            self.inside.levels_bytes(torch.tensor(groups), size)
-        )
+        codes = rows * 4 * packing.words(size, self.bits) + float(self.inside.levels_bytes(torch.tensor(groups), size))
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
         second = Launch(
             "listed",
@@ -206,7 +201,7 @@ class TwoStage(Selector):
             scanned = scanned + count.repeat_interleave(chosen // lists, 1)
         read = proposed.scan_bytes
         if read is not None:
-            parts = count * (4 * quantized_keys_reference.words(self.inside.low.visible.shape[-1], self.bits)) + levels
+            parts = count * (4 * packing.words(self.inside.low.visible.shape[-1], self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
 

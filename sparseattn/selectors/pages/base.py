@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.kernels.scoring import best_pages
+from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.base import Rows, Selector, check_group, vote
 from sparseattn.selectors.saved_state import Loaded, check_equal, check_finite, check_no_order, check_tensors
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Scan, products
-from sparseattn.kernels.scoring import GROUPS, best_pages, vote
+from sparseattn.kernels.group_vote.dispatch import GROUPS, vote
+from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.base import Rows, Selector, check_least
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import Launch, Scan, picked
+from sparseattn.kernels.encode_keys.dispatch import extremes, packed_codes
+from sparseattn.kernels.encode_keys.levels import levels_of_8_bits, levels_of_16_bits
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import level_grid as grids
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
-from sparseattn.kernels.scoring import best_rows
+from sparseattn.kernels.quantized_keys import level_grid, packing
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.base import Rows, Selector, half, vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
@@ -48,15 +50,15 @@ class LowBit(PageSelector):
 
     operators = 10
     entry_names = ("codes", "low", "step")
-    codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.quantized_keys.reference`
+    codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.quantized_keys.packing`
     low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
     step: RowBuffer
 
     def __init__(self, bits: int = 2, rows: int = 64, page: int = 1, group: str = "softmax", scales: int = 16) -> None:
         if bits not in BITS:
             raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
-        if rows < quantized_keys_reference.TILE or rows % quantized_keys_reference.TILE:
-            raise ValueError(f"rows of a group are a multiple of {quantized_keys_reference.TILE}, got {rows}")
+        if rows < packing.TILE or rows % packing.TILE:
+            raise ValueError(f"rows of a group are a multiple of {packing.TILE}, got {rows}")
         if page < 1 or page & (page - 1) or rows % page:
             raise ValueError(f"a page is a power of two rows that divides a group's {rows}, or 1, got {page}")
         if scales not in (8, 16):
@@ -65,7 +67,7 @@ class LowBit(PageSelector):
         self.bits, self.rows, self.scales = bits, rows, scales
         self.mass = page > 1
         self.grid = RowBuffer(
-            2, grids.NUMBERS
+            2, level_grid.NUMBERS
         )  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.quantized_keys.level_grid`
 
     @property
@@ -74,7 +76,7 @@ class LowBit(PageSelector):
 
     @property
     def levels(self) -> str:
-        """See `kernels.quantized_keys.reference.quantise`."""
+        """See `kernels.encode_keys.reference.quantise`."""
         return "bins" if self.bits > 1 else "means"
 
     def fix(self, rows: int, seal: int) -> None:
@@ -86,11 +88,9 @@ class LowBit(PageSelector):
     def to(self, device: torch.device | str) -> None:
         held = self.codes.full if self.codes.allocated else None
         super().to(device)
-        if held is not None and quantized_keys_reference.tile(held.device) != quantized_keys_reference.tile(
-            self.codes.full.device
-        ):
+        if held is not None and packing.tile(held.device) != packing.tile(self.codes.full.device):
             codes = self.codes.full
-            codes.copy_(quantized_keys_reference.moved(held, self.bits, self.low.full.shape[-1], codes.device))
+            codes.copy_(packing.repack(held, self.bits, self.low.full.shape[-1], codes.device))
 
     def append(self, rows: Rows) -> None:
         for name, part in self.entries(rows.keys).items():
@@ -98,24 +98,22 @@ class LowBit(PageSelector):
         self.real.append(rows.positions >= 0)
 
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
-        found = quantized_keys_reference.reach(keys, self.rows, self.levels)
+        found = extremes(keys, self.rows, self.levels)
         if self.scales == 16:
-            low, step = quantized_keys_reference.sixteen(*found, self.bits, self.levels, half(keys))
+            low, step = levels_of_16_bits(*found, self.bits, self.levels, half(keys))
         else:
             low, step = self._on_grid(*found)
         return {
-            "codes": quantized_keys_reference.code(keys, low, step, self.bits, self.levels_grid),
+            "codes": packed_codes(keys, low, step, self.bits, self.levels_grid),
             "low": low,
             "step": step,
         }
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
-        return quantized_keys.scores(
-            query, *self._index(entries), real, self.bits, self.group, self.page, grid=self.levels_grid
-        )
+        return quantized_keys.scores(query, self._index(entries, real), self.group, self.page)
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return quantized_keys.scores_at(query, *self._index(store), table, self.bits, self.group, self.page)
+        return quantized_keys.scores_at(query, self._index(store), table, self.group, self.page)
 
     def why_not_shared(self) -> str | None:
         if self.page == 1:
@@ -124,18 +122,23 @@ class LowBit(PageSelector):
 
     check_state = Selector.check_state  # not kept in files
 
-    def _index(self, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
-        return entries["codes"], entries["low"], entries["step"]
+    def _index(self, entries: Entries, real: Tensor | None = None) -> QuantizedKeys:
+        return QuantizedKeys(entries["codes"], entries["low"], entries["step"], self.bits, real, self.levels_grid)
+
+    @property
+    def index(self) -> QuantizedKeys:
+        """Every row that is stored."""
+        return self._index({name: getattr(self, name).visible for name in self.entry_names}, self.real.visible)
 
     def _on_grid(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Levels of 8 bits; where they do not fit, the grid grows, and those stored before are rounded to it."""
         held = self.levels_grid
-        low, step, grid = quantized_keys_reference.eight(least, most, self.bits, self.levels, held)
+        low, step, grid = levels_of_8_bits(least, most, self.bits, self.levels, held)
         if held is None:
             self.grid.append(grid)
         elif not torch.equal(held, grid):
             if self.low.rows:
-                stored = grids.moved(self.low.data, self.step.data, held, grid, self.bits)
+                stored = level_grid.regrid(self.low.data, self.step.data, held, grid, self.bits)
                 for buffer, levels in zip((self.low, self.step), stored, strict=True):
                     buffer.data.copy_(levels)
             held.copy_(grid)
@@ -149,11 +152,11 @@ class LowBit(PageSelector):
     def levels_bytes(self, groups: Tensor, size: int) -> Tensor:
         """Bytes of the levels of so many groups of `size` channels, and of the grid that they are on."""
         read = groups * (self.scales // 4 * size)
-        return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
+        return read if self.scales == 16 else read + (groups > 0) * (4 * level_grid.NUMBERS * size)
 
     def read(self, rows: Tensor, size: int) -> Tensor:
         """Bytes that scoring so many rows reads, of whole groups."""
-        return rows * (4 * quantized_keys_reference.words(size, self.bits)) + self.levels_bytes(rows // self.rows, size)
+        return rows * (4 * packing.words(size, self.bits)) + self.levels_bytes(rows // self.rows, size)
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> Scan:
         batch, heads, members, size = query.shape
@@ -173,10 +176,7 @@ class LowBit(PageSelector):
     def select(self, query: Tensor, positions: Tensor, budget: int) -> Selection:
         if not self.real.rows:
             return Selection.none(query.shape[0], query.shape[1], query.device)
-        real = self.real.visible
-        index = self.codes.visible, self.low.visible, self.step.visible
-        best = budget // self.page
-        ids = quantized_keys.best(query, *index, real, self.bits, self.group, best, self.page, grid=self.levels_grid)
+        ids = quantized_keys.best(query, self.index, self.group, budget // self.page, self.page)
         return self._named(query, ids)
 
     def weigh(self, query: Tensor, positions: Tensor, budget: int) -> Weighed:
