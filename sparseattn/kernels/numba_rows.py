@@ -90,6 +90,18 @@ def add_to(typing, array, place, number):
 
 
 @intrinsic
+def put(typing, array, place, number):
+    """`array[place] = number` of a flat array that no `read` in the loop touches."""
+
+    def code(context, builder, signature, arguments):
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        builder.store(arguments[2], builder.gep(data, [arguments[1]])).set_metadata("noalias", scope(builder))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), code
+
+
+@intrinsic
 def prefetch(typing, array, place):
     """Asks for the cache line of the element at `place` of an array, counted in its storage, ahead of its use."""
 

@@ -23,7 +23,7 @@ from sparseattn.kernels.attend.cpu_softmax import TILE, add_tile, join_parts
 from sparseattn.kernels.attend_quantized.reference import CHANNELS, CodedRows
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, LOG2E, as_bits, fetch, flat_rows, read, scope
+from sparseattn.kernels.numba_rows import FAST, LOG2E, as_bits, fetch, flat_rows, put, read, scope
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 
@@ -42,23 +42,11 @@ def _half(typing, array, place, shift):
     return types.float32(array, types.intp, types.intp), code
 
 
-@intrinsic
-def _put(typing, array, place, number):
-    """`array[place] = number` of a flat float32 array that no `read` in the loop touches."""
-
-    def code(context, builder, signature, arguments):
-        data = context.make_array(array)(context, builder, arguments[0]).data
-        builder.store(arguments[2], builder.gep(data, [arguments[1]])).set_metadata("noalias", scope(builder))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.float32), code
-
-
 @njit(fastmath=set(FAST))
 def _widened(levels, at, out, size):
     """Levels of a group of keys, low then step, as float32."""
     for d in range(2 * size):
-        _put(out, d, read(levels, at + d))
+        put(out, d, read(levels, at + d))
 
 
 @njit(fastmath=set(FAST))
@@ -66,14 +54,14 @@ def _key(codes, at, levels, out, to, size, bits):
     """Reads a key back into `out[to:]`; levels: float32, low then step."""
     if bits == 8:
         for d in range(size):
-            _put(out, to + d, read(levels, d) + read(levels, size + d) * read(codes, at + d))
+            put(out, to + d, read(levels, d) + read(levels, size + d) * read(codes, at + d))
         return
     wide = (size + 1) // 2
     for d in range(wide):
-        _put(out, to + d, read(levels, d) + read(levels, size + d) * _half(codes, at + d, 0))
+        put(out, to + d, read(levels, d) + read(levels, size + d) * _half(codes, at + d, 0))
     for d in range(size - wide):
         low, step = read(levels, wide + d), read(levels, size + wide + d)
-        _put(out, to + wide + d, low + step * _half(codes, at + d, 4))
+        put(out, to + wide + d, low + step * _half(codes, at + d, 4))
 
 
 @njit(fastmath=set(FAST))
@@ -89,13 +77,13 @@ def _value(codes, at, levels, level_at, groups, out, to, size, bits):
         low, step = read(levels, level_at + c), read(levels, level_at + groups + c)
         if bits == 8:
             for e in range(d, end):
-                _put(out, to + e, low + step * read(codes, at + e))
+                put(out, to + e, low + step * read(codes, at + e))
         elif high:
             for e in range(d, end):
-                _put(out, to + e, low + step * _half(codes, at + e - wide, 4))
+                put(out, to + e, low + step * _half(codes, at + e - wide, 4))
         else:
             for e in range(d, end):
-                _put(out, to + e, low + step * _half(codes, at + e, 0))
+                put(out, to + e, low + step * _half(codes, at + e, 0))
         d = end
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
-from sparseattn.kernels.numba_rows import FAST, flat_rows, read, storage_of
+from sparseattn.kernels.numba_rows import FAST, flat_rows, put, read, storage_of
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import BYTE, FLOAT, LANES, MAGIC, WORD
 from sparseattn.kernels.quantized_keys import packing
-from sparseattn.kernels.quantized_keys.cpu_products import _put
 
 
 @njit
@@ -112,7 +111,7 @@ def _coded(keys, at, step, rows, size, low, low_at, by, by_at, last, bits, words
         for d in range(size):
             code = (read(keys, first + d) - lows[d]) / steps[d]
             code = code if code > 0 else np.float32(0)
-            _put(codes, d, _byte(code if code < last else last))
+            put(codes, d, _byte(code if code < last else last))
         for plane in range(1, planes):
             for j in range(4 * words):
                 codes[j] |= codes[plane * 4 * words + j] << np.uint8(plane * bits)

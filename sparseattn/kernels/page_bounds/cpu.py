@@ -33,14 +33,14 @@ def _bound(up, down, q, high, low, at, other, size):
 
 @njit(fastmath=set(FAST))
 def _pages(
-    up, down, low, low_base, low_step, high, high_base, high_step, real, real_base, tabled, first, last, each, scores
+    up, down, low, low_base, low_step, high, high_base, high_step, valid, valid_base, tabled, first, last, each, scores
 ):  # fmt: skip
-    """Scores `[G or 1,P]` of the pages from `first` to `last` of one KV head; up, down: `[G,D]`; real: whether there is
-    such a page, or if `tabled` where it lies, below 0 for none."""
+    """Scores `[G or 1,P]` of the pages from `first` to `last` of one KV head; up, down: `[G,D]`; valid: whether there
+    is such a page, or if `tabled` where it lies, below 0 for none."""
     group, size = up.shape
     ups, downs = up.reshape(-1), down.reshape(-1)
     for p in range(first, last):
-        place = np.int64(real[real_base + p])
+        place = np.int64(valid[valid_base + p])
         if not tabled:
             place = p if place else -1
         if place < 0:
@@ -72,8 +72,8 @@ def _halves(query, root, summed, up, down):
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, real_step, tabled, each, scores):
-    """query: `[B*H,G,D]`; low, high: flat, with steps of b, h, p; real: flat `[B,P]`, see `_pages`; scores: `[B,H,G or
+def _page_scores(query, root, summed, low, low_steps, high, high_steps, valid, valid_step, tabled, each, scores):
+    """query: `[B*H,G,D]`; low, high: flat, with steps of b, h, p; valid: flat `[B,P]`, see `_pages`; scores: `[B,H,G or
     1,P]`."""
     batch, heads, _, pages = scores.shape
     halves = np.empty((2, batch * heads, 1 if summed else query.shape[1], query.shape[2]), np.float32)
@@ -85,7 +85,7 @@ def _page_scores(query, root, summed, low, low_steps, high, high_steps, real, re
         b, h = which // heads, which % heads
         _pages(
             up[which], down[which], low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-            high, b * high_steps[0] + h * high_steps[1], high_steps[2], real, b * real_step, tabled,
+            high, b * high_steps[0] + h * high_steps[1], high_steps[2], valid, b * valid_step, tabled,
             chunk * PAGES, min(pages, (chunk + 1) * PAGES), each, scores[b, h],
         )  # fmt: skip
 

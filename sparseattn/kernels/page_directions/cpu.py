@@ -425,11 +425,11 @@ def _scores(
         )  # fmt: skip
 
 
-def scores(query: Tensor, entries: Parts, real: Tensor, form: Form, group: str, temperature: float) -> Tensor:
+def scores(query: Tensor, entries: Parts, valid: Tensor, form: Form, group: str, temperature: float) -> Tensor:
     """As `dispatch.scores`, of float32 and 16-bit queries."""
-    place = torch.arange(real.shape[1], dtype=torch.int32)
+    place = torch.arange(valid.shape[1], dtype=torch.int32)
     lie = {name: (*flat_rows(part), part.shape[-1]) for name, part in entries.items()}
-    return _voted_scores(query, lie, torch.where(real, place, -1), form, group, temperature, ALONE)
+    return _voted_scores(query, lie, torch.where(valid, place, -1), form, group, temperature, ALONE)
 
 
 def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str, temperature: float) -> Tensor:

@@ -232,13 +232,13 @@ MOST = 32  # pages of a tile: in a loop of products of 64 (tcgen05) the compiler
 LOGITS = 4096  # of rows that a program holds: 32 registers of a thread, of those that 128 have
 
 
-def scores(query: Tensor, entries: Parts, real: Tensor, form: Form, group: str, temperature: float) -> Tensor:
+def scores(query: Tensor, entries: Parts, valid: Tensor, form: Form, group: str, temperature: float) -> Tensor:
     """As `dispatch.scores`, of float32 and 16-bit queries.
 
     Raises:
         ValueError: an entry's tensor of another dtype than the form has, or whose last stride is not 1.
     """
-    return _scores(query, entries, form, group, temperature, real=adjacent(real))
+    return _scores(query, entries, form, group, temperature, valid=adjacent(valid))
 
 
 def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str, temperature: float) -> Tensor:
@@ -271,12 +271,12 @@ def _scores(
     group: str,
     temperature: float,
     *,
-    real: Tensor | None = None,
+    valid: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """The launches, with one of `real` and `table`."""
+    """The launches, with one of `valid` and `table`."""
     _check(entries, form)
-    known = real if table is None else table
+    known = valid if table is None else table
     assert known is not None
     batch, heads, share, size = query.shape
     pages = known.shape[1]
@@ -293,7 +293,7 @@ def _scores(
             score_directions[tiles, heads, batch](
                 query.contiguous(),
                 *parts,
-                real,
+                valid,
                 table,
                 out,
                 tile_lse,

@@ -21,7 +21,14 @@ from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import LN2, LOG2E, fetch, flat_rows, storage_of
 from sparseattn.kernels.numba_threads import ALONE, EXPONENTIAL, ONE_AT_A_TIME, STEP, use_threads
 from sparseattn.kernels.numba_vectors import FLOATS, LANES, WORDS, every, larger, logarithms, place_in, powers
-from sparseattn.kernels.quantized_keys.cpu_products import PAIRS, SERVED, _ask, _scratch, _tiles, _wide
+from sparseattn.kernels.quantized_keys.cpu_products import (
+    PAIRS,
+    SERVED,
+    round_group,
+    rounded_bytes,
+    scratch,
+    tile_logits,
+)
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.quantized_keys.level_grid import NUMBERS
 
@@ -70,61 +77,71 @@ def _page_masses(typing, numbers, at, page, out):
 
 
 @njit
-def _part(query, h, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
-          real, r, places, rows, words, bits, first, last, page, unit, out, o, out_step):  # fmt: skip
-    """What the pages of the groups `first` to `last` of one KV head weigh, as `out[o:]` and so on for each query head:
-    for pages of 1 row their logits, else `unit` times the logarithms of base 2 of their sums of 2 to the power of each.
+def score_part(
+    query, h, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
+    valid, valid_at, places, rows, words, bits, first, last, page, unit, out, out_at, out_step,
+):  # fmt: skip
+    """Write what the pages of the groups `first` to `last` of one KV head weigh, as `out[out_at:]` and so on for each
+    query head: for pages of 1 row their logits, else `unit` times the logarithms of base 2 of their sums of 2 to the
+    power of each.
 
-    places: `[n]`, where in a store that sequences share a group lies, negative: nowhere; `real[r:]` is then of any one
-    group. `[0]`: the groups are the sequence's own. The logits of a page's rows are kept for one group at a time.
+    places: `[n]`, where in a store that sequences share a group lies, negative: nowhere; `valid[valid_at:]` is then of
+    any one group. `[0]`: the groups are the sequence's own. The logits of a page's rows are kept for one group at a
+    time.
     """
     share, padded = query.shape[1:]
-    wide = _wide(words, bits, padded)
-    lows, steps, numbers, asked, scale, base = _scratch(share, padded, wide)
+    wide = rounded_bytes(words, bits, padded)
+    lows, steps, numbers, rounded, scale, base = scratch(share, padded, wide)
     flat, tiles, pages = query.reshape(-1), rows // LANES, rows // page
     paired = tiles & -2 if PAIRS else 0
     shared, alone = len(places) > 0, page == 1
     held = np.empty(1 if alone else SERVED * rows, np.float32)
     masses = np.empty(LANES, np.float32)
     for group in range(first, last):
-        place, row, to = np.intp(group), r + group * rows, o + (group - first) * pages
+        place, row, to = np.intp(group), valid_at + group * rows, out_at + (group - first) * pages
         if shared:
-            place, row = np.intp(places[group]), r
+            place, row = np.intp(places[group]), valid_at
             ahead = np.intp(places[group + AHEAD]) if group + AHEAD < last else np.intp(-1)
             if ahead >= 0:
-                fetch(packed, at + ahead * group_step, rows * 4 * words)
+                fetch(packed, packed_at + ahead * group_step, rows * 4 * words)
                 fetch(low, low_at + ahead * low_step, size)
                 fetch(step, step_at + ahead * step_step, size)
             if place < 0:
                 for g in range(share):
                     out[to + g * out_step : to + g * out_step + pages] = -np.inf
                 continue
-        _ask(flat, h, share, padded, size, bits, wide, low, low_at + place * low_step,
+        round_group(flat, h, share, padded, size, bits, wide, low, low_at + place * low_step,
              step, step_at + place * step_step, grid, h * grid_step,
-             lows, steps, numbers, asked, scale, base)  # fmt: skip
-        codes = at + place * group_step
+             lows, steps, numbers, rounded, scale, base)  # fmt: skip
+        codes = packed_at + place * group_step
         for g in range(0, share, SERVED):
-            served, a = min(SERVED, share - g), g * wide
-            into, put, pace = (out, to + g * out_step, out_step) if alone else (held, np.intp(0), np.intp(rows))
+            served, rounded_at = min(SERVED, share - g), g * wide
+            into, into_at, head_step = (
+                (out, to + g * out_step, out_step) if alone else (held, np.intp(0), np.intp(rows))
+            )
             for t in range(0, paired, 2):
-                _tiles(2, served, packed, codes + t * 64 * words, words, bits, asked, a, wide, scale, base, g, real,
-                       row + t * LANES, into, put + t * LANES, pace)  # fmt: skip
+                tile_logits(
+                    2, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
+                    valid, row + t * LANES, into, into_at + t * LANES, head_step,
+                )  # fmt: skip
             for t in range(paired, tiles):
-                _tiles(1, served, packed, codes + t * 64 * words, words, bits, asked, a, wide, scale, base, g, real,
-                       row + t * LANES, into, put + t * LANES, pace)  # fmt: skip
+                tile_logits(
+                    1, served, packed, codes + t * 64 * words, words, bits, rounded, rounded_at, wide, scale, base, g,
+                    valid, row + t * LANES, into, into_at + t * LANES, head_step,
+                )  # fmt: skip
             if alone:
                 continue
             for k in range(served):
                 p = to + (g + k) * out_step
-                for of in range(k * rows, (k + 1) * rows, max(page, LANES)):
-                    _page_masses(held, of, page, masses)
+                for first_row in range(k * rows, (k + 1) * rows, max(page, LANES)):
+                    _page_masses(held, first_row, page, masses)
                     for lane in range(0, LANES, page):
                         out[p] = masses[lane] * unit
                         p += 1
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _masses(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, real, real_step,
+def _masses(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, valid, valid_step,
             rows, words, places, bits, once, page, unit, out):  # fmt: skip
     """query: `[B*H,G,padded]`; places: `[B,n]` or `[B,0]`, see `_part`; out: `[B,H,G,N/page]`; `once`: groups of a
     part."""
@@ -136,14 +153,14 @@ def _masses(query, size, packed, packed_steps, low, low_steps, step, step_steps,
     for work in prange(query.shape[0] * parts):
         which, first = work // parts, work % parts * once
         b, h = which // heads, which % heads
-        _part(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
+        score_part(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
               low, b * low_steps[0] + h * low_steps[1], low_steps[2],
               step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
-              real, b * real_step, places[b], rows, words, bits, first, min(groups, first + once), page, unit,
+              valid, b * valid_step, places[b], rows, words, bits, first, min(groups, first + once), page, unit,
               line, which * share * count + first * pages, count)  # fmt: skip
 
 
-def _stored(query: Tensor, keys: QuantizedKeys, rows: int, factor: float) -> Any:
+def stored_inputs(query: Tensor, keys: QuantizedKeys, rows: int, factor: float) -> Any:
     """Return what a kernel takes of its inputs, the query padded and times `factor`; `rows`: of a group."""
     size = query.shape[-1]
     padded = -(-size // LANES) * LANES
@@ -169,7 +186,7 @@ def groups_of_a_part(rows: int) -> int:
     return max(PART_ROWS // rows, 1)
 
 
-def _work(query: Tensor, rows: int) -> float:
+def work_of(query: Tensor, rows: int) -> float:
     return query.numel() * rows / 8  # integer products: a register has four times as many of them, and two a cycle
 
 
@@ -184,23 +201,25 @@ def masses(query: Tensor, keys: QuantizedKeys, page: int = 1, table: Tensor | No
     groups, rows = groups_and_rows(keys, table)
     out = torch.empty(batch, heads, share, groups * rows // page)
     factor, unit = (1.0, 1.0) if page == 1 else (float(LOG2E), float(LN2))
-    inputs = _stored(query, keys, rows, factor * size**-0.5)
+    inputs = stored_inputs(query, keys, rows, factor * size**-0.5)
     with ONE_AT_A_TIME:
-        use_threads(_work(query, groups * rows) + _exponentials(query, groups * rows, page), _alone(table))
-        _masses(*inputs, _places(table, batch), keys.bits, groups_of_a_part(rows), page, np.float32(unit), out.numpy())
+        use_threads(work_of(query, groups * rows) + work_of_masses(query, groups * rows, page), work_of_a_thread(table))
+        _masses(
+            *inputs, places_of(table, batch), keys.bits, groups_of_a_part(rows), page, np.float32(unit), out.numpy()
+        )
     return out
 
 
-def _places(table: Tensor | None, batch: int) -> Any:
+def places_of(table: Tensor | None, batch: int) -> Any:
     """Return what a kernel takes of a table."""
     return np.empty((batch, 0), np.int32) if table is None else table.int().contiguous().numpy()
 
 
-def _alone(table: Tensor | None) -> int:
+def work_of_a_thread(table: Tensor | None) -> int:
     """Return the work for which a thread more pays: a store is an engine's, in whose steps threads are awake."""
     return ALONE if table is None else STEP
 
 
-def _exponentials(query: Tensor, rows: int, page: int) -> float:
+def work_of_masses(query: Tensor, rows: int, page: int) -> float:
     """Return the work of a page's sum over its rows; none for pages of 1."""
     return 0.0 if page == 1 else EXPONENTIAL * query.shape[:3].numel() * rows / 8

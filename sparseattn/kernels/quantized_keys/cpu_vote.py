@@ -35,14 +35,14 @@ from sparseattn.kernels.numba_vectors import (
 from sparseattn.kernels.quantized_keys.cpu_listed import logits_of_listed
 from sparseattn.kernels.quantized_keys.cpu_rows import (
     LOWEST,
-    _alone,
-    _exponentials,
-    _part,
-    _places,
-    _stored,
-    _work,
     groups_and_rows,
     groups_of_a_part,
+    places_of,
+    score_part,
+    stored_inputs,
+    work_of,
+    work_of_a_thread,
+    work_of_masses,
 )
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.topk.cpu import best
@@ -139,15 +139,19 @@ def _factors(peak, total, most):
 
 
 @njit
-def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
-           real, r, places, rows, words, bits, first, last, page, each, held, to, wide, peak, total):  # fmt: skip
+def _weigh(
+    query, which, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
+    grid_step, valid, valid_at, places, rows, words, bits, first, last, page, each, held, to, wide, peak, total,
+):  # fmt: skip
     """The weights of a part, groups `first` to `last`, as `held[to:]` and so on for each query head, `wide` from one to
     the next; of each head the largest score and the sum of the weights as `peak` and `total` `[G]`.
     """
     share = query.shape[1]
     scores = np.empty(share * each, np.float32)
-    _part(query, which, size, packed, at, group_step, low, low_at, low_step, step, step_at, step_step, grid, grid_step,
-          real, r, places, rows, words, bits, first, last, page, np.float32(1), scores, 0, each)  # fmt: skip
+    score_part(
+        query, which, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
+        grid_step, valid, valid_at, places, rows, words, bits, first, last, page, np.float32(1), scores, 0, each,
+    )  # fmt: skip
     pages = (last - first) * rows // page
     count = (pages + LANES - 1) & -LANES
     for g in range(share):
@@ -164,7 +168,7 @@ def _weigh(query, which, size, packed, at, group_step, low, low_at, low_step, st
 
 
 @entry(parallel=True, cache=True, nogil=True)
-def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, real, real_step,
+def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, valid, valid_step,
              rows, words, table, bits, groups, once, heads, page, each, held, out, ids):  # fmt: skip
     """table: as `_masses` has `places`; held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; ids: `[B*H,S]`,
     the best places of each, or S 0; `once`: groups of a part, of which `each` is the number of pages, up to a multiple
@@ -192,7 +196,7 @@ def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps
                 _weigh(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
                        low, b * low_steps[0] + h * low_steps[1], low_steps[2],
                        step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
-                       real, b * real_step, table[b], rows, words, bits, first, min(groups, first + once), page, each,
+                       valid, b * valid_step, table[b], rows, words, bits, first, min(groups, first + once), page, each,
                        line, worker * share * places + part * each, places,
                        peak[which, part], total[which, part])  # fmt: skip
             if not shared:
@@ -225,14 +229,14 @@ def _vote(
     parts, inside = -(-groups // once), once * rows // page
     each = -(-inside // LANES) * LANES
     ids = torch.empty(batch, heads, min(count or 0, stored), dtype=torch.int32)
-    inputs = _stored(query, keys, rows, float(LOG2E) * size**-0.5)
+    inputs = stored_inputs(query, keys, rows, float(LOG2E) * size**-0.5)
     with ONE_AT_A_TIME:
-        work = _work(query, stored) + _exponentials(query, stored, page)
-        threads = use_threads(work + EXPONENTIAL * lists * share * parts * each / 8, _alone(table))
+        work = work_of(query, stored) + work_of_masses(query, stored, page)
+        threads = use_threads(work + EXPONENTIAL * lists * share * parts * each / 8, work_of_a_thread(table))
         workers = lists if lists % threads else threads
         out = torch.empty(lists if count is None else workers, parts, each)
         _softmax(
-            *inputs, _places(table, batch), keys.bits, groups, once, heads, page, each,
+            *inputs, places_of(table, batch), keys.bits, groups, once, heads, page, each,
             torch.empty(workers, share, parts * each).numpy(),
             out.numpy().reshape(-1, parts * each), ids.numpy().reshape(lists, -1),
         )  # fmt: skip
