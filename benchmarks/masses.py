@@ -45,10 +45,11 @@ def by_rows(selector: LowBit) -> Scores:
 
     def scores(query: Tensor, store: dict[str, Tensor], table: Tensor) -> Tensor:
         batch, held, rows = len(query), len(store["low"]), selector.rows
-        parts = (store[name].transpose(0, 1)[None].expand(batch, -1, -1, -1) for name in NAMES)
+        codes, low, step = (store[name].transpose(0, 1)[None].expand(batch, -1, -1, -1) for name in NAMES)
         valid = table.new_ones(held * rows, dtype=torch.bool).expand(batch, -1)
         listed = table[:, None].expand(-1, query.shape[1], -1)
-        found = quantized_keys.listed_logits(query, QuantizedKeys(*parts, selector.bits, valid), listed, rows)
+        keys = QuantizedKeys(codes, low, step, selector.bits, valid)
+        found = quantized_keys.listed_logits(query, keys, listed, rows)
         return vote(found.unflatten(-1, (-1, selector.page)).logsumexp(-1), selector.group)
 
     return scores

@@ -27,8 +27,10 @@ from sparseattn.cache.index_files import kept
 from sparseattn.cache.selection_checks import ContractError
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.encode_keys.dispatch import encode
+from sparseattn.kernels.encode_keys.reference import quantise
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.packing import pack
 from sparseattn.selectors.base import vote
 
 B, H, G, N, D = 2, 2, 3, 256, 32
@@ -201,8 +203,8 @@ def test_runs_in_an_order_of_their_own_are_proposed_too() -> None:
         cache.append(keys[:, :, part], values[:, :, part])
         cache.seal()
         inside = cache.selector.inside
-        codes, low, step = quantized_keys_reference.quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
-        assert torch.equal(inside.codes.data, quantized_keys_reference.pack(codes, 32, 2))
+        codes, low, step = quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
+        assert torch.equal(inside.codes.data, pack(codes, 32, 2))
         assert torch.equal(inside.low.data, low)
         assert torch.equal(inside.step.data, step)
 

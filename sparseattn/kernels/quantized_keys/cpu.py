@@ -30,10 +30,9 @@ def scores(query: Tensor, keys: QuantizedKeys, group: str, page: int) -> Tensor:
 
 def scores_at(query: Tensor, store: QuantizedKeys, table: Tensor, group: str, page: int) -> Tensor:
     """As `dispatch.scores_at`."""
-    batch, bits = len(query), store.bits
-    parts = (part.transpose(0, 1)[None].expand(batch, -1, -1, -1) for part in (store.codes, store.low, store.step))
-    every = torch.ones(1, store.group_rows, dtype=torch.bool).expand(batch, -1)  # of any one entry
-    keys = QuantizedKeys(*parts, bits, every)
+    batch = len(query)
+    valid = torch.ones(1, store.group_rows, dtype=torch.bool).expand(batch, -1)  # of any one entry
+    keys = store.shared_by(batch, valid)
     if group == "softmax":
         return voted_scores(query, keys, page, table)
     return vote(masses(query, keys, page, table), group)

@@ -373,8 +373,7 @@ def scores(query: Tensor, keys: QuantizedKeys, group: str, page: int) -> Tensor:
 
 def scores_at(query: Tensor, store: QuantizedKeys, table: Tensor, group: str, page: int) -> Tensor:
     """As `dispatch.scores_at`; see `scores`."""
-    parts = (part.transpose(0, 1)[None].expand(len(query), -1, -1, -1) for part in (store.codes, store.low, store.step))
-    return _scores(query, QuantizedKeys(*parts, store.bits), group, page, table)
+    return _scores(query, store.shared_by(len(query)), group, page, table)
 
 
 def _scores(query: Tensor, keys: QuantizedKeys, group: str, page: int, table: Tensor | None = None) -> Tensor:

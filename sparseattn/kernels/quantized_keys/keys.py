@@ -59,6 +59,13 @@ class QuantizedKeys:
         assert self.valid is not None, "keys that are scored say which rows are valid"
         return self.valid
 
+    def shared_by(self, batch: int, valid: Tensor | None = None) -> QuantizedKeys:
+        """Return a store's entries as `[B,H,entries,..]` of so many sequences, a view."""
+        codes, low, step = (
+            part.transpose(0, 1)[None].expand(batch, -1, -1, -1) for part in (self.codes, self.low, self.step)
+        )
+        return QuantizedKeys(codes, low, step, self.bits, valid)
+
     def decoded(self) -> Tensor:
         """Return the keys that codes and levels stand for, `[B,H,N,D]` float32."""
         codes = packing.unpack(self.codes, self.bits, self.size)

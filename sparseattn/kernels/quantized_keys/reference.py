@@ -38,8 +38,8 @@ def scores(query: Tensor, keys: QuantizedKeys, group: str, page: int) -> Tensor:
 def scores_at(query: Tensor, store: QuantizedKeys, table: Tensor, group: str, page: int) -> Tensor:
     """As `dispatch.scores_at`."""
     place, rows = table.long().clamp(min=0), store.group_rows
-    parts = (part[place].transpose(1, 2) for part in (store.codes, store.low, store.step))  # [B,H,n,..]
-    own = QuantizedKeys(*parts, store.bits, (table >= 0).repeat_interleave(rows, 1))
+    codes, low, step = (part[place].transpose(1, 2) for part in (store.codes, store.low, store.step))  # [B,H,n,..]
+    own = QuantizedKeys(codes, low, step, store.bits, (table >= 0).repeat_interleave(rows, 1))
     return scores(query, own, group, page)
 
 
