@@ -14,7 +14,7 @@ from benchmarks.measure import last_cache
 from benchmarks.records import RESULTS
 from sparseattn.core.budget import budget_record
 from sparseattn.cost_model.environment import kernels, machine, versions
-from sparseattn.kernels.dispatch import ATTEND
+from sparseattn.kernels.attend.dispatch import ATTEND
 from sparseattn.utils.devices import usable_device
 
 
@@ -53,8 +53,8 @@ def settle_common(options: argparse.Namespace, least: Mapping[str, int]) -> None
     options.copy = (2048 if on_gpu else 512) if options.copy is None else options.copy
     if options.quick:
         options.rounds = min(options.rounds, 5)
-    if options.impl not in (None, *ATTEND):
-        raise ValueError(f"--impl is one of {', '.join(ATTEND)}, got {options.impl!r}")
+    if options.impl not in (None, *ATTEND.names):
+        raise ValueError(f"--impl is one of {', '.join(ATTEND.names)}, got {options.impl!r}")
     if options.evict is None:
         options.evict = 2 * last_cache(torch.device(options.device)) >> 20
     names = ("heads", "group", "size", "seal", "rounds", "queries", "buckets", "hidden", "copy", "threads")

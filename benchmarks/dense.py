@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from sparseattn.core.selection import Bounds, Selection
-from sparseattn.kernels.dispatch import attend
+from sparseattn.kernels.attend.dispatch import attend
 
 Way: TypeAlias = Callable[[Tensor], Tensor]
 

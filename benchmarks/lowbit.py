@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from sparseattn import KVCache, LowBit, Quest, Selector
 from sparseattn.cli.common import open_trace
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import machine, versions
+from sparseattn.kernels.encode_keys.dispatch import encode
+from sparseattn.kernels.encode_keys.reference import quantise
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.quantized_keys.packing import pack
 from sparseattn.selectors.base import vote
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -86,7 +90,7 @@ class Problem:
     def _attention(self, values: Tensor, bits: int) -> float:
         """Error of full attention's output, relative to its length, where keys themselves are read in so many bits."""
         size = self.keys.shape[-1]
-        codes, low, step = quantized_keys_reference.quantise(self.keys[None], ROWS, bits, "bins", torch.bfloat16)
+        codes, low, step = quantise(self.keys[None], ROWS, bits, "bins", torch.bfloat16)
         parts = codes.unflatten(2, (-1, ROWS)).float() * step.float()[:, :, :, None] + low.float()[:, :, :, None]
         out, exact = (
             (self.queries @ keys[:, None].mT / size**0.5).softmax(-1) @ values[:, None]
@@ -98,16 +102,14 @@ class Problem:
         """Logits' error: root mean square, in standard deviations of the logits, and the largest share of the bound;
         by torch, and as the CPU's kernel has them, which rounds the query to 8 bits."""
         size, last, bits = self.keys.shape[-1], (1 << selector.bits) - 1, selector.bits
-        packed, low, step = quantized_keys_reference.encode(
-            self.keys[None], selector.rows, bits, selector.levels, torch.bfloat16
-        )
-        real = torch.ones(1, self.keys.shape[1], dtype=torch.bool)
-        stretch = self.queries.abs()[..., None, :] * step[0, :, None, None].float()  # [H,G,n,N/rows,D]
+        index = encode(self.keys[None], selector.rows, bits, selector.levels, torch.bfloat16)
+        index = replace(index, valid=torch.ones(1, self.keys.shape[1], dtype=torch.bool))
+        stretch = self.queries.abs()[..., None, :] * index.step[0, :, None, None].float()  # [H,G,n,N/rows,D]
         bounds = {"torch": stretch.sum(-1) / (2 * size**0.5)}
         bounds["numba"] = bounds["torch"] + last * size**0.5 / 508 * stretch.amax(-1)
         found: dict[str, float] = {}
         for impl, bound in bounds.items():
-            got = quantized_keys.logits(self.queries.flatten(1, 2)[None], packed, low, step, real, bits, impl)
+            got = quantized_keys.logits(self.queries.flatten(1, 2)[None], index, impl)
             error = got.view_as(exact) - exact
             found[f"rms.{impl}"] = float(error.square().mean().sqrt() / exact.std(-1).mean())
             if selector.levels == "bins":
@@ -119,12 +121,8 @@ class Problem:
 
 def _rounded(selector: LowBit, keys: Tensor) -> Tensor:
     """Keys `[H,N,D]` as the selector keeps them."""
-    codes, low, step = quantized_keys_reference.quantise(
-        keys[None], selector.rows, selector.bits, selector.levels, torch.bfloat16
-    )
-    return quantized_keys_reference.keys_of(
-        quantized_keys_reference.pack(codes, selector.rows, selector.bits), low, step, selector.bits
-    )[0]
+    codes, low, step = quantise(keys[None], selector.rows, selector.bits, selector.levels, torch.bfloat16)
+    return QuantizedKeys(pack(codes, selector.rows, selector.bits), low, step, selector.bits).decoded()[0]
 
 
 def drawn(size: int, rows: int, heads: int, group: int, queries: int) -> Iterable[Problem]:

@@ -28,6 +28,7 @@ from benchmarks.records import RESULTS
 from sparseattn.cli.common import integers
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.pages.quest import Quest
@@ -45,9 +46,10 @@ def by_rows(selector: LowBit) -> Scores:
     def scores(query: Tensor, store: dict[str, Tensor], table: Tensor) -> Tensor:
         batch, held, rows = len(query), len(store["low"]), selector.rows
         codes, low, step = (store[name].transpose(0, 1)[None].expand(batch, -1, -1, -1) for name in NAMES)
-        real = table.new_ones(held * rows, dtype=torch.bool).expand(batch, -1)
+        valid = table.new_ones(held * rows, dtype=torch.bool).expand(batch, -1)
         listed = table[:, None].expand(-1, query.shape[1], -1)
-        found = quantized_keys.listed_logits(query, codes, low, step, real, selector.bits, listed, rows)
+        keys = QuantizedKeys(codes, low, step, selector.bits, valid)
+        found = quantized_keys.listed_logits(query, keys, listed, rows)
         return vote(found.unflatten(-1, (-1, selector.page)).logsumexp(-1), selector.group)
 
     return scores

@@ -17,10 +17,10 @@ from sparseattn.core.selection import Weighed as Weighed
 from sparseattn.core.step_cost import Scan as Scan
 from sparseattn.evaluation.replay import Evaluation as Evaluation
 from sparseattn.evaluation.replay import evaluate as evaluate
+from sparseattn.kernels.attend.dispatch import attend as attend
 from sparseattn.kernels.attend.merge import merge as merge
 from sparseattn.kernels.attend_quantized.dispatch import attend_coded as attend_coded
 from sparseattn.kernels.attend_quantized.reference import CodedRows as CodedRows
-from sparseattn.kernels.dispatch import attend as attend
 from sparseattn.selectors.base import Rows as Rows
 from sparseattn.selectors.base import Selector as Selector
 from sparseattn.selectors.names import CLASSES

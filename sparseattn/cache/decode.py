@@ -10,9 +10,9 @@ from torch import Tensor
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
+from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.kernels.attend.merge import merge, share
 from sparseattn.kernels.attend_quantized.dispatch import attend_coded
-from sparseattn.kernels.dispatch import attend
 
 CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what attends to rows of a few bits
 

@@ -27,8 +27,8 @@ from sparseattn.cache.state_checks import append_first
 from sparseattn.core.budget import Budget, Mass, budget_of, parse_budget
 from sparseattn.core.mass import Promise, cut
 from sparseattn.core.selection import Bounds, Selection, Tail, Weighed
+from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.kernels.attend_quantized.reference import CodedRows
-from sparseattn.kernels.dispatch import attend
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Selector, StepContext
 from sparseattn.selectors.registry import as_selector

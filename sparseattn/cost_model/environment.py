@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sparseattn.kernels.dispatch import ATTEND, why_not_numba, why_not_triton
+from sparseattn.kernels.attend.dispatch import ATTEND
+from sparseattn.kernels.implementations import why_not_numba, why_not_triton
 from sparseattn.utils.devices import usable_device
 
 PACKAGES = (
@@ -54,7 +55,7 @@ def machine() -> dict[str, Any]:
 def kernels() -> dict[str, str]:
     """Implementation of `attend` -> "runs", or why not, on the device that work goes to here."""
     device = usable_device()
-    facts = dict.fromkeys(ATTEND, f"runs on {device.type}")
+    facts = dict.fromkeys(ATTEND.names, f"runs on {device.type}")
     reason = why_not_numba(torch.device("cpu"), torch.float16)
     facts["numba"] = "runs on cpu" if reason is None else f"does not run: {reason}"
     reason = why_not_triton(device, torch.float16)

@@ -14,10 +14,16 @@ from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.core.step_cost import KINDS, Cost, Launch, Shape, attention, picked, products, sorted_best, step_cost
-from sparseattn.kernels import codebooks, scoring
-from sparseattn.kernels.dispatch import attend
+from sparseattn.kernels import codebooks
+from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.encode_keys.dispatch import encode
+from sparseattn.kernels.linear.dispatch import FEW, linear
+from sparseattn.kernels.listed_scores.dispatch import listed_scores
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.checks import half
 
 HELD = 98_304  # rows of which some are attended to: their addresses are spread as in a long context
@@ -158,7 +164,7 @@ def _bounds(shape: Shape) -> list[Probe]:
         launch = Launch("bounds", heads * pages * shape.row_bytes, 4.0 * heads * shape.group * pages * shape.size)
 
         def call(low: Tensor = low, high: Tensor = high, real: Tensor = real) -> Tensor:
-            return scoring.page_scores(query, low, high, real, "sum")
+            return page_scores(query, PageBounds(low, high, real), "sum")
 
         made.append(Probe(launch, call))
     return made
@@ -185,9 +191,9 @@ def _codes(shape: Shape) -> list[Probe]:
         work = picked(of.batch * of.heads, rows, best)
         launch = Launch("codes", 0.0, 2.0 * query.numel() * rows, work)
 
-        def call(index: _Index = index, query: Tensor = query, best: int = best) -> Selection:
-            ids = quantized_keys.best(query, *index, 2, "softmax", best)
-            scanned = index[-1].sum(-1)[:, None].expand(-1, ids.shape[1])
+        def call(index: QuantizedKeys = index, query: Tensor = query, best: int = best) -> Selection:
+            ids = quantized_keys.best(query, index, "softmax", best)
+            scanned = index.mask.sum(-1)[:, None].expand(-1, ids.shape[1])
             return Selection.pages(ids, 1, scanned, scanned)
 
         made.append(Probe(launch, call))
@@ -203,19 +209,18 @@ def _codes(shape: Shape) -> list[Probe]:
         launch = Launch("listed", 0.0, 2.0 * query.numel() * listed * PAGE, work)
 
         def call_listed(
-            index: _Index = index, query: Tensor = query, pages: Tensor = pages, best: int = best
+            index: QuantizedKeys = index, query: Tensor = query, pages: Tensor = pages, best: int = best
         ) -> Selection:
-            return Selection.tokens(quantized_keys.best_listed(query, *index, 2, "softmax", pages, PAGE, best)[0])
+            return Selection.tokens(quantized_keys.best_listed(query, index, "softmax", pages, PAGE, best)[0])
 
         made.append(Probe(launch, call_listed))
     return made
 
 
-def _index(shape: Shape, rows: int) -> _Index:
-    """Codes of two bits of so many rows, their levels, and which rows are real."""
+def _index(shape: Shape, rows: int) -> QuantizedKeys:
+    """Return so many keys in two bits, all of them valid."""
     keys = _rows(shape, rows)
-    packed, low, step = quantized_keys_reference.quantise(keys, GROUP, 2, "bins", half(keys))
-    return packed, low, step, torch.ones(shape.batch, rows, dtype=torch.bool)
+    return replace(encode(keys, GROUP, 2, "bins", half(keys)), valid=torch.ones(shape.batch, rows, dtype=torch.bool))
 
 
 def _names(shape: Shape) -> list[Probe]:
@@ -235,7 +240,7 @@ def _names(shape: Shape) -> list[Probe]:
 
 def _classifier(shape: Shape) -> list[Probe]:
     made, kind = [], shape.dtype if shape.dtype.itemsize == 2 else torch.float32
-    few = scoring.FEW[kind.itemsize]
+    few = FEW[kind.itemsize]
     for heads, hidden, vectors in (
         (1, 64, 1),
         (shape.heads, HIDDEN, 1),
@@ -251,7 +256,7 @@ def _classifier(shape: Shape) -> list[Probe]:
         flops = 2.0 * heads * vectors * hidden * (shape.size + BUCKETS)
 
         def call(first: Tensor = first, second: Tensor = second, x: Tensor = x) -> Tensor:
-            return scoring.linear(scoring.linear(x, first, relu=True), second)
+            return linear(linear(x, first, relu=True), second)
 
         name = "network" if vectors > few else "classifier"
         made.append(Probe(Launch(name, first.nbytes + second.nbytes, flops, first.numel() + second.numel()), call))
@@ -264,7 +269,7 @@ def _sort(shape: Shape) -> list[Probe]:
         scores = torch.rand(shape.batch, shape.heads, many)
 
         def call(scores: Tensor = scores, few: int = few) -> Any:
-            return scoring.best_pages(scores, few, PAGE)
+            return best_pages(scores, few, PAGE)
 
         made.append(Probe(Launch("sort", entries=sorted_best(lists, many, few)), call))
     return made
@@ -277,7 +282,7 @@ def _walk(shape: Shape, keys: Tensor) -> list[Probe]:
         launch = Launch("walk", entries=ids.numel())
 
         def call(ids: Tensor = ids) -> Tensor:
-            return scoring.listed_scores(query, keys, ids)
+            return listed_scores(query, keys, ids)
 
         made.append(Probe(launch, call))
     return made

@@ -22,7 +22,7 @@ from sparseattn.cache import input_checks
 from sparseattn.evaluation.measures import BEFORE, BEST, HELD, NEEDED
 from sparseattn.evaluation.rank_correlation import rank_correlation
 from sparseattn.evaluation.replay import check_replay, is_trace, json_number, usable_layers
-from sparseattn.kernels.scoring import page_bounds
+from sparseattn.kernels.page_bounds.reference import page_bounds
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.traces.trace import Trace, TraceLayer

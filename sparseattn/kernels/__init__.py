@@ -1,5 +1,6 @@
-"""A folder an operation, each with `reference.py` (the specification), `cpu.py` (numba) and `gpu.py` (Triton).
+"""A folder an operation: `dispatch.py` has its functions, `reference.py` the specification in torch, `cpu.py` numba's
+code and `gpu.py` Triton's.
 
-`dispatch.py` has `attend` and chooses its implementation; `scoring.py` does so for what selectors compute. It may use
-`core` and `utils`.
+`implementations.py` picks among them. `numba_*.py` is what compiled code shares, `triton_ahead.py` compiles without a
+GPU. It may use `core` and `utils`.
 """

@@ -31,8 +31,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from sparseattn.utils.cache_folder import cache_folder
 
 PACKAGE = Path(__file__).parent.parent
-COMPILES = re.compile(rb"^(?:from|import) (?:numba|llvmlite)\b|^from \S+\.numba_cache import ", re.MULTILINE)
-HINTS = (b"numba", b"llvmlite", b".numba_cache ")  # what such a file holds: found six times faster
+COMPILES = re.compile(rb"^(?:from|import) (?:numba|llvmlite)\b|^from \S+\.numba_(?:cache|entry) import ", re.MULTILINE)
+HINTS = (b"numba", b"llvmlite")  # what such a file holds: found six times faster
 IMPORTS = re.compile(rb"^from (\S+) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
 CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]*\b")
 KEPT = 8  # folders of other sources: of branches and clones, of releases before an update. Each has 5 to 10 MB.
@@ -54,7 +54,7 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
 
 def compiled(package: Path) -> dict[str, bytes]:
     """Return the files of a package whose change changes compiled code, by their paths in it: those that import numba,
-    LLVM or this `njit`, and those from which they import a constant, which is compiled in."""
+    LLVM, this `njit` or `entry`, and those from which they import a constant, which is compiled in."""
     sources = {path.relative_to(package).as_posix(): path.read_bytes() for path in package.rglob("*.py")}
     own = {path for path, source in sources.items() if any(x in source for x in HINTS) and COMPILES.search(source)}
     left = list(own)

@@ -21,12 +21,14 @@ from triton.compiler import ASTSource
 from sparseattn.kernels.attend import gpu as attend_gpu
 from sparseattn.kernels.attend_quantized import gpu as attend_quantized_gpu
 from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu
+from sparseattn.kernels.group_vote import gpu as group_vote_gpu
 from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
 from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
 from sparseattn.kernels.page_directions import gpu as page_directions_gpu
 from sparseattn.kernels.page_directions.reference import Form
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys import packing
+from sparseattn.kernels.topk import gpu as topk_gpu
 
 ELEMENT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 Arguments = list[str | int | None]
@@ -137,15 +139,19 @@ def compile_pages_ahead(
         arguments = ["*fp32", "*fp32", "*fp32", "i32", "i32"]
         found.append(
             _compile(
-                page_bounds_gpu.vote_softmax, arguments, *page_bounds_gpu.launch_vote(group), arch, row_bytes=4 * group
+                group_vote_gpu.vote_softmax,
+                arguments,
+                *group_vote_gpu.launch(group, page_bounds_gpu.VOTE_BLOCK),
+                arch,
+                row_bytes=4 * group,
             )
         )
     arguments = ["*fp32", "*i64", "*i32", "*i32", "i32", "i32"]
     named = _compile(
-        page_bounds_gpu.name_pages,
+        topk_gpu.name_pages,
         arguments,
-        {"BLOCK": page_bounds_gpu.NAME_BLOCK},
-        page_bounds_gpu.NAME_OPTIONS,
+        {"BLOCK": topk_gpu.NAME_BLOCK},
+        topk_gpu.NAME_OPTIONS,
         arch,
         row_bytes=12,
     )
@@ -199,7 +205,7 @@ def compile_lowbit_ahead(
     element, softmax = ELEMENT[dtype], vote == "softmax"
     kept = "*bf16" if dtype == torch.float32 else element
     levels: Arguments = [kept, kept, None] if scales == 16 else ["*i8", "*u8", "*fp32"]
-    wide = 4 * quantized_keys_reference.words(size, bits)
+    wide = 4 * packing.words(size, bits)
     inputs: Arguments = [element, "*u8", *levels]
     steps: Arguments = [1 << 20, 1 << 16, rows * wide, 1 << 20, 1 << 16, size, 1 << 20, 1 << 16, size]
     stored: Arguments = [0, 1 << 16, rows * wide, 0, 1 << 16, size, 0, 1 << 16, size] if table else steps
@@ -218,9 +224,9 @@ def compile_lowbit_ahead(
     found = [_compile(quantized_keys_gpu.score_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]
     if softmax:
         arguments = ["*fp32", "*fp32", "*fp32", "i32", "i32"]
-        vote_constants, vote_options = quantized_keys_gpu.launch_vote(group)
+        vote_constants, vote_options = group_vote_gpu.launch(group, quantized_keys_gpu.VOTE_BLOCK)
         found.append(
-            _compile(page_bounds_gpu.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group)
+            _compile(group_vote_gpu.vote_softmax, arguments, vote_constants, vote_options, arch, row_bytes=4 * group)
         )
     each = group if vote == "each" else 1
     constants, options = quantized_keys_gpu.launch_listed(dtype.itemsize, size, group // each, each, bits, rows)

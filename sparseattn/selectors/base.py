@@ -18,9 +18,9 @@ from sparseattn.core.context import LayerContext as LayerContext
 from sparseattn.core.context import StepContext as StepContext
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
-from sparseattn.kernels.scoring import GROUPS as GROUPS
-from sparseattn.kernels.scoring import best as best
-from sparseattn.kernels.scoring import vote as vote
+from sparseattn.kernels.group_vote.dispatch import GROUPS as GROUPS
+from sparseattn.kernels.group_vote.dispatch import vote as vote
+from sparseattn.kernels.topk.dispatch import best as best
 from sparseattn.selectors.abilities import EstimatesMass, HostOnly, LearnsFromQueries, ReadsKeys, ReadsRoundedKeys
 from sparseattn.selectors.identity import Named, identity
 from sparseattn.selectors.state import Stateful

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.scoring import GROUPS
+from sparseattn.kernels.group_vote.dispatch import GROUPS
 
 MOST = 1 << 16  # entries of a list that is kept for every query, guide or key: 8 bytes each
 

@@ -10,7 +10,6 @@ import torch
 
 from sparseattn import SELECTORS, KVCache, Mass, decode
 from sparseattn.cache.decode import attend_chosen
-from sparseattn.kernels import dispatch
 from tests.cache.recorded import HostWaits, Recording
 from tests.cases import FEW, ON_DEVICE, Case, attention, by_name
 
@@ -18,7 +17,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: with a GPU, test_decode_gpu.py captures a graph", allow_module_level=True)
 from sparseattn.core.budget import Budget
-from sparseattn.kernels import scoring
+from sparseattn.kernels import implementations
+from sparseattn.kernels.attend import dispatch
 from sparseattn.kernels.attend import gpu as attend_gpu
 from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu
 from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
@@ -27,6 +27,7 @@ from sparseattn.kernels.page_directions import dispatch as page_directions
 from sparseattn.kernels.page_directions import gpu as page_directions_gpu
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
+from sparseattn.kernels.topk import gpu as topk_gpu
 
 B, H, G, D = 2, 1, 2, 16
 ALL = ("exact", "quest", "bridge-few", "saap")  # at unlimited budget too
@@ -51,19 +52,19 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
     cache.search(query, rows, mass, lambda: cache.near(query))  # as before a capture: what is looked up once is here
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "chosen", lambda impl, *_: impl or "triton")
-        patch.setattr(dispatch, "_default", lambda *_: "triton")
+        patch.setattr(implementations, "choose", lambda impl, *_: impl or "triton")
+        patch.setattr(dispatch, "_torch_only", lambda *_: False)
         patch.setattr(dispatch, "_check_bounds", lambda *_: None)  # which reads numbers of the host's
         patch.setattr(attend_gpu, "attend", recording.opaque(attend_gpu.attend))
         for module, name in (
             (page_bounds_gpu, "scores"),
-            (page_bounds_gpu, "best"),
+            (topk_gpu, "best_pages"),
             (bucket_spans_gpu, "spans"),
             (listed_scores_gpu, "scores"),
         ):
             patch.setattr(module, name, recording.opaque(getattr(module, name)))
         # Interpreted, lowbit's kernels take a minute here; tests/kernels/test_quantized_keys_gpu.py has them.
-        for name, same in (("scores", quantized_keys.scores), ("listed", quantized_keys.listed_logits)):
+        for name, same in (("scores", quantized_keys.scores), ("listed_logits", quantized_keys.listed_logits)):
             patch.setattr(quantized_keys_gpu, name, recording.opaque(functools.partial(same, impl="torch")))
         same = functools.partial(page_directions.scores, impl="torch")  # its kernel: test_page_directions_gpu.py
         patch.setattr(page_directions_gpu, "scores", recording.opaque(same))
@@ -86,7 +87,7 @@ def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
         twin = cache.clone()  # which has not observed this step yet
         recording.replay()
         with pytest.MonkeyPatch.context() as patch:  # keys of few bits are scored as in the recording
-            patch.setattr(scoring, "why_not_numba", lambda *_: "to choose as the recording does")
+            patch.setattr(implementations, "why_not_numba", lambda *_: "to choose as the recording does")
             expected = decode(query, twin, 40, impl="reference")
         assert torch.equal(twin.sealed, sealed), "a seal lies between the recording and the replay"
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -122,7 +123,7 @@ def test_in_fixed_storage_a_step_follows_seals_and_another_batch(case: Case, bud
             query.copy_(queries[:, :, :, t])
             recording.replay()
             with pytest.MonkeyPatch.context() as patch:  # ties of a vote fall as in the recording, which has torch's
-                patch.setattr(scoring, "why_not_numba", lambda *_: "to choose as the recording does")
+                patch.setattr(implementations, "why_not_numba", lambda *_: "to choose as the recording does")
                 expected = decode(query, plain, budget)
             assert torch.equal(cache.sealed, plain.sealed)
             seals.add(int(cache.sealed[0]))
@@ -149,7 +150,7 @@ def test_a_step_by_mass_never_waits_and_follows_seals(name: str) -> None:
         query.copy_(queries[:, :, :, t])
         recording.replay()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scoring, "why_not_numba", lambda *_: "to choose as the recording does")
+            patch.setattr(implementations, "why_not_numba", lambda *_: "to choose as the recording does")
             expected = decode(query, plain, budget)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         assert plain.latest is not None

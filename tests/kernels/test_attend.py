@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparseattn import Bounds, Selection, attend, merge
-from sparseattn.kernels import dispatch
-from sparseattn.kernels.dispatch import ATTEND, why_not_numba, why_not_triton
+from sparseattn.kernels.attend import dispatch
+from sparseattn.kernels.attend.dispatch import ATTEND
+from sparseattn.kernels.implementations import FILES, why_not_numba, why_not_triton
 from tests.cases import heads
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
@@ -324,9 +325,10 @@ def test_a_scale_may_be_any_finite_number(impl: str, scale: float) -> None:
 
 def test_the_table_of_implementations_names_their_files() -> None:
     files = {"reference": "reference", "gather": "gather", "numba": "cpu", "triton": "gpu"}
-    assert ATTEND.keys() == files.keys()
-    for name in files.values():
-        assert (Path(dispatch.__file__).parent / "attend" / f"{name}.py").exists()
+    assert set(ATTEND.names) == files.keys()
+    for name, file in files.items():
+        assert (Path(dispatch.__file__).parent / f"{file}.py").exists()
+        assert FILES[name] == file
 
 
 def test_a_head_size_above_256_is_refused() -> None:

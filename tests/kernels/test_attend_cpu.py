@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 
 from sparseattn import Bounds, Quest, Selection, attend
-from sparseattn.kernels import dispatch, scoring
+from sparseattn.kernels import implementations, numba_threads
+from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
+from sparseattn.kernels.group_vote.dispatch import vote
+from sparseattn.kernels.linear.dispatch import linear
+from sparseattn.kernels.listed_scores.dispatch import listed_scores
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores
+from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.base import GROUPS
 from tests.cases import heads
 
 pytest.importorskip("numba")
 from sparseattn.kernels.attend import cpu as attend_cpu
+from sparseattn.kernels.page_bounds import cpu as page_bounds_cpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -78,31 +86,34 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         attend(query.double(), keys.double(), values.double(), selection, impl="numba")
     with pytest.raises(ValueError, match="the last stride is 1, got 40"):
         attend(query, keys.mT.contiguous().mT, values, selection, impl="numba")
-    assert dispatch.why_not_numba(torch.device("cuda"), torch.float32) == "numba's code runs on the CPU, not on cuda"
-    monkeypatch.setattr(dispatch, "_missing_numba", lambda: "numba is not installed")
+    assert (
+        implementations.why_not_numba(torch.device("cuda"), torch.float32)
+        == "numba's code runs on the CPU, not on cuda"
+    )
+    monkeypatch.setattr(implementations, "_missing_numba", lambda: "numba is not installed")
     with pytest.raises(RuntimeError, match="numba is not installed"):
         attend(query, keys, values, selection, impl="numba")
     with pytest.raises(RuntimeError, match="numba is not installed"):
-        scoring.linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="numba")
+        linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="numba")
     with pytest.raises(ValueError, match="impl is one of torch, numba, triton or None, got 'gather'"):
-        scoring.listed_scores(query, keys, torch.zeros(1, 4, 3, dtype=torch.int32), impl="gather")
+        listed_scores(query, keys, torch.zeros(1, 4, 3, dtype=torch.int32), impl="gather")
     with pytest.raises(ValueError, match="impl is one of torch, triton or None, got 'numba'"):
-        scoring.best_pages(torch.zeros(1, 1, 4), 2, 16, impl="numba")
+        best_pages(torch.zeros(1, 1, 4), 2, 16, impl="numba")
     with pytest.raises(ValueError, match="impl is one of torch, numba or None, got 'triton'"):
-        scoring.linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="triton")
+        linear(torch.zeros(1, 1, 4), torch.zeros(1, 2, 4), impl="triton")
 
 
 def test_numba_is_told_its_threads_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each thread of its own, as numba keeps the number for each."""
     told: list[int] = []
-    monkeypatch.setattr(attend_cpu, "LET", threading.local())
-    monkeypatch.setattr(attend_cpu, "MOST_THREADS", 2)
+    monkeypatch.setattr(numba_threads, "LET", threading.local())
+    monkeypatch.setattr(numba_threads, "MOST_THREADS", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(attend_cpu.numba, "set_num_threads", told.append)
-    few, many = 0, 10 * attend_cpu.ALONE
-    assert [attend_cpu.use_threads(work) for work in (few, few, many, many, few)] == [1, 1, 2, 2, 1]
+    monkeypatch.setattr(numba_threads.numba, "set_num_threads", told.append)
+    few, many = 0, 10 * numba_threads.ALONE
+    assert [numba_threads.use_threads(work) for work in (few, few, many, many, few)] == [1, 1, 2, 2, 1]
     assert told == [1, 2, 1]
-    other = threading.Thread(target=attend_cpu.use_threads, args=(few,))
+    other = threading.Thread(target=numba_threads.use_threads, args=(few,))
     other.start()
     other.join()
     assert told == [1, 2, 1, 1]
@@ -136,8 +147,8 @@ def test_layouts_and_sizes_do_not_compile_anew() -> None:
                         torch.tensor(rows - 2).int(), torch.tensor(rows).int())))  # fmt: skip
         attend(queries[:, :, :, 0], spare(keys), spare(values), Selection.pages(ids, 4), bounds, impl="numba")
         real = torch.ones(batch, rows + 5, dtype=torch.bool)[:, :rows]
-        scoring.page_scores(queries[:, :, :, 0], spare(keys), spare(values), real, "max", impl="numba")
-    for kernel in (attend_cpu._attend, attend_cpu._page_scores):
+        page_scores(queries[:, :, :, 0], PageBounds(spare(keys), spare(values), real), "max", impl="numba")
+    for kernel in (attend_cpu._attend, page_bounds_cpu._page_scores):
         kinds = {str(signature) for signature in kernel.signatures}
         assert len(kinds) <= len(DTYPES), kinds
 
@@ -152,10 +163,10 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, serve
     real[2] = False
     low, high = (spare(x.masked_fill(~real[:, None, :, None], torch.nan)) for x in (low, high))
     query = queries[:, :, :, 0]
-    expected = scoring.page_scores(query.double(), low.double(), high.double(), real, group, impl="torch")
+    expected = page_scores(query.double(), PageBounds(low.double(), high.double(), real), group, impl="torch")
     bound = 8 * served * size * 2.0**-24 * float(query.abs().max()) * float(high.nan_to_num().abs().max()) + 1e-6
     for impl in ("torch", "numba"):
-        got = scoring.page_scores(query, low, high, real, group, impl=impl)
+        got = page_scores(query, PageBounds(low, high, real), group, impl=impl)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=bound)
 
@@ -167,16 +178,10 @@ def test_page_scores_of_int8_bounds_are_those_of_what_they_stand_for(group: str,
     step, real = torch.rand(3, 2, 64), torch.rand(3, 300) < 0.8
     query = torch.randn(3, 2, 4, 64).to(dtype)
     wide = [(x * step[:, :, None]).double() for x in (low, high)]
-    expected = scoring.page_scores(query.double(), *wide, real, group, impl="torch")
+    expected = page_scores(query.double(), PageBounds(*wide, real), group, impl="torch")
     for impl in ("torch", "numba"):
-        got = scoring.page_scores(
-            query,
-            *(torch.nn.functional.pad(x, (0, 0, 0, 5), value=99)[:, :, :300] for x in (low, high)),
-            real,
-            group,
-            step,
-            impl=impl,
-        )
+        padded = (torch.nn.functional.pad(x, (0, 0, 0, 5), value=99)[:, :, :300] for x in (low, high))
+        got = page_scores(query, PageBounds(*padded, real, step), group, impl=impl)
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-3)
 
 
@@ -186,7 +191,7 @@ def test_page_scores_take_queries_in_the_order_of_a_model(group: str) -> None:
     query = torch.randn(2, 4, 3, 16).transpose(1, 2)
     low, high = torch.randn(2, 2, 3, 9, 16).sort(0).values
     real = torch.ones(2, 9, dtype=torch.bool)
-    got, expected = (scoring.page_scores(query, low, high, real, group, impl=impl) for impl in ("numba", "torch"))
+    got, expected = (page_scores(query, PageBounds(low, high, real), group, impl=impl) for impl in ("numba", "torch"))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -200,11 +205,11 @@ def test_the_softmax_vote_is_the_specification(group: str, count: int) -> None:
     expected = logs.nan_to_num(neginf=-torch.inf, nan=-torch.inf).logsumexp(2)
     held = scores.clone()
     for impl in ("torch", "numba"):
-        got = scoring.vote(scores, "softmax", impl)
+        got = vote(scores, "softmax", impl)
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(got.double().exp(), probabilities.sum(2), rtol=1e-3, atol=1e-6)
     assert torch.equal(scores, held)
-    assert scoring.vote(scores.double(), "softmax").dtype == torch.float64
+    assert vote(scores.double(), "softmax").dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "few", "none", "signs"])
@@ -219,7 +224,7 @@ def test_best_pages_have_the_highest_scores(kind: str, count: int) -> None:
         scores = torch.full_like(scores, -torch.inf)
     if kind == "signs":
         scores = (scores * 40).exp() * scores.sign()
-    start, length = scoring.best_pages(scores, count, 16)
+    start, length = best_pages(scores, count, 16)
     assert start.shape == (2, 3, min(count, 2500))
     assert start.dtype == length.dtype == torch.int32
     for b in range(2):
@@ -240,13 +245,13 @@ def test_linear_is_the_specification(dtype: torch.dtype, many: int, outputs: int
             right = x.double() @ weight.double().mT + (0 if offset is None else offset.double()[:, None])
             right = right.relu() if relu else right
             for impl in ("torch", "numba"):
-                got = scoring.linear(x, weight, offset, relu, impl=impl)
+                got = linear(x, weight, offset, relu, impl=impl)
                 torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-4)
 
 
 def test_linear_learns_where_it_is_asked_to() -> None:
     weight = torch.randn(1, 4, 8, requires_grad=True)
-    scoring.linear(torch.randn(1, 2, 8), weight).sum().backward()
+    linear(torch.randn(1, 2, 8), weight).sum().backward()
     assert weight.grad is not None
 
 
@@ -260,8 +265,8 @@ def test_bucket_spans_are_those_of_the_runs(
     edges = torch.nn.functional.pad(sizes.flatten(2).cumsum(-1), (1, 0)).int()
     table = torch.stack([edges[:, :, r * 12 : r * 12 + 13] for r in range(segments)], 2)
     ids = torch.rand(2, 2 * each, 11).argsort(-1)[..., :visited]
-    got = scoring.bucket_spans(ids, table, span, budget, slots, impl="numba")
-    expected = scoring.bucket_spans(ids, table, span, budget, slots, impl="torch")
+    got = bucket_spans(ids, table, span, budget, slots, impl="numba")
+    expected = bucket_spans(ids, table, span, budget, slots, impl="torch")
     assert torch.equal(got[1], expected[1])
     assert torch.equal(got[0] * (got[1] > 0), expected[0] * (expected[1] > 0))
     for b in range(2):
@@ -282,7 +287,7 @@ def test_listed_scores_are_the_specification(dtype: torch.dtype) -> None:
     ids = torch.randint(-1, 300, (2, 6, 200), dtype=torch.int32).sort(-1).values
     unlisted = torch.ones(2, 2, 301, dtype=torch.bool).scatter_(2, ids.view(2, 2, -1).long() + 1, False)[..., 1:]
     query, keys = queries[:, :, :, 0], spare(keys.masked_fill(unlisted[..., None], torch.nan))
-    got, expected = (scoring.listed_scores(query, keys, ids, impl=impl) for impl in ("numba", "torch"))
+    got, expected = (listed_scores(query, keys, ids, impl=impl) for impl in ("numba", "torch"))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
     each = [sorted(set(row) - {-1}) for row in ids.flatten(0, 1).tolist()]
     assert (~got.isneginf()).sum(-1).flatten().tolist() == [len(rows) for rows in each]
@@ -309,7 +314,7 @@ def test_quest_chooses_the_same_pages_in_torch_and_compiled(monkeypatch: pytest.
     cache.append(keys, values)
     query = queries[:, :, :, 5]
     one = cache.select(query, 160)
-    monkeypatch.setattr(dispatch, "_missing_numba", lambda: "off")
+    monkeypatch.setattr(implementations, "_missing_numba", lambda: "off")
     other = cache.select(query, 160)
     assert torch.equal(one.mask(900), other.mask(900))
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
-from sparseattn.kernels import dispatch
-from sparseattn.kernels.attend import gather
+from sparseattn.kernels.attend import dispatch, gather
 from sparseattn.kernels.attend import reference as attend_reference
 
 pytest.importorskip("triton")

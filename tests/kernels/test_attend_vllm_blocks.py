@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+from sparseattn.kernels.attend_vllm_blocks.blocks import PACKINGS, BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
 
 H, G = 2, 3
 
 
-def packed(keys: Tensor, values: Tensor, packing: str) -> Tensor:
+def packed(keys: Tensor, values: Tensor, packing: str) -> BlockCache:
     """A cache `[blocks,H,block,2*D]` of plain rows `[blocks,H,block,D]`, written number by number."""
     count, heads, block, size = keys.shape
     cache = torch.full((count, heads, 2, block * size), torch.nan, dtype=keys.dtype)
@@ -22,7 +23,7 @@ def packed(keys: Tensor, values: Tensor, packing: str) -> Tensor:
         key = (row // 16) * 16 * size + (channel // 2) * 32 + (row % 16) * 2 + channel % 2
         value = (channel // 16) * block * 16 + (row // 2) * 32 + (channel % 16) * 2 + row % 2
     cache[:, :, 0, key], cache[:, :, 1, value] = keys.flatten(2), values.flatten(2)
-    return cache.view(count, heads, block, 2 * size)
+    return BlockCache(cache.view(count, heads, block, 2 * size), packing)
 
 
 def case(dtype: torch.dtype, size: int, block: int, page: int, unit: int) -> dict[str, Tensor]:
@@ -76,9 +77,8 @@ def test_attention_over_pages_is_attention_over_their_rows(
     outs = []
     for impl in ("torch", "numba"):
         out = torch.full_like(made["query"], 7.0)
-        attend_vllm_blocks_reference.attend(made["query"], out, cache, packing, page, unit, *(
-            made[name] for name in ("always", "tails", "table", "scores")
-        ), count, made["tokens"], 0.1, impl=impl)  # fmt: skip
+        pages = StepPages(page, unit, *(made[name] for name in ("table", "always", "tails", "tokens")))
+        attend_blocks(made["query"], out, cache, pages, made["scores"], count, 0.1, impl=impl)
         assert (out[[0, 2, 4]] == 7).all()  # other tokens are not ours
         outs.append(out[made["tokens"]].float())
     per, flat = unit // page, [x.transpose(0, 1).flatten(1, 2).float() for x in (keys, values)]  # [H,rows,D]
@@ -97,13 +97,13 @@ def test_attention_over_pages_is_attention_over_their_rows(
                 torch.testing.assert_close(out[r, h * G : (h + 1) * G], expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("packing", attend_vllm_blocks_reference.PACKINGS)
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_unpacked_rows_are_those_written(packing: str) -> None:
     keys, values = torch.randn(2, 3, H, 64, 48)
     cache, places = packed(keys, values, packing), torch.tensor([5, 0, 2])
-    for read, plain in ((attend_vllm_blocks_reference.keys, keys), (attend_vllm_blocks_reference.values, values)):
+    for read, plain in ((cache.keys, keys), (cache.values, values)):
         rows = plain.unflatten(2, (2, 32)).transpose(1, 2).flatten(0, 1)  # [6,H,32,D]
-        torch.testing.assert_close(read(cache, packing, places, 32), rows[places], rtol=0, atol=0)
+        torch.testing.assert_close(read(places, 32), rows[places], rtol=0, atol=0)
 
 
 def test_a_list_without_any_row_gives_zeros() -> None:
@@ -111,7 +111,6 @@ def test_a_list_without_any_row_gives_zeros() -> None:
     query, tails = torch.randn(1, 1, 16).bfloat16(), torch.zeros(1, dtype=torch.int32)
     out = torch.ones_like(query)
     scores = torch.full((1, 1, 2), -torch.inf)
-    attend_vllm_blocks_reference.attend(
-        query, out, cache, "columns", 16, 32, none, tails, none, scores, 2, torch.tensor([0]), 1.0, impl="numba"
-    )
+    pages = StepPages(16, 32, none, none, tails, torch.tensor([0]))
+    attend_blocks(query, out, BlockCache(cache, "columns"), pages, scores, 2, 1.0, impl="numba")
     assert (out == 0).all()

@@ -197,12 +197,16 @@ def compile_a_launch() -> Rows:
     from sparseattn.kernels.attend_quantized import gpu as attend_quantized_gpu
     from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference
     from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu
+    from sparseattn.kernels.group_vote import gpu as group_vote_gpu
     from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu
     from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu
+    from sparseattn.kernels.page_bounds.bounds import PageBounds
     from sparseattn.kernels.page_directions import gpu as page_directions_gpu
     from sparseattn.kernels.page_directions.reference import Form, encode
     from sparseattn.kernels.quantized_keys import gpu as quantized_keys_gpu
-    from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+    from sparseattn.kernels.quantized_keys import packing
+    from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+    from sparseattn.kernels.topk import gpu as topk_gpu
 
     h100 = SimpleNamespace(
         get_current_device=lambda: 0,
@@ -222,11 +226,13 @@ def compile_a_launch() -> Rows:
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (
             (attend_gpu, ["attend_split", "merge_splits"]),
-            (page_bounds_gpu, ["score_pages", "vote_softmax", "name_pages"]),
+            (group_vote_gpu, ["vote_softmax"]),
+            (page_bounds_gpu, ["score_pages"]),
+            (topk_gpu, ["name_pages"]),
             (bucket_spans_gpu, ["cut_runs"]),
             (listed_scores_gpu, ["score_listed"]),
-            (quantized_keys_gpu, ["score_rows", "vote_softmax", "score_listed_rows"]),
-            (page_directions_gpu, ["score_directions", "vote_softmax"]),
+            (quantized_keys_gpu, ["score_rows", "score_listed_rows"]),
+            (page_directions_gpu, ["score_directions"]),
             (attend_quantized_gpu, ["attend_codes"]),
         ):
             for name in names:
@@ -238,27 +244,26 @@ def compile_a_launch() -> Rows:
         attend_gpu.attend(query, cache, cache, selection, Bounds.of(2, 512, 1), 0.1, table, splits=1)
         biased = Selection.pages(torch.zeros(2, 2, 1, dtype=torch.long), 16, bias=torch.zeros(2, 2, 1))
         attend_gpu.attend(query, cache, cache, biased, Bounds.of(2, 512, 1), 0.1, splits=3)
-        for vote in ("sum", "softmax"):
-            page_bounds_gpu.best(
-                page_bounds_gpu.scores(query, cache, cache, torch.ones(2, 512, dtype=torch.bool), vote), 3, 16
-            )
-        real, step, bounds = torch.ones(2, 512, dtype=torch.bool), torch.ones(2, 2, 128), cache.to(torch.int8)
-        page_bounds_gpu.best(page_bounds_gpu.scores(query, bounds, bounds, real, "sum", step), 3, 16)
+        valid, integers, root = torch.ones(2, 512, dtype=torch.bool), cache.to(torch.int8), 128**0.5
+        for bounds, vote in (
+            (PageBounds(cache, cache, valid), "sum"),
+            (PageBounds(cache, cache, valid), "softmax"),
+            (PageBounds(integers, integers, valid, torch.ones(2, 2, 128)), "sum"),
+        ):
+            topk_gpu.best_pages(page_bounds_gpu.scores(query, bounds, vote, root), 3, 16)
         store = cache.transpose(1, 2).flatten(0, 1)
-        page_bounds_gpu.best(
-            page_bounds_gpu.scores_at(query, store, store, torch.zeros(2, 512, dtype=torch.int32), "sum"), 3, 16
-        )
+        shared = torch.zeros(2, 512, dtype=torch.int32)
+        topk_gpu.best_pages(page_bounds_gpu.scores_at(query, PageBounds(store, store), shared, "sum", root), 3, 16)
         ids = torch.zeros(2, 2, 1, dtype=torch.int64)
         bucket_spans_gpu.spans(ids, torch.zeros(2, 2, 8, 1026, dtype=torch.int32), 16, 64, 5)
         listed_scores_gpu.scores(query, cache, torch.zeros(2, 8, 1, dtype=torch.int32))
-        patch.setattr(quantized_keys_reference, "tile", lambda device: 1)  # as on a GPU
-        levels = torch.zeros(2, 2, 2, 8, 128).bfloat16()
-        index = torch.zeros(2, 2, 8, 64 * 32, dtype=torch.uint8), *levels, torch.ones(2, 512, dtype=torch.bool), 2
-        quantized_keys_gpu.scores(query, *index, "softmax")
-        shared = torch.zeros(2, 8, dtype=torch.int32)
-        packed, low, step = (x[:1].expand(2, -1, -1, -1) for x in index[:3])  # a store's: no step between sequences
-        quantized_keys_gpu.scores(query, packed, low, step, None, 2, "softmax", 16, table=shared)
-        quantized_keys_gpu.listed(query, *index, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
+        patch.setattr(packing, "tile", lambda device: 1)  # as on a GPU
+        parts = torch.zeros(2, 2, 8, 64 * 32, dtype=torch.uint8), *torch.zeros(2, 2, 2, 8, 128).bfloat16()
+        keys = QuantizedKeys(*parts, 2, valid)
+        quantized_keys_gpu.scores(query, keys, "softmax", 1)
+        entries = QuantizedKeys(*(part[0].transpose(0, 1) for part in parts), 2)
+        quantized_keys_gpu.scores_at(query, entries, torch.zeros(2, 8, dtype=torch.int32), "softmax", 16)
+        quantized_keys_gpu.listed_logits(query, keys, torch.zeros(2, 2, 1, dtype=torch.int64), 16)
         form = Form("clse", 16, 2, 4, True)
         entries = encode(cache, form, torch.bfloat16)
         page_directions_gpu.scores(query, entries, torch.ones(2, 32, dtype=torch.bool), form, "sum", 11.0)

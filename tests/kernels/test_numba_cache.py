@@ -220,6 +220,7 @@ def test_every_compiled_file_of_the_package_is_in_the_hash() -> None:
     held = numba_cache.compiled(PACKAGE)
     assert {
         "kernels/attend/cpu.py",
+        "kernels/attend_vllm_blocks/cpu_tables.py",
         "kernels/numba_vectors.py",
         "kernels/graph/build_and_search.py",
         "kernels/quantized_keys/level_grid.py",

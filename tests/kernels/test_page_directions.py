@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sparseattn import Clse, Ellipsoid, KVCache, Mean, PageMass, PageSelector, Quad, Quest, Unique
+from sparseattn.kernels.group_vote.dispatch import GROUPS
 from sparseattn.kernels.page_directions import dispatch as page_directions
 from sparseattn.kernels.page_directions import reference as page_directions_reference
 from sparseattn.kernels.page_directions.reference import Form
-from sparseattn.kernels.scoring import GROUPS
 from sparseattn.selectors.base import vote
 
 B, H, G, D, PAGE, P = 2, 2, 3, 33, 16, 9

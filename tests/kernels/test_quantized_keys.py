@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import KVCache, LowBit
-from sparseattn.kernels import scoring
+from sparseattn.kernels.encode_keys.dispatch import encode, extremes, packed_codes
+from sparseattn.kernels.encode_keys.levels import levels_of_8_bits
+from sparseattn.kernels.group_vote.dispatch import vote
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import level_grid as grids
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys import level_grid, packing, reference
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.base import GROUPS, Rows
 
 pytest.importorskip("numba")
-from sparseattn.kernels.quantized_keys import cpu as quantized_keys_cpu
+from sparseattn.kernels.quantized_keys import cpu_products, cpu_rows, cpu_vote
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {1: "means", 2: "bins", 4: "bins"}
@@ -46,27 +50,25 @@ class Index:
         self.query = torch.randn(2, 2, group, size).to(dtype)
         self.keys = (torch.randn(2, 2, groups * rows, size) * torch.rand(size).exp() + torch.randn(size)).to(dtype)
         kind = fp16 if dtype == fp16 else bf16
-        self.found, self.grid = (
-            quantized_keys_reference.encode(self.keys, rows, bits, LEVELS[bits], kind, impl="torch"),
-            None,
-        )
+        self.found = encode(self.keys, rows, bits, LEVELS[bits], kind, impl="torch")
         if scales == 8:
-            low, step, self.grid = quantized_keys_reference.eight(
-                *quantized_keys_reference.reach(self.keys, rows, LEVELS[bits]), bits, LEVELS[bits], None
-            )
-            self.found = quantized_keys_reference.code(self.keys, low, step, bits, self.grid, "torch"), low, step
+            low, step, grid = levels_of_8_bits(*extremes(self.keys, rows, LEVELS[bits]), bits, LEVELS[bits], None)
+            codes = packed_codes(self.keys, low, step, bits, grid, "torch")
+            self.found = QuantizedKeys(codes, low, step, bits, grid=grid)
         self.real = torch.rand(2, groups * rows) < 0.8
         self.real[1, : 2 * rows // 3] = False
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-        packed, low, step = (spare(x, torch.nan if x.is_floating_point() else 99) for x in self.found)
-        return self.query, packed, low, step, spare(self.real, True, 1), self.bits
+    def inputs(self) -> tuple[Tensor, QuantizedKeys]:
+        found = self.found
+        parts = (spare(x, torch.nan if x.is_floating_point() else 99) for x in (found.codes, found.low, found.step))
+        return self.query, QuantizedKeys(*parts, self.bits, spare(self.real, True, 1), found.grid)
 
     @property
     def bound(self) -> Tensor:
         """`[B,H,G,N]`: how far rounding the query to 8 bits may move a logit."""
-        step, size = grids.read(*self.found[1:], self.grid)[1], self.query.shape[-1]
+        found, size = self.found, self.query.shape[-1]
+        step = level_grid.read(found.low, found.step, found.grid)[1]
         largest = (self.query.float()[:, :, :, None] * step[:, :, None]).abs().amax(-1)  # [B,H,G,N/rows]
         return (largest * ((1 << self.bits) - 1) * size**0.5 / 508).repeat_interleave(self.rows, -1)
 
@@ -89,8 +91,8 @@ def off(got: Tensor, expected: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_the_specifications_within_the_bound(shape: tuple) -> None:
     index = Index(*shape)
-    expected = quantized_keys.logits(*index.inputs, impl="torch", grid=index.grid)
-    found = quantized_keys.logits(*index.inputs, impl="numba", grid=index.grid)
+    expected = quantized_keys.logits(*index.inputs, impl="torch")
+    found = quantized_keys.logits(*index.inputs, impl="numba")
     assert found.shape == expected.shape
     slack = 1e-5 * expected.masked_fill(expected.isinf(), 0).abs().max() + 1e-5
     assert (off(found, expected) <= index.bound + slack).all()
@@ -109,11 +111,10 @@ def test_the_error_of_logits_has_the_bound_that_scales_say(size: int, bits: int,
     keys[:, :, 70, 5] = 1000.0
     query = torch.randn(2, 3, 4, size)
     query[..., 7] = 100.0
-    packed, low, step = quantized_keys_reference.encode(keys, rows, bits, "bins", torch.bfloat16)
-    real = torch.ones(2, n, dtype=torch.bool)
+    index = replace(encode(keys, rows, bits, "bins", torch.bfloat16), valid=torch.ones(2, n, dtype=torch.bool))
     exact = query @ keys.mT / size**0.5
-    error = (quantized_keys.logits(query, packed, low, step, real, bits, impl) - exact).abs()
-    stretch = query.abs()[:, :, :, None] * step.float()[:, :, None]  # [B,H,G,n/rows,D]
+    error = (quantized_keys.logits(query, index, impl) - exact).abs()
+    stretch = query.abs()[:, :, :, None] * index.step.float()[:, :, None]  # [B,H,G,n/rows,D]
     bound = stretch.sum(-1) / (2 * size**0.5)
     if impl == "numba":
         bound = bound + ((1 << bits) - 1) * size**0.5 / 508 * stretch.amax(-1)
@@ -127,12 +128,13 @@ def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None
     index = Index(*shape)
     index.query = torch.randint(-127, 128, index.query.shape).to(index.dtype)
     index.query[..., 0] = 127
-    packed, low, step = index.found
-    index.found = packed, low.float().round().to(low.dtype), torch.ones_like(step)
-    if index.grid is not None:
-        index.grid = torch.tensor([0.0, 0.1, 1.0])[:, None].expand_as(index.grid)
-    expected = quantized_keys.logits(*index.inputs, impl="torch", grid=index.grid)
-    found = quantized_keys.logits(*index.inputs, impl="numba", grid=index.grid)
+    found, grid = index.found, index.found.grid
+    if grid is not None:
+        grid = torch.tensor([0.0, 0.1, 1.0])[:, None].expand_as(grid)
+    low = found.low.float().round().to(found.low.dtype)
+    index.found = replace(found, low=low, step=torch.ones_like(found.step), grid=grid)
+    expected = quantized_keys.logits(*index.inputs, impl="torch")
+    found = quantized_keys.logits(*index.inputs, impl="numba")
     assert off(found, expected).max() <= 2e-6 * index.query.shape[-1] ** 0.5 * 2000
 
 
@@ -140,39 +142,41 @@ def test_nothing_is_lost_where_the_query_needs_no_rounding(shape: tuple) -> None
 @pytest.mark.parametrize("group", GROUPS)
 def test_scores_are_the_vote_on_the_masses_of_pages(group: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     index = Index(2, 3, 7, 32, 64, bf16, 8 if page == 2 else 16)
-    logits = quantized_keys.logits(*index.inputs, impl="numba", grid=index.grid)
+    logits = quantized_keys.logits(*index.inputs, impl="numba")
     masses = logits.unflatten(-1, (-1, page)).logsumexp(-1)
-    expected = scoring.vote(masses, group, "torch")
+    expected = vote(masses, group, "torch")
     for rows, threads in ((32, 1), (96, 2), (96, 3), (2048, 4)):  # of a part; 4 lists are shared by 3 threads
-        monkeypatch.setattr(quantized_keys_cpu, "PART_ROWS", rows)
-        monkeypatch.setattr(quantized_keys_cpu, "use_threads", lambda work, threads=threads: threads)
-        found = quantized_keys.scores(*index.inputs, group, page, impl="numba", grid=index.grid)
+        monkeypatch.setattr(cpu_rows, "PART_ROWS", rows)
+        for module in (cpu_rows, cpu_vote):
+            monkeypatch.setattr(module, "use_threads", lambda work, alone, threads=threads: threads)
+        found = quantized_keys.scores(*index.inputs, group, page, impl="numba")
         # Where a product is half way between two integers, one in ten thousand, the logarithm's factor rounds it off.
         assert off(found, expected).max() < 0.02
         assert off(found, expected).mean() < 5e-4
         # In one kernel, or of scores:
-        best = quantized_keys.best(*index.inputs, group, 5, page, "numba", index.grid).long()
+        best = quantized_keys.best(*index.inputs, group, 5, page, "numba").long()
         assert torch.equal(found.gather(2, best).sort(-1).values, found.topk(5).values.sort(-1).values)
     index.real[:] = False
-    assert bool(quantized_keys.scores(*index.inputs, group, page, impl="numba", grid=index.grid).isneginf().all())
-    assert bool((quantized_keys.best(*index.inputs, group, 5, page, "numba", grid=index.grid) == -1).all())
+    assert bool(quantized_keys.scores(*index.inputs, group, page, impl="numba").isneginf().all())
+    assert bool((quantized_keys.best(*index.inputs, group, 5, page, "numba") == -1).all())
     for impl in ("torch", "numba"):
-        none = [x[:, :, :0] for x in index.inputs[1:4]]
-        rest = index.real[:, :0], index.inputs[-1]
-        assert quantized_keys.best(index.query, *none, *rest, group, 5, page, impl).shape[2] == 0
+        keys = index.inputs[1]
+        none = (part[:, :, :0] for part in (keys.codes, keys.low, keys.step))
+        keys = QuantizedKeys(*none, keys.bits, index.real[:, :0])
+        assert quantized_keys.best(index.query, keys, group, 5, page, impl).shape[2] == 0
 
 
 @pytest.mark.parametrize("page", [1, 4, 16, 32, 128])
 @pytest.mark.parametrize("each", [False, True])
 def test_listed_pages_have_the_logits_of_their_rows(page: int, each: bool) -> None:
     index = Index(2, 6, 8, 48, 72, fp16, 8 if page == 4 else 16)
-    every = quantized_keys.logits(*index.inputs, impl="numba", grid=index.grid)  # [B,H,G,N]
+    every = quantized_keys.logits(*index.inputs, impl="numba")  # [B,H,G,N]
     many = every.shape[-1] // page
     pages = torch.stack([torch.randperm(many + 1)[:9] for _ in range(2 * 2 * (6 if each else 1))])
     pages = pages.view(2, -1, pages.shape[-1])  # page `many` is behind all rows, or its end is
     pages[:, :, 1] = -1
-    found = quantized_keys.listed_logits(*index.inputs, pages, page, impl="numba", grid=index.grid)
-    expected = quantized_keys.listed_logits(*index.inputs, pages, page, impl="torch", grid=index.grid)
+    found = quantized_keys.listed_logits(*index.inputs, pages, page, impl="numba")
+    expected = quantized_keys.listed_logits(*index.inputs, pages, page, impl="torch")
     assert (off(found, expected) <= index.bound.max()).all()
     rows = (pages[..., None] * page + torch.arange(page)).flatten(2)
     rows = rows.unflatten(1, (2, -1)).expand(2, 2, 6, -1)
@@ -190,30 +194,26 @@ def test_pages_in_a_store_have_the_specifications_masses(bits: int, rows: int, p
     query, store, table = in_a_store(bits, rows, dtype)
     for entries in (1, 24, 2048 // rows + 1):  # the last: a part and one group more
         listed = table.repeat(1, -(-entries // table.shape[1]))[:, :entries]
-        expected = quantized_keys.scores_at(query, *store, listed, bits, "each", page, "torch")
-        found = quantized_keys.scores_at(query, *store, listed, bits, "each", page, "numba")
+        expected = quantized_keys.scores_at(query, store, listed, "each", page, "torch")
+        found = quantized_keys.scores_at(query, store, listed, "each", page, "numba")
         assert found.shape == (3, 18, entries * rows // page)
-        largest = (query.float().abs()[:, :, :, None] * store[2].float().abs().amax(0)[:, None, None]).amax(-1)
+        largest = (query.float().abs()[:, :, :, None] * store.step.float().abs().amax(0)[:, None, None]).amax(-1)
         bound = largest.flatten(1, 2) * ((1 << bits) - 1) * 64**0.5 / 508 + 1e-4  # [B,H*G,1]
         assert (off(found, expected) <= bound).all()
         for group in ("softmax", "sum", "max"):
-            votes = [
-                quantized_keys.scores_at(query, *store, listed, bits, group, page, impl) for impl in ("torch", "numba")
-            ]
+            votes = [quantized_keys.scores_at(query, store, listed, group, page, impl) for impl in ("torch", "numba")]
             assert off(*votes).max() <= float(bound.max()) * (9 if group == "sum" else 2)
 
 
-def in_a_store(bits: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+def in_a_store(bits: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, QuantizedKeys, Tensor]:
     """A query `[3,2,9,64]`, codes and levels of 40 entries, of which each sequence has some, and the table."""
     keys = torch.randn(1, 2, 40 * rows, 64).to(dtype)
-    made = quantized_keys_reference.encode(
-        keys, rows, bits, LEVELS[bits], fp16 if dtype == fp16 else bf16, impl="torch"
-    )
+    made = encode(keys, rows, bits, LEVELS[bits], fp16 if dtype == fp16 else bf16, impl="torch")
     table = torch.stack([torch.randperm(40)[:24] for _ in range(3)]).int()
     table[1, 7:] = -1
     table[2, 3] = -1
-    codes, low, step = (part[0].transpose(0, 1) for part in made)
-    return torch.randn(3, 2, 9, 64).to(dtype), (codes, low, step), table
+    parts = (part[0].transpose(0, 1) for part in (made.codes, made.low, made.step))
+    return torch.randn(3, 2, 9, 64).to(dtype), QuantizedKeys(*parts, bits), table
 
 
 @pytest.mark.parametrize("far", [0.0, 3e4])
@@ -221,12 +221,13 @@ def test_masses_of_pages_far_apart_are_kept(far: float) -> None:
     """Sums of exponentials that float32 does not hold, of pages whose logits lie thousands apart."""
     rows = 16
     keys = torch.randn(1, 1, 8 * rows, 64) + torch.tensor([0.0, far, -far, 1.0] * 2).repeat_interleave(rows)[:, None]
-    packed, low, step = quantized_keys_reference.encode(keys, rows, 2, "bins", bf16, impl="torch")
-    query, real = torch.full((1, 1, 1, 64), 127.0), torch.ones(1, 8 * rows, dtype=torch.bool)  # rounded, it is the same
-    step = torch.ones_like(step)
-    expected, found = (
-        quantized_keys.scores(query, packed, low, step, real, 2, "each", 16, impl) for impl in ("torch", "numba")
-    )
+    index = encode(keys, rows, 2, "bins", bf16, impl="torch")
+    query, valid = (
+        torch.full((1, 1, 1, 64), 127.0),
+        torch.ones(1, 8 * rows, dtype=torch.bool),
+    )  # rounded, it is the same
+    index = replace(index, step=torch.ones_like(index.step), valid=valid)
+    expected, found = (quantized_keys.scores(query, index, "each", 16, impl) for impl in ("torch", "numba"))
     assert expected.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2)
 
@@ -237,7 +238,8 @@ def test_no_logits_of_rows_leave_the_kernel(group: str, monkeypatch: pytest.Monk
     there a mask over the store."""
     query, store, table = in_a_store(1, 64, bf16)
     selector = LowBit(1, page=16, group=group)
-    made = dict(zip(selector.entry_names, store, strict=True))
+    parts = store.codes, store.low, store.step
+    made = dict(zip(selector.entry_names, parts, strict=True))
     cache = KVCache(LowBit(1, page=16, group=group), sink=0, window=0, seal=64)
     cache.append(*torch.randn(2, 1, 2, 24 * 64, 64).bfloat16())
     cache.seal()
@@ -255,10 +257,11 @@ def test_no_logits_of_rows_leave_the_kernel(group: str, monkeypatch: pytest.Monk
                     self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
             return out
 
-    asked = (query, *store, table, *entries.values(), mine.real.full)
+    asked = (query, *parts, table, *entries.values(), mine.real.full)
     held = {x.untyped_storage().data_ptr() for x in asked}
-    monkeypatch.setattr(quantized_keys, "logits", None)
-    monkeypatch.setattr(quantized_keys, "listed_logits", None)
+    for module in (quantized_keys, reference):
+        monkeypatch.setattr(module, "logits", None)
+        monkeypatch.setattr(module, "listed_logits", None)
     pages = 24 * 4
     for batch, call in (
         (3, lambda: selector.scores_at(query, made, table)),
@@ -294,19 +297,16 @@ def test_keys_are_coded_as_the_specification_codes_them(shape: tuple) -> None:
     keys[:, :, :rows, :2] = 0.3  # a channel of one number
     kind = fp16 if index.dtype == fp16 else bf16
     for levels in ("bins", "ends", LEVELS[bits]):
-        expected = quantized_keys_reference.encode(keys, rows, bits, levels, kind, impl="torch")
-        view = spare(keys, torch.nan)
-        found = quantized_keys_reference.encode(view, rows, bits, levels, kind, impl="numba")
+        expected = encode(keys, rows, bits, levels, kind, impl="torch")
+        found = encode(spare(keys, torch.nan), rows, bits, levels, kind, impl="numba")
+        pairs = [(getattr(found, name), getattr(expected, name)) for name in ("codes", "low", "step")]
         if levels != "means":
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in pairs)
             continue
-        for a, b in zip(found[1:], expected[1:], strict=True):  # sums in another order: the next number of 16 bits
+        for a, b in pairs[1:]:  # sums in another order: the next number of 16 bits
             torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4)
-        size = keys.shape[-1]
-        assert (
-            quantized_keys_reference.unpack(found[0], bits, size)
-            != quantized_keys_reference.unpack(expected[0], bits, size)
-        ).float().mean() < 0.01
+        codes = [packing.unpack(part, bits, keys.shape[-1]) for part in pairs[0]]
+        assert (codes[0] != codes[1]).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -320,8 +320,9 @@ def test_levels_of_8_bits_keep_the_bound_and_make_room_for_larger_keys(bits: int
     for times, keys in enumerate(parts, 1):
         selector.append(Rows(keys, keys, torch.arange(96).expand(2, -1)))
         grid, levels = selector.grid.data.clone(), (selector.low.data, selector.step.data)
-        step = grids.read(*levels, grid)[1]
-        away = quantized_keys_reference.keys_of(selector.codes.data, *levels, bits, grid) - torch.cat(parts[:times], 2)
+        step = level_grid.read(*levels, grid)[1]
+        index = QuantizedKeys(selector.codes.data, *levels, bits, selector.real.data, grid)
+        away = index.decoded() - torch.cat(parts[:times], 2)
         away = away.abs().unflatten(2, (-1, 32)).amax(3) - step / 2
         if before is not None:
             grew = (grid != before).any(2, keepdim=True)  # [B,H,1,D]
@@ -332,11 +333,10 @@ def test_levels_of_8_bits_keep_the_bound_and_make_room_for_larger_keys(bits: int
         assert away.max() <= 1e-5
         before = grid
     query, budget = torch.randn(2, 3, 4, 40), 20
-    index = selector.codes.data, *levels, selector.real.data, bits, "each"
-    first, second = (quantized_keys.scores(query, *index, impl=impl, grid=grid) for impl in ("torch", "numba"))
+    first, second = (quantized_keys.scores(query, index, "each", impl=impl) for impl in ("torch", "numba"))
     assert (first - second).abs().max() < 0.1 * first.std()
     read = selector.select(query, torch.full((2,), 192), budget).scan_bytes
-    assert read.unique().tolist() == [192 * 4 * quantized_keys_reference.words(40, bits) + 6 * 2 * 40 + 12 * 40]
+    assert read.unique().tolist() == [192 * 4 * packing.words(40, bits) + 6 * 2 * 40 + 12 * 40]
 
 
 def test_scales_of_other_sizes_are_refused() -> None:
@@ -354,7 +354,7 @@ def test_best_rows_are_the_highest(total: int, count: int) -> None:
     none = drawn.new_full(drawn.shape, -torch.inf)
     for scores in (drawn, drawn.sort(-1).values, drawn.round(), drawn * 0, drawn - 60, drawn * 1e-30, few, none):
         for impl in ("torch", "numba"):
-            ids = scoring.best_rows(scores, count, impl)
+            ids = best_rows(scores, count, impl)
             assert ids.dtype == torch.int32
             assert ids.shape == (2, 3, min(count, total))
             named = torch.zeros(2, 3, total + 1, dtype=torch.int32)
@@ -362,7 +362,7 @@ def test_best_rows_are_the_highest(total: int, count: int) -> None:
             assert named[..., :total].max() <= 1
             held = scores.masked_fill(named[..., :total] == 0, -torch.inf).sort(-1, descending=True).values
             assert torch.equal(held[..., : ids.shape[2]], scores.topk(ids.shape[2]).values)
-    assert scoring.best_rows(drawn, 0, "numba").shape == (2, 3, 0)
+    assert best_rows(drawn, 0, "numba").shape == (2, 3, 0)
 
 
 def test_rounding_the_query_hardly_changes_the_choice() -> None:
@@ -370,10 +370,10 @@ def test_rounding_the_query_hardly_changes_the_choice() -> None:
     keys, query = torch.randn(1, 2, 4096, 128), torch.randn(1, 2, 4, 128)
     real = torch.ones(1, 4096, dtype=torch.bool)
     for bits in (1, 2, 4):
-        index = quantized_keys_reference.encode(keys, 64, bits, LEVELS[bits], bf16)
+        index = replace(encode(keys, 64, bits, LEVELS[bits], bf16), valid=real)
         chosen = []
         for impl in ("torch", "numba"):
-            ids = scoring.best_rows(quantized_keys.scores(query, *index, real, bits, "each", impl=impl), 256).long()
+            ids = best_rows(quantized_keys.scores(query, index, "each", impl=impl), 256).long()
             chosen.append(torch.zeros(1, 8, 4096, dtype=torch.bool).scatter_(2, ids, True))
         assert (chosen[0] & chosen[1]).sum() >= 0.97 * chosen[0].sum()
 
@@ -386,7 +386,7 @@ def test_a_row_may_be_no_number() -> None:
     found = quantized_keys.scores(*index.inputs, "softmax", impl="numba")
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[0, 1], expected[0, 1])
-    ids = scoring.best_rows(torch.full((1, 1, 100), torch.nan), 7, "numba")
+    ids = best_rows(torch.full((1, 1, 100), torch.nan), 7, "numba")
     assert len(set(ids.flatten().tolist())) == 7
     assert 0 <= int(ids.min()) <= int(ids.max()) < 100
 
@@ -397,7 +397,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
     for count in (1, 2):
         torch.set_num_threads(count)
         scores = quantized_keys.scores(*index.inputs, "softmax", impl="numba")
-        found.append((scores, scoring.best_rows(scores, 100, "numba")))
+        found.append((scores, best_rows(scores, 100, "numba")))
     torch.set_num_threads(before)
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -405,17 +405,17 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
 
 def test_a_named_numba_runs_or_raises() -> None:
     index = Index(2, 4, 2, 32, 64, fp32)
-    query, *rest = index.inputs
+    query, keys = index.inputs
     with pytest.raises(RuntimeError, match="float32, float16 and bfloat16, not float64"):
-        quantized_keys.logits(query.double(), *rest, impl="numba")
+        quantized_keys.logits(query.double(), keys, impl="numba")
     with pytest.raises(ValueError, match="impl is one of torch, numba, triton or None, got 'fast'"):
-        quantized_keys.scores(query, *rest, "softmax", impl="fast")
+        quantized_keys.scores(query, keys, "softmax", impl="fast")
     query.requires_grad_()
-    best = quantized_keys.best(query, *rest, "softmax", 3)
+    best = quantized_keys.best(query, keys, "softmax", 3)
     assert torch.equal(
-        best.sort().values, quantized_keys.best(query.detach(), *rest, "softmax", 3, impl="torch").sort().values
+        best.sort().values, quantized_keys.best(query.detach(), keys, "softmax", 3, impl="torch").sort().values
     )
-    quantized_keys.logits(query, *rest).masked_fill(~rest[3][:, None, None], 0).sum().backward()  # by torch
+    quantized_keys.logits(query, keys).masked_fill(~keys.mask[:, None, None], 0).sum().backward()  # by torch
     assert bool((query.grad != 0).any())
 
 
@@ -443,7 +443,7 @@ def test_the_selector_seals_while_it_decodes() -> None:
 )
 def test_other_instructions_do_the_same(name: str, features: str, expected: str) -> None:
     """These tests once more, compiled for a processor without AVX-512, and for one without AVX2."""
-    if quantized_keys_cpu.instructions() not in ("vnni", "avx2"):
+    if cpu_products.instructions() not in ("vnni", "avx2"):
         pytest.skip("needs a processor with AVX2")
     flags = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "KERNEL_LOWBIT": expected}
     here = [f"{__file__}::{test}" for test in INNER]
@@ -458,7 +458,7 @@ def test_other_instructions_do_the_same(name: str, features: str, expected: str)
 
 @pytest.mark.skipif("KERNEL_LOWBIT" not in os.environ, reason="asked of the runs that `INNER` names")
 def test_the_instructions_are_those_named() -> None:
-    assert quantized_keys_cpu.instructions() == os.environ["KERNEL_LOWBIT"]
+    assert cpu_products.instructions() == os.environ["KERNEL_LOWBIT"]
 
 
 INNER = (  # one of each kind, all of bfloat16: numba compiles for other dtypes anew

@@ -6,16 +6,18 @@ What they compile to is in tests/kernels/test_compile.py, with that of the other
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparseattn import KVCache, LowBit, decode
+from sparseattn.kernels.encode_keys.dispatch import extremes, packed_codes
+from sparseattn.kernels.encode_keys.levels import levels_of_8_bits, levels_of_16_bits
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import level_grid as grids
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys import level_grid, packing
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from tests.cases import heads
 
 pytest.importorskip("triton")
@@ -28,17 +30,17 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32, bf16 = torch.float16, torch.float32, torch.bfloat16
 
 
-@pytest.fixture(params=[1, quantized_keys_reference.TILE], ids="tile{}".format)
+@pytest.fixture(params=[1, packing.TILE], ids="tile{}".format)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Codes ordered as on a GPU, then as in host memory, which the kernels read too."""
-    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: request.param)
+    monkeypatch.setattr(packing, "tile", lambda device: request.param)
     return request.param
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes ordered as on a GPU, wherever they lie."""
-    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: 1)
+    monkeypatch.setattr(packing, "tile", lambda device: 1)
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,7 @@ CASES = [
 @dataclass(frozen=True)
 class Inputs:
     query: Tensor
-    packed: Tensor
-    low: Tensor
-    step: Tensor
-    real: Tensor
-    grid: Tensor | None = None
-
-    @property
-    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.query, self.packed, self.low, self.step, self.real
+    keys: QuantizedKeys
 
 
 def make(case: Case, batch: int = 2, kv: int = 1, factor: float = 1.0) -> Inputs:
@@ -97,14 +91,10 @@ def make(case: Case, batch: int = 2, kv: int = 1, factor: float = 1.0) -> Inputs
     kind = case.dtype if case.dtype != fp32 else bf16
     keys, grid = keys.to(case.dtype), None
     if case.scales == 16:
-        low, step = quantized_keys_reference.sixteen(
-            *quantized_keys_reference.reach(keys, case.rows, levels, "torch"), case.bits, levels, kind
-        )
+        low, step = levels_of_16_bits(*extremes(keys, case.rows, levels, "torch"), case.bits, levels, kind)
     else:
-        low, step, grid = quantized_keys_reference.eight(
-            *quantized_keys_reference.reach(keys, case.rows, levels, "torch"), case.bits, levels, None
-        )
-    packed = quantized_keys_reference.code(keys, low, step, case.bits, grid, "torch")
+        low, step, grid = levels_of_8_bits(*extremes(keys, case.rows, levels, "torch"), case.bits, levels, None)
+    packed = packed_codes(keys, low, step, case.bits, grid, "torch")
     real = torch.ones(batch, stored + spare, dtype=torch.bool, device=DEVICE)
     real[:, stored:] = False
     real[1:, : case.rows] = False
@@ -112,27 +102,27 @@ def make(case: Case, batch: int = 2, kv: int = 1, factor: float = 1.0) -> Inputs
     anything = torch.nan if grid is None else 99
     low, step = low.masked_fill(unread, anything), step.masked_fill(unread, anything)
     query = torch.randn(batch, kv, case.group, case.size, device=DEVICE).to(case.dtype)
-    return Inputs(query, packed, low, step, real, grid)
+    return Inputs(query, QuantizedKeys(packed, low, step, case.bits, real, grid))
 
 
-def slack(x: Inputs, bits: int) -> float:
+def slack(x: Inputs) -> float:
     """How far a logit may lie from the specification's: every number of the query times a step is rounded once more to
     the query's dtype, and sums of D products of 1.5 times the size in float32."""
     size = x.query.shape[-1]
     unit = torch.finfo(x.query.dtype).eps / 2 + (size + 16) * 2.0**-24
-    low, step = (level.nan_to_num().abs() for level in grids.read(x.low, x.step, x.grid))
-    largest = low + ((1 << bits) - 1) * step
+    low, step = (level.nan_to_num().abs() for level in level_grid.read(x.keys.low, x.keys.step, x.keys.grid))
+    largest = low + ((1 << x.keys.bits) - 1) * step
     return float((x.query.float().abs() @ largest.mT).amax()) / size**0.5 * unit
 
 
 def check(case: Case, x: Inputs) -> None:
-    got = quantized_keys.scores(*x.all, case.bits, case.vote, case.page, impl="triton", grid=x.grid)
-    expected = quantized_keys.scores(*x.all, case.bits, case.vote, case.page, impl="torch", grid=x.grid)
+    got = quantized_keys.scores(x.query, x.keys, case.vote, case.page, impl="triton")
+    expected = quantized_keys.scores(x.query, x.keys, case.vote, case.page, impl="torch")
     assert got.dtype == fp32
     assert torch.equal(got.isneginf(), expected.isneginf())
     held = ~expected.isneginf()
     assert held.any()
-    far = slack(x, case.bits) * (case.group if case.vote == "sum" else 2) + 1e-5
+    far = slack(x) * (case.group if case.vote == "sum" else 2) + 1e-5
     assert float((got - expected)[held].abs().max()) <= far
 
 
@@ -155,26 +145,26 @@ def test_pages_in_a_store_score_as_a_sequences_own(
 ) -> None:
     """Entries in any order, used by two sequences, one of them shorter; a page may be of more rows than a product."""
     x = make(Case(dtype, size, 3, bits, rows, page, vote, 4), 1, 2)
-    low, step = x.low.nan_to_num(), x.step.nan_to_num()
-    store = tuple(part[0].transpose(0, 1) for part in (x.packed, low, step))
+    keys = replace(x.keys, low=x.keys.low.nan_to_num(), step=x.keys.step.nan_to_num())
+    store = QuantizedKeys(*(part[0].transpose(0, 1) for part in (keys.codes, keys.low, keys.step)), bits)
     table = torch.tensor([[3, 0, 2], [1, -1, 3]], dtype=torch.int32, device=DEVICE)
     query = torch.randn(2, 2, 3, size, device=DEVICE).to(dtype)
-    got = quantized_keys.scores_at(query, *store, table, bits, vote, page, "triton")
-    expected = quantized_keys.scores_at(query, *store, table, bits, vote, page, "torch")
+    got = quantized_keys.scores_at(query, store, table, vote, page, "triton")
+    expected = quantized_keys.scores_at(query, store, table, vote, page, "torch")
     assert got.shape == expected.shape == (2, 6 if vote == "each" else 2, 3 * rows // page)
     assert torch.equal(got.isneginf(), expected.isneginf())
     assert expected.isneginf().any()
     held = ~expected.isneginf()
-    far = slack(Inputs(query, x.packed, low, step, x.real), bits) * (3 if vote == "sum" else 2) + 1e-5
+    far = slack(Inputs(query, keys)) * (3 if vote == "sum" else 2) + 1e-5
     assert float((got - expected)[held].abs().max()) <= far
     none = table[:, :0]
-    assert quantized_keys.scores_at(query, *store, none, bits, vote, page, "triton").shape[2] == 0
+    assert quantized_keys.scores_at(query, store, none, vote, page, "triton").shape[2] == 0
 
 
 def test_both_orders_of_codes_are_read(tile: int) -> None:
     case = Case(fp32, 40, 2, 4, 32, 1, "each", 1)
     x = make(case, 1)
-    assert quantized_keys_reference.unpack(x.packed, 4, 40).shape == (1, 1, 64, 40)
+    assert packing.unpack(x.keys.codes, 4, 40).shape == (1, 1, 64, 40)
     check(case, x)
 
 
@@ -197,59 +187,61 @@ def test_rows_of_listed_pages_score_as_among_all(
 ) -> None:
     """Pages within a group and of several; among them places without one, padding, and pages past the rows."""
     x = make(Case(dtype, size, 3, bits, rows, 1, "each", 128 // rows, scales))
-    stored = x.real.shape[1]
+    stored = x.keys.mask.shape[1]
     pages = torch.stack([torch.randperm(stored // page + 2, device=DEVICE)[:3] - 1 for _ in range(2 * lists)])
     pages = pages.view(2, lists, 3)
     row = (pages[..., None] * page + torch.arange(page, device=DEVICE)).flatten(2)  # [B,Hs,n]
     row = row.repeat_interleave(3 // lists, 1)[:, None]  # [B,1,G,n]
     outside = (row < 0) | (row >= stored)
-    every = quantized_keys.logits(*x.all, bits, impl="torch", grid=x.grid)
+    every = quantized_keys.logits(x.query, x.keys, impl="torch")
     expected = every.gather(3, row.clamp(0, stored - 1)).masked_fill(outside, -torch.inf)
     for impl in ("torch", "triton"):
-        got = quantized_keys.listed_logits(*x.all, bits, pages, page, impl=impl, grid=x.grid)
+        got = quantized_keys.listed_logits(x.query, x.keys, pages, page, impl=impl)
         assert torch.equal(got.isneginf(), expected.isneginf()), impl
         held = ~expected.isneginf()
-        assert float((got - expected)[held].abs().max()) <= slack(x, bits) + 1e-6, impl
+        assert float((got - expected)[held].abs().max()) <= slack(x) + 1e-6, impl
 
 
 def test_nothing_stored_and_nothing_listed() -> None:
     x = make(Case(fp32, 64, 2, 2, 16, 1, "each", 1))
-    none = x.query, x.packed[:, :, :0], x.low[:, :, :0], x.step[:, :, :0], x.real[:, :0]
+    parts = (part[:, :, :0] for part in (x.keys.codes, x.keys.low, x.keys.step))
+    none = QuantizedKeys(*parts, 2, x.keys.mask[:, :0])
     unlisted = torch.zeros(2, 1, 0, dtype=torch.long, device=DEVICE)
     for impl in ("torch", "triton"):
-        assert quantized_keys.listed_logits(*x.all, 2, unlisted, 4, impl).shape == (2, 1, 2, 0)
-    assert quantized_keys_gpu.scores(*none, 2, "each").shape == (2, 2, 0)
-    assert quantized_keys_gpu.scores(*none, 2, "softmax").shape == (2, 1, 0)
+        assert quantized_keys.listed_logits(x.query, x.keys, unlisted, 4, impl).shape == (2, 1, 2, 0)
+    assert quantized_keys_gpu.scores(x.query, none, "each", 1).shape == (2, 2, 0)
+    assert quantized_keys_gpu.scores(x.query, none, "softmax", 1).shape == (2, 1, 0)
 
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:
-    query, packed, low, step, real = make(Case(fp32, 64, 2, 2, 16, 1, "each", 1)).all
+    x = make(Case(fp32, 64, 2, 2, 16, 1, "each", 1))
+    low = x.keys.low
     with pytest.raises(
         ValueError, match=r"levels of one 16-bit dtype, got torch.uint8, torch.float32 and torch.bfloat16"
     ):
-        quantized_keys_gpu.scores(query, packed, low.float(), step, real, 2, "each")
+        quantized_keys_gpu.scores(x.query, replace(x.keys, low=low.float()), "each", 1)
     with pytest.raises(ValueError, match=r"adjacent elements, got last strides \(1, 2, 1\)"):
-        quantized_keys_gpu.scores(query, packed, low.repeat_interleave(2, -1)[..., ::2], step, real, 2, "each")
+        quantized_keys_gpu.scores(x.query, replace(x.keys, low=low.repeat_interleave(2, -1)[..., ::2]), "each", 1)
     with pytest.raises(ValueError, match=r"agree in B, H and N/rows, got .*\[2, 1, 1, 64\]"):
-        quantized_keys_gpu.scores(query, packed, low[:, :, 1:], step, real, 2, "each")
+        quantized_keys_gpu.scores(x.query, replace(x.keys, low=low[:, :, 1:]), "each", 1)
     with pytest.raises(ValueError, match="impl is one of torch"):
-        quantized_keys.scores(query, packed, low, step, real, 2, "each", impl="gather")
+        quantized_keys.scores(x.query, x.keys, "each", impl="gather")
 
 
 def test_codes_are_reordered_as_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between a device with T = 16 and one with T = 1: what `pack` gives there, spare groups included."""
     codes = torch.randint(0, 4, (2, 3, 96, 80), dtype=torch.uint8)
-    host = quantized_keys_reference.pack(codes, 32, 2)
-    sides = iter([quantized_keys_reference.TILE, 1])
-    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: next(sides))
-    there = quantized_keys_reference.moved(host, 2, 80, host.device)
-    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: 1)
-    assert torch.equal(there, quantized_keys_reference.pack(codes, 32, 2))
+    host = packing.pack(codes, 32, 2)
+    sides = iter([packing.TILE, 1])
+    monkeypatch.setattr(packing, "tile", lambda device: next(sides))
+    there = packing.repack(host, 2, 80, host.device)
+    monkeypatch.setattr(packing, "tile", lambda device: 1)
+    assert torch.equal(there, packing.pack(codes, 32, 2))
     assert not torch.equal(there, host)
-    assert torch.equal(quantized_keys_reference.unpack(there, 2, 80), codes)
-    sides = iter([1, quantized_keys_reference.TILE])
-    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: next(sides))
-    assert torch.equal(quantized_keys_reference.moved(there, 2, 80, host.device), host)
+    assert torch.equal(packing.unpack(there, 2, 80), codes)
+    sides = iter([1, packing.TILE])
+    monkeypatch.setattr(packing, "tile", lambda device: next(sides))
+    assert torch.equal(packing.repack(there, 2, 80, host.device), host)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -261,16 +253,16 @@ def test_a_selector_that_moves_takes_its_codes_along(fixed: bool, monkeypatch: p
     decode(queries[:, :, :, -1], cache, 40)
     selector = cache.selector
     seen: list[Tensor] = []
-    real = quantized_keys_reference.moved
+    real = packing.repack
 
     def moved(packed: Tensor, bits: int, size: int, device: torch.device) -> Tensor:
-        sides = iter([quantized_keys_reference.TILE, 1])
+        sides = iter([packing.TILE, 1])
         with monkeypatch.context() as patch:
-            patch.setattr(quantized_keys_reference, "tile", lambda _: next(sides))
+            patch.setattr(packing, "tile", lambda _: next(sides))
             seen.append(real(packed, bits, size, packed.device))
         return seen[-1].to(device)
 
-    monkeypatch.setattr(quantized_keys_reference, "moved", moved)
+    monkeypatch.setattr(packing, "repack", moved)
     held = selector.codes.full.clone()
     selector.to("cpu")
     assert not seen, "the order is the same"
@@ -278,9 +270,9 @@ def test_a_selector_that_moves_takes_its_codes_along(fixed: bool, monkeypatch: p
     assert selector.codes.full.is_meta
     assert selector.codes.full.shape == held.shape
     groups = selector.codes.rows
-    expected = quantized_keys_reference.unpack(held[:, :, :groups], 2, 32)
-    monkeypatch.setattr(quantized_keys_reference, "tile", lambda device: 1)
-    assert torch.equal(quantized_keys_reference.unpack(seen[0][:, :, :groups], 2, 32), expected)
+    expected = packing.unpack(held[:, :, :groups], 2, 32)
+    monkeypatch.setattr(packing, "tile", lambda device: 1)
+    assert torch.equal(packing.unpack(seen[0][:, :, :groups], 2, 32), expected)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,9 @@ if not INTERPRETED and not torch.cuda.is_available():
 from sparseattn.kernels.bucket_spans import gpu as bucket_spans_gpu  # noqa: E402
 from sparseattn.kernels.listed_scores import gpu as listed_scores_gpu  # noqa: E402
 from sparseattn.kernels.page_bounds import gpu as page_bounds_gpu  # noqa: E402
-from sparseattn.kernels.scoring import page_scores_at  # noqa: E402
+from sparseattn.kernels.page_bounds.bounds import PageBounds  # noqa: E402
+from sparseattn.kernels.page_bounds.dispatch import page_scores_at  # noqa: E402
+from sparseattn.kernels.topk import gpu as topk_gpu  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 fp16, fp32 = torch.float16, torch.float32
@@ -56,7 +58,7 @@ def test_page_scores_are_the_specification(group: str, dtype: torch.dtype, size:
     q, least, most = query.double(), low.double().nan_to_num(0), high.double().nan_to_num(0)
     bound = torch.maximum(q[:, :, :, None] * most[:, :, None], q[:, :, :, None] * least[:, :, None]).sum(-1) / size**0.5
     expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
-    got = page_bounds_gpu.scores(query, low, high, real, group)
+    got = page_bounds_gpu.scores(query, PageBounds(low, high, real), group, size**0.5)
     assert got.dtype == fp32
     assert torch.equal(got.isneginf(), expected.isneginf())
     size_of_sums = (q.abs() @ torch.maximum(most.abs(), least.abs()).mT / size**0.5).amax() if number else 0.0
@@ -76,7 +78,7 @@ def test_int8_bounds_are_scored_as_what_they_stand_for(group: str, dtype: torch.
     q, least, most = asked[:, :, :, None], low.double()[:, :, None], high.double()[:, :, None]
     bound = torch.maximum(q * most, q * least).sum(-1) / 80**0.5
     expected = vote(bound.masked_fill(~real[:, None, None], -torch.inf), group)
-    got = page_bounds_gpu.scores(query, low, high, real, group, step)
+    got = page_bounds_gpu.scores(query, PageBounds(low, high, real, step), group, 80**0.5)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
 
 
@@ -98,11 +100,11 @@ def test_page_scores_of_a_shared_store_are_the_specification(
     unnamed[table[table >= 0].long()] = False
     # Both in one tensor, and a table that is a part of a wider one: strides are not those of tensors of their own.
     both = torch.stack([rows.amin(2), rows.amax(2)], 1)  # [held,2,H,D]
-    expected = page_scores_at(query.float(), both[:, 0].float(), both[:, 1].float(), table, group, impl="torch")
+    expected = page_scores_at(query.float(), PageBounds(*both.float().unbind(1)), table, group, impl="torch")
     both[unnamed] = torch.nan
     wide = torch.full((batch, number + 7), held, dtype=torch.int32, device=DEVICE)
     wide[:, :number] = table
-    got = page_scores_at(query, both[:, 0], both[:, 1], wide[:, :number], group, impl="triton")
+    got = page_scores_at(query, PageBounds(*both.unbind(1)), wide[:, :number], group, impl="triton")
     assert torch.equal(got.isneginf(), expected.isneginf())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-4)
 
@@ -111,20 +113,22 @@ def test_a_table_of_another_dtype_is_refused() -> None:
     store = torch.zeros(4, 1, 16, device=DEVICE)
     table = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"int32 \[B,P\], got torch.int64 \[1, 4\]"):
-        page_bounds_gpu.scores_at(torch.zeros(1, 1, 1, 16, device=DEVICE), store, store, table, "sum")
+        page_bounds_gpu.scores_at(torch.zeros(1, 1, 1, 16, device=DEVICE), PageBounds(store, store), table, "sum", 4.0)
 
 
 def test_page_bounds_of_another_dtype_are_refused() -> None:
     low, high, real = bounds_of_pages(1, 1, 4, 16, fp32)
     with pytest.raises(ValueError, match=r"of the query's torch.float16, .* got torch.float32"):
-        page_bounds_gpu.scores(torch.zeros(1, 1, 1, 16, dtype=fp16, device=DEVICE), low, high, real, "sum")
+        page_bounds_gpu.scores(
+            torch.zeros(1, 1, 1, 16, dtype=fp16, device=DEVICE), PageBounds(low, high, real), "sum", 4.0
+        )
 
 
 @pytest.mark.parametrize("count", [0, 3, 9, 50])
 def test_best_pages_become_spans(count: int) -> None:
     scores = torch.randn(2, 3, 9, device=DEVICE)
     scores[0, :, 2:] = -torch.inf
-    start, length = page_bounds_gpu.best(scores, count, 16)
+    start, length = topk_gpu.best_pages(scores, count, 16)
     assert start.shape == length.shape == (2, 3, min(count, 9))
     found = Selection(start, length, 16)
     expected = scores.topk(min(count, 9)).values

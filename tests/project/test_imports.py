@@ -62,18 +62,15 @@ BELOW = {
         "utils",
     ),
 }
+
+
+def files(pattern: str) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)]
+
+
 # Optional package -> the files that may import it.
 HOMES = {
-    "triton": (
-        "kernels/triton_ahead.py",
-        "kernels/attend/gpu.py",
-        "kernels/attend_quantized/gpu.py",
-        "kernels/bucket_spans/gpu.py",
-        "kernels/listed_scores/gpu.py",
-        "kernels/page_bounds/gpu.py",
-        "kernels/page_directions/gpu.py",
-        "kernels/quantized_keys/gpu.py",
-    ),
+    "triton": ("kernels/triton_ahead.py", *files("kernels/*/gpu.py")),
     "transformers": (
         "models/load.py",
         "models/gguf.py",
@@ -91,16 +88,9 @@ HOMES = {
     "anyio": ("serving/openai_client.py",),
     "faiss": ("kernels/nearest.py", "training/kmeans.py"),
     "numba": (
-        "kernels/numba_cache.py",
-        "kernels/attend/cpu.py",
-        "kernels/topk/cpu.py",
-        "kernels/attend_vllm_blocks/cpu.py",
-        "kernels/quantized_keys/cpu.py",
-        "kernels/attend_quantized/cpu.py",
-        "kernels/page_directions/cpu.py",
-        "kernels/numba_entry.py",
-        "kernels/numba_vectors.py",
         "kernels/graph/build_and_search.py",
+        *files("kernels/numba_*.py"),
+        *files("kernels/*/cpu*.py"),
     ),
 }
 

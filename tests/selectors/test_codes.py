@@ -9,7 +9,7 @@ import torch
 
 from sparseattn import PQ, Exact, Fier, KVCache, LowBit, Selector, SelfIndex, evaluate, make_selector
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.selectors.tokens.pq import product_codebooks
 from sparseattn.traces.synthetic import synthetic
 from tests.cases import attention, heads
@@ -31,7 +31,7 @@ def test_fier_rounds_every_channel_of_a_group_to_its_least_or_largest_number() -
     _, keys, _ = heads(2, 2, 1, 96, 80, torch.float32)
     fier = Fier()
     filled(fier, keys)
-    read = quantized_keys_reference.keys_of(fier.codes.data, fier.low.data, fier.step.data, 1).unflatten(2, (3, 32))
+    read = QuantizedKeys(fier.codes.data, fier.low.data, fier.step.data, 1).decoded().unflatten(2, (3, 32))
     grouped = keys.unflatten(2, (3, 32))
     low, high = grouped.amin(3, keepdim=True), grouped.amax(3, keepdim=True)
     expected = torch.where(grouped - low > high - grouped, high, low)

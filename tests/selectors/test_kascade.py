@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from sparseattn import Exact, Kascade, KVCache, Quest, Selection, Selector, decode, evaluate, make_selector
-from sparseattn.core.context import LayerContext
 from sparseattn.cli.app import app
+from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.roles.roles import Role, Roles
@@ -296,7 +296,11 @@ def test_layers_of_a_model_read_the_choice_of_their_step() -> None:
             same(generate(model, cache, inputs, **options), dense[name])
             twin = cache.clone()
             assert twin.board is not cache.board
-            assert all(part.rows.selector.layer_context.board is twin.board for x in twin.sparse_layers.values() for part in x.parts)
+            assert all(
+                part.rows.selector.layer_context.board is twin.board
+                for x in twin.sparse_layers.values()
+                for part in x.parts
+            )
         before = Watched.seen
         with SparseCache(model, selector=Watched(anchors=[0], inner=Place()), budget=4, **SMALL, check=True) as cache:
             generate(model, cache, inputs, **options)

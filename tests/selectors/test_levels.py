@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparseattn import KVCache, Levels, Quest, decode, evaluate
-from sparseattn.kernels import scoring
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores
 from sparseattn.traces.synthetic import synthetic
 
 ROWS, PAGE = 4 + 8 + 6 * 16 + 5, 16
@@ -36,8 +37,8 @@ def test_scores_are_quests_of_the_levels(bits: int, dtype: torch.dtype, group: s
     query = torch.randn(2, 2, 3, 24, dtype=dtype)
     selector = cache.selector
     assert isinstance(selector, Levels)
-    real = cache.step().valid[:, ::PAGE]
-    right = scoring.page_scores(query.float(), low, high, real, group, impl="torch", temperature=24**0.5)
+    real = cache.step().valid[:, ::PAGE].contiguous()
+    right = page_scores(query.float(), PageBounds(low, high, real), group, impl="torch", temperature=24**0.5)
     torch.testing.assert_close(selector.scores(query, {}, real), right, rtol=1e-4, atol=1e-4)
 
 

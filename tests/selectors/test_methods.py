@@ -25,7 +25,7 @@ from sparseattn import (
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation.replay import compare
 from sparseattn.evaluation.tasks.run import Method
-from sparseattn.kernels.scoring import page_bounds
+from sparseattn.kernels.page_bounds.reference import page_bounds
 from sparseattn.recommend import trials
 from sparseattn.roles.roles import Role, Roles
 from sparseattn.selectors import names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,8 +25,11 @@ from sparseattn import (
 from sparseattn.cache.index_files import kept
 from sparseattn.cache.selection_checks import ContractError
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.kernels.encode_keys.dispatch import encode
+from sparseattn.kernels.encode_keys.reference import quantise
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.packing import pack
 from sparseattn.selectors.base import vote
 from tests.cases import Buckets, Same, SampledBuckets, drawn, heads
 
@@ -56,14 +61,12 @@ def test_listed_logits_are_those_of_their_rows(bits: int, rows: int, size: int, 
     draw = torch.Generator().manual_seed(bits)
     n = 4 * rows
     keys, query = torch.randn(B, H, n, size, generator=draw), torch.randn(B, H, G, size, generator=draw)
-    codes, low, step = quantized_keys_reference.quantise(
-        keys, rows, bits, "bins" if bits > 1 else "means", torch.bfloat16
-    )
-    packed, real = quantized_keys_reference.pack(codes, rows, bits), torch.arange(n) < torch.tensor([[n], [n - 21]])
-    every = quantized_keys.logits(query, packed, low, step, real, bits)
+    index = encode(keys, rows, bits, "bins" if bits > 1 else "means", torch.bfloat16, impl="torch")
+    index = replace(index, valid=torch.arange(n) < torch.tensor([[n], [n - 21]]))
+    every = quantized_keys.logits(query, index)
     for listed in (H, H * G):
         pages = torch.randint(-1, -(-n // page), (B, listed, 5), generator=draw)
-        found = quantized_keys.listed_logits(query, packed, low, step, real, bits, pages, page)
+        found = quantized_keys.listed_logits(query, index, pages, page)
         assert found.shape == (B, H, G, 5 * page)
         row = (pages[..., None] * page + torch.arange(page)).flatten(2)
         row = row.view(B, H, -1, 5 * page).expand(-1, -1, G, -1)
@@ -77,11 +80,10 @@ def test_the_best_listed_rows_and_the_groups_read(page: int) -> None:
     draw = torch.Generator().manual_seed(page)
     n, rows = 256, 64
     keys, query = torch.randn(B, H, n, D, generator=draw), torch.randn(B, H, G, D, generator=draw)
-    packed, low, step = quantized_keys_reference.encode(keys, rows, 2, "bins", torch.bfloat16)
-    real = torch.arange(n) < torch.tensor([[n], [n - 21]])
+    valid = torch.arange(n) < torch.tensor([[n], [n - 21]])
+    index = query, replace(encode(keys, rows, 2, "bins", torch.bfloat16), valid=valid)
     pages = torch.stack([torch.randperm(n // page, generator=draw)[:7] for _ in range(B * H)]).view(B, H, -1)
     pages[0, 0, -1] = -1
-    index = query, packed, low, step, real, 2
     ids, groups = quantized_keys.best_listed(*index, "softmax", pages, page, 5, impl="numba")
     best = vote(quantized_keys.listed_logits(*index, pages, page, impl="numba"), "softmax").topk(5)
     rows_of = pages.gather(2, best.indices // page) * page + best.indices % page
@@ -94,15 +96,15 @@ def test_the_best_listed_rows_and_the_groups_read(page: int) -> None:
 
 def test_listed_logits_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, query = torch.randn(1, 2, 64, 32), torch.randn(1, 2, 4, 32)
-    codes, low, step = quantized_keys_reference.quantise(keys, 16, 2, "bins", torch.float16)
-    given = (quantized_keys_reference.pack(codes, 16, 2), low, step, torch.ones(1, 64, dtype=torch.bool), 2)
+    index = encode(keys, 16, 2, "bins", torch.float16, impl="torch")
+    index = replace(index, valid=torch.ones(1, 64, dtype=torch.bool))
     pages = torch.tensor([[[3, -1, 0], [1, 2, -1]]])
-    whole = quantized_keys.listed_logits(query, *given, pages, 16)
+    whole = quantized_keys.listed_logits(query, index, pages, 16)
     monkeypatch.setattr(quantized_keys_reference, "CHUNK", 1)
-    torch.testing.assert_close(quantized_keys.listed_logits(query, *given, pages, 16), whole)
-    assert quantized_keys.listed_logits(query, *given, pages[:, :, :0], 16).shape == (1, 2, 4, 0)
+    torch.testing.assert_close(quantized_keys.listed_logits(query, index, pages, 16), whole)
+    assert quantized_keys.listed_logits(query, index, pages[:, :, :0], 16).shape == (1, 2, 4, 0)
     with pytest.raises(ValueError, match="impl is one of"):
-        quantized_keys.listed_logits(query, *given, pages, 16, impl="cuda")
+        quantized_keys.listed_logits(query, index, pages, 16, impl="cuda")
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -206,8 +208,8 @@ def test_runs_in_an_order_of_their_own_are_proposed_too() -> None:
         cache.append(keys[:, :, part], values[:, :, part])
         cache.seal()
         inside = cache.selector.inside
-        codes, low, step = quantized_keys_reference.quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
-        assert torch.equal(inside.codes.data, quantized_keys_reference.pack(codes, 32, 2))
+        codes, low, step = quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
+        assert torch.equal(inside.codes.data, pack(codes, 32, 2))
         assert torch.equal(inside.low.data, low)
         assert torch.equal(inside.step.data, step)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseattn import Bounds, KVCache, LowBit, Quest, Selection, Window, decode
-from sparseattn.kernels import scoring
+from sparseattn.kernels import implementations
 from sparseattn.selectors.base import Selector
 from sparseattn.serving.vllm import cuda_layer
 from sparseattn.serving.vllm.cuda_layer import SparseLayer
@@ -86,13 +86,15 @@ class Batch:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is named, selectors score by Triton."""
-    chosen = scoring.chosen
+    choose = implementations.choose
 
-    def on_a_gpu(impl: str | None, device: torch.device, dtype: torch.dtype, there: tuple[str, ...] = ()) -> str:
-        there = there or tuple(scoring.SCORING)
-        return chosen("triton" if impl is None and "triton" in there else impl, device, dtype, there)
+    def on_a_gpu(
+        impl: str | None, device: torch.device, dtype: torch.dtype, names: tuple[str, ...], fallback: str = "torch"
+    ) -> str:
+        here = impl is None and "triton" in names and fallback == "torch"
+        return choose("triton" if here else impl, device, dtype, names, fallback)
 
-    monkeypatch.setattr(scoring, "chosen", on_a_gpu)
+    monkeypatch.setattr(implementations, "choose", on_a_gpu)
 
 
 def zones_of(selector: Selector) -> Zones:

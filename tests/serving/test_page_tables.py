@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparseattn.kernels.attend_vllm_blocks import cpu as attend_vllm_blocks_cpu
+from sparseattn.kernels.attend_vllm_blocks import cpu_tables
 from sparseattn.serving.vllm.page_tables import Zones
 
 
@@ -20,7 +20,7 @@ def test_tables_name_every_row_once(page: int, unit: int, block: int, sink: int,
     blocks = torch.randperm(7 * 16, generator=draw).view(7, 16).int()  # of each sequence, anywhere
     most = int(rows.max())
     table, (always, tails) = zones.entries(rows, blocks, most), zones.always(rows, blocks)
-    compiled = attend_vllm_blocks_cpu.tables(
+    compiled = cpu_tables.tables(
         rows.numpy(), blocks.numpy(), page, unit, block, zones.first, window, most, zones.recent
     )
     for ours, theirs in zip((table, always, tails), compiled, strict=True):
@@ -43,7 +43,7 @@ def test_entries_are_due_once_and_again_where_rows_were_written() -> None:
     rows, blocks = np.array([300, 40, 129], np.int32), np.array([[5, 2, 7], [0, 0, 0], [5, 1, 0]], np.int32)
 
     def due(above: int) -> list[int]:
-        return sorted(attend_vllm_blocks_cpu.due(rows, blocks, above, 32, 128, made).tolist())
+        return sorted(cpu_tables.due(rows, blocks, above, 32, 128, made).tolist())
 
     # 9 whole entries of the first, in blocks 5, 2 and 7; the third shares block 5, and its second block is not whole.
     assert due(200) == [8, 9, 10, 11, 20, 21, 22, 23, 28]

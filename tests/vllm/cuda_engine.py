@@ -38,14 +38,21 @@ def as_on_cuda() -> None:
 
     triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    from sparseattn.kernels import scoring
+    from sparseattn.kernels import implementations
 
-    chosen = scoring.chosen
+    choose = implementations.choose
 
-    def on_a_gpu(impl: str | None, device: Any, dtype: Any, there: tuple[str, ...] = tuple(scoring.SCORING)) -> str:
-        return chosen("triton" if impl is None and "triton" in there else impl, device, dtype, there)
+    def on_a_gpu(
+        impl: str | None,
+        device: Any,
+        dtype: Any,
+        names: tuple[str, ...] = ("torch", "numba", "triton"),
+        fallback: str = "torch",
+    ) -> str:
+        here = impl is None and "triton" in names and fallback == "torch"
+        return choose("triton" if here else impl, device, dtype, names, fallback)
 
-    scoring.chosen = on_a_gpu
+    implementations.choose = on_a_gpu
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from sparseattn.serving.vllm import counters, cuda

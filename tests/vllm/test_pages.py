@@ -12,7 +12,7 @@ from engines import LAYERS, SPARSE, ask, check_counts, engine, llama, prompts
 from torch import Tensor
 
 from sparseattn import KVCache, make_selector
-from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 pytest.importorskip("numba")
@@ -65,9 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             chosen = ran[0]["ids"].view(served.count, -1, ran[0]["ids"].shape[-1])
             for r, request in enumerate(which.tolist()):
                 rows, table = int(metadata.seq_lens[request]), metadata.block_table[request].long()
-                keys = attend_vllm_blocks_reference.keys(
-                    held, impl.packing, table[: -(-rows // size)], size
-                )  # [blocks,H,size,D]
+                keys = BlockCache(held, impl.packing).keys(table[: -(-rows // size)], size)  # [blocks,H,size,D]
                 seen.append({
                     "layer": layer.layer_name, "rows": rows, "blocks": table, "size": size, "page": impl.page,
                     "unit": impl.unit, "query": query[served.tokens[r]].unflatten(0, (keys.shape[1], -1)).clone(),

@@ -98,9 +98,9 @@ def test_another_version_of_vllm_is_refused(model: Path, monkeypatch: pytest.Mon
 
 
 def test_a_packing_that_is_not_known_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+    from sparseattn.kernels.attend_vllm_blocks import blocks
 
-    monkeypatch.setattr(attend_vllm_blocks_reference, "PACKINGS", ("pairs",))
+    monkeypatch.setattr(blocks, "PACKINGS", ("pairs",))
     said = "the packing of vLLM's cache for '[a-z0-9]+' with torch.float32 is not known"
     with pytest.raises(ValueError, match=said), engine(model, SPARSE):
         pass

@@ -12,7 +12,7 @@ import torch
 from engines import SPARSE, VOCABULARY, counted, engine, layers, llama
 from vllm import SamplingParams
 
-from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache
 from sparseattn.serving.vllm.counters import stats
 from sparseattn.serving.vllm.cpu import BUILDERS
 
@@ -52,7 +52,7 @@ def check_index(llm: Any) -> int:
                     place for place in range(block.block_id * per, (block.block_id + 1) * per) if builder.made[place]
                 }
         places = torch.tensor(sorted(live), dtype=torch.int64)
-        keys = attend_vllm_blocks_reference.keys(layer.kv_cache, impl.packing, places, impl.unit)  # [n,H,unit,D]
+        keys = BlockCache(layer.kv_cache, impl.packing).keys(places, impl.unit)  # [n,H,unit,D]
         made = impl.selector.entries(keys.transpose(0, 1).flatten(1, 2)[None])
         for name, part in made.items():
             assert torch.equal(impl.store.entries[name][places], part[0].transpose(0, 1)), name

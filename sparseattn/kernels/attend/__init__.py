@@ -1,4 +1,5 @@
-"""Attention of one query per head over the rows that a selection names: `cpu.py` by numba, `gpu.py` by Triton.
+"""Attention of one query per head over the rows that a selection names (`dispatch.attend`).
 
-`gather.py` is torch that runs anywhere, `reference.py` the specification; `kernels.dispatch` chooses among them.
+`cpu.py` is by numba, `gpu.py` by Triton, `gather.py` by torch that runs anywhere; `reference.py` is the specification.
+`merge.py` joins attention over disjoint rows, `weights.py` has what each row weighed.
 """

@@ -18,26 +18,13 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.attend.cpu import (  # fmt: skip
-    FAST,
-    LOG2E,
-    ONE_AT_A_TIME,
-    PART_ROWS,
-    PARTS,
-    TILE,
-    _bits,
-    _flat,
-    _merge,
-    _no_bias,
-    _read,
-    _scope,
-    _tile,
-    fetch,
-    use_threads,
-)
+from sparseattn.kernels.attend.cpu import PART_ROWS, PARTS, no_bias
+from sparseattn.kernels.attend.cpu_softmax import TILE, add_tile, join_parts
 from sparseattn.kernels.attend_quantized.reference import CHANNELS, CodedRows
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import FAST, LOG2E, as_bits, fetch, flat_rows, put, read, scope
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 
 @intrinsic
@@ -47,7 +34,7 @@ def _half(typing, array, place, shift):
     def code(context, builder, signature, arguments):
         data = context.make_array(array)(context, builder, arguments[0]).data
         value = builder.load(builder.gep(data, [arguments[1]]))
-        value.set_metadata("alias.scope", _scope(builder))
+        value.set_metadata("alias.scope", scope(builder))
         byte = ir.IntType(8)
         shifted = builder.lshr(value, builder.trunc(arguments[2], byte))
         return builder.uitofp(builder.and_(shifted, ir.Constant(byte, 15)), ir.FloatType())
@@ -55,23 +42,11 @@ def _half(typing, array, place, shift):
     return types.float32(array, types.intp, types.intp), code
 
 
-@intrinsic
-def _put(typing, array, place, number):
-    """`array[place] = number` of a flat float32 array that no `_read` in the loop touches."""
-
-    def code(context, builder, signature, arguments):
-        data = context.make_array(array)(context, builder, arguments[0]).data
-        builder.store(arguments[2], builder.gep(data, [arguments[1]])).set_metadata("noalias", _scope(builder))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.float32), code
-
-
 @njit(fastmath=set(FAST))
 def _widened(levels, at, out, size):
     """Levels of a group of keys, low then step, as float32."""
     for d in range(2 * size):
-        _put(out, d, _read(levels, at + d))
+        put(out, d, read(levels, at + d))
 
 
 @njit(fastmath=set(FAST))
@@ -79,14 +54,14 @@ def _key(codes, at, levels, out, to, size, bits):
     """Reads a key back into `out[to:]`; levels: float32, low then step."""
     if bits == 8:
         for d in range(size):
-            _put(out, to + d, _read(levels, d) + _read(levels, size + d) * _read(codes, at + d))
+            put(out, to + d, read(levels, d) + read(levels, size + d) * read(codes, at + d))
         return
     wide = (size + 1) // 2
     for d in range(wide):
-        _put(out, to + d, _read(levels, d) + _read(levels, size + d) * _half(codes, at + d, 0))
+        put(out, to + d, read(levels, d) + read(levels, size + d) * _half(codes, at + d, 0))
     for d in range(size - wide):
-        low, step = _read(levels, wide + d), _read(levels, size + wide + d)
-        _put(out, to + wide + d, low + step * _half(codes, at + d, 4))
+        low, step = read(levels, wide + d), read(levels, size + wide + d)
+        put(out, to + wide + d, low + step * _half(codes, at + d, 4))
 
 
 @njit(fastmath=set(FAST))
@@ -99,16 +74,16 @@ def _value(codes, at, levels, level_at, groups, out, to, size, bits):
         c = d // CHANNELS
         high = d >= wide
         end = min((c + 1) * CHANNELS, size if high else min(wide, size))
-        low, step = _read(levels, level_at + c), _read(levels, level_at + groups + c)
+        low, step = read(levels, level_at + c), read(levels, level_at + groups + c)
         if bits == 8:
             for e in range(d, end):
-                _put(out, to + e, low + step * _read(codes, at + e))
+                put(out, to + e, low + step * read(codes, at + e))
         elif high:
             for e in range(d, end):
-                _put(out, to + e, low + step * _half(codes, at + e - wide, 4))
+                put(out, to + e, low + step * _half(codes, at + e - wide, 4))
         else:
             for e in range(d, end):
-                _put(out, to + e, low + step * _half(codes, at + e, 0))
+                put(out, to + e, low + step * _half(codes, at + e, 0))
         d = end
 
 
@@ -127,7 +102,7 @@ def _part(
     begin, stop = rows * split // splits, rows * (split + 1) // splits
     asked, flat = np.empty(share * size, np.float32), query.reshape(-1)
     for d in range(share * size):
-        asked[d] = _read(flat, d) * scale
+        asked[d] = read(flat, d) * scale
     acc[:], peak[:], total[:] = 0, -np.inf, 0
     row_at = np.empty(TILE, np.int64)
     key_at, value_at = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
@@ -167,7 +142,7 @@ def _part(
                         values, value_base + at * value_step, of_values, of_base + at * of_step, groups,
                         read_values, t * size, size, bits,
                     )  # fmt: skip
-                _tile(
+                add_tile(
                     asked, share, size, read_keys, read_values, key_at, value_at, more, filled, weights, peak, total,
                     acc,
                 )  # fmt: skip
@@ -200,7 +175,7 @@ def _attend(
         )  # fmt: skip
     for which in range(lists):
         for g in range(total.shape[2]):
-            _merge(acc[which], peak[which], total[which], g, out[which], lse[which])
+            join_parts(acc[which], peak[which], total[which], g, out[which], lse[which])
 
 
 def attend(query: Tensor, rows: CodedRows, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
@@ -213,14 +188,16 @@ def attend(query: Tensor, rows: CodedRows, selection: Selection, scale: float) -
     chosen, slots = selection.start.shape[1:]
     lists, share = batch * chosen, heads * group // chosen
     splits = max(1, min(-(-PARTS // max(lists, 1)), slots * selection.span // PART_ROWS + 1))
-    parts = [_flat(part) for part in (rows.keys, rows.key_levels.flatten(3), rows.values, rows.value_levels.flatten(3))]
+    parts = [
+        flat_rows(part) for part in (rows.keys, rows.key_levels.flatten(3), rows.values, rows.value_levels.flatten(3))
+    ]
     acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
     out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
-    bias = _no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
+    bias = no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots)
     with ONE_AT_A_TIME:
         use_threads(2 * slots * selection.span * lists * share * size)
         _attend(
-            _bits(query).reshape(lists, share, size),
+            as_bits(query).reshape(lists, share, size),
             np.float32(scale) * LOG2E,
             *(one for part in parts for one in part),
             heads,

@@ -8,11 +8,11 @@ from numbers import Real
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.kernels import scoring
-from sparseattn.kernels.attend_quantized.reference import CodedRows, attend
+from sparseattn.kernels.attend_quantized.reference import CodedRows
+from sparseattn.kernels.implementations import Operation
 from sparseattn.utils.tensors import only_tensors
 
-IMPLS = ("torch", "numba", "triton")
+ATTEND = Operation(__package__, "torch", "numba", "triton")
 
 
 def attend_coded(
@@ -50,20 +50,8 @@ def attend_coded(
     elif not isinstance(scale, Real) or not math.isfinite(scale):
         raise ValueError(f"scale is a finite number, or None for 1/sqrt(D), got {scale!r}")
     learns = query.requires_grad or (selection.bias is not None and selection.bias.requires_grad)
-    chosen = scoring.chosen("torch" if impl is None and learns else impl, query.device, query.dtype, IMPLS)
-    if chosen == "triton":
-        from sparseattn.kernels.attend_quantized import (
-            gpu as attend_quantized_gpu,  # imported on first use: Triton is optional
-        )
-
-        return attend_quantized_gpu.attend(query, rows, selection, scale)
-    if chosen == "numba":
-        from sparseattn.kernels.attend_quantized import (
-            cpu as attend_quantized_cpu,  # imported on first use: numba is optional
-        )
-
-        return attend_quantized_cpu.attend(query, rows, selection, scale)
-    return attend(query, rows, selection, scale)
+    kernel = ATTEND.pick(impl, query.device, query.dtype, learns)
+    return kernel.attend(query, rows, selection, scale)
 
 
 def _check(query: Tensor, rows: CodedRows, selection: Selection) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend import gather
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.encode_keys.reference import quantise
 from sparseattn.utils.tensors import only_tensors
 
 BITS = (4, 8)
@@ -148,7 +148,7 @@ def encode(keys: Tensor, values: Tensor, bits: int, group: int) -> CodedRows:
     parts: list[tuple[Tensor, ...]] = []
     once = _at_once(len(keys) * keys.shape[1], keys.shape[3], group)
     for mine, theirs in zip(keys.split(once, 2), values.split(once, 2), strict=True):
-        codes, low, step = quantized_keys_reference.quantise(mine, group, bits, "ends", dtype)
+        codes, low, step = quantise(mine, group, bits, "ends", dtype)
         parts.append((_packed(codes, bits), torch.stack([low, step], 3), *_of_values(theirs, bits, dtype)))
     whole = {name: torch.cat(part, 2) for name, part in zip(PARTS, zip(*parts, strict=True), strict=True)}
     return CodedRows(**whole, bits=bits, group=group)
@@ -166,9 +166,7 @@ def _of_values(values: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, T
     if spare:  # a last group of fewer channels is as if its last were there more often
         values = torch.cat([values, values[..., -1:].expand(*shape, spare)], 3)
     # A channel of a group stands for a row of one channel.
-    codes, low, step = quantized_keys_reference.quantise(
-        values.reshape(*shape[:2], -1, 1), CHANNELS, bits, "ends", dtype
-    )
+    codes, low, step = quantise(values.reshape(*shape[:2], -1, 1), CHANNELS, bits, "ends", dtype)
     levels = torch.stack([part.view(*shape, -1) for part in (low, step)], 3)
     return _packed(codes.view(*shape, -1)[..., :size], bits), levels
 

@@ -1,1 +1,1 @@
-"""Attention over chosen pages of vLLM's packed blocks, where they lie (CPU)."""
+"""Attention over chosen pages of the cache of vLLM's CPU backend, read where they lie in its blocks."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from sparseattn.kernels.attend.cpu import BITS as BITS
-from sparseattn.kernels.attend.cpu import ONE_AT_A_TIME as ONE_AT_A_TIME
-from sparseattn.kernels.attend.cpu import fetch, widen
-from sparseattn.kernels.attend.cpu import parts as parts
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import BITS as BITS
+from sparseattn.kernels.numba_rows import fetch, widen
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME as ONE_AT_A_TIME
+from sparseattn.kernels.numba_threads import parts as parts
 
 CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (docs/log, 2026-11-20)
 

@@ -20,9 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseattn.kernels.group_vote.gpu import log_sum, vote_tiles
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+
 
 @triton.jit
-def _places(real, table, at, page, here):
+def places(real, table, at, page, here):
     """Where the entries of pages lie, int64, and which of them there are: by a table, or in order."""
     if table is not None:
         place = tl.load(table + at, mask=here, other=-1).to(tl.int64)
@@ -66,7 +69,7 @@ def score_pages(
     d = tl.arange(0, BLOCK_D)
     page = tile * BLOCK + tl.arange(0, BLOCK)
     here = page < pages
-    place, known = _places(real, table, b.to(tl.int64) * known_step_b + page, page, here)
+    place, known = places(real, table, b.to(tl.int64) * known_step_b + page, page, here)
     place = place[:, None]
     # Bounds of pages that are not real are not read: they may be NaN, and spare capacity costs nothing.
     mask = known[:, None] & (d < D)
@@ -94,68 +97,7 @@ def score_pages(
         row = head * G + g
         tl.store(out + row[:, None] * pages + page[None, :], scores, mask=(g < G)[:, None] & here[None, :])
         if VOTE == "softmax":
-            tl.store(tile_lse + row * tl.num_programs(0) + tile, _lse(scores), mask=g < G)
-
-
-@triton.jit
-def _lse(scores):
-    """Logarithm of the sum of exponentials of each row `[M,N]`; -inf where all are."""
-    peak = tl.max(scores, 1)
-    anchor = tl.where(peak == float("-inf"), 0.0, peak)
-    return anchor + _log(tl.sum(tl.exp(scores - anchor[:, None]), 1))
-
-
-@triton.jit
-def _log(total):
-    none = total == 0.0  # the interpreter warns of the logarithm of zero
-    return tl.where(none, float("-inf"), tl.log(tl.where(none, 1.0, total)))
-
-
-@triton.jit(do_not_specialize=["pages", "tiles"])
-def vote_softmax(
-    scores,  # [B,H,G,P] float32
-    tile_lse,  # [B,H,G,tiles] float32
-    out,  # [B,H,P] float32
-    pages,
-    tiles,
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The logarithm of the sum of the query heads' probabilities; -inf where no page is real."""
-    head = tl.program_id(1).to(tl.int64)
-    g = tl.arange(0, BLOCK_G)
-    row = head * G + g
-    total = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    for first in range(0, tiles, 64):
-        tile = first + tl.arange(0, 64)
-        mask = (g < G)[:, None] & (tile < tiles)[None, :]
-        part = _lse(tl.load(tile_lse + row[:, None] * tiles + tile[None, :], mask=mask, other=float("-inf")))
-        peak = tl.maximum(total, part)
-        anchor = tl.where(peak == float("-inf"), 0.0, peak)
-        total = anchor + _log(tl.exp(total - anchor) + tl.exp(part - anchor))
-    total = tl.where(total == float("-inf"), 0.0, total)
-    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = (g < G)[:, None] & (page < pages)[None, :]
-    held = tl.load(scores + row[:, None] * pages + page[None, :], mask=mask, other=float("-inf"))
-    tl.store(out + head * pages + page, _lse(tl.trans(held - total[:, None])), mask=page < pages)
-
-
-@triton.jit(do_not_specialize=["slots", "page"])
-def name_pages(
-    top,  # [B*Hs*S] float32
-    ids,  # [B*Hs*S] int64
-    start,  # [B*Hs*S] int32
-    length,  # [B*Hs*S] int32
-    slots,
-    page,
-    BLOCK: tl.constexpr,
-):
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = slot < slots
-    used = tl.load(top + slot, mask=mask, other=float("-inf")) > float("-inf")
-    tl.store(start + slot, (tl.load(ids + slot, mask=mask, other=0) * page).to(tl.int32), mask=mask)
-    tl.store(length + slot, tl.where(used, page, 0), mask=mask)
+            tl.store(tile_lse + row * tl.num_programs(0) + tile, log_sum(scores), mask=g < G)
 
 
 # Pages of a tile and warps, by (bytes of an element, padded head size). NOT MEASURED on a GPU yet: from the compiler's
@@ -173,8 +115,6 @@ TILES = {
     (4, 256): (16, 4),
 }
 VOTE_BLOCK = 128  # pages that one program of `vote_softmax` votes on
-NAME_BLOCK = 1024
-NAME_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def launch(itemsize: int, size: int, group: int, vote: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -192,129 +132,88 @@ def launch(itemsize: int, size: int, group: int, vote: str) -> tuple[dict[str, A
     return constants, {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
-def launch_vote(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `launch`, for `vote_softmax`."""
-    constants = {"G": group, "BLOCK_G": triton.next_power_of_2(group), "BLOCK": VOTE_BLOCK}
-    return constants, {"num_warps": 4, "enable_fp_fusion": True}
-
-
-def scores(
-    query: Tensor,
-    low: Tensor,
-    high: Tensor,
-    real: Tensor,
-    group: str,
-    step: Tensor | None = None,
-    temperature: float | None = None,
-) -> Tensor:
-    """`[B,Hs,P]` float32: each page's bound of the logit `q.k / temperature`, voted on; -inf where `real` is False.
-
-    Args:
-        query: `[B,H,G,D]` float32, float16 or bfloat16.
-        low, high: `[B,H,P,D]` of that dtype, or int8 with a `step`, the pages' channelwise bounds; any strides but the
-            last. Pages that are not real may hold anything.
-        real: `[B,P]` bool.
-        group: "sum", "max", "softmax" or "each", as `sparseattn.selectors.base.vote` defines them.
-        step: `[B,H,D]` float32, what 1 of a channel of int8 bounds stands for.
-        temperature: None is `sqrt(D)`.
+def scores(query: Tensor, bounds: PageBounds, group: str, temperature: float) -> Tensor:
+    """As `dispatch.page_scores`, of float32 and 16-bit queries; bounds have any strides but the last.
 
     Raises:
         ValueError: dtypes that differ, or bounds whose last stride is not 1.
     """
-    real = real if real.stride(-1) == 1 else real.contiguous()
-    return _scores(query, low, high, group, temperature, real=real, step=step)
+    assert bounds.valid is not None
+    return _scores(query, bounds, group, temperature, valid=adjacent(bounds.valid))
 
 
-def scores_at(
-    query: Tensor, low: Tensor, high: Tensor, table: Tensor, group: str, temperature: float | None = None
-) -> Tensor:
-    """`scores` where the bounds of all sequences' pages lie in one store: `[B,Hs,P]` float32, -inf where there is none.
-
-    Its launches depend on shapes alone, so that a CUDA graph may capture them.
-
-    Args:
-        query: `[B,H,G,D]` float32, float16 or bfloat16.
-        low, high: `[pages,H,D]` of that dtype, any strides but the last. Pages that nobody names may hold anything.
-        table: `[B,P]` int32, which page of the store is a sequence's; negative: none.
-        group, temperature: see `scores`.
+def scores_at(query: Tensor, store: PageBounds, table: Tensor, group: str, temperature: float) -> Tensor:
+    """As `dispatch.page_scores_at`. Its launches depend on shapes alone, so that a CUDA graph may capture them.
 
     Raises:
-        ValueError: dtypes that differ, or bounds whose last stride is not 1.
+        ValueError: a table that is not int32, or as `scores`.
     """
+    table = checked_table(table)
+    minimum, maximum = (
+        part.transpose(0, 1)[None].expand(len(query), -1, -1, -1) for part in (store.minimum, store.maximum)
+    )
+    return _scores(query, PageBounds(minimum, maximum), group, temperature, table=table)
+
+
+def adjacent(part: Tensor) -> Tensor:
+    """Return a tensor whose last elements are adjacent, as kernels read it."""
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def checked_table(table: Tensor) -> Tensor:
+    """Return a table of pages as kernels read it; ValueError unless it is int32."""
     if table.dtype != torch.int32:
         raise ValueError(f"a table of pages is int32 [B,P], got {table.dtype} {list(table.shape)}")
-    low, high = (held.transpose(0, 1)[None].expand(len(query), -1, -1, -1) for held in (low, high))
-    return _scores(query, low, high, group, temperature, table=table if table.stride(-1) == 1 else table.contiguous())
+    return adjacent(table)
 
 
 def _scores(
     query: Tensor,
-    low: Tensor,
-    high: Tensor,
+    bounds: PageBounds,
     group: str,
-    temperature: float | None,
+    temperature: float,
     *,
-    real: Tensor | None = None,
+    valid: Tensor | None = None,
     table: Tensor | None = None,
-    step: Tensor | None = None,
 ) -> Tensor:
-    """The launches, with one of `real` and `table`."""
+    """Launch the kernels, with one of `valid` and `table`."""
+    minimum, maximum, step = bounds.minimum, bounds.maximum, bounds.step
     kind = query.dtype if step is None else torch.int8
-    if not kind == low.dtype == high.dtype or low.stride(-1) != 1 or high.stride(-1) != 1:
+    if not kind == minimum.dtype == maximum.dtype or minimum.stride(-1) != 1 or maximum.stride(-1) != 1:
         raise ValueError(
             f"page bounds are of the query's {query.dtype}, or torch.int8 with a step, with adjacent elements, got "
-            f"{low.dtype} and {high.dtype} with last strides {low.stride(-1)} and {high.stride(-1)}"
+            f"{minimum.dtype} and {maximum.dtype} with last strides {minimum.stride(-1)} and {maximum.stride(-1)}"
         )
-    known = real if table is None else table
+    known = valid if table is None else table
     assert known is not None
-    batch, heads, group_size, size = query.shape
+    batch, heads, share, size = query.shape
     pages = known.shape[1]
-    constants, options = launch(query.element_size(), size, group_size, group)
+    constants, options = launch(query.element_size(), size, share, group)
     tiles = triton.cdiv(pages, constants["BLOCK"])
-    each = (
-        query.new_empty(batch, heads, group_size, pages, dtype=torch.float32) if group in ("each", "softmax") else None
-    )
-    voted = None if group == "each" else query.new_empty(batch, heads, pages, dtype=torch.float32)
-    first = voted if each is None else each
-    assert first is not None
+    shape = (batch, heads, share, pages) if group in ("each", "softmax") else (batch, heads, pages)
+    out = query.new_empty(shape, dtype=torch.float32)
     tile_lse = None
     if group == "softmax":
-        tile_lse = query.new_empty(batch, heads, group_size, tiles, dtype=torch.float32)
+        tile_lse = query.new_empty(batch, heads, share, tiles, dtype=torch.float32)
     if pages and batch:
         with torch.cuda.device_of(query):  # Triton launches on the current device
             score_pages[tiles, heads, batch](
                 query.contiguous(),
-                low,
-                high,
+                minimum,
+                maximum,
                 None if step is None else step.contiguous(),
-                real,
+                valid,
                 table,
-                first,
+                out,
                 tile_lse,
                 pages,
                 known.stride(0),
-                1 / (temperature or size**0.5),
-                *low.stride()[:3],
-                *high.stride()[:3],
+                1 / temperature,
+                *minimum.stride()[:3],
+                *maximum.stride()[:3],
                 **constants,
                 **options,
             )
-            if tile_lse is not None:
-                constants, options = launch_vote(group_size)
-                grid = triton.cdiv(pages, VOTE_BLOCK), batch * heads
-                vote_softmax[grid](each, tile_lse, voted, pages, tiles, **constants, **options)
-    return first.flatten(1, 2) if voted is None else voted
-
-
-def best(scores: Tensor, count: int, page: int) -> tuple[Tensor, Tensor]:
-    """Start and length `[B,Hs,S]` int32 of the `count` best pages of scores `[B,Hs,P]`, in no order: torch's top-k and
-    one launch more. Length 0 in place of a score of -inf; S = min(count, P)."""
-    top = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False)
-    start, length = (torch.empty(top.indices.shape, dtype=torch.int32, device=scores.device) for _ in range(2))
-    slots = start.numel()
-    if slots:
-        with torch.cuda.device_of(scores):
-            name_pages[triton.cdiv(slots, NAME_BLOCK),](
-                top.values, top.indices, start, length, slots, page, BLOCK=NAME_BLOCK, **NAME_OPTIONS
-            )
-    return start, length
+    if tile_lse is not None:
+        return vote_tiles(out, tile_lse, VOTE_BLOCK)
+    return out.flatten(1, 2) if group == "each" else out

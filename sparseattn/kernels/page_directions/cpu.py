@@ -21,27 +21,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from sparseattn.kernels.attend.cpu import (
-    ALONE,
-    EXPONENTIAL,
+from sparseattn.kernels.group_vote.cpu import vote_softmax
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import (
     FAST,
     LINE,
     LN2,
     LOG2E,
-    ONE_AT_A_TIME,
-    STEP,
-    _dot,
-    _flat,
-    _prefetch,
-    _read,
-    _scope,
-    _whole,
-    _widened,
-    use_threads,
-    vote_softmax,
+    dot,
+    flat_rows,
+    prefetch,
+    read,
+    scope,
+    storage_of,
+    widened,
 )
-from sparseattn.kernels.numba_cache import njit
-from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_threads import ALONE, EXPONENTIAL, ONE_AT_A_TIME, STEP, use_threads
 from sparseattn.kernels.numba_vectors import (
     FLOAT,
     FLOATS,
@@ -79,7 +75,7 @@ def _half(typing, array, place, high):
             return ir.Constant(ir.FloatType(), 0.0)
         data = context.make_array(array)(context, builder, arguments[0]).data
         value = builder.load(builder.gep(data, [arguments[1]]))
-        value.set_metadata("alias.scope", _scope(builder))
+        value.set_metadata("alias.scope", scope(builder))
         byte = ir.IntType(8)
         up = builder.shl(value, ir.Constant(byte, 4))
         upper = builder.icmp_signed("!=", arguments[2], ir.Constant(arguments[2].type, 0))
@@ -171,7 +167,7 @@ def _multiply(typing, asked, q, share, size, vectors, at, halves, step, products
                     for held, channel in zip(nibbles(value, False), (j, builder.add(half, j)), strict=True):
                         times(heads, held, channel, rests, False)
                 else:
-                    times(heads, _widened(builder, value, kind), j, rests, False)
+                    times(heads, widened(builder, value, kind), j, rests, False)
             if four:
                 with builder.if_then(builder.icmp_signed(">", half, count)):  # an odd channel, whose byte is half full
                     value = builder.load(builder.gep(base, [count]))
@@ -201,7 +197,7 @@ def _multiply(typing, asked, q, share, size, vectors, at, halves, step, products
 def _place(coordinates, at, j, half, bits):
     """Coordinate j of a page, of `2 * half` ones."""
     if bits != 4:
-        return _read(coordinates, at + j)
+        return read(coordinates, at + j)
     return _half(coordinates, at + j, 0) if j < half else _half(coordinates, at + j - half, 1)
 
 
@@ -353,7 +349,7 @@ def _part(
     edge[page:] = LOWEST
     steps = 0 if bits == 16 else 1 + rank + (page if kind == CLSE else 0)
     for g in range(share):
-        lengths[g] = _dot(asked, q + g * size, asked, q + g * size, size)
+        lengths[g] = dot(asked, q + g * size, asked, q + g * size, size)
     for p in range(first, last):
         place = np.int64(table[row + p])
         if place < 0:
@@ -363,14 +359,14 @@ def _part(
         ahead = np.int64(table[row + p + AHEAD]) if p + AHEAD < last else np.int64(-1)
         if ahead >= 0:
             for d in range(0, vector_steps[1], LINE // vectors.itemsize):
-                _prefetch(vectors, vector_at + ahead * vector_steps[0] + d)
+                prefetch(vectors, vector_at + ahead * vector_steps[0] + d)
         at, number = vector_at + place * vector_steps[0], number_at + place * number_step
         for k in range(1 + rank):
-            step = _read(numbers, number + k) if bits < 16 else np.float32(1)
+            step = read(numbers, number + k) if bits < 16 else np.float32(1)
             halves = 1 if bits == 4 and k > 0 else 0
             _multiply(asked, q, share, size, vectors, at, halves, step, products, k * share)
             at += (size + 1) // 2 if halves else size
-        other = _read(numbers, number + steps) if rest else np.float32(0)
+        other = read(numbers, number + steps) if rest else np.float32(0)
         other *= other
         if kind == CLSE:
             at = coordinate_at + place * coordinate_step
@@ -378,7 +374,7 @@ def _part(
                 _unpack(coordinates, at, bits, numbers, number + 1 + rank, rank, page, wide, held)
             else:
                 for t in range(page):
-                    step = _read(numbers, number + 1 + rank + t) if bits < 16 else np.float32(1)
+                    step = read(numbers, number + 1 + rank + t) if bits < 16 else np.float32(1)
                     for k in range(rank):
                         held[k * wide + t] = _place(coordinates, at, k * page + t, rank * page // 2, bits) * step
             _log_sums(products, share, share, rank, held, wide, edge, logits, sums)
@@ -429,19 +425,19 @@ def _scores(
         )  # fmt: skip
 
 
-def scores(query: Tensor, entries: Parts, real: Tensor, form: Form, group: str, temperature: float) -> Tensor:
-    """As `sparseattn.kernels.page_directions.dispatch.scores`, of float32 and 16-bit queries."""
-    place = torch.arange(real.shape[1], dtype=torch.int32)
-    lie = {name: (*_flat(part), part.shape[-1]) for name, part in entries.items()}
-    return _voted_scores(query, lie, torch.where(real, place, -1), form, group, temperature, ALONE)
+def scores(query: Tensor, entries: Parts, valid: Tensor, form: Form, group: str, temperature: float) -> Tensor:
+    """As `dispatch.scores`, of float32 and 16-bit queries."""
+    place = torch.arange(valid.shape[1], dtype=torch.int32)
+    lie = {name: (*flat_rows(part), part.shape[-1]) for name, part in entries.items()}
+    return _voted_scores(query, lie, torch.where(valid, place, -1), form, group, temperature, ALONE)
 
 
 def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str, temperature: float) -> Tensor:
-    """As `sparseattn.kernels.page_directions.dispatch.scores_at`, of float32 and 16-bit queries."""
+    """As `dispatch.scores_at`, of float32 and 16-bit queries."""
     lie = {}
     for name, part in store.items():
         held = part.transpose(0, 1)  # [H,entries,..]
-        lie[name] = _whole(held), (0, *held.stride()[:2]), part.shape[-1]
+        lie[name] = storage_of(held), (0, *held.stride()[:2]), part.shape[-1]
     return _voted_scores(query, lie, table.contiguous(), form, group, temperature, STEP)
 
 

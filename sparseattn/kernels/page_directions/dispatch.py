@@ -1,49 +1,41 @@
-"""Scores of pages by their directions, by the implementation that fits: torch, numba's code or Triton."""
+"""Scores of pages by their directions, by the implementation that fits."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 from torch import Tensor
 
-from sparseattn.kernels import scoring
-from sparseattn.kernels.page_directions.reference import Form, Parts, estimates
-from sparseattn.kernels.scoring import vote
+from sparseattn.kernels.implementations import Operation
+from sparseattn.kernels.page_directions.reference import Form, Parts
+
+SCORES = Operation(__package__, "torch", "numba", "triton")
 
 
 def scores(
     query: Tensor,
     entries: Parts,
-    real: Tensor,
+    valid: Tensor,
     form: Form,
     group: str,
     temperature: float,
     impl: str | None = None,
 ) -> Tensor:
-    """`estimates` of pages, and the group's vote.
+    """Return the group's vote on `reference.estimates` of pages.
 
     Args:
         query: `[B,H,G,D]`, after RoPE.
-        entries: name -> `[B,H,P,..]`, see `Form.names`; anything where a page is not real.
-        real: `[B,P]` bool.
-        group: see `scoring.vote`.
+        entries: name -> `[B,H,P,..]`, see `Form.names`; anything where a page is not valid.
+        valid: `[B,P]` bool.
+        form: what the entries are.
+        group: see `group_vote.dispatch.vote`.
         temperature: see `Selector.temperature`.
-        impl: see `scoring`.
+        impl: see `implementations`.
 
     Returns:
-        `[B,Hs,P]` float32 (float64 of a float64 query), -inf where a page is not real.
+        `[B,Hs,P]` float32 (float64 of a float64 query), -inf where a page is not valid.
     """
-    impl = _implementation(impl, query)
-    if impl == "triton":
-        from sparseattn.kernels.page_directions import gpu as page_directions_gpu
-
-        return page_directions_gpu.scores(query, entries, real, form, group, temperature)
-    if impl == "numba":
-        from sparseattn.kernels.page_directions import cpu as page_directions_cpu
-
-        return page_directions_cpu.scores(query, entries, real, form, group, temperature)
-    found = estimates(query, entries, form, temperature)
-    return vote(found.masked_fill(~real[:, None, None], -math.inf), group, impl)
+    return _pick(impl, query).scores(query, entries, valid, form, group, temperature)
 
 
 def scores_at(
@@ -55,7 +47,7 @@ def scores_at(
     temperature: float,
     impl: str | None = None,
 ) -> Tensor:
-    """`scores` where the entries of all sequences lie in one store, as a serving engine's blocks do.
+    """Return `scores` where the entries of all sequences lie in one store, as a serving engine's blocks do.
 
     Args:
         store: name -> `[entries,H,..]`.
@@ -63,20 +55,9 @@ def scores_at(
 
     The rest as in `scores`.
     """
-    impl = _implementation(impl, query)
-    if impl == "triton":
-        from sparseattn.kernels.page_directions import gpu as page_directions_gpu
-
-        return page_directions_gpu.scores_at(query, store, table, form, group, temperature)
-    if impl == "numba":
-        from sparseattn.kernels.page_directions import cpu as page_directions_cpu
-
-        return page_directions_cpu.scores_at(query, store, table, form, group, temperature)
-    place = table.long().clamp(min=0)
-    own = {name: part[place].transpose(1, 2) for name, part in store.items()}
-    return scores(query, own, table >= 0, form, group, temperature, impl)
+    return _pick(impl, query).scores_at(query, store, table, form, group, temperature)
 
 
-def _implementation(impl: str | None, query: Tensor) -> str:
-    """What scores: numba's code knows no gradients, so that by default it leaves a query that needs one to torch."""
-    return scoring.chosen("torch" if impl is None and query.requires_grad else impl, query.device, query.dtype)
+def _pick(impl: str | None, query: Tensor) -> Any:
+    """Return what scores: numba's code knows no gradients, so by default it leaves a query that needs one to torch."""
+    return SCORES.pick(impl, query.device, query.dtype, query.requires_grad)

@@ -3,7 +3,7 @@
 `score_directions` takes a tile of pages: one product of small matrices for the mean and one for each direction (two for
 one of 4 bits, whose halves of channels share bytes), then the estimate, of which kind is a compile-time constant, and
 the group's vote. Steps come to the products, so that codes are multiplied as integers. "softmax" votes in a second
-launch (`pages.vote_softmax`). With a table entries lie in one store, as in `pages`.
+launch (`group_vote.gpu`). With a table entries lie in one store, as in `page_bounds`.
 """
 
 # Kernels are compiled by Triton and take its types, for which Python has no annotations.
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseattn.kernels.page_bounds.gpu import TILES, VOTE_BLOCK, _log, _lse, _places, launch_vote, vote_softmax
+from sparseattn.kernels.group_vote.gpu import log_or_inf, log_sum, vote_tiles
+from sparseattn.kernels.page_bounds.gpu import TILES, VOTE_BLOCK, adjacent, checked_table, places
 from sparseattn.kernels.page_directions.reference import Form, Parts
 
 
@@ -122,7 +123,7 @@ def score_directions(
     g = tl.arange(0, BLOCK_G)
     page = tile * BLOCK + tl.arange(0, BLOCK)
     here = page < pages
-    place, known = _places(real, table, b.to(tl.int64) * known_step_b + page, page, here)
+    place, known = places(real, table, b.to(tl.int64) * known_step_b + page, page, here)
     # Entries of pages that are not real are not read: they may be NaN, and spare capacity costs nothing.
     query += head * G * D
     vectors += b.to(tl.int64) * vector_step_b + h.to(tl.int64) * vector_step_h
@@ -173,7 +174,7 @@ def score_directions(
             steps = tl.load(rows, mask=known[:, None] & (t >= 0)[None, :], other=0.0)
             logits *= steps.to(tl.float32)[:, :, None]
         top = tl.max(logits, 1)
-        found += top + _log(tl.sum(tl.exp(logits - top[:, None, :]), 1))
+        found += top + log_or_inf(tl.sum(tl.exp(logits - top[:, None, :]), 1))
         if REST:
             found += 0.5 * other * tl.maximum(lengths[None, :] - squares, 0.0)
     else:
@@ -194,7 +195,7 @@ def score_directions(
         row = head * G + g
         tl.store(out + row[None, :] * pages + page[:, None], found, mask=served & here[:, None])
         if VOTE == "softmax":
-            tl.store(tile_lse + row * tl.num_programs(0) + tile, _lse(tl.trans(found)), mask=g < G)
+            tl.store(tile_lse + row * tl.num_programs(0) + tile, log_sum(tl.trans(found)), mask=g < G)
 
 
 def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -231,14 +232,13 @@ MOST = 32  # pages of a tile: in a loop of products of 64 (tcgen05) the compiler
 LOGITS = 4096  # of rows that a program holds: 32 registers of a thread, of those that 128 have
 
 
-def scores(query: Tensor, entries: Parts, real: Tensor, form: Form, group: str, temperature: float) -> Tensor:
-    """As `sparseattn.kernels.page_directions.dispatch.scores`, of float32 and 16-bit queries.
+def scores(query: Tensor, entries: Parts, valid: Tensor, form: Form, group: str, temperature: float) -> Tensor:
+    """As `dispatch.scores`, of float32 and 16-bit queries.
 
     Raises:
         ValueError: an entry's tensor of another dtype than the form has, or whose last stride is not 1.
     """
-    real = real if real.stride(-1) == 1 else real.contiguous()
-    return _scores(query, entries, form, group, temperature, real=real)
+    return _scores(query, entries, form, group, temperature, valid=adjacent(valid))
 
 
 def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str, temperature: float) -> Tensor:
@@ -247,11 +247,8 @@ def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str
     Raises:
         ValueError: a table that is not int32, or as `scores`.
     """
-    if table.dtype != torch.int32:
-        raise ValueError(f"a table of pages is int32 [B,P], got {table.dtype} {list(table.shape)}")
     lie = {name: part.transpose(0, 1)[None].expand(len(query), -1, -1, -1) for name, part in store.items()}
-    table = table if table.stride(-1) == 1 else table.contiguous()
-    return _scores(query, lie, form, group, temperature, table=table)
+    return _scores(query, lie, form, group, temperature, table=checked_table(table))
 
 
 def _check(entries: Parts, form: Form) -> None:
@@ -274,12 +271,12 @@ def _scores(
     group: str,
     temperature: float,
     *,
-    real: Tensor | None = None,
+    valid: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """The launches, with one of `real` and `table`."""
+    """The launches, with one of `valid` and `table`."""
     _check(entries, form)
-    known = real if table is None else table
+    known = valid if table is None else table
     assert known is not None
     batch, heads, share, size = query.shape
     pages = known.shape[1]
@@ -296,7 +293,7 @@ def _scores(
             score_directions[tiles, heads, batch](
                 query.contiguous(),
                 *parts,
-                real,
+                valid,
                 table,
                 out,
                 tile_lse,
@@ -308,12 +305,6 @@ def _scores(
                 **constants,
                 **options,
             )
-    if tile_lse is None:
-        return out.flatten(1, 2) if group == "each" else out
-    voted = query.new_empty(batch, heads, pages, dtype=torch.float32)
-    if pages and batch:
-        constants, options = launch_vote(share)
-        with torch.cuda.device_of(query):
-            grid = triton.cdiv(pages, VOTE_BLOCK), batch * heads
-            vote_softmax[grid](out, tile_lse, voted, pages, tiles, **constants, **options)
-    return voted
+    if tile_lse is not None:
+        return vote_tiles(out, tile_lse, VOTE_BLOCK)
+    return out.flatten(1, 2) if group == "each" else out

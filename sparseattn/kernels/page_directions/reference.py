@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.quantized_keys.reference import nearest, rounded
+from sparseattn.kernels.encode_keys.levels import nearest, rounded
+from sparseattn.kernels.group_vote.reference import vote
 
 KINDS = ("quad", "clse", "ellipsoid")
 BITS = (16, 8, 4)
@@ -225,3 +226,15 @@ def estimates(query: Tensor, entries: Parts, form: Form, temperature: float) -> 
     if form.kind == "ellipsoid":
         return mean + form.deviations * squares.sqrt()
     return mean + squares / 2
+
+
+def scores(query: Tensor, entries: Parts, valid: Tensor, form: Form, group: str, temperature: float) -> Tensor:
+    """As `dispatch.scores`."""
+    return vote(estimates(query, entries, form, temperature).masked_fill(~valid[:, None, None], -torch.inf), group)
+
+
+def scores_at(query: Tensor, store: Parts, table: Tensor, form: Form, group: str, temperature: float) -> Tensor:
+    """As `dispatch.scores_at`."""
+    place = table.long().clamp(min=0)
+    own = {name: part[place].transpose(1, 2) for name, part in store.items()}
+    return scores(query, own, table >= 0, form, group, temperature)

@@ -1,1 +1,1 @@
-"""Keys quantized to few bits: encoding them, logits of rows and scores of pages from their codes."""
+"""Keys rounded to a few bits (`keys.QuantizedKeys`): how they lie in memory, and scores by them."""

@@ -2,7 +2,7 @@
 
 `score_rows` reads every row's codes once: a group's steps are multiplied into the query, so that a row costs its
 unpacking and one product of small matrices, and the query's product with the lowest levels is added. The mass of a page
-of rows and the group's vote follow in the same launch, "softmax" in a second one (`page_bounds.gpu.vote_softmax`).
+of rows and the group's vote follow in the same launch, "softmax" in a second one (`group_vote.gpu`).
 `score_listed_rows` scores the rows of listed pages alone: these may be of few rows, so levels are applied to the keys.
 """
 
@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseattn.kernels.page_bounds.gpu import _log, vote_softmax
-from sparseattn.kernels.quantized_keys import level_grid as grids
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
-from sparseattn.kernels.scoring import vote
+from sparseattn.kernels.group_vote.gpu import log_or_inf, vote_tiles
+from sparseattn.kernels.group_vote.reference import vote
+from sparseattn.kernels.page_bounds.gpu import adjacent
+from sparseattn.kernels.quantized_keys import level_grid, packing, reference
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.topk.dispatch import best_rows
 
 
 @triton.jit
@@ -170,7 +172,7 @@ def score_rows(
             held = tl.reshape(scores, [pages, PAGE, BLOCK_G])
             top = tl.max(held, 1)
             top = tl.where(top == float("-inf"), 0.0, top)
-            scores = top + _log(tl.sum(tl.exp(held - top[:, None, :]), 1))  # [pages,BLOCK_G]
+            scores = top + log_or_inf(tl.sum(tl.exp(held - top[:, None, :]), 1))  # [pages,BLOCK_G]
         page = part * pages + tl.arange(0, pages)
         there = parts * pages  # of a head
         if VOTE == "sum" or VOTE == "max":
@@ -191,7 +193,7 @@ def score_rows(
     if VOTE == "softmax":
         most = tl.max(peak, 0)  # [BLOCK_G]
         anchor = tl.where(most == float("-inf"), 0.0, most)
-        lse = anchor + _log(tl.sum(total * tl.exp(peak - anchor[None, :]), 0))
+        lse = anchor + log_or_inf(tl.sum(total * tl.exp(peak - anchor[None, :]), 0))
         tl.store(tile_lse + (head * G + g) * tl.num_programs(0) + first, lse, mask=g < G)
 
 
@@ -287,7 +289,7 @@ def launch(
     itemsize: int, size: int, group: int, vote: str, bits: int, rows: int, page: int, tiled: int = 1
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants and options of `score_rows`, for a launch and for compiling ahead alike."""
-    wide, part = 4 * quantized_keys_reference.words(size, bits), part_of(itemsize, rows)
+    wide, part = 4 * packing.words(size, bits), part_of(itemsize, rows)
     constants = {
         "VOTE": vote,
         "BITS": bits,
@@ -314,7 +316,7 @@ def launch_listed(
     itemsize: int, size: int, group: int, each: int, bits: int, rows: int, tiled: int = 1
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """As `launch`, for `score_listed_rows`: `group` query heads share a list, a KV head has `each`."""
-    wide = 4 * quantized_keys_reference.words(size, bits)
+    wide = 4 * packing.words(size, bits)
     constants = {
         "BITS": bits,
         "ROWS": rows,
@@ -330,167 +332,145 @@ def launch_listed(
     return constants, {"num_warps": 4 if itemsize == 2 else 8, "num_stages": 1, "enable_fp_fusion": True}
 
 
-def launch_vote(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `launch`, for `vote_softmax`."""
-    constants = {"G": group, "BLOCK_G": triton.next_power_of_2(group), "BLOCK": VOTE_BLOCK}
-    return constants, {"num_warps": 4, "enable_fp_fusion": True}
-
-
-def _check(query: Tensor, packed: Tensor, low: Tensor, step: Tensor, grid: Tensor | None) -> None:
+def _check(query: Tensor, keys: QuantizedKeys) -> None:
     """ValueError for what the kernels cannot read."""
+    codes, low, step, grid = keys.codes, keys.low, keys.step, keys.grid
     if grid is None:
         fit, wanted = low.dtype == step.dtype and low.element_size() == 2, "levels of one 16-bit dtype"
     else:
-        fit, wanted = (
-            (low.dtype, step.dtype) == (torch.int8, torch.uint8),
-            "levels on a grid torch.int8 and torch.uint8",
-        )
-        shape = *low.shape[:2], grids.NUMBERS, low.shape[3]
+        fit = (low.dtype, step.dtype) == (torch.int8, torch.uint8)
+        wanted = "levels on a grid torch.int8 and torch.uint8"
+        shape = *low.shape[:2], level_grid.NUMBERS, low.shape[3]
         if grid.dtype != torch.float32 or grid.shape != shape:
             raise ValueError(f"a grid is {list(shape)} in float32, got {list(grid.shape)} in {grid.dtype}")
-    if not fit or packed.dtype != torch.uint8:
-        raise ValueError(f"codes are torch.uint8 and {wanted}, got {packed.dtype}, {low.dtype} and {step.dtype}")
-    strides = packed.stride(-1), low.stride(-1), step.stride(-1)
+    if not fit or codes.dtype != torch.uint8:
+        raise ValueError(f"codes are torch.uint8 and {wanted}, got {codes.dtype}, {low.dtype} and {step.dtype}")
+    strides = codes.stride(-1), low.stride(-1), step.stride(-1)
     if strides != (1, 1, 1):
         raise ValueError(f"codes and levels have adjacent elements, got last strides {strides}")
-    if packed.shape[:3] != low.shape[:3] or low.shape != step.shape or low.shape[:2] != query.shape[:2]:
+    if codes.shape[:3] != low.shape[:3] or low.shape != step.shape or low.shape[:2] != query.shape[:2]:
         raise ValueError(
             f"a query [B,H,G,D], codes [B,H,N/rows,rows*4W] and levels [B,H,N/rows,D] agree in B, H and N/rows, got "
-            f"{list(query.shape)}, {list(packed.shape)}, {list(low.shape)} and {list(step.shape)}"
+            f"{list(query.shape)}, {list(codes.shape)}, {list(low.shape)} and {list(step.shape)}"
         )
 
 
-def scores(
-    query: Tensor,
-    packed: Tensor,
-    low: Tensor,
-    step: Tensor,
-    real: Tensor | None,
-    bits: int,
-    group: str,
-    page: int = 1,
-    grid: Tensor | None = None,
-    table: Tensor | None = None,
-) -> Tensor:
-    """`[B,Hs,N/page]` float32, as `sparseattn.kernels.quantized_keys.dispatch.scores`.
+def logits(query: Tensor, keys: QuantizedKeys) -> Tensor:
+    """As `dispatch.logits`. In 16 bits the query times a group's steps is rounded once more."""
+    return scores(query, keys, "each", 1).unflatten(1, query.shape[1:3])
 
-    In 16 bits the query times a group's steps is rounded once more.
 
-    Args:
-        query: `[B,H,G,D]` float32, float16 or bfloat16.
-        packed: `[B,H,N/rows,rows*4W]` uint8, any strides but the last. Rows that are not real may hold anything.
-        low, step: `[B,H,N/rows,D]` of 16 bits, or int8 and uint8 on a grid, likewise.
-        real: `[B,N]` bool; None with a table.
-        grid: `[B,H,3,D]` float32.
-        table: `[B,n]` int32 where codes and levels `[B,H,entries,..]` are of a store that sequences share: which entry
-            is a sequence's, negative: none.
+def scores(query: Tensor, keys: QuantizedKeys, group: str, page: int) -> Tensor:
+    """As `dispatch.scores`, of float32 and 16-bit queries; see `logits`.
+
+    Codes and levels have any strides but the last. Rows that are not valid may hold anything.
 
     Raises:
         ValueError: dtypes, shapes or strides that the kernels cannot read.
     """
-    _check(query, packed, low, step, grid)
-    batch, heads, group_size, size = query.shape
-    groups = packed.shape[2] if table is None else table.shape[1]
-    if not groups:
-        return query.new_empty(batch, heads * (group_size if group == "each" else 1), 0, dtype=torch.float32)
-    rows = quantized_keys_reference.rows_of(packed, size, bits)
-    stored = groups * rows
+    return _scores(query, keys, group, page)
+
+
+def scores_at(query: Tensor, store: QuantizedKeys, table: Tensor, group: str, page: int) -> Tensor:
+    """As `dispatch.scores_at`; see `scores`."""
+    return _scores(query, store.shared_by(len(query)), group, page, table)
+
+
+def _scores(query: Tensor, keys: QuantizedKeys, group: str, page: int, table: Tensor | None = None) -> Tensor:
+    """Launch the kernels; with a table codes and levels `[B,H,entries,..]` are of a store."""
+    _check(query, keys)
+    batch, heads, share, size = query.shape
+    rows = keys.group_rows
+    stored = rows * (keys.groups if table is None else table.shape[1])
+    if not stored:
+        return query.new_empty(batch, heads * (share if group == "each" else 1), 0, dtype=torch.float32)
     part = part_of(query.element_size(), rows)
     if page > part:  # a page of more rows than are multiplied at once: first the masses of its parts
-        found = scores(query, packed, low, step, real, bits, "each", part, grid, table).unflatten(
-            -1, (-1, page // part)
-        )
-        return vote(found.logsumexp(-1).unflatten(1, (heads, group_size)), group, "torch")
-    kept = group in ("each", "softmax")
-    number = stored // page
-    each = query.new_empty(batch, heads, group_size, number, dtype=torch.float32) if kept else None
-    voted = None if group == "each" else query.new_empty(batch, heads, number, dtype=torch.float32)
-    first = voted if each is None else each
-    assert first is not None
+        masses = _scores(query, keys, "each", part, table).unflatten(-1, (-1, page // part))
+        return vote(masses.logsumexp(-1).unflatten(1, (heads, share)), group)
     constants, options = launch(
-        query.element_size(), size, group_size, group, bits, rows, page, quantized_keys_reference.tile(packed.device)
+        query.element_size(), size, share, group, keys.bits, rows, page, packing.tile(keys.codes.device)
     )
     parts = stored // part
     tiles = triton.cdiv(parts, constants["EACH"])
+    number = stored // page
+    shape = (batch, heads, share, number) if group in ("each", "softmax") else (batch, heads, number)
+    out = query.new_empty(shape, dtype=torch.float32)
     tile_lse = None
     if group == "softmax":
-        tile_lse = query.new_empty(batch, heads, group_size, tiles, dtype=torch.float32)
-    if real is not None and real.stride(-1) != 1:
-        real = real.contiguous()
+        tile_lse = query.new_empty(batch, heads, share, tiles, dtype=torch.float32)
+    valid = None if table is not None else adjacent(keys.mask)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         score_rows[tiles, heads, batch](
             query.contiguous(),
-            packed,
-            low,
-            step,
-            None if grid is None else grid.contiguous(),
-            real if table is None else None,
+            keys.codes,
+            keys.low,
+            keys.step,
+            None if keys.grid is None else keys.grid.contiguous(),
+            valid,
             None if table is None else table.int().contiguous(),
-            first,
+            out,
             tile_lse,
             parts,
-            0 if real is None else real.stride(0),
+            0 if valid is None else valid.stride(0),
             size**-0.5,
-            *packed.stride()[:3],
-            *low.stride()[:3],
-            *step.stride()[:3],
+            *keys.codes.stride()[:3],
+            *keys.low.stride()[:3],
+            *keys.step.stride()[:3],
             **constants,
             **options,
         )
-        if tile_lse is not None:
-            constants, options = launch_vote(group_size)
-            programs = triton.cdiv(number, VOTE_BLOCK), batch * heads
-            vote_softmax[programs](each, tile_lse, voted, number, tiles, **constants, **options)
-    return first.flatten(1, 2) if voted is None else voted
+    if tile_lse is not None:
+        return vote_tiles(out, tile_lse, VOTE_BLOCK)
+    return out.flatten(1, 2) if group == "each" else out
 
 
-def listed(
-    query: Tensor,
-    packed: Tensor,
-    low: Tensor,
-    step: Tensor,
-    real: Tensor,
-    bits: int,
-    pages: Tensor,
-    page: int,
-    grid: Tensor | None = None,
-) -> Tensor:
-    """`[B,H,G,P*page]` float32, as `sparseattn.kernels.quantized_keys.dispatch.listed_logits`; inputs as of `scores`.
+def best(query: Tensor, keys: QuantizedKeys, group: str, count: int, page: int) -> Tensor:
+    """As `dispatch.best`; see `scores`."""
+    return best_rows(scores(query, keys, group, page), count)
 
-    In 16 bits a key is rounded as a model's own keys are.
-    """
-    _check(query, packed, low, step, grid)
+
+def listed_logits(query: Tensor, keys: QuantizedKeys, pages: Tensor, page: int) -> Tensor:
+    """As `dispatch.listed_logits`; see `scores`. In 16 bits a key is rounded as a model's own keys are."""
+    _check(query, keys)
     batch, heads, group, size = query.shape
-    chosen, number = pages.shape[1:]
+    lists, number = pages.shape[1:]
     out = query.new_empty(batch, heads, group, number * page, dtype=torch.float32)
-    if not packed.shape[2]:
+    if not keys.groups:
         return out.fill_(-torch.inf)
     if out.numel():
-        each = chosen // heads
-        rows = real.shape[1] // packed.shape[2]
+        each = lists // heads
+        valid = adjacent(keys.mask)
+        rows = valid.shape[1] // keys.groups
         constants, options = launch_listed(
-            query.element_size(), size, group // each, each, bits, rows, quantized_keys_reference.tile(packed.device)
+            query.element_size(), size, group // each, each, keys.bits, rows, packing.tile(keys.codes.device)
         )
-        real = real if real.stride(-1) == 1 else real.contiguous()
         with torch.cuda.device_of(query):
-            score_listed_rows[triton.cdiv(number * page, constants["BLOCK"]), chosen, batch](
+            score_listed_rows[triton.cdiv(number * page, constants["BLOCK"]), lists, batch](
                 query.contiguous(),
-                packed,
-                low,
-                step,
-                None if grid is None else grid.contiguous(),
-                real,
+                keys.codes,
+                keys.low,
+                keys.step,
+                None if keys.grid is None else keys.grid.contiguous(),
+                valid,
                 pages.contiguous(),
                 out,
-                real.shape[1],
+                valid.shape[1],
                 page,
                 number,
-                real.stride(0),
+                valid.stride(0),
                 size**-0.5,
-                *packed.stride()[:3],
-                *low.stride()[:3],
-                *step.stride()[:3],
+                *keys.codes.stride()[:3],
+                *keys.low.stride()[:3],
+                *keys.step.stride()[:3],
                 **constants,
                 **options,
             )
     return out
+
+
+def best_listed(
+    query: Tensor, keys: QuantizedKeys, group: str, pages: Tensor, page: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """As `dispatch.best_listed`; see `scores`."""
+    return reference.best_of_listed(listed_logits(query, keys, pages, page), keys, group, pages, page, count)

@@ -58,7 +58,7 @@ def steps(numbers: Tensor, grid: Tensor, up: bool) -> Tensor:
     return (counted.ceil_() if up else counted.round_()).clamp_(0, STEPS).to(torch.uint8)
 
 
-def moved(low: Tensor, step: Tensor, held: Tensor, grid: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def regrid(low: Tensor, step: Tensor, held: Tensor, grid: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Levels on `held` rounded to the grid that it has grown to; the middle of a group's levels stays where it was."""
     lowest, wide = read(low, step, held)
     step_there = steps(wide, grid, up=False)

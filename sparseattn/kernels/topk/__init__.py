@@ -1,1 +1,1 @@
-"""Votes of a group's heads and the best rows or pages, in one pass."""
+"""The best rows or pages by their scores."""

@@ -15,9 +15,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from sparseattn.kernels.attend.cpu import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import FLOAT, FLOATS, LANES, WORD, every, place_in, splat
 
 
@@ -171,7 +171,7 @@ def _best_rows(scores, ids):
 
 
 def best_rows(scores: Tensor, count: int) -> Tensor:
-    """As `sparseattn.kernels.scoring.best_rows`, of float32."""
+    """As `dispatch.best_rows`, of float32."""
     batch, chosen, total = scores.shape
     ids = torch.empty(batch, chosen, min(count, total), dtype=torch.int32)
     if not ids.numel():

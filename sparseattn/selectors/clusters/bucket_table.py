@@ -19,7 +19,7 @@ from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
-from sparseattn.kernels.scoring import bucket_spans
+from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
 from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
 from sparseattn.selectors.parameters.saap_artefact import (

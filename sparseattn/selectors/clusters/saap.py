@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.step_cost import Launch, Scan
-from sparseattn.kernels.scoring import FEW, chosen
+from sparseattn.kernels.implementations import choose
+from sparseattn.kernels.linear.dispatch import FEW
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
@@ -103,7 +104,7 @@ class SAAP(Partitioned):
                 f"the artefact of {self.trained().meta.get('model', 'a model')} holds no query classifier for layer "
                 f"{self.layer}, which SAAP needs: train one, or use KMeans"
             )
-        if like.element_size() == 2 and chosen(None, like.device, like.dtype) == "numba":
+        if like.element_size() == 2 and choose(None, like.device, like.dtype) == "numba":
             # Weights are most of what a step reads. In the model's own 16 bits they are half of it.
             weights = {name: part.to(like.dtype) for name, part in classifier.tensors().items() if part.ndim == 3}
             classifier = replace(classifier, **weights)

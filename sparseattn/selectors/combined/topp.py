@@ -15,7 +15,7 @@ from sparseattn.core.mass import heaviest
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, both
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys.reference import groups_of
 from sparseattn.selectors.base import Selector, StepContext
 from sparseattn.selectors.combined.twostage import TwoStage
 
@@ -77,13 +77,10 @@ class TopP(TwoStage):
         proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
-        index = self._index(step)
-        logits = quantized_keys.listed_logits(
-            self.inside.scaled(query), *index, self.bits, listed, page, grid=self.inside.levels_grid
-        )
+        index = self.inside.index(step.valid)
+        logits = quantized_keys.listed_logits(self.inside.scaled(query), index, listed, page)
         ids = self._pruned(logits, listed, page, budget)
-        groups = quantized_keys_reference.groups_of(listed, page, index[1].shape[2], step.valid.shape[1])
-        levels = self.inside.levels_bytes(groups, query.shape[3])
+        levels = self.inside.levels_bytes(groups_of(listed, page, index.groups, step.valid.shape[1]), query.shape[3])
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (query.shape[1], ids.shape[1])))
 
     def _proposed_rows(self, stored: int, budget: int) -> int:

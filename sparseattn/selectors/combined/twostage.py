@@ -13,7 +13,7 @@ from torch import Tensor
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, picked
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
+from sparseattn.kernels.quantized_keys import packing
 from sparseattn.selectors.abilities import Biases, Evicts, ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least
@@ -129,9 +129,8 @@ class TwoStage(ReadsKeys, Selector):
         proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
-        ids, groups = quantized_keys.best_listed(
-            query, *self._index(step), self.bits, self.group, listed, page, budget, grid=self.inside.levels_grid
-        )  # [B,Hs,S], [B,L]
+        index = self.inside.index(step.valid)
+        ids, groups = quantized_keys.best_listed(query, index, self.group, listed, page, budget)  # [B,Hs,S], [B,L]
         levels = self.inside.levels_bytes(groups, query.shape[3])
         return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (query.shape[1], ids.shape[1])))
 
@@ -140,9 +139,6 @@ class TwoStage(ReadsKeys, Selector):
         rows = self._proposed_rows(step.valid.shape[1], budget)
         proposed = self.pages.counted(self.pages.select(query, step, rows), query, step, rows)
         return proposed, *self._listed(proposed, query.shape[1])
-
-    def _index(self, step: StepContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.inside.codes.visible, self.inside.low.visible, self.inside.step.visible, step.valid
 
     def _proposed_rows(self, stored: int, budget: int) -> int:
         """Rows that the first stage is to propose of so many, in whole spans."""
@@ -187,7 +183,7 @@ class TwoStage(ReadsKeys, Selector):
         spans = self.rows * first.runs / first.rows if first.rows else 0.0
         groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
         levels = float(self.inside.levels_bytes(torch.tensor(groups), size))
-        return rows * 4 * quantized_keys_reference.words(size, self.bits) + levels
+        return rows * 4 * packing.words(size, self.bits) + levels
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
         """Return the pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for one again.
@@ -219,7 +215,7 @@ class TwoStage(ReadsKeys, Selector):
             scanned = scanned + count.repeat_interleave(chosen // lists, 1)
         read = proposed.scan_bytes
         if read is not None:
-            parts = count * (4 * quantized_keys_reference.words(self.inside.low.visible.shape[-1], self.bits)) + levels
+            parts = count * (4 * packing.words(self.inside.low.visible.shape[-1], self.bits)) + levels
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products, sorted_best
+from sparseattn.kernels.listed_scores.dispatch import listed_scores
 from sparseattn.kernels.nearest import evenly, load_faiss, nearest, root_of_moment
-from sparseattn.kernels.scoring import listed_scores
 from sparseattn.selectors.abilities import LearnsFromQueries, ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least, check_most, check_share, warn_of_keys_as_queries

@@ -9,7 +9,8 @@ from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Scan, products
-from sparseattn.kernels.scoring import GROUPS, best_pages, vote
+from sparseattn.kernels.group_vote.dispatch import GROUPS, vote
+from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Scan
-from sparseattn.kernels.scoring import page_scores, page_scores_at
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import Entries, PageSelector
 from sparseattn.selectors.saved_state import Loaded, check_finite, check_no_order, check_tensors
@@ -102,20 +103,12 @@ class Quest(PageSelector):
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         step = self.step.data if self.int8 else None
-        return page_scores(
-            query,
-            entries["low"],
-            entries["high"],
-            real,
-            self.group,
-            step,
-            temperature=self.temperature(query.shape[-1]),
-        )
+        bounds = PageBounds(entries["low"], entries["high"], real, step)
+        return page_scores(query, bounds, self.group, temperature=self.temperature(query.shape[-1]))
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return page_scores_at(
-            query, store["low"], store["high"], table, self.group, temperature=self.temperature(query.shape[-1])
-        )
+        bounds = PageBounds(store["low"], store["high"])
+        return page_scores_at(query, bounds, table, self.group, temperature=self.temperature(query.shape[-1]))
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         scan = super().scan(query, sealed, budget)

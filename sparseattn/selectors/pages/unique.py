@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.kernels.scoring import page_scores, page_scores_at
+from sparseattn.kernels.page_bounds.bounds import PageBounds
+from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
 from sparseattn.selectors.pages.base import Entries, PageSelector
 
 
@@ -42,8 +43,10 @@ class Unique(PageSelector):
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         temperature = self.temperature(query.shape[-1])
-        return page_scores(query, entries["low"], entries["high"], real, self.group, temperature=temperature)
+        bounds = PageBounds(entries["low"], entries["high"], real)
+        return page_scores(query, bounds, self.group, temperature=temperature)
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
         temperature = self.temperature(query.shape[-1])
-        return page_scores_at(query, store["low"], store["high"], table, self.group, temperature=temperature)
+        bounds = PageBounds(store["low"], store["high"])
+        return page_scores_at(query, bounds, table, self.group, temperature=temperature)

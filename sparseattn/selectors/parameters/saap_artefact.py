@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.kernels.scoring import linear
+from sparseattn.kernels.linear.dispatch import linear
 from sparseattn.utils.dtypes import STORED
 from sparseattn.utils.json_text import JsonError, parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
-from sparseattn.kernels.scoring import best_rows
+from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group

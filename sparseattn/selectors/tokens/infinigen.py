@@ -10,7 +10,8 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Scan, products
-from sparseattn.kernels.scoring import best, vote
+from sparseattn.kernels.group_vote.dispatch import vote
+from sparseattn.kernels.topk.dispatch import best
 from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_group, check_share, warn_of_keys_as_queries

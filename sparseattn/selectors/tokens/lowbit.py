@@ -11,10 +11,12 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, picked
+from sparseattn.kernels.encode_keys.dispatch import extremes, packed_codes
+from sparseattn.kernels.encode_keys.levels import levels_of_8_bits, levels_of_16_bits
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import level_grid as grids
-from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
-from sparseattn.kernels.scoring import best_rows
+from sparseattn.kernels.quantized_keys import level_grid, packing
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.base import Selector, StepContext, vote
 from sparseattn.selectors.checks import half
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -49,15 +51,15 @@ class LowBit(PageSelector):
 
     operators = 10
     entry_names = ("codes", "low", "step")
-    codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.quantized_keys.reference`
+    codes: RowBuffer  # [B,H,N/rows,rows*4W] uint8, see `kernels.quantized_keys.packing`
     low: RowBuffer  # [B,H,N/rows,D], of 16 bits; with 8 int8, and the step uint8
     step: RowBuffer
 
     def __init__(self, bits: int = 2, rows: int = 64, page: int = 1, group: str = "softmax", scales: int = 16) -> None:
         if bits not in BITS:
             raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
-        if rows < quantized_keys_reference.TILE or rows % quantized_keys_reference.TILE:
-            raise ValueError(f"rows of a group are a multiple of {quantized_keys_reference.TILE}, got {rows}")
+        if rows < packing.TILE or rows % packing.TILE:
+            raise ValueError(f"rows of a group are a multiple of {packing.TILE}, got {rows}")
         if page < 1 or page & (page - 1) or rows % page:
             raise ValueError(f"a page is a power of two rows that divides a group's {rows}, or 1, got {page}")
         if scales not in (8, 16):
@@ -66,7 +68,7 @@ class LowBit(PageSelector):
         self.bits, self.rows, self.scales = bits, rows, scales
         self.mass = page > 1
         self.grid = RowBuffer(
-            2, grids.NUMBERS
+            2, level_grid.NUMBERS
         )  # [B,H,3,D] float32, of levels of 8 bits, see `kernels.quantized_keys.level_grid`
 
     @property
@@ -75,7 +77,7 @@ class LowBit(PageSelector):
 
     @property
     def levels(self) -> str:
-        """See `kernels.quantized_keys.reference.quantise`."""
+        """See `kernels.encode_keys.reference.quantise`."""
         return "bins" if self.bits > 1 else "means"
 
     def fix(self, rows: int, seal: int) -> None:
@@ -86,31 +88,27 @@ class LowBit(PageSelector):
     def to(self, device: torch.device | str) -> None:
         held = self.codes.full if self.codes.allocated else None
         super().to(device)
-        if held is not None and quantized_keys_reference.tile(held.device) != quantized_keys_reference.tile(
-            self.codes.full.device
-        ):
+        if held is not None and packing.tile(held.device) != packing.tile(self.codes.full.device):
             codes = self.codes.full
-            codes.copy_(quantized_keys_reference.moved(held, self.bits, self.low.full.shape[-1], codes.device))
+            codes.copy_(packing.repack(held, self.bits, self.low.full.shape[-1], codes.device))
 
     def entries(self, keys: Tensor) -> dict[str, Tensor]:
-        found = quantized_keys_reference.reach(keys, self.rows, self.levels)
+        found = extremes(keys, self.rows, self.levels)
         if self.scales == 16:
-            low, step = quantized_keys_reference.sixteen(*found, self.bits, self.levels, half(keys))
+            low, step = levels_of_16_bits(*found, self.bits, self.levels, half(keys))
         else:
             low, step = self._on_grid(*found)
         return {
-            "codes": quantized_keys_reference.code(keys, low, step, self.bits, self.levels_grid),
+            "codes": packed_codes(keys, low, step, self.bits, self.levels_grid),
             "low": low,
             "step": step,
         }
 
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
-        return quantized_keys.scores(
-            query, *self._index(entries), real, self.bits, self.group, self.page, grid=self.levels_grid
-        )
+        return quantized_keys.scores(query, self._index(entries, real), self.group, self.page)
 
     def scores_at(self, query: Tensor, store: Entries, table: Tensor) -> Tensor:
-        return quantized_keys.scores_at(query, *self._index(store), table, self.bits, self.group, self.page)
+        return quantized_keys.scores_at(query, self._index(store), table, self.group, self.page)
 
     def why_not_shared(self) -> str | None:
         if self.page == 1:
@@ -119,18 +117,22 @@ class LowBit(PageSelector):
 
     check_state = Selector.check_state  # not kept in files
 
-    def _index(self, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
-        return entries["codes"], entries["low"], entries["step"]
+    def _index(self, entries: Entries, real: Tensor | None = None) -> QuantizedKeys:
+        return QuantizedKeys(entries["codes"], entries["low"], entries["step"], self.bits, real, self.levels_grid)
+
+    def index(self, valid: Tensor) -> QuantizedKeys:
+        """Return every row that is stored; `valid` `[B,N]` bool says which are no padding."""
+        return self._index(self._entries(), valid)
 
     def _on_grid(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Levels of 8 bits; where they do not fit, the grid grows, and those stored before are rounded to it."""
         held = self.levels_grid
-        low, step, grid = quantized_keys_reference.eight(least, most, self.bits, self.levels, held)
+        low, step, grid = levels_of_8_bits(least, most, self.bits, self.levels, held)
         if held is None:
             self.grid.append(grid)
         elif not torch.equal(held, grid):
             if self.low.rows:
-                stored = grids.moved(self.low.data, self.step.data, held, grid, self.bits)
+                stored = level_grid.regrid(self.low.data, self.step.data, held, grid, self.bits)
                 for buffer, levels in zip((self.low, self.step), stored, strict=True):
                     buffer.data.copy_(levels)
             held.copy_(grid)
@@ -144,11 +146,11 @@ class LowBit(PageSelector):
     def levels_bytes(self, groups: Tensor, size: int) -> Tensor:
         """Bytes of the levels of so many groups of `size` channels, and of the grid that they are on."""
         read = groups * (self.scales // 4 * size)
-        return read if self.scales == 16 else read + (groups > 0) * (4 * grids.NUMBERS * size)
+        return read if self.scales == 16 else read + (groups > 0) * (4 * level_grid.NUMBERS * size)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         size = query.shape[3]
-        codes = sealed * 4 * quantized_keys_reference.words(size, self.bits)
+        codes = sealed * 4 * packing.words(size, self.bits)
         return Scan(sealed, codes + int(self.levels_bytes(torch.tensor(sealed // self.rows), size)))
 
     def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
@@ -166,10 +168,7 @@ class LowBit(PageSelector):
             buffer.resize(first // self.rows, buffer.full)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        index, count = self._index(self._entries()), budget // self.page
-        ids = quantized_keys.best(
-            query, *index, step.valid, self.bits, self.group, count, self.page, grid=self.levels_grid
-        )
+        ids = quantized_keys.best(query, self.index(step.valid), self.group, budget // self.page, self.page)
         return Selection.pages(ids, self.page)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:

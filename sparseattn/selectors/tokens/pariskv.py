@@ -15,7 +15,7 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.scoring import best_rows
+from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group, half
 

@@ -33,8 +33,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from sparseattn.kernels.attend_vllm_blocks import cpu as attend_vllm_blocks_cpu
-from sparseattn.kernels.attend_vllm_blocks import reference as attend_vllm_blocks_reference
+from sparseattn.kernels.attend_vllm_blocks import blocks, cpu_tables
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
@@ -56,19 +57,17 @@ def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) 
     """
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 2 * block, heads, size, generator=draw).to(dtype)
-    for packing in attend_vllm_blocks_reference.PACKINGS:
+    for packing in blocks.PACKINGS:
         cache = torch.zeros(2, heads, block, 2 * size, dtype=dtype)
         halves = cache.view(2, heads, 2 * block, size).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(rows[0], rows[1], *halves, torch.arange(2 * block), isa)
-        read = [
-            part(cache, packing, torch.arange(2), block)
-            for part in (attend_vllm_blocks_reference.keys, attend_vllm_blocks_reference.values)
-        ]
+        packed = BlockCache(cache, packing)
+        read = [part(torch.arange(2), block) for part in (packed.keys, packed.values)]
         if all(torch.equal(a.transpose(1, 2).flatten(0, 1), b) for a, b in zip(read, rows, strict=True)):
             return packing
     raise ValueError(
         f"the packing of vLLM's cache for {isa!r} with {dtype} is not known: sparseattn reads "
-        f"{' and '.join(attend_vllm_blocks_reference.PACKINGS)}"
+        f"{' and '.join(blocks.PACKINGS)}"
     )
 
 
@@ -79,10 +78,8 @@ def warm_up(dtype: torch.dtype, packing: str, queries: int, heads: int, block: i
     place = torch.zeros(1, 1, dtype=torch.int32)
     scores = torch.zeros(1, heads, zones.unit // zones.page)
     tails = torch.ones(1, dtype=torch.int32)
-    attend_vllm_blocks_reference.attend(
-        query, torch.empty_like(query), cache, packing, zones.page, zones.unit, place, tails, place, scores, 1,
-        torch.zeros(1, dtype=torch.int64), 1.0,
-    )  # fmt: skip
+    pages = StepPages(zones.page, zones.unit, place, place, tails, torch.zeros(1, dtype=torch.int64))
+    attend_blocks(query, torch.empty_like(query), BlockCache(cache, packing), pages, scores, 1, 1.0)
 
 
 def why_dense_layer(layer: Attention, vllm_config: Any) -> str | None:
@@ -117,7 +114,7 @@ class Served:
         tokens: `[R]` int64, their rows of the query.
         count: R.
         in_order: whether these are the first R.
-        table, always, tails: see `attend_vllm_blocks.reference.attend`.
+        table, always, tails: see `attend_vllm_blocks.blocks.StepPages`.
         rest: metadata of the other requests, in which ours attend to one row; None: there are no others.
         pages, near: `[R]`, pages to choose from, and rows that a KV head reads in any case.
         held: rows of all of them.
@@ -252,7 +249,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if self.settings is None or not self.indexed:
             return None
         self._know((int(stock.block_table.max()) + 1) * (self.zones.block // self.zones.unit) - 1)
-        places = attend_vllm_blocks_cpu.due(
+        places = cpu_tables.due(
             stock.seq_lens.numpy(), stock.block_table.numpy(), self.settings.above, self.zones.unit, self.zones.block,
             self.made,
         )  # fmt: skip
@@ -274,7 +271,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         own = rows if every else rows[which]
         blocks_of = stock.block_table if every else stock.block_table[torch.from_numpy(which)]
         zone = self.zones
-        table, always, tails = attend_vllm_blocks_cpu.tables(
+        table, always, tails = cpu_tables.tables(
             own,
             blocks_of.numpy(),
             zone.page,
@@ -358,7 +355,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             self.store = self._index(kv_cache)
         if metadata.due is not None and self.store is not None:
             for places in metadata.due.split(AT_ONCE):
-                self.store.update(places, attend_vllm_blocks_reference.keys(kv_cache, self.packing, places, self.unit))
+                self.store.update(places, BlockCache(kv_cache, self.packing).keys(places, self.unit))
             self.counter.add(entries_made=len(metadata.due))
         served = metadata.served
         if served is None or served.rest is not None:
@@ -374,10 +371,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             scores = torch.empty(served.count, heads, 0)
         else:
             scores = self.store.scores(grouped, served.table)
-        attend_vllm_blocks_reference.attend(
-            query, output, kv_cache, self.packing, self.page, self.unit, served.always, served.tails, served.table,
-            scores, self.pages, served.tokens, self.scale,
-        )  # fmt: skip
+        pages = StepPages(self.page, self.unit, served.table, served.always, served.tails, served.tokens)
+        attend_blocks(query, output, BlockCache(kv_cache, self.packing), pages, scores, self.pages, self.scale)
         read = served.read(self.page, self.pages)
         self.counter.add(sparse_calls=served.count, rows_read=read * heads, rows_held=served.held * heads)
         return output

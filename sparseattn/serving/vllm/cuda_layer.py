@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.kernels.dispatch import attend
-from sparseattn.kernels.scoring import best_pages
+from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.serving.vllm.cuda_rows import rows_at

@@ -1,94 +1,24 @@
-"""One operation, `attend`, in four implementations with one signature, which stand in `attend/`.
-
-`impl="reference"` is `reference.py`, the specification; "gather" is `gather.py`, torch that runs anywhere at a cost
-proportional to the budget; "numba" is `cpu.py`, compiled for the CPU; "triton" is `gpu.py`, the fused kernel. `ATTEND`
-is the table of them. `weights.py` is what rows got, for those who ask; `merge.py` combines attention over disjoint
-rows.
-"""
+"""Exact attention of one query per head over the rows that a selection names, by the implementation that fits."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import os
-from collections.abc import Callable
 from numbers import Real
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.kernels.attend import block_table as paged
-from sparseattn.kernels.attend import gather
-from sparseattn.kernels.attend import reference as attend_reference
-from sparseattn.kernels.attend.merge import merge
+from sparseattn.kernels.attend import reference
 from sparseattn.kernels.attend.weights import weights as of_rows
+from sparseattn.kernels.implementations import Operation
 from sparseattn.utils.dtypes import STORED
 from sparseattn.utils.tensors import only_tensors
 
-__all__ = ["ATTEND", "attend", "merge", "why_not_numba", "why_not_triton"]
-
+ATTEND = Operation(__package__, "reference", "gather", "numba", "triton", fallback="gather")
 DTYPES = (*STORED.values(), torch.float64)
-
-
-def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why `impl="triton"` cannot run on this device and dtype, or None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'sparseattn[triton]')"
-    if dtype == torch.float64:
-        return "the Triton kernel takes float32, float16 and bfloat16, not float64"
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        if dtype == torch.bfloat16:
-            return (
-                "Triton's interpreter computes wrong bfloat16 products; use float32 or float16 under TRITON_INTERPRET=1"
-            )
-        return None
-    if device.type != "cuda":
-        return f"Triton needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1, for tests)"
-    return None
-
-
-def why_not_numba(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why `impl="numba"` cannot run on this device and dtype, or None if it can."""
-    if device.type != "cpu":
-        return f"numba's code runs on the CPU, not on {device.type}"
-    if dtype not in DTYPES or dtype == torch.float64:
-        return f"numba's code takes float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    return _missing_numba()
-
-
-@functools.cache
-def _missing_numba() -> str | None:
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (pip install 'sparseattn[numba]')"
-    return None
-
-
-def _anywhere(device: torch.device, dtype: torch.dtype) -> None:
-    """Nothing keeps an implementation in torch from running."""
-
-
-def _numba(*inputs: Any) -> tuple[Tensor, Tensor]:
-    from sparseattn.kernels.attend import cpu as attend_cpu  # imported on first use: numba is optional
-
-    return attend_cpu.attend(*inputs)
-
-
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
-    from sparseattn.kernels.attend import gpu as attend_gpu  # imported on first use: Triton is optional
-
-    return attend_gpu.attend(*inputs)
-
-
-# impl -> (why it cannot run on a device and dtype, or None; the function that runs).
-ATTEND: dict[str, tuple[Callable[[torch.device, torch.dtype], str | None], Callable[..., tuple[Tensor, Tensor]]]] = {
-    "reference": (_anywhere, attend_reference.attend),
-    "gather": (_anywhere, gather.attend),
-    "numba": (why_not_numba, _numba),
-    "triton": (why_not_triton, _triton),
-}
 
 
 @overload
@@ -173,28 +103,22 @@ def attend(
     if bounds is None:
         rows = keys.shape[2] if block_table is None else keys.shape[2] * block_table.shape[1]
         bounds = Bounds.of(query.shape[0], rows, device=keys.device)
-    if impl is None:
-        impl = _default(query, keys, values, selection.bias)
-    elif impl not in ATTEND:
-        raise ValueError(f"impl is one of {', '.join(ATTEND)} or None, got {impl!r}")
-    why_not, run = ATTEND[impl]
-    reason = why_not(query.device, query.dtype)
-    if reason is not None:
-        raise RuntimeError(f'impl="{impl}" cannot run: {reason}')
-    out, lse = run(query, keys, values, selection, bounds, scale, block_table)
+    kernel = ATTEND.pick(impl, query.device, query.dtype, _torch_only(query, keys, values, selection.bias))
+    out, lse = kernel.attend(query, keys, values, selection, bounds, scale, block_table)
     if not weights:
         return out, lse
-    if impl == "reference":
-        return out, lse, attend_reference.weights(query, keys, selection, bounds, scale, block_table)
+    if kernel is reference:
+        return out, lse, reference.weights(query, keys, selection, bounds, scale, block_table)
     return out, lse, of_rows(query, keys, selection, bounds, scale, block_table, lse)
 
 
-def _default(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> str:
+def _torch_only(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> bool:
+    """Return whether numba's code is not for these tensors: it reads adjacent elements, and knows no gradients."""
     if query.is_cuda:
-        return "triton" if why_not_triton(query.device, query.dtype) is None else "gather"
-    adjacent = keys.stride(-1) == values.stride(-1) == 1
-    learns = any(part is not None and part.requires_grad for part in (query, keys, values, bias))
-    return "numba" if adjacent and not learns and why_not_numba(query.device, query.dtype) is None else "gather"
+        return False
+    if not keys.stride(-1) == values.stride(-1) == 1:
+        return True
+    return any(part is not None and part.requires_grad for part in (query, keys, values, bias))
 
 
 def _check(

@@ -1,0 +1,83 @@
+"""The cache of vLLM's CPU backend, and the pages of it that a step reads.
+
+PagedAttention, https://arxiv.org/abs/2309.06180; `cpu_products` says what the packings are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PACKINGS = ("columns", "pairs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCache:
+    """Keys and values of a layer in blocks, packed for the instructions of vLLM's own kernel.
+
+    Args:
+        packed: `[blocks,H,block,2*D]`.
+        packing: one of `PACKINGS`.
+    """
+
+    packed: Tensor
+    packing: str
+
+    @property
+    def block(self) -> int:
+        """Rows of a block."""
+        return self.packed.shape[2]
+
+    @property
+    def size(self) -> int:
+        """D."""
+        return self.packed.shape[3] // 2
+
+    def keys(self, places: Tensor, rows: int) -> Tensor:
+        """Return the keys `[n,H,rows,D]` of stretches of so many rows.
+
+        Args:
+            places: `[n]`, counted over all blocks.
+            rows: of a stretch; a multiple of 16 that divides a block.
+        """
+        block, part = places // (self.block // rows), places % (self.block // rows)
+        if self.packing == "columns":
+            return self._half(0).unflatten(2, (self.size, -1, rows))[block, :, :, part].transpose(2, 3)
+        tiles = self._half(0).unflatten(2, (-1, rows // 16, self.size // 2, 16, 2))[block, :, part]
+        return tiles.transpose(3, 4).flatten(4).flatten(2, 3)  # of [n,H,rows/16,D/2,16,2]
+
+    def values(self, places: Tensor, rows: int) -> Tensor:
+        """Return the values `[n,H,rows,D]` of stretches of rows, see `keys`."""
+        block, part = places // (self.block // rows), places % (self.block // rows)
+        if self.packing == "columns":
+            return self._half(1).unflatten(2, (-1, rows, self.size))[block, :, part]
+        tiles = self._half(1).unflatten(2, (self.size // 16, -1, rows // 2, 16, 2))[block, :, :, part]
+        return tiles.permute(0, 1, 3, 5, 2, 4).flatten(4).flatten(2, 3)  # of [n,H,D/16,rows/2,16,2]
+
+    def _half(self, values: int) -> Tensor:
+        """Return the flat packed keys (0) or values (1), `[blocks,H,block*D]`."""
+        blocks, heads, block, double = self.packed.shape
+        return self.packed.view(blocks, heads, 2, block * double // 2)[:, :, values]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPages:
+    """The pages that R tokens may choose from and those that they read in any case.
+
+    Args:
+        page: rows of a page, a multiple of 16.
+        unit: rows of an entry of `table`, a multiple of a page's that divides a block.
+        table: `[R,E]` int32, entries to choose from, counted over all blocks; -1: none.
+        always: `[R,F]` int32, pages that are read, counted likewise; -1: none. The last one that is given is the
+            sequence's last.
+        tails: `[R]` int32, how many rows of that there are.
+        tokens: `[R]` int64, rows of the query.
+    """
+
+    page: int
+    unit: int
+    table: Tensor
+    always: Tensor
+    tails: Tensor
+    tokens: Tensor

@@ -1,0 +1,34 @@
+"""Attention over chosen pages of vLLM's CPU cache, by the implementation that fits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
+from sparseattn.kernels.implementations import Operation
+
+ATTEND = Operation(__package__, "torch", "numba")
+
+
+def attend_blocks(
+    query: Tensor,
+    out: Tensor,
+    cache: BlockCache,
+    pages: StepPages,
+    scores: Tensor,
+    count: int,
+    scale: float,
+    impl: str | None = None,
+) -> None:
+    """Write the attention of R tokens over their pages into their rows of `out`.
+
+    Args:
+        query, out: `[T,H*G,D]`, the heads of a token one after the other; R of its T tokens are served here.
+        cache: of the query's dtype.
+        pages: which rows may be read.
+        scores: `[R,Hs,E*unit/page]` float32 of the pages of `pages.table`, -inf for what must not be chosen.
+        count: pages chosen for each selection head.
+        scale: factor of the logits.
+        impl: "torch" or "numba", see `implementations`.
+    """
+    ATTEND.pick(impl, query.device, query.dtype).attend(query, out, cache, pages, scores, count, scale)

@@ -1,0 +1,1 @@
+"""The vote of a query group: one choice per KV head of what its query heads score."""

@@ -1,0 +1,35 @@
+"""How many threads compiled loops run on: torch's, or as many of them as pay for the work."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numba
+import torch
+
+ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on some machines, abort where two callers meet
+LET = threading.local()  # `threads`: what numba was last told in this thread, as telling it takes long (`use_threads`)
+MOST_THREADS = numba.config.NUMBA_NUM_THREADS
+EXPONENTIAL = 20  # multiplications that take as long as the exponentials and logarithms of one score's vote
+ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (docs/log, 2026-11-22)
+STEP = 150_000  # the same amid an engine's step, whose threads are awake still
+
+
+def use_threads(work: float = math.inf, alone: int = ALONE) -> int:
+    """Lets numba's loops run on torch's threads, or on as many of them as pay for `work` multiplications, one more for
+    each `alone`.
+
+    numba is told only what it was not told before: amid a model, with cold caches, telling takes 15 to 40 us
+    (docs/log, 2026-11-22).
+    """
+    threads = int(min(torch.get_num_threads(), MOST_THREADS, 1 + work / alone))
+    if getattr(LET, "threads", None) != threads:
+        numba.set_num_threads(threads)
+        LET.threads = threads
+    return threads
+
+
+def parts() -> int:
+    """Parts that parallel loops are cut into, a few for each thread, as keys differ in work."""
+    return 4 * use_threads()

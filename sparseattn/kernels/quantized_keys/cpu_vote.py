@@ -1,0 +1,323 @@
+"""The group's vote by "softmax" and the best rows by it, in the kernel that scores the rows: compiled code."""
+
+# Kernels are compiled by numba, which takes types from the arguments.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from sparseattn.kernels.numba_cache import njit
+from sparseattn.kernels.numba_entry import entry
+from sparseattn.kernels.numba_rows import FAST, LN2, LOG2E
+from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_vectors import (
+    FLOAT,
+    FLOATS,
+    LANES,
+    call,
+    every,
+    larger,
+    logarithms,
+    place_in,
+    powers,
+    splat,
+    times_plus,
+)
+from sparseattn.kernels.quantized_keys.cpu_listed import logits_of_listed
+from sparseattn.kernels.quantized_keys.cpu_rows import (
+    LOWEST,
+    groups_and_rows,
+    groups_of_a_part,
+    places_of,
+    score_part,
+    stored_inputs,
+    work_of,
+    work_of_a_thread,
+    work_of_masses,
+)
+from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
+from sparseattn.kernels.topk.cpu import best
+
+
+@intrinsic
+def _highest(typing, numbers, at, count):
+    """The largest of `numbers[at:at + count]`, `count` a multiple of 16."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, count_ = arguments
+        top = cgutils.alloca_once_value(builder, every(FLOATS, -math.inf))
+        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
+            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
+            builder.store(larger(builder, x, builder.load(top)), top)
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(top), flags=("nnan",))
+
+    return types.float32(numbers, types.intp, types.intp), code
+
+
+@intrinsic
+def _weights(typing, numbers, at, count, highest, out, o):
+    """`out[o:o + count]`, a multiple of 16: 2 to the power of `numbers[at:] - highest`, 0 for -inf; returns the sum."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, count_, highest_, out_, o_ = arguments
+        total, less = cgutils.alloca_once(builder, FLOATS), splat(builder, highest_, FLOATS)
+        builder.store(every(FLOATS, 0.0), total)
+        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
+        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
+            x = builder.load(place_in(context, builder, numbers, numbers_, builder.add(at_, n), FLOATS), align=4)
+            there = builder.fcmp_unordered("!=", x, every(FLOATS, -math.inf))
+            power = builder.select(there, powers(builder, builder.fsub(x, less)), every(FLOATS, 0.0))
+            builder.store(power, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
+            builder.store(builder.fadd(power, builder.load(total)), total)
+        start = ir.Constant(FLOAT, 0.0)
+        return call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, start, builder.load(total), flags=FAST)
+
+    place = types.intp
+    return types.float32(numbers, place, place, types.float32, out, place), code
+
+
+@intrinsic
+def _voted(typing, numbers, at, step, share, factor, w, most, out, o, count):
+    """`out[o:o + count]`, a multiple of 16: the natural logarithm of the sum over `share` query heads of
+    `numbers[at + g * step:] * factor[w + g]`, times 2 to the power of `most`; -inf where the sum is 0."""
+
+    def code(context, builder, signature, arguments):
+        numbers_, at_, step_, share_, factor_, w_, most_, out_, o_, count_ = arguments
+        none, sixteen = ir.Constant(count_.type, 0), ir.Constant(count_.type, LANES)
+        total, plus = cgutils.alloca_once(builder, FLOATS), splat(builder, most_, FLOATS)
+        with cgutils.for_range_slice(builder, none, count_, sixteen, intp=count_.type) as (n, _):
+            builder.store(every(FLOATS, 0.0), total)
+            with cgutils.for_range(builder, share_) as loop:
+                place = builder.add(builder.add(at_, n), builder.mul(loop.index, step_))
+                x = builder.load(place_in(context, builder, numbers, numbers_, place, FLOATS), align=4)
+                by = builder.load(place_in(context, builder, factor, factor_, builder.add(w_, loop.index)))
+                builder.store(times_plus(builder, x, splat(builder, by, FLOATS), builder.load(total)), total)
+            whole = builder.load(total)
+            vote = builder.fmul(builder.fadd(logarithms(builder, whole), plus), every(FLOATS, float(LN2)))
+            there = builder.fcmp_unordered("!=", whole, every(FLOATS, 0.0))
+            vote = builder.select(there, vote, every(FLOATS, -math.inf))
+            builder.store(vote, place_in(context, builder, out, out_, builder.add(o_, n), FLOATS), align=4)
+        return context.get_dummy_value()
+
+    place = types.intp
+    return types.void(numbers, place, place, place, factor, place, types.float32, out, place, place), code
+
+
+@njit
+def _factors(peak, total, most):
+    """What weights are multiplied with, in place of `total`; peak, total: `[parts,G]`; most: `[parts]`.
+
+    The share of a query head's probability in a weight of a part is `2^(peak - norm)`, `norm` the logarithm of its
+    total. Of that each part takes out the largest, as `most`: parts that weigh next to nothing still rank.
+    """
+    parts, share = peak.shape
+    norm = np.empty(share, np.float32)
+    for g in range(share):
+        highest, whole = np.float32(-np.inf), np.float32(0)
+        for part in range(parts):
+            highest = max(highest, peak[part, g])
+        for part in range(parts):
+            if peak[part, g] > -np.inf:
+                whole += total[part, g] * np.exp2(peak[part, g] - highest)
+        norm[g] = highest + np.log2(whole) if highest > -np.inf else np.float32(0)
+    for part in range(parts):
+        most[part] = LOWEST
+        for g in range(share):
+            most[part] = max(most[part], peak[part, g] - norm[g])
+        for g in range(share):
+            total[part, g] = np.exp2(peak[part, g] - norm[g] - most[part]) if peak[part, g] > -np.inf else np.float32(0)
+
+
+@njit
+def _weigh(
+    query, which, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
+    grid_step, valid, valid_at, places, rows, words, bits, first, last, page, each, held, to, wide, peak, total,
+):  # fmt: skip
+    """The weights of a part, groups `first` to `last`, as `held[to:]` and so on for each query head, `wide` from one to
+    the next; of each head the largest score and the sum of the weights as `peak` and `total` `[G]`.
+    """
+    share = query.shape[1]
+    scores = np.empty(share * each, np.float32)
+    score_part(
+        query, which, size, packed, packed_at, group_step, low, low_at, low_step, step, step_at, step_step, grid,
+        grid_step, valid, valid_at, places, rows, words, bits, first, last, page, np.float32(1), scores, 0, each,
+    )  # fmt: skip
+    pages = (last - first) * rows // page
+    count = (pages + LANES - 1) & -LANES
+    for g in range(share):
+        begin = g * each
+        scores[begin + pages : begin + count] = -np.inf
+        highest = _highest(scores, begin, count)
+        peak[g], total[g] = highest, 0
+        if highest > -np.inf:
+            total[g] = _weights(scores, begin, count, highest, held, to)
+        else:
+            held[to : to + count] = 0
+        held[to + count : to + each] = 0
+        to += wide
+
+
+@entry(parallel=True, cache=True, nogil=True)
+def _softmax(query, size, packed, packed_steps, low, low_steps, step, step_steps, grid, grid_step, valid, valid_step,
+             rows, words, table, bits, groups, once, heads, page, each, held, out, ids):  # fmt: skip
+    """table: as `_masses` has `places`; held: `[L,G,parts*each]`, for weights; out: `[B*H,parts*each]`; ids: `[B*H,S]`,
+    the best places of each, or S 0; `once`: groups of a part, of which `each` is the number of pages, up to a multiple
+    of 16.
+
+    A weight is 2 to the power of the score, in units of log 2, less the part's largest; of rows that all query heads
+    weigh at less than 2^-126 of that no order is kept. Where L divides B*H, L threads each take whole KV heads, one
+    after the other, so that the weights of one stay in the cache, and the votes too where `out` is `[L,parts*each]`;
+    with L = B*H all threads share each of them.
+    """
+    lists, (workers, share, places) = len(ids), held.shape
+    parts, own = places // each, len(out) == lists
+    line, votes = held.reshape(-1), out.reshape(-1)
+    peak, total = np.empty((lists, parts, share), np.float32), np.empty((lists, parts, share), np.float32)
+    most, factors = np.empty((lists, parts), np.float32), total.reshape(-1)
+    shared = workers == lists
+    units = workers * parts if shared else workers  # named first: numba takes no choice inside prange for parallel
+    for unit in prange(units):
+        worker = unit // parts if shared else unit
+        for which in range(worker * lists // workers, (worker + 1) * lists // workers):
+            b, h = which // heads, which % heads
+            begin = unit % parts if shared else 0
+            for part in range(begin, begin + 1 if shared else parts):
+                first = part * once
+                _weigh(query, which, size, packed, b * packed_steps[0] + h * packed_steps[1], packed_steps[2],
+                       low, b * low_steps[0] + h * low_steps[1], low_steps[2],
+                       step, b * step_steps[0] + h * step_steps[1], step_steps[2], grid, grid_step,
+                       valid, b * valid_step, table[b], rows, words, bits, first, min(groups, first + once), page, each,
+                       line, worker * share * places + part * each, places,
+                       peak[which, part], total[which, part])  # fmt: skip
+            if not shared:
+                to = np.intp(which if own else worker)
+                _factors(peak[which], total[which], most[which])
+                for part in range(parts):
+                    _voted(line, worker * share * places + part * each, places, share,
+                           factors, (which * parts + part) * share, most[which, part],
+                           votes, to * places + part * each, each)  # fmt: skip
+                best(out[to], ids[which])
+    if shared:
+        for which in range(lists):
+            _factors(peak[which], total[which], most[which])
+        for unit in prange(lists * parts):
+            which, part = unit // parts, unit % parts
+            _voted(line, which * share * places + part * each, places, share, factors, unit * share, most[which, part],
+                   votes, which * places + part * each, each)  # fmt: skip
+        for which in prange(lists):
+            best(out[which], ids[which])
+
+
+def _vote(
+    query: Tensor, keys: QuantizedKeys, page: int, count: int | None, table: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return votes `[B,H,parts,each]`, of which as many of a part as it has pages are said; for a `count`, which reads
+    single rows, the best rows `[B,H,S]` int32 instead. See `masses` for a table."""
+    batch, heads, share, size = query.shape
+    groups, rows = groups_and_rows(keys, table)
+    stored, lists, once = groups * rows, batch * heads, groups_of_a_part(rows)
+    parts, inside = -(-groups // once), once * rows // page
+    each = -(-inside // LANES) * LANES
+    ids = torch.empty(batch, heads, min(count or 0, stored), dtype=torch.int32)
+    inputs = stored_inputs(query, keys, rows, float(LOG2E) * size**-0.5)
+    with ONE_AT_A_TIME:
+        work = work_of(query, stored) + work_of_masses(query, stored, page)
+        threads = use_threads(work + EXPONENTIAL * lists * share * parts * each / 8, work_of_a_thread(table))
+        workers = lists if lists % threads else threads
+        out = torch.empty(lists if count is None else workers, parts, each)
+        _softmax(
+            *inputs, places_of(table, batch), keys.bits, groups, once, heads, page, each,
+            torch.empty(workers, share, parts * each).numpy(),
+            out.numpy().reshape(-1, parts * each), ids.numpy().reshape(lists, -1),
+        )  # fmt: skip
+    return out.view(batch, heads, parts, each)[..., :inside] if count is None else out, ids
+
+
+def voted_scores(query: Tensor, keys: QuantizedKeys, page: int, table: Tensor | None = None) -> Tensor:
+    """Return what `dispatch.scores` does by "softmax"; see `masses` for a table."""
+    votes, _ = _vote(query, keys, page, None, table)
+    groups, rows = groups_and_rows(keys, table)
+    return votes.flatten(2)[..., : groups * rows // page]
+
+
+def best_by_vote(query: Tensor, keys: QuantizedKeys, count: int) -> Tensor:
+    """Return what `dispatch.best` does by "softmax"; of votes, a thread keeps those of one KV head."""
+    return _vote(query, keys, 1, count)[1]
+
+
+@entry(parallel=True, cache=True, nogil=True)
+def _voted_rows(logits, pages, page, rows, held, votes, marked, ids, groups):
+    """logits: `[L,G,M]`, M a multiple of 16; pages: `[L,P]`; held, votes, marked: `[T,G,M]`, `[T,M]` and `[T,n]`, of T
+    threads; ids: `[L,S]`, the best rows; groups: `[L]`, in how many of n groups, of `rows` rows, a listed one lies."""
+    lists, share, count = logits.shape
+    workers = len(held)
+    line, weights, out = logits.reshape(-1), held.reshape(-1), votes.reshape(-1)
+    for worker in prange(workers):
+        peak, total = np.empty((1, share), np.float32), np.empty((1, share), np.float32)
+        most = np.empty(1, np.float32)
+        for which in range(worker * lists // workers, (worker + 1) * lists // workers):
+            for g in range(share):
+                at, to = (which * share + g) * count, (worker * share + g) * count
+                peak[0, g], total[0, g] = _highest(line, at, count), 0
+                if peak[0, g] > -np.inf:
+                    total[0, g] = _weights(line, at, count, peak[0, g], weights, to)
+                else:
+                    weights[to : to + count] = 0
+            _factors(peak, total, most)
+            _voted(weights, worker * share * count, count, share, total.reshape(-1), 0, most[0], out, worker * count,
+                   count)  # fmt: skip
+            listed, chosen = pages[which], ids[which]
+            best(votes[worker], chosen)
+            for i in range(len(chosen)):
+                if chosen[i] >= 0:
+                    chosen[i] = listed[chosen[i] // page] * page + chosen[i] % page
+            groups[which] = _touched(listed, page, rows, marked[worker])
+
+
+@njit
+def _touched(pages, page, rows, marked):
+    """How many groups of `rows` rows listed pages reach into; marked: `[n]`, of each group."""
+    marked[:] = 0
+    for p in range(len(pages)):
+        if pages[p] >= 0:
+            first = pages[p] * page // rows
+            for group in range(first, min((pages[p] * page + page - 1) // rows + 1, len(marked))):
+                marked[group] = 1
+    found = 0
+    for group in range(len(marked)):
+        found += marked[group]
+    return found
+
+
+def best_listed_by_vote(
+    query: Tensor, keys: QuantizedKeys, pages: Tensor, page: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `dispatch.best_listed` does by "softmax", of pages `[B,H,P]`."""
+    pages = pages.int().contiguous()
+    logits = logits_of_listed(query, keys, pages, page, float(LOG2E))
+    batch, heads, share, listed = logits.shape
+    lists, held = batch * heads, keys.groups
+    ids = torch.empty(batch, heads, min(count, listed), dtype=torch.int32)
+    groups = torch.empty(batch, heads, dtype=torch.int64)
+    if listed % LANES:
+        logits = torch.nn.functional.pad(logits, (0, -listed % LANES), value=-math.inf)
+    full = logits.shape[3]
+    with ONE_AT_A_TIME:
+        threads = min(use_threads(EXPONENTIAL * logits.numel() / 4), lists)
+        _voted_rows(
+            logits.numpy().reshape(lists, share, full), pages.numpy().reshape(lists, -1), page,
+            keys.mask.shape[1] // max(held, 1), np.empty((threads, share, full), np.float32),
+            np.empty((threads, full), np.float32), np.empty((threads, held), np.uint8),
+            ids.numpy().reshape(lists, -1), groups.numpy().reshape(-1),
+        )  # fmt: skip
+    return ids, groups
