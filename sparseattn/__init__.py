@@ -1,132 +1,162 @@
 """Query-aware sparse attention for long-context decoding: select the rows that a query needs, attend to them alone."""
 
-from sparseattn.cache.decode import decode
-from sparseattn.cache.kv_cache import KVCache
-from sparseattn.core.budget import Mass
-from sparseattn.core.selection import Bounds, Selection, Tail, Weighed
-from sparseattn.evaluation.replay import Evaluation, evaluate
-from sparseattn.kernels.attend.merge import merge
-from sparseattn.kernels.attend_quantized.dispatch import attend_coded
-from sparseattn.kernels.attend_quantized.reference import CodedRows
-from sparseattn.kernels.dispatch import attend
-from sparseattn.selectors.base import Rows, Selector
-from sparseattn.selectors.baselines.exact import Exact
-from sparseattn.selectors.baselines.pagemass import PageMass
-from sparseattn.selectors.baselines.random import Random
-from sparseattn.selectors.baselines.recent import Recent
-from sparseattn.selectors.baselines.window import Window
-from sparseattn.selectors.clusters.kmeans import KMeans
-from sparseattn.selectors.clusters.moments import Moments
-from sparseattn.selectors.clusters.retroinfer import RetroInfer
-from sparseattn.selectors.clusters.saap import SAAP, PerfectBuckets
-from sparseattn.selectors.combined.fitted import Fitted
-from sparseattn.selectors.combined.freekv import FreeKV
-from sparseattn.selectors.combined.kascade import Kascade
-from sparseattn.selectors.combined.tailed import Tailed
-from sparseattn.selectors.combined.topp import TopP
-from sparseattn.selectors.combined.twostage import TwoStage
-from sparseattn.selectors.combined.vattention import VAttention
-from sparseattn.selectors.eviction.h2o import H2O
-from sparseattn.selectors.eviction.pyramidkv import PyramidKV
-from sparseattn.selectors.eviction.snapkv import SnapKV
-from sparseattn.selectors.eviction.tova import TOVA
-from sparseattn.selectors.graphs.bridge import QueryBridge
-from sparseattn.selectors.graphs.faiss_indexes import HNSW, IVF, Flat
-from sparseattn.selectors.graphs.retrieval import RetrievalAttention
-from sparseattn.selectors.graphs.robustvamana import RobustVamana
-from sparseattn.selectors.hashing.kdeformer import KDEformer
-from sparseattn.selectors.hashing.magicpig import MagicPIG
-from sparseattn.selectors.hashing.reformer import Reformer
-from sparseattn.selectors.pages.base import PageSelector
-from sparseattn.selectors.pages.clse import Clse
-from sparseattn.selectors.pages.ellipsoid import Ellipsoid
-from sparseattn.selectors.pages.infllm import InfLLM
-from sparseattn.selectors.pages.levels import Levels
-from sparseattn.selectors.pages.mean import Mean
-from sparseattn.selectors.pages.quad import Quad
-from sparseattn.selectors.pages.quest import Quest
-from sparseattn.selectors.pages.unique import Unique
-from sparseattn.selectors.registry import SELECTORS, make_selector
-from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity
-from sparseattn.selectors.tokens.fier import Fier
-from sparseattn.selectors.tokens.infinigen import InfiniGen
-from sparseattn.selectors.tokens.loki import Loki
-from sparseattn.selectors.tokens.lowbit import LowBit
-from sparseattn.selectors.tokens.pariskv import ParisKV
-from sparseattn.selectors.tokens.pq import PQ
-from sparseattn.selectors.tokens.pqcache import PQCache
-from sparseattn.selectors.tokens.rocketkv import RocketKV
-from sparseattn.selectors.tokens.selfindex import SelfIndex
-from sparseattn.selectors.tokens.sparq import SparQ
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that `sparseattn --help` needs no torch
+    from sparseattn.cache.decode import decode as decode
+    from sparseattn.cache.kv_cache import KVCache as KVCache
+    from sparseattn.core.budget import Mass as Mass
+    from sparseattn.core.selection import Bounds as Bounds
+    from sparseattn.core.selection import Selection as Selection
+    from sparseattn.core.selection import Tail as Tail
+    from sparseattn.core.selection import Weighed as Weighed
+    from sparseattn.evaluation.replay import Evaluation as Evaluation
+    from sparseattn.evaluation.replay import evaluate as evaluate
+    from sparseattn.kernels.attend.merge import merge as merge
+    from sparseattn.kernels.attend_quantized.dispatch import attend_coded as attend_coded
+    from sparseattn.kernels.attend_quantized.reference import CodedRows as CodedRows
+    from sparseattn.kernels.dispatch import attend as attend
+    from sparseattn.selectors.base import Rows as Rows
+    from sparseattn.selectors.base import Selector as Selector
+    from sparseattn.selectors.baselines.exact import Exact as Exact
+    from sparseattn.selectors.baselines.pagemass import PageMass as PageMass
+    from sparseattn.selectors.baselines.random import Random as Random
+    from sparseattn.selectors.baselines.recent import Recent as Recent
+    from sparseattn.selectors.baselines.window import Window as Window
+    from sparseattn.selectors.clusters.kmeans import KMeans as KMeans
+    from sparseattn.selectors.clusters.moments import Moments as Moments
+    from sparseattn.selectors.clusters.retroinfer import RetroInfer as RetroInfer
+    from sparseattn.selectors.clusters.saap import SAAP as SAAP
+    from sparseattn.selectors.clusters.saap import PerfectBuckets as PerfectBuckets
+    from sparseattn.selectors.combined.fitted import Fitted as Fitted
+    from sparseattn.selectors.combined.freekv import FreeKV as FreeKV
+    from sparseattn.selectors.combined.kascade import Kascade as Kascade
+    from sparseattn.selectors.combined.tailed import Tailed as Tailed
+    from sparseattn.selectors.combined.topp import TopP as TopP
+    from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
+    from sparseattn.selectors.combined.vattention import VAttention as VAttention
+    from sparseattn.selectors.eviction.h2o import H2O as H2O
+    from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
+    from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV
+    from sparseattn.selectors.eviction.tova import TOVA as TOVA
+    from sparseattn.selectors.graphs.bridge import QueryBridge as QueryBridge
+    from sparseattn.selectors.graphs.faiss_indexes import HNSW as HNSW
+    from sparseattn.selectors.graphs.faiss_indexes import IVF as IVF
+    from sparseattn.selectors.graphs.faiss_indexes import Flat as Flat
+    from sparseattn.selectors.graphs.retrieval import RetrievalAttention as RetrievalAttention
+    from sparseattn.selectors.graphs.robustvamana import RobustVamana as RobustVamana
+    from sparseattn.selectors.hashing.kdeformer import KDEformer as KDEformer
+    from sparseattn.selectors.hashing.magicpig import MagicPIG as MagicPIG
+    from sparseattn.selectors.hashing.reformer import Reformer as Reformer
+    from sparseattn.selectors.pages.base import PageSelector as PageSelector
+    from sparseattn.selectors.pages.clse import Clse as Clse
+    from sparseattn.selectors.pages.ellipsoid import Ellipsoid as Ellipsoid
+    from sparseattn.selectors.pages.infllm import InfLLM as InfLLM
+    from sparseattn.selectors.pages.levels import Levels as Levels
+    from sparseattn.selectors.pages.mean import Mean as Mean
+    from sparseattn.selectors.pages.quad import Quad as Quad
+    from sparseattn.selectors.pages.quest import Quest as Quest
+    from sparseattn.selectors.pages.unique import Unique as Unique
+    from sparseattn.selectors.registry import SELECTORS as SELECTORS
+    from sparseattn.selectors.registry import make_selector as make_selector
+    from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
+    from sparseattn.selectors.tokens.fier import Fier as Fier
+    from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen
+    from sparseattn.selectors.tokens.loki import Loki as Loki
+    from sparseattn.selectors.tokens.lowbit import LowBit as LowBit
+    from sparseattn.selectors.tokens.pariskv import ParisKV as ParisKV
+    from sparseattn.selectors.tokens.pq import PQ as PQ
+    from sparseattn.selectors.tokens.pqcache import PQCache as PQCache
+    from sparseattn.selectors.tokens.rocketkv import RocketKV as RocketKV
+    from sparseattn.selectors.tokens.selfindex import SelfIndex as SelfIndex
+    from sparseattn.selectors.tokens.sparq import SparQ as SparQ
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "H2O",
-    "HNSW",
-    "IVF",
-    "PQ",
-    "SAAP",
-    "SELECTORS",
-    "TOVA",
-    "Bounds",
-    "Clse",
-    "CodedRows",
-    "DoubleSparsity",
-    "Ellipsoid",
-    "Evaluation",
-    "Exact",
-    "Fier",
-    "Fitted",
-    "Flat",
-    "FreeKV",
-    "InfLLM",
-    "InfiniGen",
-    "KDEformer",
-    "KMeans",
-    "KVCache",
-    "Kascade",
-    "Levels",
-    "Loki",
-    "LowBit",
-    "MagicPIG",
-    "Mass",
-    "Mean",
-    "Moments",
-    "PQCache",
-    "PageMass",
-    "PageSelector",
-    "ParisKV",
-    "PerfectBuckets",
-    "PyramidKV",
-    "Quad",
-    "QueryBridge",
-    "Quest",
-    "Random",
-    "Recent",
-    "Reformer",
-    "RetrievalAttention",
-    "RetroInfer",
-    "RobustVamana",
-    "RocketKV",
-    "Rows",
-    "Selection",
-    "Selector",
-    "SelfIndex",
-    "SnapKV",
-    "SparQ",
-    "Tail",
-    "Tailed",
-    "TopP",
-    "TwoStage",
-    "Unique",
-    "VAttention",
-    "Weighed",
-    "Window",
-    "attend",
-    "attend_coded",
-    "decode",
-    "evaluate",
-    "make_selector",
-    "merge",
-]
+# Exported name -> the module that it comes from.
+_MODULES = {
+    "H2O": "sparseattn.selectors.eviction.h2o",
+    "HNSW": "sparseattn.selectors.graphs.faiss_indexes",
+    "IVF": "sparseattn.selectors.graphs.faiss_indexes",
+    "PQ": "sparseattn.selectors.tokens.pq",
+    "SAAP": "sparseattn.selectors.clusters.saap",
+    "SELECTORS": "sparseattn.selectors.registry",
+    "TOVA": "sparseattn.selectors.eviction.tova",
+    "Bounds": "sparseattn.core.selection",
+    "Clse": "sparseattn.selectors.pages.clse",
+    "CodedRows": "sparseattn.kernels.attend_quantized.reference",
+    "DoubleSparsity": "sparseattn.selectors.tokens.doublesparsity",
+    "Ellipsoid": "sparseattn.selectors.pages.ellipsoid",
+    "Evaluation": "sparseattn.evaluation.replay",
+    "Exact": "sparseattn.selectors.baselines.exact",
+    "Fier": "sparseattn.selectors.tokens.fier",
+    "Fitted": "sparseattn.selectors.combined.fitted",
+    "Flat": "sparseattn.selectors.graphs.faiss_indexes",
+    "FreeKV": "sparseattn.selectors.combined.freekv",
+    "InfLLM": "sparseattn.selectors.pages.infllm",
+    "InfiniGen": "sparseattn.selectors.tokens.infinigen",
+    "KDEformer": "sparseattn.selectors.hashing.kdeformer",
+    "KMeans": "sparseattn.selectors.clusters.kmeans",
+    "KVCache": "sparseattn.cache.kv_cache",
+    "Kascade": "sparseattn.selectors.combined.kascade",
+    "Levels": "sparseattn.selectors.pages.levels",
+    "Loki": "sparseattn.selectors.tokens.loki",
+    "LowBit": "sparseattn.selectors.tokens.lowbit",
+    "MagicPIG": "sparseattn.selectors.hashing.magicpig",
+    "Mass": "sparseattn.core.budget",
+    "Mean": "sparseattn.selectors.pages.mean",
+    "Moments": "sparseattn.selectors.clusters.moments",
+    "PQCache": "sparseattn.selectors.tokens.pqcache",
+    "PageMass": "sparseattn.selectors.baselines.pagemass",
+    "PageSelector": "sparseattn.selectors.pages.base",
+    "ParisKV": "sparseattn.selectors.tokens.pariskv",
+    "PerfectBuckets": "sparseattn.selectors.clusters.saap",
+    "PyramidKV": "sparseattn.selectors.eviction.pyramidkv",
+    "Quad": "sparseattn.selectors.pages.quad",
+    "QueryBridge": "sparseattn.selectors.graphs.bridge",
+    "Quest": "sparseattn.selectors.pages.quest",
+    "Random": "sparseattn.selectors.baselines.random",
+    "Recent": "sparseattn.selectors.baselines.recent",
+    "Reformer": "sparseattn.selectors.hashing.reformer",
+    "RetrievalAttention": "sparseattn.selectors.graphs.retrieval",
+    "RetroInfer": "sparseattn.selectors.clusters.retroinfer",
+    "RobustVamana": "sparseattn.selectors.graphs.robustvamana",
+    "RocketKV": "sparseattn.selectors.tokens.rocketkv",
+    "Rows": "sparseattn.selectors.base",
+    "Selection": "sparseattn.core.selection",
+    "Selector": "sparseattn.selectors.base",
+    "SelfIndex": "sparseattn.selectors.tokens.selfindex",
+    "SnapKV": "sparseattn.selectors.eviction.snapkv",
+    "SparQ": "sparseattn.selectors.tokens.sparq",
+    "Tail": "sparseattn.core.selection",
+    "Tailed": "sparseattn.selectors.combined.tailed",
+    "TopP": "sparseattn.selectors.combined.topp",
+    "TwoStage": "sparseattn.selectors.combined.twostage",
+    "Unique": "sparseattn.selectors.pages.unique",
+    "VAttention": "sparseattn.selectors.combined.vattention",
+    "Weighed": "sparseattn.core.selection",
+    "Window": "sparseattn.selectors.baselines.window",
+    "attend": "sparseattn.kernels.dispatch",
+    "attend_coded": "sparseattn.kernels.attend_quantized.dispatch",
+    "decode": "sparseattn.cache.decode",
+    "evaluate": "sparseattn.evaluation.replay",
+    "make_selector": "sparseattn.selectors.registry",
+    "merge": "sparseattn.kernels.attend.merge",
+}
+
+__all__ = list(_MODULES)
+
+
+if not TYPE_CHECKING:  # a type checker would take it to have every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})
