@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import sparseattn
 from sparseattn.cli import bench, recall
 from sparseattn.cli.app import app
-from sparseattn.cli.common import progress_bar
+from sparseattn.cli.progress import progress_bar
 from sparseattn.evaluation.replay import MEASURES, Evaluation, evaluate
 from sparseattn.models.load import reference_folder
 from sparseattn.reporting import replay_tables
@@ -789,7 +789,7 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         (["--model", tmp_path / "none", "--text", text], "no such model folder"),
         (["--model", tmp_path, "--text", text], "without config.json"),
         (["--model", tmp_path, "--text", tmp_path / "gone.txt"], "gone.txt"),
-        (["--model", tmp_path, "--text", text, "--dtype", "int8"], "--dtype is one of"),
+        (["--model", tmp_path, "--text", text, "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
         (["--model", tmp_path, "--text", text, "--out", text], "--out is a .safetensors file to write"),
         (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk is at least 1"),

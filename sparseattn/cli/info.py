@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparseattn.cache import index_files
-from sparseattn.cli.common import errors, in_a_sentence
+from sparseattn.cli.command import command, say
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import kernels, machine, versions
 from sparseattn.evaluation.builtin_traces import BUILTIN
@@ -29,28 +30,33 @@ RIGHT, NONE = "right", "none: written by an earlier release"
 ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's meta; its figures are many
 
 
-@in_a_sentence
-def info(
+@dataclass(frozen=True)
+class InfoOptions:
+    """The options of `info`."""
+
     files: Annotated[
         list[Path] | None, typer.Argument(help="Traces, artefacts, calibrations and index files; none: what runs here.")
-    ] = None,
+    ] = None
     json: Annotated[
         bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@command(InfoOptions)
+def run(options: InfoOptions) -> None:
     """Show versions, devices, which kernels run here, and selectors, traces and texts by name; or what FILES hold.
 
     Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
     """
-    facts = [_described(path) for path in files] if files else [_here()]
-    for one in facts:
-        if json:
-            typer.echo(json_module.dumps(one))
-        elif "damage" not in one:
-            _show(one)
-    damaged = [one["damage"] for one in facts if "damage" in one]
+    facts = [_described(path) for path in options.files] if options.files else [_here()]
+    for described in facts:
+        if options.json:
+            typer.echo(json.dumps(described))
+        elif "damage" not in described:
+            _show(described)
+    damaged = [described["damage"] for described in facts if "damage" in described]
     for sentence in damaged:
-        errors.print(f"sparseattn: {plain(sentence)}", style="red", soft_wrap=True)
+        say(sentence, "red")
     if damaged:
         raise typer.Exit(2)
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseattn.cli.recommend_run import Found
+from sparseattn.cli.recommend_search import Recommendation
 from sparseattn.recommend.bounds import MEASURES, Bound
 from sparseattn.recommend.single import singles
 from sparseattn.reporting.terminal import Screen
 from sparseattn.roles.roles import Role
 
 
-def sentences(found: Found) -> list[str]:
-    """What was found, in short."""
-    made, cost = found.plan.made, found.plan.made["cost"]
+def sentences(result: Recommendation) -> list[str]:
+    """Return what was found, in short."""
+    made, cost = result.plan.made, result.plan.made["cost"]
     bound = Bound(made["bound"]["measure"], made["bound"]["most"])
     verified = made["verified"]
     name = MEASURES[bound.measure][0]
@@ -38,38 +38,42 @@ def sentences(found: Found) -> list[str]:
     ]
 
 
-def say(found: Found, plan: Path, why: Path, drawn: Path) -> None:
-    """Prints what was found and where it lies."""
+def say(result: Recommendation, plan: Path, why: Path, drawn: Path) -> None:
+    """Print what was found and where it lies."""
     screen = Screen()
-    for line in sentences(found):
+    for line in sentences(result):
         screen.print(line, soft_wrap=True)
-    for index in found.plan.layers:
-        screen.print(f"  layer {index}: {_given(found.plan.layers[index])}", soft_wrap=True)
+    for index in result.plan.layers:
+        screen.print(f"  layer {index}: {_given(result.plan.layers[index])}", soft_wrap=True)
     screen.print(
         f"{plan}: for SparseCache(model, plan=...) and `sparseattn eval --plan`"
-        + (", and for `sparseattn serve --plan`" if found.serves else "; what vLLM serves is made by --for vllm")
+        + (", and for `sparseattn serve --plan`" if result.serves else "; what vLLM serves is made by --for vllm")
         + f". Why: {why}; to look at: {drawn}",
         soft_wrap=True,
     )
 
 
-def page(found: Found) -> str:
-    """The page of why, in Markdown."""
-    made = found.plan.made
+def page(result: Recommendation) -> str:
+    """Return the page of why, in Markdown."""
+    made = result.plan.made
     told = " predicted" if made["cost"]["predicted"] else ""
-    lines = [f"# Plan {found.plan.name} for {found.plan.model['name']}", "", *(f"{one}\n" for one in sentences(found))]
+    lines = [
+        f"# Plan {result.plan.name} for {result.plan.model['name']}",
+        "",
+        *(f"{one}\n" for one in sentences(result)),
+    ]
     lines += [
         "## Layers",
         "",
         f"| layer | roles | predicted KL | share of full attention's{told} cost |",
         "| --- | --- | ---: | ---: |",
     ]
-    for layer in found.layers:
-        every = {one.role: one for one in found.choices[layer.index]}
-        full = sum(found.choices[layer.index][0].cost_heads)
-        given = found.plan.layers[layer.index]
+    for layer in result.layers:
+        every = {one.role: one for one in result.choices[layer.index]}
+        full = sum(result.choices[layer.index][0].cost_heads)
+        given = result.plan.layers[layer.index]
         kl = every[given].kl if isinstance(given, Role) else sum(every[r].kl_heads[h] for h, r in enumerate(given))
-        cost = found.objective.layer(layer, given, {role: one.cost_heads for role, one in every.items()})
+        cost = result.objective.layer(layer, given, {role: one.cost_heads for role, one in every.items()})
         lines.append(f"| {layer.index} | {_given(given)} | {kl:.2g} | {cost / full:.1%} |")
     lines += [
         "",
@@ -79,7 +83,7 @@ def page(found: Found) -> str:
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
     full = made["cost"]["full"]
-    for n, one in enumerate(found.rounds, 1):
+    for n, one in enumerate(result.rounds, 1):
         lines.append(
             f"| {n} | {one['target']:.4g} | {one['searched']:.4g} | {one['verified']:.4g} | {one['cost'] / full:.1%} |"
         )
@@ -94,7 +98,7 @@ def page(found: Found) -> str:
         "| --- | ---: |",
         f"| this plan | {made['cost']['plan'] / full:.1%} |",
     ]
-    for method, other in singles(found.layers, found.choices, found.proposal.kl).items():
+    for method, other in singles(result.layers, result.choices, result.proposal.kl).items():
         lines.append(f"| `{method}` | {'-' if other is None else f'{other / full:.1%}'} |")
     texts = ", ".join(f"{one['name']} ({one['kind']}, SHA-256 {one['sha256'][:12]})" for one in made["texts"])
     lines += [
@@ -103,7 +107,7 @@ def page(found: Found) -> str:
         "",
         f"Texts: {texts}. {made['windows']} windows of {made['length']:,} tokens to choose by and {made['held_out']} "
         f"to verify on, which share no token; the last {made['last']} tokens of each are decoded. Sink "
-        f"{found.plan.sink}, window {found.plan.window}, {made['dtype']}. Methods: {', '.join(made['methods'])}.",
+        f"{result.plan.sink}, window {result.plan.window}, {made['dtype']}. Methods: {', '.join(made['methods'])}.",
         "",
         f"Made {made['created']} with {', '.join(f'{k} {v}' for k, v in made['versions'].items())}.",
         "",
@@ -122,7 +126,7 @@ def _number(value: float) -> str:
 def _interval(
     one: Mapping[str, Any], ends: tuple[float, float] = (-math.inf, math.inf), times: float = 1, digits: int = 4
 ) -> str:
-    """A mean and its interval, within the `ends` that there can be."""
+    """Return a mean and its interval, within the `ends` that there can be."""
     level, around = f"{times * one['mean']:.{digits}f}", one["interval"]
     if around is None:
         return level

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.utils import json_text
+from sparseattn.utils.suggest import did_you_mean
 
 KEY = "sparseattn"  # of vLLM's additional_config
 # What a command serves where no selector is named: of the methods that were timed on processors with AMX and without,
@@ -169,8 +169,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
     fields = {field.name: field for field in dataclasses.fields(Settings)}
     for name in given:
         if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(name, fields)
             raise ValueError(f'"{KEY}" has no setting {name!r}{hint}; it takes {", ".join(fields)}')
     planned = given.get("layers") is not None
     for name in fields:

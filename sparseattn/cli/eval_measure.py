@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from sparseattn.cli.common import progress_bar
 from sparseattn.cli.eval_sources import Source
+from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.engines import Engine, Pass
