@@ -265,7 +265,7 @@ def _planned(options: BenchOptions, chosen: ChosenMethods, traces: Sequence[Trac
         check = functools.partial(options.check_method, trace, usable_layers(trace, options.layer_numbers))
         replays.append(Replayed(trace, chosen.of_trace(check, options.budgets)))
     if options.far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
-        zones = {"sink": options.sink, "window": options.window, "last": options.last}
+        zones: dict[str, Any] = {"sink": options.sink, "window": options.window, "last": options.last}
         for trace in traces:
             measured = evaluate(trace, "window", 1, layers=options.layer_numbers, device=options.device, **zones)
             measured.far(options.far)

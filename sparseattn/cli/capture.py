@@ -97,7 +97,7 @@ def run(options: CaptureOptions) -> None:
     contents = {source: _content(source) for source in traces.values()}
     if several:
         results_folder(options.out)
-    model, tokenizer = open_model(options.model, options.dtype and options.dtype.torch, place)
+    model, tokenizer = open_model(options.model, shared.torch_dtype(options.dtype), place)
     # All of them before the first takes its time.
     passages = {source: _passage(source, content, tokenizer, options) for source, content in contents.items()}
     console = Screen()

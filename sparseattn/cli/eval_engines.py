@@ -64,7 +64,7 @@ def local(options: EvalOptions, place: torch.device) -> Opened:
         ValueError: no such model, or layers that it does not have.
     """
     name = leading_model() if options.model is None else options.model
-    stored = None if options.dtype is None else options.dtype.torch
+    stored = shared.torch_dtype(options.dtype)
     model, tokenizer = open_model(name, stored, place)
     tokens = Tokens(tokenizer, options.chat)
     wide = stored is torch.float32  # computed so on purpose, of a model that keeps 16 bits

@@ -46,7 +46,8 @@ class MachineOptions:
         str, typer.Option(help="KV heads, query heads of each, and head size, to measure or predict with.")
     ] = "8,4,128"
     dtype: Annotated[
-        shared.Dtype, typer.Option(metavar="DTYPE", help=f"Of keys and values to predict with: {', '.join(STORED)}.")
+        shared.Dtype,
+        typer.Option(metavar="DTYPE", help=f"Of keys and values to predict with: {', '.join(STORED)}."),
     ] = shared.Dtype.bfloat16
     selector: Annotated[
         list[str] | None,
@@ -92,9 +93,10 @@ def run(options: MachineOptions) -> None:
 
     Figures of GPUs are their data sheets', and all that follows from them is a prediction.
     """
-    shape = Shape(options.batch, *options.sizes, options.dtype.torch)
+    heads, group, head_dim = options.sizes
+    shape = Shape(options.batch, heads, group, head_dim, options.dtype.torch)
     if options.name is None:
-        return _measured(Shape(1, *options.sizes), options.out or measured_path(), options.json)
+        return _measured(Shape(1, heads, group, head_dim), options.out or measured_path(), options.json)
     known = Machine.load(options.name)
     if options.selector:
         context = values.row_count(options.context, "--context")

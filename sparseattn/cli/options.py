@@ -43,6 +43,11 @@ class Dtype(str, Enum):
         return STORED[self.value]
 
 
+def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
+    """Return the dtype of torch; None stays None, for a model that is loaded as it is stored."""
+    return None if dtype is None else dtype.torch
+
+
 def allow_own_selectors(given: Any) -> Any:
     """Let modules that texts of selectors name lie in the current folder; the callback of options that take such."""
     if named_modules([given] if isinstance(given, str) else given or ()):

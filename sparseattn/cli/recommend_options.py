@@ -191,11 +191,6 @@ class RecommendOptions:
         """The budgets to choose among, each once."""
         return tuple(values.budgets(self.budget))
 
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """What the model is loaded in; None: as it is stored."""
-        return None if self.dtype is None else self.dtype.torch
-
     @cached_property
     def place(self) -> torch.device:
         """The device."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sparseattn.cli import options as shared
 from sparseattn.cli.command import say
 from sparseattn.cli.inputs import open_model, open_texts
 from sparseattn.cli.progress import progress_bar
@@ -70,7 +71,8 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
     begun = time.monotonic()
     texts = open_texts(options.text)
     groups = candidates(options.methods, options.budgets, options.length, windows=not options.vllm)
-    model, tokenizer = open_model(options.model, options.torch_dtype, options.place)
+    dtype = shared.torch_dtype(options.dtype)
+    model, tokenizer = open_model(options.model, dtype, options.place)
     tokens = Tokens(tokenizer)
     every = windows(
         [(text.name, text.kind, tokens.ids(text.words)) for text in texts],
@@ -83,7 +85,7 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
     learns = any(role.selector.learns for group in groups for role in group)
     decoder = ModelDecoder(model, sink=options.sink, window=options.window, chunk=options.chunk, queries=learns)
     decoder.check(options.length, "--length")
-    wide = options.torch_dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
+    wide = dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     layers = _layers(decoder, wide)
     settings = settings_of(options, texts, decoder, wide, layers)
     records = Records(path, settings)
