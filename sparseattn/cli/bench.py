@@ -183,7 +183,7 @@ class BenchOptions:
         return screen
 
     def replay_settings(self) -> dict[str, Any]:
-        """What `evaluate_budgets` takes."""
+        """Return what `evaluate_budgets` takes."""
         names = ("sink", "window", "last", "seal", "indexes", "device", "steps")
         return {"layers": self.layer_numbers, **{name: getattr(self, name) for name in names}}
 
@@ -231,8 +231,8 @@ def run(options: BenchOptions) -> None:
     file = RecordFile(options.out / "bench.jsonl", options.json)
     for replay, results in _measured(options, chosen, replays):
         replay.results += results
-        apart = options.per_head or (JUDGED if options.demo else False)
-        file.add({**one.record(apart), "trace_meta": replay.trace.meta} for one in results)
+        heads = options.per_head or (JUDGED if options.demo else False)
+        file.add({**result.record(heads), "trace_meta": replay.trace.meta} for result in results)
     file.finish()
 
     screen = options.screen
@@ -297,7 +297,7 @@ def _measured(
                         raise
                     replay.methods.left_out[rounded_label(method.label(), bits)] = str(error)
                 else:
-                    yield replay, [one.far(options.far) for one in results] if options.far else results
+                    yield replay, [result.far(options.far) for result in results] if options.far else results
                 bar.remove_task(task)
 
 

@@ -111,13 +111,13 @@ def _calibrate_channels(options: CalibrateOptions, place: torch.device) -> None:
     figures = {index: figure(calibration, index) for index in calibration.layers}
     if options.json:
         report: dict[str, Any] = {"calibration": str(out), "method": options.method, "bytes": out.stat().st_size}
-        report |= {"seconds": round(seconds, 3), "layers": {str(i): round(one, 4) for i, one in figures.items()}}
+        report |= {"seconds": round(seconds, 3), "layers": {str(i): round(share, 4) for i, share in figures.items()}}
         typer.echo(json.dumps({**report, **calibration.meta}))
         return
     what = "share of the keys' variance" if options.method == "loki" else "share of the products' size"
     console = Screen()
     console.print(f"{what} in a quarter of the dimensions, mean over heads:")
-    console.print("  ".join(f"layer {index} {one:.2f}" for index, one in figures.items()))
+    console.print("  ".join(f"layer {index} {share:.2f}" for index, share in figures.items()))
     prompts = len(calibration.meta["prompts"])
     console.print(f"{out}: {len(calibration.layers)} layers, {prompts} prompts, {seconds:.0f} s", soft_wrap=True)
 
@@ -170,7 +170,9 @@ def _compare_layers(options: CalibrateOptions, place: torch.device) -> None:
     anchors = {count: similarities.anchors(count) for count in range(1, min(len(similarities.layers), SHOWN) + 1)}
     if options.json:
         report: dict[str, Any] = {"similarity": str(out), "method": KASCADE, "bytes": out.stat().st_size}
-        served = {str(k): {"layers": one, "served": round(similarities.score(one), 4)} for k, one in anchors.items()}
+        served = {
+            str(k): {"layers": layers, "served": round(similarities.score(layers), 4)} for k, layers in anchors.items()
+        }
         typer.echo(json.dumps({**report, "seconds": round(seconds, 3), "anchors": served, **similarities.meta}))
         return
     console = Screen()

@@ -140,12 +140,12 @@ def _passage(source: str | Path, content: bytes, tokenizer: Any, options: Captur
 
 
 def _content(source: str | Path) -> bytes:
-    """The bytes of a text; a file's need not be UTF-8, as a model of bytes takes any."""
+    """Return the bytes of a text; a file's need not be UTF-8, as a model of bytes takes any."""
     return source.read_bytes() if isinstance(source, Path) else open_text(source)[1].encode()
 
 
 def _trace(text: str | Path, out: Path) -> dict[Path, str | Path]:
-    """The trace file `out` -> its text."""
+    """Return the trace file `out` -> its text."""
     if out.suffix != ".safetensors" or (out.exists() and not out.is_file()):
         raise ValueError(f"--out is a .safetensors file to write, got {out}")
     if not out.parent.is_dir():
@@ -154,7 +154,7 @@ def _trace(text: str | Path, out: Path) -> dict[Path, str | Path]:
 
 
 def _traces(texts: list[str | Path], out: Path) -> dict[Path, str | Path]:
-    """Trace files in the folder `out` -> their texts; a folder among `texts` stands for its files, by name."""
+    """Return trace files in the folder `out` -> their texts; a folder among `texts` stands for its files, by name."""
     if out.suffix == ".safetensors":
         raise ValueError(f"--out is a folder for the traces of several texts, got {out}")
     traces: dict[Path, str | Path] = {}

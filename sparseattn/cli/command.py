@@ -28,7 +28,7 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = inspect.signature(options).parameters.values()
-    signature = inspect.Signature([one.replace(annotation=hints[one.name]) for one in parameters])
+    signature = inspect.Signature([field.replace(annotation=hints[field.name]) for field in parameters])
 
     def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
         @functools.wraps(function)

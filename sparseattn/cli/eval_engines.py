@@ -108,8 +108,8 @@ def switched(options: EvalOptions, settings: Sequence[Settings]) -> Iterator[Ope
     first = settings[0] if settings else None
     dtype = None if options.dtype is None else options.dtype.value
     with Offline(folder, first, dtype or "auto", options.concurrency or AT_ONCE, quarter_of_memory()) as engine:
-        for one in settings:
-            engine.check(one)
+        for of_method in settings:
+            engine.check(of_method)
         zones = {field: getattr(first, field) for field in ("sink", "window", "dense_layers", "above")} if first else {}
         methods = list(zip(options.methods, (None, *settings), strict=True))
         facts = {"model": name, "engine": "vllm", "dtype": dtype, **zones}

@@ -1,4 +1,4 @@
-"""What `eval` asks a model: generated tasks, the user's own prompts, and windows of a text to predict."""
+"""The prompts of `eval`: generated tasks, the user's own prompts, and windows of a text to predict."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens) 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
-    every = [_generated(name, options, files.filler, engine, tokens) for name in options.tasks if name != AGREEMENT]
-    every += [_own(examples, options, engine, tokens) for examples in files.prompts]
+    prompts = [_generated(name, options, files.filler, engine, tokens) for name in options.tasks if name != AGREEMENT]
+    prompts += [_own(examples, options, engine, tokens) for examples in files.prompts]
     if files.texts:
         engine.check(options.prompt_lengths[-1], "--lengths")
-        every += [_windows(text, options, tokens) for text in files.texts]
-    return every
+        prompts += [_windows(text, options, tokens) for text in files.texts]
+    return prompts
 
 
 def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, tokens: Tokens) -> Source:
-    """A task over the grid of lengths and depths."""
+    """Return a task over the grid of lengths and depths."""
     depths = list(options.needle_depths) if TASKS[name].uses_depth else [0.0]
     make_one = functools.partial(example, name, count=tokens.count, filler=filler, spare=tokens.spare)
     longest = options.prompt_lengths[-1]
@@ -100,14 +100,14 @@ def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, 
 
 
 def _own(examples: Sequence[Example], options: EvalOptions, engine: Engine, tokens: Tokens) -> Source:
-    """A file of the user's, cut to `--max-length` where that is given."""
+    """Return a file of the user's, cut to `--max-length` where that is given."""
     limit, longest, most = options.answer_tokens or OWN_TOKENS, options.max_length, engine.positions
     if longest is not None and most is not None and longest > most:
         raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
 
     def make() -> Iterator[Prompt]:
-        for one in examples:
-            prompt = Prompt.of(one, tokens, limit)
+        for own_example in examples:
+            prompt = Prompt.of(own_example, tokens, limit)
             if longest is not None:
                 prompt = prompt.shortened(longest, tokens, "--max-length")
             what = f"{prompt.name} with its answer"
@@ -120,7 +120,7 @@ def _own(examples: Sequence[Example], options: EvalOptions, engine: Engine, toke
 
 
 def _windows(text: Text, options: EvalOptions, tokens: Tokens) -> Source:
-    """Windows of a text, evenly spread over it."""
+    """Return windows of a text, evenly spread over it."""
     ids = tokens.ids(text.words)
     spare = len(tokens.start)
     shortest, last = options.prompt_lengths[0], options.last

@@ -217,14 +217,14 @@ def _draw(
 
 
 def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
-    """Each under its label without the knob, which the command turns; ValueError where two differ in that alone."""
+    """Return each by its label without the knob, which the command turns; ValueError where two differ in that alone."""
     named: dict[str, Selector] = {}
-    for one in selectors:
-        other = named.setdefault(one.label(knob=False), one)
-        if repr(other) != repr(one):
+    for selector in selectors:
+        first = named.setdefault(selector.label(knob=False), selector)
+        if repr(first) != repr(selector):
             raise ValueError(
-                f"{other.label()} and {one.label()} differ in {one.knob} alone, which this command turns: name one of "
-                f"them, and the values with --values"
+                f"{first.label()} and {selector.label()} differ in {selector.knob} alone, which this command turns: "
+                f"name one of them, and the values with --values"
             )
     return list(named.items())
 
@@ -232,7 +232,7 @@ def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
 def _measure(
     sources: Sequence[Source], methods: Sequence[tuple[str, Selector]], k: int, values: list[int] | None
 ) -> Iterator[tuple[int, str, dict[str, Curve]]]:
-    """(number of the source, label, task -> curve) for every source and method, with a progress bar."""
+    """Yield (number of the source, label, task -> curve) for every source and method, with a progress bar."""
     with progress_bar() as bar:
         for i, source in enumerate(sources):
             title = next(iter(source.titles.values()))
@@ -278,7 +278,7 @@ def _trace_sources(options: RecallOptions) -> list[Source]:
 
 
 def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], recipe: dict[str, Any]) -> Source:
-    """Synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
+    """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
         raise ValueError(f"--keys is 1 or more, got {keys}")
     for gap in gaps:
@@ -307,7 +307,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 def _trace(
     trace: Trace, growth: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
 ) -> Source:
-    """The end of a trace looks for the keys before it."""
+    """Return the end of a trace, which looks for the keys before it."""
     chosen = usable_layers(trace, layers)
     keys = trace.tokens - queries - sink
     if keys < k:

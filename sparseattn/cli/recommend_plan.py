@@ -17,7 +17,7 @@ from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.recommend.objective import Layer, Objective
 from sparseattn.recommend.records import Records
-from sparseattn.recommend.search import Choice, Proposal
+from sparseattn.recommend.search import Proposal
 from sparseattn.roles.plan import Plan
 
 FORMAT = 2  # of the records
@@ -57,8 +57,7 @@ def settings_of(
 def make_plan(
     options: RecommendOptions,
     settings: dict[str, Any],
-    layers: Sequence[Layer],
-    choices: dict[int, list[Choice]],
+    full: float,
     proposal: Proposal,
     objective: Objective,
     rounds: Sequence[dict[str, Any]],
@@ -69,11 +68,16 @@ def make_plan(
     """Return the plan, with what it was made for.
 
     Args:
+        options: of the command.
+        settings: of its records.
+        full: what full attention costs.
+        proposal: roles of the layers.
+        objective: what was to be small.
+        rounds: see `settling.Settled`.
         verified_windows: what was measured of the plan on each window held out.
         seconds: that this run took, without what earlier ones left in the records.
         measured: records of versions and machines that measured.
     """
-    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
     verified: dict[str, Any] = {
         "windows": len(verified_windows),
         "tokens": sum(one["scored_tokens"] for one in verified_windows),

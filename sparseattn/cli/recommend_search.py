@@ -105,8 +105,7 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
     plan = make_plan(
         options,
         settings,
-        layers,
-        choices,
+        _full_cost(layers, choices),
         proposal,
         objective,
         rounds,
@@ -163,7 +162,7 @@ def _doubt(machine: Machine | None, layer: Layer) -> None:
 
 
 def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence[Sequence[Role]]) -> None:
-    """ValueError, before anything is measured, for a method whose step nothing predicts there."""
+    """Refuse, before anything is measured, a method whose step nothing predicts there."""
     for group in groups:
         for layer in layers:
             try:
@@ -201,6 +200,11 @@ def _choices(
             if role in roles and all(map(math.isfinite, costs)):
                 choices[layer.index].append(Choice(role, point["kl"], point["kl_heads"], costs))
     return choices
+
+
+def _full_cost(layers: Sequence[Layer], choices: dict[int, list[Choice]]) -> float:
+    """Return what full attention, the first choice of each layer, costs."""
+    return sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
 
 
 def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]:
@@ -253,7 +257,7 @@ def _verified(
         verified[:] = losses(proposal, held_out, f"verification {n}, window by window")
         return mean([bound.loss(record) for record in verified])
 
-    full = sum(sum(families[0][layer.index][0].cost_heads) for layer in layers)
+    full = _full_cost(layers, families[0])
     settled = settle(
         lambda limit: propose(layers, families, limit, options.by_head, objective),
         loss,

@@ -94,7 +94,7 @@ class ReportOptions:
             raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
 
     def explored(self) -> Explored:
-        """The traces whose attention is shown."""
+        """Return the traces whose attention is shown."""
         return Explored(
             self.trace or (),
             self.selector or EXPLORED,
@@ -120,7 +120,7 @@ def run(options: ReportOptions) -> None:
 def write_report(
     folders: Sequence[Path], out: Path, title: str | None = None, explored: Explored | None = None
 ) -> Path:
-    """Reads the records, explores the traces, makes the page and returns its path.
+    """Read the records, explore the traces, make the page and return its path.
 
     Raises:
         ValueError: neither folders nor traces, `out` is no .html file to write, or what `folders.read` and `explore`
@@ -150,7 +150,7 @@ def write_report(
 
 
 def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[reading.Record]], Section]) -> list[Section]:
-    """A section of each source; several of a kind are told apart by their folders."""
+    """Return a section of each source; several of a kind are told apart by their folders."""
     made = [make(source.records) for source in sources]
     if len(made) < 2:
         return made
@@ -161,7 +161,7 @@ def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[readin
 
 
 def _explored(number: int, name: str, shown: Explored) -> tuple[Section, dict[str, Facts]]:
-    """The section of a trace, and what it was made with."""
+    """Return the section of a trace, and what it was made with."""
     with model_progress() as progress:
         trace = open_trace(name, progress)
         try:

@@ -116,7 +116,7 @@ class ServeOptions:
         return replace(settings, modules=os.getcwd()) if self.modules else settings
 
     def server(self) -> serving.Server:
-        """The server as it is asked for, its model by name still."""
+        """Return the server that is wanted, its model by name still."""
         return serving.Server(
             model=self.model,
             name=self.name or self.model,

@@ -103,8 +103,8 @@ class TrainOptions:
     def recipe(self) -> Recipe:
         """What decides the run; most of its fields are options of the same name."""
         shares = tuple(values.decimals(self.shares, "--shares"))
-        given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in MADE}
-        return Recipe(shares=shares, filters=self.filters, **given)
+        others = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in MADE}
+        return Recipe(shares=shares, filters=self.filters, **others)
 
 
 @command(TrainOptions)
@@ -153,7 +153,7 @@ def _show(artefact: Artefact, options: TrainOptions, seconds: float) -> None:
 
 
 def table(artefact: Artefact) -> Table:
-    """Per layer and head, the validation figures that an artefact carries."""
+    """Return, per layer and head, the validation figures that an artefact carries."""
     figures: Sequence[Mapping[str, Any]] = artefact.meta["validation"]
     shares = [str(share) for share in artefact.meta["recipe"]["shares"]]
     ways = [way for way in WAYS if way in figures[0]["recovered"]]
@@ -182,7 +182,7 @@ def _mean(numbers: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def _ranks() -> Iterator[tuple[int, int, Callable[[], None]]]:
-    """Rank, number of ranks and a barrier: those of `torchrun`, or this process alone."""
+    """Yield rank, number of ranks and a barrier: those of `torchrun`, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0, 1, lambda: None
         return
@@ -197,7 +197,7 @@ def _ranks() -> Iterator[tuple[int, int, Callable[[], None]]]:
 
 @contextlib.contextmanager
 def _shown(rank: int) -> Iterator[Callable[[Progress], None]]:
-    """What the first rank shows of its progress."""
+    """Yield what the first rank shows its progress by."""
     if rank:
         yield lambda _: None
         return
