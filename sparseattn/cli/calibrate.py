@@ -52,7 +52,6 @@ class CalibrateOptions:
     selector: Annotated[
         str | None,
         typer.Option(
-            callback=shared.allow_own_selectors,
             help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.",
         ),
     ] = None

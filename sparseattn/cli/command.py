@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import typer
 
+from sparseattn.cli.options import allow_own_modules
 from sparseattn.reporting.terminal import Screen, plain
 
 Options = TypeVar("Options")
@@ -24,7 +25,8 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
     """Return a decorator for a function of `options`: typer sees each field of that dataclass as a parameter.
 
     A field's type is an `Annotated` one, often of `cli.options`; its default is the option's. What the fields must be
-    to each other the dataclass checks in `__post_init__`, by a ValueError that names the option.
+    to each other the dataclass checks in `__post_init__`, by a ValueError that names the option. Modules that fields
+    called `selector` and `trust` name may lie in the current folder.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = inspect.signature(options).parameters.values()
@@ -34,6 +36,7 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
         @functools.wraps(function)
         def run(**values: Any) -> None:
             with sentences():
+                allow_own_modules(values.get("selector"), values.get("trust"))
                 function(options(**values))
 
         run.__signature__ = signature  # type: ignore[attr-defined]

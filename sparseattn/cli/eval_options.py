@@ -105,7 +105,10 @@ class EvalOptions:
     window: shared.Window = 64
     seal: shared.Seal = None
     kv_bits: shared.KvBits = "16"
-    text: Annotated[list[str] | None, typer.Option(help=f"For {AGREEMENT}: {shared.TEXT_HELP} Repeat for more.")] = None
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help=f"For {AGREEMENT}: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat for more."),
+    ] = None
     last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64
     filler: Annotated[
         str | None, typer.Option(help=f"To hide needles in: {shared.TEXT_HELP} Default: made-up sentences.")

@@ -52,7 +52,6 @@ class MachineOptions:
     selector: Annotated[
         list[str] | None,
         typer.Option(
-            callback=shared.allow_own_selectors,
             help="Methods whose steps to predict, more than once; see `sparseattn info`.",
         ),
     ] = None

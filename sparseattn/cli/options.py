@@ -48,25 +48,16 @@ def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else dtype.torch
 
 
-def allow_own_selectors(given: Any) -> Any:
-    """Let modules that texts of selectors name lie in the current folder; the callback of options that take such."""
-    if named_modules([given] if isinstance(given, str) else given or ()):
-        _search_here()
-    return given
+def allow_own_modules(selectors: str | Iterable[str] | None, modules: Iterable[str] | None) -> None:
+    """Search the current folder for modules, behind all folders of Python's, where the user named one.
 
-
-def _allow_own_modules(given: Any) -> Any:
-    if given:
-        _search_here()
-    return given
-
-
-def _search_here() -> None:
-    """Search the current folder for modules, behind all folders of Python's. Nothing else makes it do so: in a folder
-    of somebody else's a file may have the name of any module."""
-    with contextlib.suppress(FileNotFoundError):  # it is gone, and holds no module
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.append(here)
+    In texts of selectors, or by `--trust`. Nothing else makes it do so: in a folder of somebody else's a file may have
+    the name of any module.
+    """
+    if modules or named_modules([selectors] if isinstance(selectors, str) else selectors or ()):
+        with contextlib.suppress(FileNotFoundError):  # it is gone, and holds no module
+            if (here := os.getcwd()) not in sys.path:
+                sys.path.append(here)
 
 
 def trusted(modules: Iterable[str] | None, selectors: Iterable[str] | None) -> frozenset[str]:
@@ -87,7 +78,7 @@ def spelled(parameters: Iterable[str]) -> str:
 
 def selector_option(more: str) -> Any:
     """Return an option of selectors; its help ends in `more`, such as what the default is."""
-    return typer.Option("--selector", callback=allow_own_selectors, help=f"{SELECTOR_HELP} {more}")
+    return typer.Option("--selector", help=f"{SELECTOR_HELP} {more}")
 
 
 Roles = Annotated[
@@ -110,7 +101,6 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         metavar="MODULE",
-        callback=_allow_own_modules,
         help="Module whose classes a file of roles or a plan may name, as MODULE:Class; it is imported, which runs its "
         "code. A file that names another one is refused. Repeat for more.",
     ),

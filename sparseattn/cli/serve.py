@@ -39,7 +39,6 @@ class ServeOptions:
     selector: Annotated[
         str,
         typer.Option(
-            callback=shared.allow_own_selectors,
             help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:bits=1,page=16; "
             f"window; package.module:Class; {STOCK} serves vLLM's own attention.",
         ),
