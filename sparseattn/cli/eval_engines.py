@@ -43,7 +43,7 @@ class Opened:
     """An engine that is ready.
 
     Args:
-        engine: as said.
+        engine: what answers prompts.
         tokens: what prompts are counted in.
         settings: what its records depend on beyond their keys.
     """
