@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks import records
 from benchmarks.records import RESULTS
 from sparseattn import KVCache, LowBit, Quest, Selector
-from sparseattn.cli.common import open_trace
+from sparseattn.cli.inputs import open_trace
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys

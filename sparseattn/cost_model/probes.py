@@ -18,7 +18,7 @@ from sparseattn.kernels import codebooks, scoring
 from sparseattn.kernels.dispatch import attend
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import reference as quantized_keys_reference
-from sparseattn.selectors.base import half
+from sparseattn.selectors.checks import half
 
 HELD = 98_304  # rows of which some are attended to: their addresses are spread as in a long context
 PAGE, LONG = 16, 128  # rows of a page, and of a bucket

@@ -25,8 +25,7 @@ from sparseattn.kernels.attend import gather
 from sparseattn.kernels.attend import reference as attend_reference
 from sparseattn.kernels.attend.merge import merge
 from sparseattn.kernels.attend.weights import weights as of_rows
-from sparseattn.utils.dtypes import STORED
-from sparseattn.utils.tensors import only_tensors
+from sparseattn.utils.tensors import STORED, only_tensors
 
 __all__ = ["ATTEND", "attend", "merge", "why_not_numba", "why_not_triton"]
 
