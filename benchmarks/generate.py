@@ -41,7 +41,9 @@ from benchmarks.decoding import (
 from benchmarks.measure import Clock, peak_memory
 from benchmarks.models import SHAPES, prompt, random_model, with_attention
 from benchmarks.records import RESULTS
-from sparseattn.cli.common import MODEL_HELP, integers, progress_bar
+from sparseattn.cli.options import MODEL_HELP
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.values import integers
 from sparseattn.core.budget import budget_record, parse_budget
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.attend_quantized.reference import BITS
@@ -51,7 +53,7 @@ from sparseattn.models.sparse_cache import SparseCache, restore
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.utils.devices import usable_device
-from sparseattn.utils.dtypes import STORED
+from sparseattn.utils.tensors import STORED
 
 SELECTED = ("exact", "quest", "saap", "moments", "retrieval:share=0.25", "window")
 

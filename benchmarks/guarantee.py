@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks import records
 from benchmarks.records import RESULTS
-from sparseattn.cli.common import open_trace
+from sparseattn.cli.inputs import open_trace
 from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.replay import check_replay, evaluate

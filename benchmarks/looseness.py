@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks import records
 from benchmarks.records import RESULTS
-from sparseattn.cli.common import open_trace
+from sparseattn.cli.inputs import open_trace
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.rank_correlation import rank_correlation
 from sparseattn.evaluation.replay import usable_layers

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import records
 from benchmarks.records import RESULTS
 from sparseattn import KVCache, LowBit, Quest, Selector
-from sparseattn.cli.common import open_trace
+from sparseattn.cli.inputs import open_trace
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.encode_keys.dispatch import encode

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import records
 from benchmarks.measure import spread
 from benchmarks.records import RESULTS
-from sparseattn.cli.common import integers
+from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys

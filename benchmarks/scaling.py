@@ -34,14 +34,14 @@ from benchmarks.measure import Timer, peak_memory
 from benchmarks.methods import Method, check_fit
 from benchmarks.rounds import Copy
 from benchmarks.step import filled
-from sparseattn.cli.common import integers
+from sparseattn.cli.values import integers
 from sparseattn.core import step_cost
 from sparseattn.core.budget import budget_record, parse_budget
 from sparseattn.cost_model.environment import machine
 from sparseattn.cost_model.measure import Measuring
 from sparseattn.reporting.line_style import name_ends, room, style
 from sparseattn.selectors.clusters.bucket_table import Partitioned
-from sparseattn.utils.dtypes import STORED, stored_dtype
+from sparseattn.utils.tensors import STORED, stored_dtype
 
 SELECTED = ("quest", "saap")
 BETWEEN, LEAST = 2, 10  # rounds of measuring the machine after each point, and in all

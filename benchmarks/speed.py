@@ -37,12 +37,12 @@ from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Timer, peak_memory
 from benchmarks.methods import Method, check_fit
 from benchmarks.rounds import Copy
-from sparseattn.cli.common import integers
+from sparseattn.cli.values import integers
 from sparseattn.core.budget import parse_budget
 from sparseattn.cost_model.environment import machine
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.registry import SELECTORS, make_selector
-from sparseattn.utils.dtypes import STORED, stored_dtype
+from sparseattn.utils.tensors import STORED, stored_dtype
 
 PAPER = "retrieval:share=0.25@sink=128,window=512,budget=100"  # RetrievalAttention's 640 rows dense and 100 found
 SELECTED = ("quest", "saap", "kmeans", "moments", "exact", "random", "window", "bridge:share=0.25", PAPER)

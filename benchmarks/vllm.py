@@ -34,7 +34,8 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.measure import spread
 from benchmarks.records import RESULTS
-from sparseattn.cli.common import integers, progress_bar
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import features, machine, versions
 from sparseattn.serving.vllm.settings import DEFAULT
 

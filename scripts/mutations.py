@@ -43,7 +43,7 @@ sys.path.append(str(ROOT))  # tests.report_records: small records of every kind,
 
 from sparseattn.cache.index_files import append_kept, load_index  # noqa: E402
 from sparseattn.cli.app import app  # noqa: E402
-from sparseattn.cli.common import raised_here  # noqa: E402
+from sparseattn.cli.command import raised_here  # noqa: E402
 from sparseattn.core.rope import Rope  # noqa: E402
 from sparseattn.cost_model.machine import Machine, Speed  # noqa: E402
 from sparseattn.evaluation.builtin_traces import pieces_of  # noqa: E402

@@ -5,29 +5,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sparseattn.cache.decode import decode as decode
-from sparseattn.cache.kv_cache import KVCache as KVCache
-from sparseattn.core.budget import Mass as Mass
-from sparseattn.core.context import LayerContext as LayerContext
-from sparseattn.core.context import StepContext as StepContext
-from sparseattn.core.selection import Bounds as Bounds
-from sparseattn.core.selection import Selection as Selection
-from sparseattn.core.selection import Tail as Tail
-from sparseattn.core.selection import Weighed as Weighed
-from sparseattn.core.step_cost import Scan as Scan
-from sparseattn.evaluation.replay import Evaluation as Evaluation
-from sparseattn.evaluation.replay import evaluate as evaluate
-from sparseattn.kernels.attend.dispatch import attend as attend
-from sparseattn.kernels.attend.merge import merge as merge
-from sparseattn.kernels.attend_quantized.dispatch import attend_coded as attend_coded
-from sparseattn.kernels.attend_quantized.reference import CodedRows as CodedRows
-from sparseattn.selectors.base import Rows as Rows
-from sparseattn.selectors.base import Selector as Selector
 from sparseattn.selectors.names import CLASSES
-from sparseattn.selectors.registry import SELECTORS as SELECTORS
-from sparseattn.selectors.registry import make_selector as make_selector
 
-if TYPE_CHECKING:  # classes of methods are imported when they are asked for
+if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that `sparseattn --help` needs no torch
+    from sparseattn.cache.decode import decode as decode
+    from sparseattn.cache.kv_cache import KVCache as KVCache
+    from sparseattn.core.budget import Mass as Mass
+    from sparseattn.core.context import LayerContext as LayerContext
+    from sparseattn.core.context import StepContext as StepContext
+    from sparseattn.core.selection import Bounds as Bounds
+    from sparseattn.core.selection import Selection as Selection
+    from sparseattn.core.selection import Tail as Tail
+    from sparseattn.core.selection import Weighed as Weighed
+    from sparseattn.core.step_cost import Scan as Scan
+    from sparseattn.evaluation.replay import Evaluation as Evaluation
+    from sparseattn.evaluation.replay import evaluate as evaluate
+    from sparseattn.kernels.attend.dispatch import attend as attend
+    from sparseattn.kernels.attend.merge import merge as merge
+    from sparseattn.kernels.attend_quantized.dispatch import attend_coded as attend_coded
+    from sparseattn.kernels.attend_quantized.reference import CodedRows as CodedRows
+    from sparseattn.selectors.base import Rows as Rows
+    from sparseattn.selectors.base import Selector as Selector
     from sparseattn.selectors.baselines.exact import Exact as Exact
     from sparseattn.selectors.baselines.pagemass import PageMass as PageMass
     from sparseattn.selectors.baselines.random import Random as Random
@@ -67,6 +65,8 @@ if TYPE_CHECKING:  # classes of methods are imported when they are asked for
     from sparseattn.selectors.pages.quad import Quad as Quad
     from sparseattn.selectors.pages.quest import Quest as Quest
     from sparseattn.selectors.pages.unique import Unique as Unique
+    from sparseattn.selectors.registry import SELECTORS as SELECTORS
+    from sparseattn.selectors.registry import make_selector as make_selector
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier
     from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen
@@ -81,46 +81,45 @@ if TYPE_CHECKING:  # classes of methods are imported when they are asked for
 
 __version__ = "0.1.0"
 
-# Methods without a name in the registry, and the base of those that choose by page.
-_UNNAMED = {
+# Exported name -> the module that it comes from; methods with a name come from where `CLASSES` says.
+_MODULES = {
+    "Bounds": "sparseattn.core.selection",
+    "CodedRows": "sparseattn.kernels.attend_quantized.reference",
+    "Evaluation": "sparseattn.evaluation.replay",
     "Fitted": "sparseattn.selectors.combined.fitted",
+    "KVCache": "sparseattn.cache.kv_cache",
+    "LayerContext": "sparseattn.core.context",
     "Levels": "sparseattn.selectors.pages.levels",
+    "Mass": "sparseattn.core.budget",
     "PageSelector": "sparseattn.selectors.pages.base",
     "PerfectBuckets": "sparseattn.selectors.clusters.saap",
+    "Rows": "sparseattn.selectors.base",
+    "SELECTORS": "sparseattn.selectors.registry",
+    "Scan": "sparseattn.core.step_cost",
+    "Selection": "sparseattn.core.selection",
+    "Selector": "sparseattn.selectors.base",
+    "StepContext": "sparseattn.core.context",
+    "Tail": "sparseattn.core.selection",
+    "Weighed": "sparseattn.core.selection",
+    "attend": "sparseattn.kernels.attend.dispatch",
+    "attend_coded": "sparseattn.kernels.attend_quantized.dispatch",
+    "decode": "sparseattn.cache.decode",
+    "evaluate": "sparseattn.evaluation.replay",
+    "make_selector": "sparseattn.selectors.registry",
+    "merge": "sparseattn.kernels.attend.merge",
+    **{name: module for module, _, name in (place.partition(":") for place in CLASSES.values())},
 }
-_METHODS = {place.partition(":")[2]: place.partition(":")[0] for place in CLASSES.values()} | _UNNAMED
 
-__all__ = [
-    *sorted(_METHODS),
-    "Bounds",
-    "CodedRows",
-    "Evaluation",
-    "KVCache",
-    "LayerContext",
-    "Mass",
-    "Rows",
-    "SELECTORS",
-    "Scan",
-    "Selection",
-    "Selector",
-    "StepContext",
-    "Tail",
-    "Weighed",
-    "attend",
-    "attend_coded",
-    "decode",
-    "evaluate",
-    "make_selector",
-    "merge",
-]
+__all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _METHODS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    method = globals()[name] = getattr(importlib.import_module(_METHODS[name]), name)
-    return method
+if not TYPE_CHECKING:  # a type checker would take it to have every name
 
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})

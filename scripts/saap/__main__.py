@@ -12,7 +12,7 @@ from rich.console import Console
 from scripts.reference.text import load_corpus
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.saap.prompts import KINDS, TOKENS, prompts
-from sparseattn.cli.common import progress_bar
+from sparseattn.cli.progress import progress_bar
 from sparseattn.models.capture import capture
 from sparseattn.models.load import encode, reference_model
 from sparseattn.reporting import training_tables

@@ -25,7 +25,7 @@ from rich.table import Table
 from scripts.saap.__main__ import RECIPE, WORK, keep_capture
 from scripts.saap.distribution import imbalance, inputs, largest_share, size_deviations
 from scripts.saap.prompts import others
-from sparseattn.cli.common import progress_bar
+from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.builtin_traces import BYTES, builtin_trace
 from sparseattn.evaluation.replay import COUNTED, evaluate_budgets

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from scripts.saap.cards import file_facts, training_time, validation, write_card
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of, windows
-from sparseattn.cli.common import model_progress, open_model
+from sparseattn.cli.inputs import open_model
+from sparseattn.cli.progress import model_progress
 from sparseattn.reporting import training_tables
 from sparseattn.selectors.parameters.saap_artefact import Artefact
 from sparseattn.traces.texts import TEXTS

@@ -22,7 +22,7 @@ from rich.console import Console
 from scripts.evidence import documents, tables
 from scripts.smollm2.__main__ import RECIPE, REPOSITORY, WORK
 from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of
-from sparseattn.cli.common import model_progress, progress_bar
+from sparseattn.cli.progress import model_progress, progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.builtin_traces import BUILTIN, SPREAD, builtin_trace
 from sparseattn.evaluation.replay import Evaluation, evaluate_budgets

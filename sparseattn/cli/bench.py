@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
-import json as json_module
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,30 +15,15 @@ import typer
 
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.selection_checks import ContractError
-from sparseattn.cli import common
-from sparseattn.cli.bench_methods import ALL, Asked, Fitting
-from sparseattn.cli.common import (
-    KV_BITS_HELP,
-    LEAD,
-    ROLES_HELP,
-    SELECTOR_HELP,
-    Trust,
-    errors,
-    in_a_sentence,
-    integers,
-    leading_traces,
-    model_progress,
-    open_roles,
-    open_trace,
-    own_selectors,
-    progress_bar,
-    results_folder,
-    say_differences,
-    trusted,
-)
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.cli.bench_methods import ALL, ChosenMethods, MethodsOfTrace
+from sparseattn.cli.command import command, errors
+from sparseattn.cli.inputs import LEAD, leading_traces, open_roles, open_traces, say_differences
+from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.report import EXPLORED, QUERIES, Explored, write_report
-from sparseattn.core.budget import Budget, budget_order, parse_budget
-from sparseattn.cost_model.environment import machine, versions
+from sparseattn.cli.results import RecordFile, check_figures, origin, results_folder, say_figure, say_records
+from sparseattn.core.budget import Budget, budget_order
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.evaluation.by_head import JUDGED, Comparison
 from sparseattn.evaluation.replay import (
@@ -63,64 +49,54 @@ SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "low
 TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"), LEAD: ("saap", "moments")}
 
 
-@in_a_sentence
-def bench(
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of `bench`."""
+
     traces: Annotated[
         list[str] | None,
         typer.Argument(
             help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}, with "
             f"--selector {ALL} the first of these."
         ),
-    ] = None,
+    ] = None
     selector: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=own_selectors,
-            help=f"{SELECTOR_HELP} {ALL}: every NAME, as it is by default; what cannot run on a trace is left out, "
-            "what reads more rows at a time than a --budget allows is measured at as many in its place, and why is "
-            f"said. Default: {' '.join(SELECTED)}; for built-in traces what was trained for their model as well.",
+        shared.selector_option(
+            f"{ALL}: every NAME, as it is by default; what cannot run on a trace is left out, what reads more rows at "
+            "a time than a --budget allows is measured at as many in its place, and why is said. Default: "
+            f"{' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
         ),
-    ] = None,
-    roles: Annotated[list[Path] | None, typer.Option(help=ROLES_HELP)] = None,
-    trust: Trust = None,
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="Rows beyond sink and window: numbers, shares of the context, a mass of the attention (mass:0.95, or "
-            "with 2048 rows at most mass:0.95:2048), or all."
-        ),
-    ] = "64,256,1024",
-    sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
-    window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
-    layers: Annotated[str | None, typer.Option(help="Layers to measure, such as 0,5,17; default all.")] = None,
-    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are decoded.")] = 32,
+    ] = None
+    roles: shared.Roles = None
+    trust: shared.Trust = None
+    budget: shared.Budgets = "64,256,1024"
+    sink: shared.Sink = 4
+    window: shared.Window = 64
+    layers: shared.Layers = None
+    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are decoded.")] = 32
     far: Annotated[
         float, typer.Option(help="Only heads with at least this share of their attention beyond sink and window.")
-    ] = 0.0,
-    seal: Annotated[
-        int | None, typer.Option(help="Rows that wait before sealing; default the selector's span.")
-    ] = None,
-    kv_bits: Annotated[str, typer.Option(help=KV_BITS_HELP)] = "16",
+    ] = 0.0
+    seal: shared.Seal = None
+    kv_bits: shared.KvBits = "16"
     indexes: Annotated[
         Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="To replay on; default a CUDA device if there is one, for selectors that can work there."),
-    ] = None,
+    ] = None
+    device: shared.ReplayDevice = None
     out: Annotated[
         Path, typer.Option(help="Folder for the records, bench.jsonl, and the figures; an earlier run's are replaced.")
-    ] = Path("bench"),
-    per_head: Annotated[
-        bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")
-    ] = False,
+    ] = Path("bench")
+    per_head: Annotated[bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")] = (
+        False
+    )
     by_layer: Annotated[
         bool,
         typer.Option(
             "--by-layer",
             help="Layers and heads too: where methods fail, at equal rows attended and at equal bytes, by-layer.jsonl.",
         ),
-    ] = False,
+    ] = False
     rows: Annotated[
         str | None,
         typer.Option(
@@ -129,7 +105,7 @@ def bench(
             "attends fewer is shown at its most, with its own rows, one that always attends more is left out. Default, "
             f"with --selector {ALL} or --by-layer, {layer_tables.ROWS} or the middle one."
         ),
-    ] = None,
+    ] = None
     bytes_read: Annotated[
         str | None,
         typer.Option(
@@ -139,201 +115,262 @@ def bench(
             "much; one that always reads less is shown at its largest budget, one that always reads more is left out. "
             f"Default, with --selector {ALL} or --by-layer, {layer_tables.BYTES:.0%}.",
         ),
-    ] = None,
+    ] = None
     by_step: Annotated[
         str | None,
         typer.Option(
             help="Measures to record and to draw at every decoded token too, such as recall@10,relative_error."
         ),
-    ] = None,
+    ] = None
     wide: Annotated[
         bool, typer.Option("--wide", help="Every measure in the table; default rows, bytes, error, recovered.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")] = False,
-    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNG frontiers into --out.")] = True,
-) -> None:
+    ] = False
+    json: shared.JsonLines = False
+    figures: shared.Figures = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.far <= 1:
+            raise ValueError(f"--far is a share of the attention, 0 to 1, got {self.far}")
+        check_steps(self.steps)
+
+    @property
+    def demo(self) -> bool:
+        """Whether nothing is named, so that a page to look at is written too."""
+        return not (self.traces or self.selector or self.roles)
+
+    @property
+    def every_method(self) -> bool:
+        """Whether every known method is measured."""
+        return ALL in (self.selector or [])
+
+    @property
+    def comparing(self) -> bool:
+        """Whether methods are compared at equal rows and at equal bytes."""
+        return self.by_layer or self.every_method or self.rows is not None or self.bytes_read is not None
+
+    @cached_property
+    def budgets(self) -> list[Budget]:
+        """Each once, in the order given."""
+        return values.budgets(self.budget)
+
+    @cached_property
+    def rounding(self) -> list[int | None]:
+        """Bits of rows, None for rows as they come."""
+        return values.kv_bits(self.kv_bits)
+
+    @cached_property
+    def layer_numbers(self) -> list[int] | None:
+        """The layers to measure; None: all."""
+        return values.integers(self.layers, "--layers")
+
+    @property
+    def steps(self) -> list[str]:
+        """The measures of every decoded token."""
+        return self.by_step.split(",") if self.by_step else []
+
+    @property
+    def equal(self) -> tuple[Budget, float]:
+        """The budget whose rows, and the share of the cache's bytes, at which methods are compared."""
+        return layer_tables.chosen_rows(self.rows, self.budgets), layer_tables.chosen_bytes(self.bytes_read)
+
+    def replay_settings(self) -> dict[str, Any]:
+        """Return what `evaluate_budgets` takes."""
+        names = ("sink", "window", "last", "seal", "indexes", "device", "steps")
+        return {"layers": self.layer_numbers, **{name: getattr(self, name) for name in names}}
+
+    def check_method(self, trace: Trace, layers: list[int], method: Method, budgets: Sequence[Budget]) -> None:
+        """Refuse, by a ValueError, a method that cannot be measured on a trace."""
+        replay_device(method, self.device)
+        refused: list[ValueError] = []
+        for bits in self.rounding:
+            try:
+                check_replay(trace, budgets, method, self.sink, self.window, self.last, self.seal, layers, bits)
+            except ValueError as error:
+                refused.append(error)
+        if len(refused) == len(self.rounding):  # a method that refuses rounded rows alone is measured without
+            raise refused[0]
+
+
+@dataclass
+class Replayed:
+    """A trace, the methods to measure on it, and what was measured, method by method and by rising budget."""
+
+    trace: Trace
+    methods: MethodsOfTrace
+    results: list[Evaluation] = field(default_factory=list)
+
+
+@command(BenchOptions)
+def run(options: BenchOptions) -> None:
     """Replay the end of traces through selectors and compare every step with full attention.
 
     Where neither traces nor methods are named, a page to look at is written beside the figures, as `report` does.
     """
-    demo = not (traces or selector or roles)
-    budgets = list(dict.fromkeys(parse_budget(part) for part in budget.split(",")))
-    asked = Asked.of(selector or [], open_roles(roles, trusted=trusted(trust, selector)))
-    rounding = common.kv_bits(kv_bits)
-    indices = integers(layers, "--layers")
-    if not 0 <= far <= 1:
-        raise ValueError(f"--far is a share of the attention, 0 to 1, got {far}")
-    steps = by_step.split(",") if by_step else []
-    check_steps(steps)
-    every_method = ALL in (selector or [])
-    comparing = by_layer or every_method or rows is not None or bytes_read is not None
-    equal = layer_tables.chosen_rows(rows, budgets), layer_tables.chosen_bytes(bytes_read)
-    for method in asked.named or Asked.of(SELECTED).methods:
-        replay_device(method, device)  # a device that is not there is refused before anything is made
-    if figures:
-        from sparseattn.reporting import plots  # fails if matplotlib is missing, before any work
-    names = traces or leading_traces(LEADING[:1] if every_method else LEADING)
-    asked = asked if asked.methods else Asked.of(_defaults(names))
-    with model_progress() as progress:
-        opened = [open_trace(name, progress) for name in names]
-    plan: list[tuple[Trace, Fitting]] = []
+    roles = open_roles(options.roles, trusted=shared.trusted(options.trust, options.selector))
+    chosen = ChosenMethods.of(options.selector or [], roles)
+    equal = options.equal
+    for method in chosen.named or ChosenMethods.of(SELECTED).methods:
+        replay_device(method, options.device)  # a device that is not there is refused before anything is made
+    check_figures(options.figures)
+    names = options.traces or leading_traces(LEADING[:1] if options.every_method else LEADING)
+    chosen = chosen if chosen.methods else ChosenMethods.of(SELECTED + _trained(names))
+    replays = _planned(options, chosen, open_traces(names))
+    results_folder(options.out)
+    if options.indexes is not None:
+        usable_folder(options.indexes)
 
-    def check(trace: Trace, there: list[int], method: Method, served: Sequence[Budget]) -> None:
-        replay_device(method, device)
-        refused: list[ValueError] = []
-        for bits in rounding:
-            try:
-                check_replay(trace, served, method, sink, window, last, seal, there, bits)
-            except ValueError as error:
-                refused.append(error)
-        if len(refused) == len(rounding):  # a method that refuses rounded rows alone is measured without
-            raise refused[0]
+    file = RecordFile(options.out / "bench.jsonl", options.json)
+    for replay, results in _measured(options, chosen, replays):
+        replay.results += results
+        heads = options.per_head or (JUDGED if options.demo else False)
+        file.add({**result.record(heads), "trace_meta": replay.trace.meta} for result in results)
+    file.finish()
 
-    for trace in opened:
-        say_differences(trace)
-        checked = functools.partial(check, trace, usable_layers(trace, indices))
-        plan.append((trace, asked.fitting(checked, budgets)))
-    lacking = [fit.lacking for _, fit in plan]  # per trace, label -> why it is not measured
-    if far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
-        for trace in opened:
-            evaluate(trace, "window", 1, sink=sink, window=window, last=last, layers=indices, device=device).far(far)
-    results_folder(out)
-
-    partial = out / "bench.partial.jsonl"
-    found: list[list[Evaluation]] = [[] for _ in opened]  # per trace
-    lines: list[str] = []
-    context = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
-    if indexes is not None:
-        usable_folder(indexes)
-    settings: dict[str, Any] = {"sink": sink, "window": window, "last": last, "layers": indices, "seal": seal}
-    settings |= {"indexes": indexes, "device": device, "steps": steps}
-    for i, every in _measure(plan, settings, asked, rounding):
-        new = [one.far(far) for one in every] if far else every
-        found[i] += new
-        apart = per_head or (JUDGED if demo else False)
-        fresh = [json_module.dumps({**one.record(apart), "trace_meta": opened[i].meta, **context}) for one in new]
-        lines += fresh
-        write_atomic(partial, ("\n".join(lines) + "\n").encode())
-        if json:
-            typer.echo("\n".join(fresh))
-    partial.replace(out / "bench.jsonl")
-    screen = table_screen(wide)
-    if not json:
-        for results in found:
-            screen.print(replay_tables.table(results, per_head, wide))
-    if figures:
-        for results, name in zip(found, replay_tables.figure_names([trace.name for trace in opened]), strict=True):
-            plots.frontier(results, out / name)
-            errors.print(f"figure: {out / name}", soft_wrap=True)
-    errors.print(f"records: {out / 'bench.jsonl'}", soft_wrap=True)
-    for trace, fit in plan:
-        left_out = {label: f"is not measured: {reason}" for label, reason in fit.lacking.items()}
-        for label, said in (fit.other | left_out).items():
-            (errors if json else screen).print(plain(f"{trace.name}: {label} {said}"), soft_wrap=True)
-    compared: list[list[Comparison]] = []
-    if comparing:
-        shown = None if json else screen
-        compared = _compare(found, opened, equal, lacking, out / "by-layer.jsonl", context, shown, by_layer)
+    screen = table_screen(options.wide)
+    _show_results(options, replays, file.path, screen)
+    comparisons: list[list[Comparison]] = []
+    if options.comparing:
+        comparisons = _compare(options, replays, equal, screen)
     else:
-        (out / "by-layer.jsonl").unlink(missing_ok=True)  # an earlier run's, of other measurements
-    if by_layer and figures:
-        for draw, what in ((plots.by_layer, "by-layer"), (plots.alike, "heads")):
-            for ones, name in zip(
-                compared, replay_tables.figure_names([one.name for one in opened], what), strict=True
-            ):
-                if ones:
-                    draw(ones, out / name)
-                    errors.print(f"figure: {out / name}", soft_wrap=True)
-    if figures:
-        for measure in steps:
-            for results, name in zip(
-                found, replay_tables.figure_names([one.name for one in opened], measure), strict=True
-            ):
-                plots.by_step(results, measure, out / name)
-                errors.print(f"figure: {out / name}", soft_wrap=True)
-    every = [one for results in found for one in results]
+        (options.out / "by-layer.jsonl").unlink(missing_ok=True)  # an earlier run's, of other measurements
+    if options.figures:
+        _draw_comparisons(options, replays, comparisons)
+    every = [result for replay in replays for result in replay.results]
     for closing in filter(None, (replay_tables.verdict(every), replay_tables.finding(every))):
-        (errors if json else Screen()).print(closing, soft_wrap=True)
-    if demo and figures:
-        explored = Explored(
-            names[:1],
-            (*EXPLORED, *_trained(names)[:1]),
-            layer_tables.chosen_rows(None, budgets),
-            min(QUERIES, last),
-            indices,
-            sink,
-            window,
-            device,
-        )
-        errors.print(f"report: {write_report([out], out / 'report.html', explored=explored)}", soft_wrap=True)
-
-
-def _defaults(names: Sequence[str]) -> tuple[str, ...]:
-    """The selectors to compare on these traces where none is named."""
-    return SELECTED + _trained(names)
+        (errors if options.json else Screen()).print(closing, soft_wrap=True)
+    if options.demo and options.figures:
+        errors.print(f"report: {_write_page(options, names)}", soft_wrap=True)
 
 
 def _trained(names: Sequence[str]) -> tuple[str, ...]:
-    """The selectors that were trained for the model of these traces, if they have one in common."""
+    """Return the selectors that were trained for the model of these traces, if they have one in common."""
     models = {BUILTIN[name].model if name in BUILTIN else "" for name in names}
     return TRAINED.get(models.pop(), ()) if len(models) == 1 else ()
 
 
-def _compare(
-    found: Sequence[Sequence[Evaluation]],
-    traces: Sequence[Trace],
-    equal: tuple[Budget, float],
-    lacking: Sequence[dict[str, str]],
-    path: Path,
-    context: dict[str, Any],
-    screen: Screen | None,
-    by_layer: bool,
-) -> list[list[Comparison]]:
-    """Compares each trace's methods under each condition, writes the records, and shows them on `screen` or as JSON."""
-    compared = [layer_tables.compared(results, *equal, why) for results, why in zip(found, lacking, strict=True)]
-    lines = [
-        json_module.dumps({**one.record(), "trace_meta": trace.meta, **context})
-        for (ones, _), trace in zip(compared, traces, strict=True)
-        for one in ones
-    ]
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
-    if screen is None and lines:
-        typer.echo("\n".join(lines))
-    for (ones, said), why in zip(compared, lacking, strict=True):
-        for one in ones:
-            if screen is not None:
-                for table in (layer_tables.overview(one), *(layer_tables.tables(one) if by_layer else ())):
-                    screen.print(table)
-            said += layer_tables.left_out(one, why) + (layer_tables.sentences(one) if by_layer else [])
-        for sentence in said:
-            (screen or errors).print(sentence, soft_wrap=True)
-    errors.print(f"records: {path}", soft_wrap=True)
-    return [ones for ones, _ in compared]
+def _planned(options: BenchOptions, chosen: ChosenMethods, traces: Sequence[Trace]) -> list[Replayed]:
+    """Return the methods of every trace, all of them checked, before anything is measured."""
+    replays: list[Replayed] = []
+    for trace in traces:
+        say_differences(trace)
+        check = functools.partial(options.check_method, trace, usable_layers(trace, options.layer_numbers))
+        replays.append(Replayed(trace, chosen.of_trace(check, options.budgets)))
+    if options.far:  # a trace without such a head fails now, not after the traces before it; Window builds no index
+        zones: dict[str, Any] = {"sink": options.sink, "window": options.window, "last": options.last}
+        for trace in traces:
+            measured = evaluate(trace, "window", 1, layers=options.layer_numbers, device=options.device, **zones)
+            measured.far(options.far)
+    return replays
 
 
-def _measure(
-    plan: Sequence[tuple[Trace, Fitting]], settings: dict[str, Any], asked: Asked, rounding: Sequence[int | None]
-) -> Iterator[tuple[int, list[Evaluation]]]:
-    """(number of the trace, results by rising budget) for every trace and method, with a progress bar.
+def _measured(
+    options: BenchOptions, chosen: ChosenMethods, replays: Sequence[Replayed]
+) -> Iterator[tuple[Replayed, list[Evaluation]]]:
+    """Yield the results by rising budget of every trace and method, with a progress bar.
 
-    A method of `all` that refuses the rows themselves goes to what the plan lacks, with its reason.
+    A method of `all` that refuses the rows themselves goes to what is left out, with its reason.
     """
+    settings = options.replay_settings()
     with progress_bar() as bar:
-        for i, (trace, fit) in enumerate(plan):
-            for (method, budgets), bits in itertools.product(fit.methods, rounding):
-                rising = sorted(budgets, key=lambda one: budget_order(one, trace.tokens))
-                mine = rising if method.uses_budget else rising[:1]
-                steps = settings["last"] * len(usable_layers(trace, settings["layers"])) * len(mine)
-                named = rounded_label(repr(method) if isinstance(method, Selector) else method.label(), bits)
-                task = bar.add_task(f"{trace.name} {named}", total=steps)
+        for replay in replays:
+            trace, layers = replay.trace, usable_layers(replay.trace, options.layer_numbers)
+            for (method, budgets), bits in itertools.product(replay.methods.methods, options.rounding):
+                rising = sorted(budgets, key=lambda budget: budget_order(budget, trace.tokens))
+                rising = rising if method.uses_budget else rising[:1]
+                label = rounded_label(repr(method) if isinstance(method, Selector) else method.label(), bits)
+                task = bar.add_task(f"{trace.name} {label}", total=options.last * len(layers) * len(rising))
                 advance = functools.partial(bar.advance, task)
                 try:
-                    results = evaluate_budgets(trace, method, mine, bits=bits, progress=advance, **settings)
+                    results = evaluate_budgets(trace, method, rising, bits=bits, progress=advance, **settings)
                 except ValueError as error:
-                    rounded = bits is not None and len(rounding) > 1 and not isinstance(error, ContractError)
-                    if not (rounded or asked.forgives(method, error)):
+                    rounded = bits is not None and len(options.rounding) > 1 and not isinstance(error, ContractError)
+                    if not (rounded or chosen.forgives(method, error)):
                         raise
-                    fit.lacking[rounded_label(method.label(), bits)] = str(error)
+                    replay.methods.left_out[rounded_label(method.label(), bits)] = str(error)
                 else:
-                    yield i, results
+                    yield replay, [result.far(options.far) for result in results] if options.far else results
                 bar.remove_task(task)
+
+
+def _figure_paths(options: BenchOptions, replays: Sequence[Replayed], what: str = "frontier") -> list[Path]:
+    """Return a figure's path for each trace."""
+    return [options.out / name for name in replay_tables.figure_names([one.trace.name for one in replays], what)]
+
+
+def _show_results(options: BenchOptions, replays: Sequence[Replayed], path: Path, screen: Screen) -> None:
+    """Print a table and draw a frontier of each trace, and say what was left out and where records lie."""
+    for replay in () if options.json else replays:
+        screen.print(replay_tables.table(replay.results, options.per_head, options.wide))
+    if options.figures:
+        from sparseattn.reporting import plots
+
+        for replay, figure in zip(replays, _figure_paths(options, replays), strict=True):
+            plots.frontier(replay.results, figure)
+            say_figure(figure)
+    say_records(path)
+    for replay in replays:
+        left_out = {label: f"is not measured: {reason}" for label, reason in replay.methods.left_out.items()}
+        for label, clause in (replay.methods.other_budgets | left_out).items():
+            (errors if options.json else screen).print(plain(f"{replay.trace.name}: {label} {clause}"), soft_wrap=True)
+
+
+def _compare(
+    options: BenchOptions, replays: Sequence[Replayed], equal: tuple[Budget, float], screen: Screen
+) -> list[list[Comparison]]:
+    """Compare each trace's methods under each condition, write the records, and show them as tables or as JSON."""
+    reasons = [replay.methods.left_out for replay in replays]
+    compared = [layer_tables.compared(one.results, *equal, one.methods.left_out) for one in replays]
+    source = origin()
+    lines = [
+        json.dumps({**comparison.record(), "trace_meta": replay.trace.meta, **source})
+        for (comparisons, _), replay in zip(compared, replays, strict=True)
+        for comparison in comparisons
+    ]
+    path = options.out / "by-layer.jsonl"
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    if options.json and lines:
+        typer.echo("\n".join(lines))
+    for (comparisons, remarks), left_out in zip(compared, reasons, strict=True):
+        for comparison in comparisons:
+            tables = [layer_tables.overview(comparison), *(layer_tables.tables(comparison) if options.by_layer else ())]
+            for table in () if options.json else tables:
+                screen.print(table)
+            remarks += layer_tables.left_out(comparison, left_out)
+            remarks += layer_tables.sentences(comparison) if options.by_layer else []
+        for remark in remarks:
+            (errors if options.json else screen).print(remark, soft_wrap=True)
+    say_records(path)
+    return [comparisons for comparisons, _ in compared]
+
+
+def _draw_comparisons(
+    options: BenchOptions, replays: Sequence[Replayed], comparisons: Sequence[Sequence[Comparison]]
+) -> None:
+    """Draw layers and heads of each trace, and the measures of every decoded token."""
+    from sparseattn.reporting import plots
+
+    if options.by_layer:
+        for draw, what in ((plots.by_layer, "by-layer"), (plots.alike, "heads")):
+            for compared, figure in zip(comparisons, _figure_paths(options, replays, what), strict=True):
+                if compared:
+                    draw(compared, figure)
+                    say_figure(figure)
+    for measure in options.steps:
+        for replay, figure in zip(replays, _figure_paths(options, replays, measure), strict=True):
+            plots.by_step(replay.results, measure, figure)
+            say_figure(figure)
+
+
+def _write_page(options: BenchOptions, names: Sequence[str]) -> Path:
+    """Write the page that shows the records and explores the first trace; return its path."""
+    explored = Explored(
+        names[:1],
+        (*EXPLORED, *_trained(names)[:1]),
+        layer_tables.chosen_rows(None, options.budgets),
+        min(QUERIES, options.last),
+        options.layer_numbers,
+        options.sink,
+        options.window,
+        options.device,
+    )
+    return write_report([options.out], options.out / "report.html", explored=explored)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sparseattn.cache.selection_checks import ContractError
-from sparseattn.cli.common import raised_here
+from sparseattn.cli.command import raised_here
 from sparseattn.core.budget import Budget
 from sparseattn.roles.roles import Method, Roles
 from sparseattn.selectors.base import Selector
@@ -16,40 +16,41 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Fitting:
+class MethodsOfTrace:
     """What is measured of a trace.
 
     Args:
         methods: each with its budgets.
-        lacking: label of a method that is not measured -> why, as an error says it.
-        other: label of a method that is not measured at every budget -> a clause that says at which instead, and why.
+        left_out: label of a method that is not measured -> why, as an error says it.
+        other_budgets: label of a method that is not measured at every budget -> a clause that says at which instead,
+            and why.
     """
 
     methods: list[tuple[Method, list[Budget]]]
-    lacking: dict[str, str]
-    other: dict[str, str]
+    left_out: dict[str, str]
+    other_budgets: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChosenMethods:
     """The methods that `--selector` and `--roles` ask for.
 
     Args:
         methods: each once, in the order given, roles last; those of `all` in the order of `SELECTORS`.
         optional: the reprs of those that came by `all` alone: one that cannot run is left out, and why is said.
-        lacking: what of `all` cannot be made here, by its name -> why, as an error says it.
+        left_out: what of `all` cannot be made here, by its name -> why, as an error says it.
     """
 
     methods: list[Method]
     optional: frozenset[str] = frozenset()
-    lacking: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = ()) -> Asked:
-        """Raises ValueError as `make_selector` does, for what is not of `all`."""
-        found: dict[str, Method] = {}
+    def of(cls, specs: Iterable[str], roles: Sequence[Roles] = ()) -> ChosenMethods:
+        """Return the methods of texts; ValueError as `make_selector` raises it, for what is not of `all`."""
+        methods: dict[str, Method] = {}
         named: set[str] = set()
-        lacking: dict[str, str] = {}
+        left_out: dict[str, str] = {}
         for spec in specs:
             for name in SELECTORS if spec == ALL else (spec,):
                 try:
@@ -57,19 +58,21 @@ class Asked:
                 except (ValueError, ImportError) as error:
                     if spec != ALL or not raised_here(error):
                         raise
-                    lacking[name] = str(error)
+                    left_out[name] = str(error)
                     continue
-                found.setdefault(repr(method), method)
+                methods.setdefault(repr(method), method)
                 if spec != ALL:
                     named.add(repr(method))
-        return cls([*found.values(), *roles], frozenset(set(found) - named), lacking)
+        return cls([*methods.values(), *roles], frozenset(set(methods) - named), left_out)
 
     @property
     def named(self) -> list[Method]:
         """The methods that did not come by `all` alone."""
         return [method for method in self.methods if repr(method) not in self.optional]
 
-    def fitting(self, check: Callable[[Method, Sequence[Budget]], object], budgets: Sequence[Budget]) -> Fitting:
+    def of_trace(
+        self, check: Callable[[Method, Sequence[Budget]], object], budgets: Sequence[Budget]
+    ) -> MethodsOfTrace:
         """The methods that pass `check`, and why others do not.
 
         A method of `all` whose span is more rows than some of the budgets has its span in their place.
@@ -77,31 +80,31 @@ class Asked:
         Raises:
             ValueError: a method that was asked for by its name does not pass, or none does.
         """
-        fit, lacking, other = [], dict(self.lacking), {}
+        fitting, left_out, other_budgets = [], dict(self.left_out), {}
         for method in self.methods:
-            mine = list(budgets)
+            fitting_budgets = list(budgets)
             span = method.span if repr(method) in self.optional and isinstance(method, Selector) else 1
             if unfit := [budget for budget in budgets if isinstance(budget, int) and budget < span]:
-                mine = list(dict.fromkeys([span, *(budget for budget in budgets if budget not in unfit)]))
+                fitting_budgets = list(dict.fromkeys([span, *(budget for budget in budgets if budget not in unfit)]))
             try:
-                check(method, mine)
+                check(method, fitting_budgets)
             except ValueError as error:
                 if not self.forgives(method, error):
                     raise
-                lacking[method.label()] = str(error)
+                left_out[method.label()] = str(error)
                 continue
-            fit.append((method, mine))
+            fitting.append((method, fitting_budgets))
             if unfit:
-                other[method.label()] = (
+                other_budgets[method.label()] = (
                     f"reads {span} rows at a time, so it is measured at a budget of {span} in place of "
                     f"{', '.join(map(str, unfit))}"
                 )
-        if self.methods and not fit:
-            raise ValueError(next(iter(lacking.values())))
-        return Fitting(fit, lacking, other)
+        if self.methods and not fitting:
+            raise ValueError(next(iter(left_out.values())))
+        return MethodsOfTrace(fitting, left_out, other_budgets)
 
     def forgives(self, method: Method, error: ValueError) -> bool:
-        """Whether the error is a reason to leave the method out: it came by `all`, and refuses the trace in a sentence.
+        """Return whether to leave the method out: it came by `all`, and refuses the trace in a sentence.
 
         A broken contract is a fault, and so is what a library raises.
         """

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sparseattn.cli.common import errors, leading_model, open_model, open_tokenizer
-from sparseattn.cli.eval_plan import Wanted
+from sparseattn.cli import options as shared
+from sparseattn.cli.command import say
+from sparseattn.cli.eval_options import EvalOptions
+from sparseattn.cli.inputs import leading_model, open_model, open_tokenizer
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.engines import Engine
@@ -27,24 +29,13 @@ from sparseattn.serving.vllm.server import check_plan, servable
 from sparseattn.serving.vllm.settings import Settings, parse
 from sparseattn.utils.devices import quarter_of_memory
 
-INSIDE = (  # options, as the function has them, that need the model's inside
-    *(
-        "selector",
-        "roles",
-        "plan",
-        "budget",
-        "protocol",
-        "dense_layers",
-        "sparse_layers",
-        "sink",
-        "window",
-        "seal",
-        "kv_bits",
-        "text",
-        "last",
-    ),
-    *("dtype", "device", "chunk"),
+AT_ONCE = 4  # requests at a server, or prompts in vLLM
+# Options, as the command has them, that need the model's inside; and those among them that vLLM here takes.
+INSIDE = (
+    *("selector", "roles", "plan", "budget", "protocol", "dense_layers", "sparse_layers", "sink", "window", "seal"),
+    *("kv_bits", "text", "last", "dtype", "device", "chunk"),
 )
+IN_VLLM = ("selector", "plan", "budget", "dense_layers", "sink", "window", "dtype")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +43,7 @@ class Opened:
     """An engine that is ready.
 
     Args:
-        engine: as said.
+        engine: what answers prompts.
         tokens: what prompts are counted in.
         settings: what its records depend on beyond their keys.
     """
@@ -62,36 +53,23 @@ class Opened:
     settings: Mapping[str, Any]
 
 
-def local(
-    plan: Wanted,
-    name: str | None,
-    chat: bool,
-    stored: torch.dtype | None,
-    place: torch.device,
-    rows: Mapping[str, int],
-    seal: int | None,
-    chunk: int,
-) -> Opened:
-    """A model in this process.
+def local(options: EvalOptions, place: torch.device) -> Opened:
+    """Return a model in this process.
 
     Args:
-        plan: what to measure.
-        name: of the model; None: the one that leads.
-        chat: put prompts into its chat template.
-        stored: dtype of its weights; None: as they are stored.
+        options: of the command.
         place: the device.
-        rows: sink, window and dense_layers, as `ModelDecoder` takes them.
-        seal, chunk: as of `ModelDecoder`.
 
     Raises:
         ValueError: no such model, or layers that it does not have.
     """
-    name = leading_model() if name is None else name
-    loaded, tokenizer = open_model(name, stored, place)
-    tokens = Tokens(tokenizer, chat)
+    name = leading_model() if options.model is None else options.model
+    stored = shared.torch_dtype(options.dtype)
+    model, tokenizer = open_model(name, stored, place)
+    tokens = Tokens(tokenizer, options.chat)
     wide = stored is torch.float32  # computed so on purpose, of a model that keeps 16 bits
-    decoder = ModelDecoder(loaded, **rows, seal=seal, chunk=chunk, queries=plan.queries)
-    for method in plan.methods:
+    decoder = ModelDecoder(model, **options.zones, seal=options.seal, chunk=options.chunk, queries=options.learns)
+    for method in options.methods:
         if isinstance(method.selector, Roles):
             decoder.check_roles(method.selector)
             if wide:
@@ -102,138 +80,112 @@ def local(
     settings = {
         "model": name,
         "weights": decoder.fingerprint(),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "bytes_of": 2 if wide else None,
-        **rows,
-        "seal": seal,
+        **options.zones,
+        "seal": options.seal,
     }
-    return Opened(Local(decoder, tokens, plan.methods, plan.protocols), tokens, settings)
+    return Opened(Local(decoder, tokens, options.methods, options.protocols), tokens, settings)
 
 
 @contextlib.contextmanager
-def switched(
-    plan: Wanted,
-    name: str | None,
-    chat: bool,
-    dtype: str | None,
-    settings: Sequence[Settings],
-    concurrency: int,
-) -> Iterator[Opened]:
-    """vLLM in this process, as long as the block.
+def switched(options: EvalOptions, settings: Sequence[Settings]) -> Iterator[Opened]:
+    """Run vLLM in this process, as long as the block.
 
     Args:
-        plan: what to measure; its methods, full attention first, are served.
-        name: of the model; None: the one that leads.
-        chat: put prompts into its chat template.
-        dtype: of its weights; None: as they are stored.
+        options: of the command; its methods, full attention first, are served.
         settings: of each method but the first.
-        concurrency: prompts at once.
 
     Raises:
         ValueError: no such model, no vLLM, or a method that it cannot serve.
     """
-    name = leading_model() if name is None else name
+    name = leading_model() if options.model is None else options.model
     folder, _ = servable(name)
-    for method in plan.methods:
+    for method in options.methods:
         if isinstance(method.selector, Plan):
             check_plan(method.selector, folder, name)
-    tokens = Tokens(open_tokenizer(name), chat)
+    tokens = Tokens(open_tokenizer(name), options.chat)
     first = settings[0] if settings else None
-    with Offline(folder, first, dtype or "auto", concurrency, quarter_of_memory()) as engine:
-        for one in settings:
-            engine.check(one)
-        rows = {field: getattr(first, field) for field in ("sink", "window", "dense_layers", "above")} if first else {}
-        told = {"model": name, "engine": "vllm", "dtype": dtype, **rows}
-        methods = list(zip(plan.methods, (None, *settings), strict=True))
-        yield Opened(Switched(engine, tokens, methods), tokens, told)
+    dtype = None if options.dtype is None else options.dtype.value
+    with Offline(folder, first, dtype or "auto", options.concurrency or AT_ONCE, quarter_of_memory()) as engine:
+        for of_method in settings:
+            engine.check(of_method)
+        zones = {field: getattr(first, field) for field in ("sink", "window", "dense_layers", "above")} if first else {}
+        methods = list(zip(options.methods, (None, *settings), strict=True))
+        facts = {"model": name, "engine": "vllm", "dtype": dtype, **zones}
+        yield Opened(Switched(engine, tokens, methods), tokens, facts)
 
 
-def settings_of_methods(
-    plan: Wanted, specs: Sequence[str], rows: Mapping[str, int], given: Collection[str]
-) -> list[Settings]:
-    """How vLLM is to serve each method but full attention, checked before any work.
-
-    Args:
-        plan: what to measure.
-        specs: the selectors, as texts.
-        rows: sink, window and dense_layers.
-        given: parameters of the command that the user gave.
+def settings_of_methods(options: EvalOptions) -> list[Settings]:
+    """Return how vLLM is to serve each method but full attention, checked before any work.
 
     Raises:
         ValueError: an option or a task that needs a model's inside, a budget that is not in rows, a method that vLLM
             cannot serve, or no vLLM that can be switched.
     """
-    inside = ("roles", "protocol", "sparse_layers", "seal", "kv_bits", "text", "last", "device", "chunk")
-    if named := [f"--{name.replace('_', '-')}" for name in inside if name in given]:
-        raise ValueError(f"vLLM reads prompts whole and decodes: {', '.join(named)} cannot be had of --engine vllm")
-    if AGREEMENT in plan.tasks:
+    if inside := shared.spelled(name for name in INSIDE if name in options.given and name not in IN_VLLM):
+        raise ValueError(f"vLLM reads prompts whole and decodes: {inside} cannot be had of --engine vllm")
+    if AGREEMENT in options.tasks:
         raise ValueError(f"--task {AGREEMENT} needs a model's inside: it cannot be had of --engine vllm")
-    texts = {make_selector(spec).label(): spec for spec in specs}
-    found = []
-    for method in plan.methods[1:]:
+    specs = {make_selector(spec).label(): spec for spec in options.specs}
+    settings = []
+    for method in options.methods[1:]:
         if method.written is not None and not isinstance(method.budget, int):
             raise ValueError(f"with --engine vllm a --budget is rows, got {method.written}")
         if isinstance(method.selector, Plan):
-            method.selector.check_rows(rows["sink"], rows["window"])
-            found.append(Settings.of_plan(method.selector, above=0))
+            method.selector.check_rows(options.sink, options.window)
+            settings.append(Settings.of_plan(method.selector, above=0))
             continue
         budget = method.budget if isinstance(method.budget, int) else 1
-        found.append(parse({"selector": texts[method.label], "budget": budget, "above": 0, **rows}))
+        settings.append(parse({"selector": specs[method.label], "budget": budget, "above": 0, **options.zones}))
     check_offline()
-    return found
+    return settings
 
 
-def addresses(endpoints: Sequence[str], given: Collection[str], tasks: Collection[str]) -> list[Address]:
-    """Where the servers are, checked before any work.
-
-    Args:
-        endpoints: as `--endpoint` gives them.
-        given: parameters of the command that the user gave.
-        tasks: those that are asked.
+def addresses(options: EvalOptions) -> list[Address]:
+    """Return where the servers of `--endpoint` are, checked before any work.
 
     Raises:
         ValueError: no URL, two of a name, or an option or a task that needs a model's inside.
     """
-    if inside := [f"--{name.replace('_', '-')}" for name in INSIDE if name in given]:
+    if inside := shared.spelled(name for name in INSIDE if name in options.given):
         raise ValueError(
-            f"a server reads prompts whole, by its own attention: {', '.join(inside)} cannot be had of --endpoint; "
+            f"a server reads prompts whole, by its own attention: {inside} cannot be had of --endpoint; "
             f"start a server for each method, and name each with an --endpoint of its own"
         )
-    if AGREEMENT in tasks:
+    if AGREEMENT in options.tasks:
         raise ValueError(
             f"a server does not give its predictions of a text: --task {AGREEMENT} cannot be had of --endpoint"
         )
-    found: dict[str, Address] = {}
-    for one in map(Address.of, endpoints):
-        if found.setdefault(one.name, one) != one:
-            raise ValueError(f"two endpoints are called {one.name}: {found[one.name].url} and {one.url}")
-    return list(found.values())
+    by_name: dict[str, Address] = {}
+    for address in map(Address.of, options.endpoint or ()):
+        if by_name.setdefault(address.name, address) != address:
+            raise ValueError(f"two endpoints are called {address.name}: {by_name[address.name].url} and {address.url}")
+    return list(by_name.values())
 
 
 @contextlib.contextmanager
-def served(where: Sequence[Address], model: str | None, chat: bool, concurrency: int) -> Iterator[Opened]:
-    """Servers, as long as the block.
+def served(options: EvalOptions, servers_at: Sequence[Address]) -> Iterator[Opened]:
+    """Ask servers, as long as the block.
 
     Args:
-        where: they are; the others are compared with the first.
-        model: whose tokenizer makes the prompts; None: the first server's own.
-        chat: ask them as chats.
-        concurrency: requests at a server at once.
+        options: of the command; its model is whose tokenizer makes the prompts, None: the first server's own.
+        servers_at: where they are; the others are compared with the first.
 
     Raises:
         ImportError: `openai` is missing.
         ValueError: a server out of reach, or a tokenizer that cannot be had.
     """
-    with contextlib.ExitStack() as opened:
-        servers = [opened.enter_context(Server(one)) for one in where]
-        tokenizer = ServedTokenizer(servers[0]) if model is None else open_tokenizer(model)
-        tokens = Tokens(tokenizer, chat)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(Server(address)) for address in servers_at]
+        tokenizer = ServedTokenizer(servers[0]) if options.model is None else open_tokenizer(options.model)
+        tokens = Tokens(tokenizer, options.chat)
         for server in servers:
             if (counts := counts_alike(server, tokens.count)) is not None:
-                said = (
-                    f"sparseattn: the server {server.name} ({server.model}) counts {counts[1]} tokens where the "
-                    f"tokenizer of {model or servers[0].name} counts {counts[0]}: lengths are in tokens of the latter"
+                say(
+                    f"the server {server.name} ({server.model}) counts {counts[1]} tokens where the tokenizer of "
+                    f"{options.model or servers[0].name} counts {counts[0]}: lengths are in tokens of the latter",
+                    "yellow",
                 )
-                errors.print(said, style="yellow", soft_wrap=True)
-        settings = {"model": model or servers[0].model}
-        yield Opened(Served(servers, tokens, chat, concurrency), tokens, settings)
+        engine = Served(servers, tokens, options.chat, options.concurrency or AT_ONCE)
+        yield Opened(engine, tokens, {"model": options.model or servers[0].model})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparseattn.cli.common import errors
+from sparseattn.cli.command import errors
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.records import WHOLE
 from sparseattn.reporting import agreement_tables, eval_tables, server_tables

@@ -1,14 +1,13 @@
-"""What `eval` asks a model: generated tasks, the user's own prompts, and windows of a text to predict."""
+"""The prompts of `eval`: generated tasks, the user's own prompts, and windows of a text to predict."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from sparseattn.cli.common import open_text
-from sparseattn.cli.eval_plan import Wanted
+from sparseattn.cli.eval_options import OWN_TOKENS, EvalOptions
+from sparseattn.cli.inputs import Text, open_text, open_texts
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.base import Example, Filler
 from sparseattn.evaluation.tasks.engines import Engine
@@ -17,25 +16,6 @@ from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.prompts import read_prompts
 from sparseattn.evaluation.tasks.registry import TASKS, example
 from sparseattn.evaluation.tasks.tokens import Tokens
-from sparseattn.traces.texts import TEXTS
-
-OWN_TOKENS = 64  # of an answer to a prompt of the user's
-OWN_KIND = "a file"  # the kind of a text that is not known by name
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text to predict.
-
-    Args:
-        name: as tables call it.
-        kind: of text, such as "novel".
-        words: all of it.
-    """
-
-    name: str
-    kind: str
-    words: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,41 +30,26 @@ class Files:
 
     prompts: Sequence[Sequence[Example]]
     filler: Filler
-    texts: Sequence[Passage]
+    texts: Sequence[Text]
 
     @classmethod
-    def read(
-        cls,
-        prompts: Iterable[Path],
-        scoring: str,
-        template: str,
-        tail: int,
-        filler: str | None,
-        texts: Iterable[str],
-    ) -> Files:
-        """Reads them all, before a model is loaded.
+    def read(cls, options: EvalOptions) -> Files:
+        """Read them all, before a model is loaded.
 
         Raises:
             OSError: no such file.
             ValueError: naming the file, and the line of a prompt that cannot be used; a text that cannot be had, or two
                 of one name.
         """
-        layout = template.replace("\\n", "\n")
+        layout = options.template.replace("\\n", "\n")
         return cls(
-            [read_prompts(path, scoring, layout, tail) for path in dict.fromkeys(prompts)],
-            made_up if filler is None else from_text(open_text(filler)[1]),
-            _passages(texts),
+            [
+                read_prompts(path, options.scoring, layout, options.tail)
+                for path in dict.fromkeys(options.prompts or ())
+            ],
+            made_up if options.filler is None else from_text(open_text(options.filler)[1]),
+            open_texts(options.text or ()),
         )
-
-
-def _passages(given: Iterable[str]) -> list[Passage]:
-    found: dict[str, Passage] = {}
-    for one in dict.fromkeys(given):
-        name, words = open_text(one)
-        if name in found:
-            raise ValueError(f"two texts are called {name}, which tables could not tell apart: rename a file")
-        found[name] = Passage(name, TEXTS[one].kind if one in TEXTS else OWN_KIND, words)
-    return list(found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,47 +67,47 @@ class Source:
     make: Callable[[], Iterable[Prompt]]
 
 
-def sources(plan: Wanted, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
-    """All that is asked; what does not fit the model is refused here, before anything is measured.
+def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
+    """Return all that is asked; what does not fit the model is refused here, before anything is measured.
 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
-    found = [_generated(name, plan, files.filler, engine, tokens) for name in plan.tasks if name != AGREEMENT]
-    found += [_own(examples, plan, engine, tokens) for examples in files.prompts]
+    prompts = [_generated(name, options, files.filler, engine, tokens) for name in options.tasks if name != AGREEMENT]
+    prompts += [_own(examples, options, engine, tokens) for examples in files.prompts]
     if files.texts:
-        engine.check(plan.lengths[-1], "--lengths")
-        found += [_windows(text, plan, tokens) for text in files.texts]
-    return found
+        engine.check(options.prompt_lengths[-1], "--lengths")
+        prompts += [_windows(text, options, tokens) for text in files.texts]
+    return prompts
 
 
-def _generated(name: str, plan: Wanted, filler: Filler, engine: Engine, tokens: Tokens) -> Source:
-    """A task over the grid of lengths and depths."""
-    depths = list(plan.depths) if TASKS[name].uses_depth else [0.0]
+def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, tokens: Tokens) -> Source:
+    """Return a task over the grid of lengths and depths."""
+    depths = list(options.needle_depths) if TASKS[name].uses_depth else [0.0]
     make_one = functools.partial(example, name, count=tokens.count, filler=filler, spare=tokens.spare)
-    longest = plan.lengths[-1]
+    longest = options.prompt_lengths[-1]
     for depth in depths:
-        shortest = Prompt.of(make_one(plan.lengths[0], depth, plan.seed), tokens, plan.answer_tokens)
+        shortest = Prompt.of(make_one(options.prompt_lengths[0], depth, options.seed), tokens, options.answer_tokens)
         engine.check(longest + shortest.limit, f"--lengths {longest} with an answer of {shortest.limit} tokens")
 
     def make() -> Iterator[Prompt]:
-        for length in plan.lengths:
+        for length in options.prompt_lengths:
             for depth in depths:
-                for seed in plan.seeds:
-                    yield Prompt.of(make_one(length, depth, seed), tokens, plan.answer_tokens)
+                for seed in options.seeds:
+                    yield Prompt.of(make_one(length, depth, seed), tokens, options.answer_tokens)
 
-    return Source(name, len(plan.lengths) * len(depths) * plan.samples, make)
+    return Source(name, len(options.prompt_lengths) * len(depths) * options.samples, make)
 
 
-def _own(examples: Sequence[Example], plan: Wanted, engine: Engine, tokens: Tokens) -> Source:
-    """A file of the user's, cut to `--max-length` where that is given."""
-    limit, longest, most = plan.answer_tokens or OWN_TOKENS, plan.max_length, engine.positions
+def _own(examples: Sequence[Example], options: EvalOptions, engine: Engine, tokens: Tokens) -> Source:
+    """Return a file of the user's, cut to `--max-length` where that is given."""
+    limit, longest, most = options.answer_tokens or OWN_TOKENS, options.max_length, engine.positions
     if longest is not None and most is not None and longest > most:
         raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
 
     def make() -> Iterator[Prompt]:
-        for one in examples:
-            prompt = Prompt.of(one, tokens, limit)
+        for own_example in examples:
+            prompt = Prompt.of(own_example, tokens, limit)
             if longest is not None:
                 prompt = prompt.shortened(longest, tokens, "--max-length")
             what = f"{prompt.name} with its answer"
@@ -154,21 +119,20 @@ def _own(examples: Sequence[Example], plan: Wanted, engine: Engine, tokens: Toke
     return Source(examples[0].task, len(examples), make)
 
 
-def _windows(text: Passage, plan: Wanted, tokens: Tokens) -> Source:
-    """Windows of a text, evenly spread over it."""
+def _windows(text: Text, options: EvalOptions, tokens: Tokens) -> Source:
+    """Return windows of a text, evenly spread over it."""
     ids = tokens.ids(text.words)
     spare = len(tokens.start)
-    if plan.lengths[0] < plan.last + 2:
-        raise ValueError(
-            f"a window of --lengths {plan.lengths[0]} tokens does not hold --last {plan.last} and 2 before them"
-        )
-    if len(ids) < plan.lengths[-1]:
-        raise ValueError(f"{text.name} has {len(ids)} tokens, fewer than --lengths {plan.lengths[-1]}")
+    shortest, last = options.prompt_lengths[0], options.last
+    if shortest < last + 2:
+        raise ValueError(f"a window of --lengths {shortest} tokens does not hold --last {last} and 2 before them")
+    if len(ids) < options.prompt_lengths[-1]:
+        raise ValueError(f"{text.name} has {len(ids)} tokens, fewer than --lengths {options.prompt_lengths[-1]}")
 
-    gaps = max(plan.samples - 1, 1)
+    gaps = max(options.samples - 1, 1)
     starts = {
-        length: sorted({round(i * (len(ids) + spare - length) / gaps) for i in range(plan.samples)})
-        for length in plan.lengths
+        length: sorted({round(i * (len(ids) + spare - length) / gaps) for i in range(options.samples)})
+        for length in options.prompt_lengths
     }
 
     def make() -> Iterator[Prompt]:
@@ -181,6 +145,6 @@ def _windows(text: Passage, plan: Wanted, tokens: Tokens) -> Source:
                     "length": length,
                     "start": start,
                 }
-                yield Prompt.passage(facts, [*tokens.start, *ids[start : start + length - spare]], plan.last)
+                yield Prompt.passage(facts, [*tokens.start, *ids[start : start + length - spare]], options.last)
 
     return Source(AGREEMENT, sum(map(len, starts.values())), make)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparseattn.cache import index_files
-from sparseattn.cli.common import errors, in_a_sentence
+from sparseattn.cli.command import command, say
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import kernels, machine, versions
 from sparseattn.evaluation.builtin_traces import BUILTIN
@@ -29,28 +30,33 @@ RIGHT, NONE = "right", "none: written by an earlier release"
 ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's meta; its figures are many
 
 
-@in_a_sentence
-def info(
+@dataclass(frozen=True)
+class InfoOptions:
+    """The options of `info`."""
+
     files: Annotated[
         list[Path] | None, typer.Argument(help="Traces, artefacts, calibrations and index files; none: what runs here.")
-    ] = None,
+    ] = None
     json: Annotated[
         bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@command(InfoOptions)
+def run(options: InfoOptions) -> None:
     """Show versions, devices, which kernels run here, and selectors, traces and texts by name; or what FILES hold.
 
     Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
     """
-    facts = [_described(path) for path in files] if files else [_here()]
-    for one in facts:
-        if json:
-            typer.echo(json_module.dumps(one))
-        elif "damage" not in one:
-            _show(one)
-    damaged = [one["damage"] for one in facts if "damage" in one]
+    facts = [_described(path) for path in options.files] if options.files else [_here()]
+    for described in facts:
+        if options.json:
+            typer.echo(json.dumps(described))
+        elif "damage" not in described:
+            _show(described)
+    damaged = [described["damage"] for described in facts if "damage" in described]
     for sentence in damaged:
-        errors.print(f"sparseattn: {plain(sentence)}", style="red", soft_wrap=True)
+        say(sentence, "red")
     if damaged:
         raise typer.Exit(2)
 
@@ -67,7 +73,7 @@ def _here() -> dict[str, Any]:
 
 
 def _show(facts: Mapping[str, Any]) -> None:
-    """A title a fact; below it what it says."""
+    """Print a title a fact; below it what it says."""
     out = Screen()
     for title, value in facts.items():
         if isinstance(value, str | int):
@@ -82,14 +88,14 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _words(value: Any) -> str:
-    """A fact in words: `name value, name value` of an object."""
+    """Return a fact in words: `name value, name value` of an object."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_words(what)}" for name, what in value.items() if what is not None)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """What a file is and holds; `damage` is a sentence instead where it cannot be read or is not what was written."""
+    """Return what a file holds; instead, in `damage`, a sentence where it cannot be read or is not what was written."""
     try:
         _, metadata = read_header(path, "a trace, an artefact or an index")
         kinds = {
@@ -135,9 +141,9 @@ def _trace(path: Path) -> dict[str, Any]:
 
 
 def _artefact(path: Path) -> dict[str, Any]:
-    held = Artefact.load(path)
+    artefact = Artefact.load(path)
     layers = {}
-    for index, partition in held.layers.items():
+    for index, partition in artefact.layers.items():
         heads, buckets, size = partition.centroids.shape
         learned = partition.classifier
         layers[str(index)] = {
@@ -146,58 +152,58 @@ def _artefact(path: Path) -> dict[str, Any]:
             "size": size,
             "classifiers": 0 if learned is None else len(learned.w1),
             "hidden": None if learned is None else learned.w1.shape[1],
-            "rope": _rope(held.ropes.get(index)),
+            "rope": _rope(artefact.ropes.get(index)),
         }
     return {
         "kind": "artefact",
         "hash": RIGHT,
-        "model": str(held.meta.get("model", "unknown")),
-        "vectors": "roped" if held.roped else "de-roped",
+        "model": str(artefact.meta.get("model", "unknown")),
+        "vectors": "roped" if artefact.roped else "de-roped",
         "dtype": ", ".join(sorted({entry["dtype"] for entry in read_header(path)[0].values()})),
         "layers": layers,
-        "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+        "meta": {name: artefact.meta[name] for name in ORIGIN if name in artefact.meta},
     }
 
 
 def _calibration(path: Path) -> dict[str, Any]:
-    held = Calibration.load(path)
+    calibration = Calibration.load(path)
     layers = {}
-    for index, parameters in held.layers.items():
+    for index, parameters in calibration.layers.items():
         shapes = {name: str(list(part.shape)) for name, part in parameters.items()}
-        layers[str(index)] = {**shapes, "rope": _rope(held.ropes.get(index))}
+        layers[str(index)] = {**shapes, "rope": _rope(calibration.ropes.get(index))}
     return {
         "kind": "calibration",
         "hash": RIGHT,
-        "model": str(held.meta.get("model", "unknown")),
-        "method": held.method,
-        "vectors": "roped" if held.roped else "de-roped",
+        "model": str(calibration.meta.get("model", "unknown")),
+        "method": calibration.method,
+        "vectors": "roped" if calibration.roped else "de-roped",
         "layers": layers,
-        "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+        "meta": {name: calibration.meta[name] for name in ORIGIN if name in calibration.meta},
     }
 
 
 def _similarity(path: Path) -> dict[str, Any]:
-    held = layer_similarity.Similarity.load(path)
-    every = range(1, min(len(held.layers), ANCHORS) + 1)
+    similarity = layer_similarity.Similarity.load(path)
+    every = range(1, min(len(similarity.layers), ANCHORS) + 1)
     return {
         "kind": "similarity of layers",
         "hash": RIGHT,
-        "model": str(held.meta.get("model", "unknown")),
-        "layers": list(held.layers),
-        "anchors": {str(count): held.anchors(count) for count in every},
-        "meta": {name: held.meta[name] for name in ORIGIN if name in held.meta},
+        "model": str(similarity.meta.get("model", "unknown")),
+        "layers": list(similarity.layers),
+        "anchors": {str(count): similarity.anchors(count) for count in every},
+        "meta": {name: similarity.meta[name] for name in ORIGIN if name in similarity.meta},
     }
 
 
 def _estimates(path: Path) -> dict[str, Any]:
-    held = logit_fit.Estimates.load(path)
+    estimates = logit_fit.Estimates.load(path)
     return {
         "kind": "fitted estimates",
         "hash": RIGHT,
-        "selector": held.selector,
-        "layers": list(held.layers),
-        "scale": {str(index): round(float(scale.mean()), 4) for index, (scale, _) in held.layers.items()},
-        "meta": held.meta,
+        "selector": estimates.selector,
+        "layers": list(estimates.layers),
+        "scale": {str(index): round(float(scale.mean()), 4) for index, (scale, _) in estimates.layers.items()},
+        "meta": estimates.meta,
     }
 
 

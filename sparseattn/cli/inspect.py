@@ -2,92 +2,98 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json as json_module
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparseattn.cli.common import (
-    errors,
-    in_a_sentence,
-    integers,
-    model_progress,
-    open_trace,
-    progress_bar,
-    results_folder,
-    say_differences,
-)
-from sparseattn.cost_model.environment import machine, versions
-from sparseattn.evaluation.attention_stats import check_inspection, estimator, inspect_trace
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.cli.command import command, errors
+from sparseattn.cli.inputs import open_traces, say_differences
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
+from sparseattn.evaluation.attention_stats import Inspection, check_inspection, estimator, inspect_trace
 from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.reporting import inspect_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, table_screen
-from sparseattn.utils.files import write_atomic
 
 
-@in_a_sentence
-def inspect(
+@dataclass(frozen=True)
+class InspectOptions:
+    """The options of `inspect`."""
+
     traces: Annotated[
         list[str], typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}).")
-    ],
-    sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = 4,
-    window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = 64,
-    layers: Annotated[str | None, typer.Option(help="Layers to measure, such as 0,5,17; default all.")] = None,
-    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are measured.")] = 32,
+    ]
+    sink: shared.Sink = 4
+    window: shared.Window = 64
+    layers: shared.Layers = None
+    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are measured.")] = 32
     out: Annotated[
         Path,
         typer.Option(
             help="Folder for the records, inspect.jsonl, one a layer, and the figures; an earlier run's are replaced."
         ),
-    ] = Path("inspect"),
+    ] = Path("inspect")
     per_head: Annotated[
         bool, typer.Option("--per-head", help="Every head apart in the tables; the records always hold them.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")] = False,
-    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNGs into --out.")] = True,
-) -> None:
+    ] = False
+    json: shared.JsonLines = False
+    figures: shared.Figures = True
+
+
+@command(InspectOptions)
+def run(options: InspectOptions) -> None:
     """Measure why methods find or miss rows: how far queries lie from keys, how few rows hold the attention, how these
     change from token to token, and how loose Quest's bounds are."""
-    indices = integers(layers, "--layers")
-    if figures:
-        from sparseattn.reporting import plots  # fails at once if matplotlib is missing, before any work
+    layers = values.integers(options.layers, "--layers")
+    check_figures(options.figures)
     estimator()
-    with model_progress() as progress:
-        opened = [open_trace(name, progress) for name in traces]
-    chosen = [check_inspection(trace, sink, window, last, indices) for trace in opened]
-    for trace in opened:
+    traces = open_traces(options.traces)
+    zones = {"sink": options.sink, "window": options.window, "last": options.last}
+    chosen = [check_inspection(trace, layers=layers, **zones) for trace in traces]
+    for trace in traces:
         say_differences(trace)
-    results_folder(out)
+    results_folder(options.out)
 
-    partial = out / "inspect.partial.jsonl"
-    context = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
-    found, lines = [], []
-    for trace, mine in zip(opened, chosen, strict=True):
+    file = RecordFile(options.out / "inspect.jsonl", options.json)
+    inspections = []
+    for trace, layers_of_trace in zip(traces, chosen, strict=True):
         with progress_bar() as bar:
-            advance = functools.partial(bar.advance, bar.add_task(trace.name, total=last * len(mine)))
-            one = inspect_trace(trace, sink=sink, window=window, last=last, layers=mine, progress=advance)
-        found.append(one)
-        fresh = [json_module.dumps({**record, "trace_meta": trace.meta, **context}) for record in one.records()]
-        lines += fresh
-        write_atomic(partial, ("\n".join(lines) + "\n").encode())
-        if json:
-            typer.echo("\n".join(fresh))
-    partial.replace(out / "inspect.jsonl")
-    if not json:
-        screen = table_screen(per_head)  # heads take a column more than 80 characters can hold
-        for one in found:
-            for table in inspect_tables.tables(one, per_head):
-                screen.print(table)
-    if figures:
-        pictures = {"inspect": plots.inspection, "rows": plots.needed_rows, "pages": plots.needed_pages}
-        for what, draw in pictures.items():
-            for one, name in zip(found, replay_tables.figure_names([one.trace for one in found], what), strict=True):
-                draw(one, out / name)
-                errors.print(f"figure: {out / name}", soft_wrap=True)
-    errors.print(f"records: {out / 'inspect.jsonl'}", soft_wrap=True)
-    for one in found:
-        for sentence in inspect_tables.findings(one):
-            (errors if json else Screen()).print(sentence, soft_wrap=True)
+            task = bar.add_task(trace.name, total=options.last * len(layers_of_trace))
+            advance = functools.partial(bar.advance, task)
+            inspections.append(inspect_trace(trace, layers=layers_of_trace, progress=advance, **zones))
+        file.add({**record, "trace_meta": trace.meta} for record in inspections[-1].records())
+    file.finish()
+    if not options.json:
+        _show_tables(inspections, options.per_head)
+    if options.figures:
+        _draw(inspections, options.out)
+    say_records(file.path)
+    for inspection in inspections:
+        for sentence in inspect_tables.findings(inspection):
+            (errors if options.json else Screen()).print(sentence, soft_wrap=True)
+
+
+def _show_tables(inspections: Sequence[Inspection], per_head: bool) -> None:
+    """Print the tables; heads take a column more than 80 characters can hold."""
+    screen = table_screen(per_head)
+    for inspection in inspections:
+        for table in inspect_tables.tables(inspection, per_head):
+            screen.print(table)
+
+
+def _draw(inspections: Sequence[Inspection], out: Path) -> None:
+    """Draw the pictures of every trace."""
+    from sparseattn.reporting import plots
+
+    pictures = {"inspect": plots.inspection, "rows": plots.needed_rows, "pages": plots.needed_pages}
+    for what, draw in pictures.items():
+        names = replay_tables.figure_names([inspection.trace for inspection in inspections], what)
+        for inspection, name in zip(inspections, names, strict=True):
+            draw(inspection, out / name)
+            say_figure(out / name)

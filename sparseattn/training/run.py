@@ -32,7 +32,7 @@ from sparseattn.training.prompts import Prompt, Prompts, load, open_prompts, quo
 from sparseattn.training.recipe import Recipe, TrainingError, bucket_stream
 from sparseattn.training.validation import classifier_scores, held_of, recovered, symmetric_scores
 from sparseattn.utils.devices import usable_device
-from sparseattn.utils.dtypes import STORED
+from sparseattn.utils.tensors import STORED
 
 CLUSTERS = 1024
 ROWS_A_BUCKET = 32  # that the shortest prompt leaves to a bucket, where the number of clusters is not given

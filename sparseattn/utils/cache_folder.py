@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`$SPARSEATTN_CACHE`, else `$XDG_CACHE_HOME/sparseattn`, else `~/.cache/sparseattn`; it may not exist yet."""
+    """Return `$SPARSEATTN_CACHE`, `$XDG_CACHE_HOME/sparseattn` or `~/.cache/sparseattn`, which may not exist yet."""
     own, base = os.environ.get("SPARSEATTN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own).expanduser()

@@ -18,10 +18,10 @@ RUN = ["-P", "-m"] if sys.version_info >= (3, 11) else ["-c", WITHOUT_FOLDER]
 
 
 def module(name: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    """The command line that runs a module as `python OPTIONS -m NAME ARGUMENTS` does, without the current folder."""
+    """Return a command line that runs a module as `python OPTIONS -m NAME ARGUMENTS`, without the current folder."""
     return [sys.executable, *options, *RUN, name, *arguments]
 
 
 def environment(around: Mapping[str, str]) -> dict[str, str]:
-    """The environment of such a child: `around`, and what keeps its own children from the current folder."""
+    """Return the environment of such a child: `around`, and what keeps its own children from the current folder."""
     return {**around, SAFE: "1"}

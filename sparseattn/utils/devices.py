@@ -8,7 +8,7 @@ import torch
 
 
 def usable_device(name: torch.device | str | None = None) -> torch.device:
-    """The device `name`, if torch can use it here; None: a CUDA device if there is one, else the CPU.
+    """Return the device `name`, if torch can use it here; None: a CUDA device if there is one, else the CPU.
 
     Of several processes of `torchrun`, each takes its own CUDA device by `LOCAL_RANK`.
 
@@ -35,7 +35,7 @@ def usable_device(name: torch.device | str | None = None) -> torch.device:
 
 
 def quarter_of_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes: a fourth of this machine's memory, or of what is free on a GPU now."""
+    """Return, in bytes, a fourth of this machine's memory, or of what is free on a GPU now."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 4
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -25,7 +25,7 @@ FAR = 1 << 30  # Windows locks bytes, and a locked one cannot be read: this one 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its place when the block ends; when the block raises, the old file stays.
+    """Open a new file beside `path`, which takes its place when the block ends; when it raises, the old file stays.
 
     Nothing else is left in either case. What a killed process left is removed by the next one that replaces any file
     of the folder on the same host (not on Windows, and not where the file system has no locks). Of a symbolic link, the
@@ -61,7 +61,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file whole or not at all (see `replacing`).
+    """Write a file whole or not at all (see `replacing`).
 
     Raises:
         OSError: naming `path`.
@@ -72,7 +72,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An OSError of the block names `path`, where it named a temporary file, as a rule, or none (a full disk)."""
+    """Let an OSError of the block name `path`, where it named a temporary file, as a rule, or none (a full disk)."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,7 @@ def _host() -> str:
 
 
 def _begun(target: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `target`, and its lock if there are locks."""
+    """Open a new file beside `target`, and take its lock if there are locks."""
     while True:
         path = target.with_name(f".{target.name}.{_host()}-{secrets.token_hex(4)}.part")
         file = open(path, "xb")  # noqa: SIM115 (a `with` would let a failing close hide the first error)
@@ -102,7 +102,7 @@ def _begun(target: Path) -> tuple[Path, BinaryIO]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the unfinished files of this host in a folder that no process holds."""
+    """Remove the unfinished files of this host in a folder that no process holds."""
     if sys.platform == "win32":
         return
     ours = re.compile(rf"\..+\.{_host()}-[0-9a-f]{{8}}\.part", re.DOTALL)
@@ -115,7 +115,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def open_lock(path: str | os.PathLike[str]) -> IO[bytes]:
-    """The file at `path`, made where there is none, to be locked: nothing of it is changed.
+    """Open the file at `path` to be locked, and make it where there is none; nothing of it is changed.
 
     What lies there may have been laid by others, and a lock's holder writes into it. So no symbolic link is followed,
     and what is no file, or one of several names, is not taken.
@@ -131,11 +131,11 @@ def open_lock(path: str | os.PathLike[str]) -> IO[bytes]:
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # of one system or the other
         flags |= getattr(os, name, 0)
     file = open(os.open(path, flags, 0o644), "r+b", buffering=0)  # noqa: SIM115
-    found = os.fstat(file.fileno())
-    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: its holder removed it just now
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its holder removed it just now
         return file
     file.close()
-    what = f"is a file of {found.st_nlink} names" if stat.S_ISREG(found.st_mode) else "is no file"
+    what = f"is a file of {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "is no file"
     raise ValueError(f"{path} {what}, and a lock is a file of its own: remove it")
 
 
@@ -148,7 +148,7 @@ class Lock(enum.Enum):
 
 
 def take_lock(file: IO[bytes], wait: bool = False) -> Lock:
-    """Asks for the lock of an open file, which ends with the file's last descriptor; `wait` for it, not on Windows."""
+    """Ask for the lock of an open file, which ends with the file's last descriptor; `wait` for it, not on Windows."""
     try:
         if sys.platform == "win32":
             file.seek(FAR)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and contents."""
+    """Return the SHA-256 of names, dtypes, shapes and contents."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -23,7 +23,7 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def file_hash(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, which is read once for each time that it changes."""
+    """Return the SHA-256 of a file, which is read once for each time that it changes."""
     return _read(Path(path), Path(path).stat().st_mtime_ns)
 
 
@@ -33,6 +33,6 @@ def _read(path: Path, changed: int) -> str:
 
 
 def stream(*place: int | str) -> torch.Generator:
-    """A generator on the CPU of its own for every place, such as (seed, layer, head, step)."""
+    """Return a generator on the CPU of its own for every place, such as (seed, layer, head, step)."""
     digest = hashlib.sha256(repr(place).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

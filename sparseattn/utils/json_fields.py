@@ -26,7 +26,7 @@ class Kind(Protocol):
 
 
 def refuse(name: str, due: str, value: Any) -> FieldError:
-    """The error of a field: its name, what is due, and what was given, shortened."""
+    """Return the error of a field: its name, what is due, and what was given, shortened."""
     return FieldError(f"{name} {due}, got {reprlib.repr(value)}")
 
 
@@ -133,7 +133,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Object:
-    """An object with these fields, and those of `more` where it has them; it may hold others besides.
+    """An object with these fields, and those of `more` where it has them; others besides, unless `closed`.
 
     `rule` sees an object whose fields are right, and its name: what they must be to each other.
     """
@@ -141,9 +141,10 @@ class Object:
     fields: Mapping[str, Kind] = field(default_factory=dict)
     more: Mapping[str, Kind] = field(default_factory=dict)
     rule: Callable[[Mapping[str, Any], str], None] | None = None
+    closed: bool = False
 
     def check(self, value: Any, name: str = "") -> None:
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise refuse(name or "a record", "is an object", value)
         for key, kind in self.fields.items():
             if key not in value:
@@ -152,6 +153,9 @@ class Object:
         for key, kind in self.more.items():
             if key in value:
                 kind.check(value[key], _inner(name, key))
+        known = (*self.fields, *self.more)
+        if self.closed and (unknown := [key for key in value if key not in known]):
+            raise FieldError(f"{name} has {', '.join(known)}, got {reprlib.repr(unknown[0])}")
         if self.rule is not None:
             self.rule(value, name)
 

@@ -33,7 +33,7 @@ class _Refused:
 
 
 def parse(text: str | bytes, *, digits: int = DIGITS, finite: bool = True, once: bool = True) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Nesting is checked before anything is parsed, in linear time.
 
@@ -69,36 +69,36 @@ def parse(text: str | bytes, *, digits: int = DIGITS, finite: bool = True, once:
     def constant(name: str) -> _Refused:
         return refuse(f"{name} is no number in JSON")
 
-    def pairs(held: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(held)
-        if len(made) < len(held):
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
             seen: set[str] = set()
-            for key, _ in held:
+            for key, _ in pairs:
                 if key in seen:
-                    made[key] = refuse(f"{reprlib.repr(key)} comes twice")
+                    value[key] = refuse(f"{reprlib.repr(key)} comes twice")
                 seen.add(key)
-        return made
+        return value
 
-    more: dict[str, Any] = {"parse_float": real, "parse_constant": constant} if finite else {}
+    hooks: dict[str, Any] = {"parse_float": real, "parse_constant": constant} if finite else {}
     if once:
-        more["object_pairs_hook"] = pairs
+        hooks["object_pairs_hook"] = unique
     try:
-        value = json.loads(text, parse_int=whole, **more)
+        value = json.loads(text, parse_int=whole, **hooks)
     except json.JSONDecodeError as error:
         raise JsonError(f"it is not JSON at {_place(text, error.pos)}: {error.msg}") from None
     except RecursionError:  # called from deep within other code
         raise JsonError(f"lists and objects are nested more than {DEPTH} deep") from None
     if refused or _SURROGATE.search(text):
-        for field, one in fields(value):
-            if isinstance(one, _Refused):
-                raise JsonError(_at(field, one.why))
-            if isinstance(one, str):
-                _check_letters(field, one)
+        for field, leaf in fields(value):
+            if isinstance(leaf, _Refused):
+                raise JsonError(_at(field, leaf.why))
+            if isinstance(leaf, str):
+                _check_letters(field, leaf)
     return value
 
 
 def parse_object(text: str | bytes, *, digits: int = DIGITS, finite: bool = True, once: bool = True) -> dict[str, Any]:
-    """`parse` of a text that is an object; JsonError for another value too."""
+    """Return `parse` of a text that is an object; JsonError for another value too."""
     value = parse(text, digits=digits, finite=finite, once=once)
     if not isinstance(value, dict):
         raise JsonError(f"a JSON object is due, got {reprlib.repr(value)}")
@@ -106,7 +106,7 @@ def parse_object(text: str | bytes, *, digits: int = DIGITS, finite: bool = True
 
 
 def parse_entry(metadata: Mapping[str, str], name: str, default: str | None = None) -> Any:
-    """`parse` of one entry of a file's metadata, whose values are JSON texts.
+    """Return `parse` of one entry of a file's metadata, whose values are JSON texts.
 
     Raises:
         JsonError: see `parse`, naming the entry; it is missing and has no default.
@@ -120,18 +120,18 @@ def parse_entry(metadata: Mapping[str, str], name: str, default: str | None = No
 
 
 def fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every text, number and constant of a JSON value, and every key, with its field: `points[2].kl`."""
-    left: list[tuple[str, Any]] = [(name, value)]
-    while left:
-        at, one = left.pop()
-        if isinstance(one, dict):
-            for key in one:
+    """Yield every text, number and constant of a JSON value, and every key, with its field: `points[2].kl`."""
+    stack: list[tuple[str, Any]] = [(name, value)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, dict):
+            for key in node:
                 yield at, key
-            left += [(f"{at}.{_short(key)}" if at else _short(key), inner) for key, inner in reversed(one.items())]
-        elif isinstance(one, list):
-            left += [(f"{at}[{i}]", inner) for i, inner in reversed(list(enumerate(one)))]
+            stack += [(f"{at}.{_short(key)}" if at else _short(key), inner) for key, inner in reversed(node.items())]
+        elif isinstance(node, list):
+            stack += [(f"{at}[{i}]", inner) for i, inner in reversed(list(enumerate(node)))]
         else:
-            yield at, one
+            yield at, node
 
 
 def _decoded(data: bytes) -> str:
@@ -157,7 +157,7 @@ def _check_depth(text: str) -> None:
 
 
 def _place(text: str, at: int) -> str:
-    """Where a letter stands: its line, but of a text of one line, and its column, both from 1 on."""
+    """Return where a letter stands: its line, but of a text of one line, and its column, both from 1 on."""
     column = at - (text.rfind("\n", 0, at) + 1) + 1
     return f"line {text.count(chr(10), 0, at) + 1}, column {column}" if "\n" in text.strip() else f"column {column}"
 
@@ -176,6 +176,6 @@ def _at(field: str, why: str) -> str:
 
 
 def _short(text: str, most: int = 40) -> str:
-    """A key or a number for a sentence, whole letters alone."""
+    """Return a key or a number for a sentence, whole letters alone."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -19,7 +19,7 @@ MOST = 10_000  # bytes that are read of what a holder wrote
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Holds the lock of the file `path` within the block; the file is there only as long.
+    """Hold the lock of the file `path` within the block; the file is there only as long.
 
     The operating system keeps the lock, so that a process that is killed leaves none behind, whatever file it leaves.
     Where the file system has no locks, it warns and goes on without.
@@ -58,7 +58,7 @@ def locked(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 def _opened(path: Path) -> tuple[IO[bytes], Lock]:
-    """The file, and whose its lock is now."""
+    """Return the file, and whose its lock is now."""
     while True:
         file = open_lock(path)
         try:
@@ -72,7 +72,7 @@ def _opened(path: Path) -> tuple[IO[bytes], Lock]:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is the one at `path`, and not one that was removed since."""
+    """Return whether the open file is the one at `path`, and not one that was removed since."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     return False

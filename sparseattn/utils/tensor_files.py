@@ -32,7 +32,7 @@ def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors, from whatever device, whole or not at all.
+    """Write tensors, from whatever device, whole or not at all.
 
     Raises:
         TensorFileError: a file that cannot be written.
@@ -90,7 +90,7 @@ def load_tensors(
 
 
 def beginnings(path: str | os.PathLike[str], entries: int) -> dict[str, Tensor]:
-    """The first `entries` numbers of every tensor of a safetensors file, the rest of which is not read.
+    """Return the first `entries` numbers of every tensor of a safetensors file, the rest of which is not read.
 
     Raises:
         ValueError: it is no such file.

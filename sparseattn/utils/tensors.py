@@ -1,12 +1,22 @@
-"""One sentence for what is no tensor of torch, at the cache's door and at that of `attend`."""
+"""What tensors may be: the dtypes that keys and values are stored in, by name, and a refusal of what is no tensor."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def stored_dtype(name: str, option: str) -> torch.dtype:
+    """Return the dtype called `name`; ValueError naming the `option` that it was given to for any other word."""
+    if name not in STORED:
+        raise ValueError(f"{option} is one of {', '.join(STORED)}, got {name!r}")
+    return STORED[name]
 
 
 def only_tensors(**parts: object) -> None:
-    """Each is a tensor of torch; else ValueError with the name, and what makes one."""
+    """Refuse what is no tensor of torch by a ValueError with its name and what makes one."""
     for name, part in parts.items():
         if part is None:
             raise ValueError(f"{name} is a torch.Tensor, got None")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import re
@@ -20,8 +21,8 @@ from typer.testing import CliRunner, Result
 
 import sparseattn
 from sparseattn.cli import bench, recall
-from sparseattn.cli.app import app
-from sparseattn.cli.common import progress_bar
+from sparseattn.cli.app import COMMANDS, app, load
+from sparseattn.cli.progress import progress_bar
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation import measures
 from sparseattn.evaluation.replay import MEASURES, Evaluation, evaluate
@@ -794,7 +795,7 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         (["--model", tmp_path / "none", "--text", text], "no such model folder"),
         (["--model", tmp_path, "--text", text], "without config.json"),
         (["--model", tmp_path, "--text", tmp_path / "gone.txt"], "gone.txt"),
-        (["--model", tmp_path, "--text", text, "--dtype", "int8"], "--dtype is one of"),
+        (["--model", tmp_path, "--text", text, "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
         (["--model", tmp_path, "--text", text, "--out", text], "--out is a .safetensors file to write"),
         (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk is at least 1"),
@@ -1058,3 +1059,35 @@ def test_recall_of_selectors_that_never_arrive_or_do_not_tell(tmp_path: Path) ->
     )
     done = run("recall", "--keys", "500", "--gap", "0.26", "--queries", "4", "--out", tmp_path, *arguments[:4])
     assert done.exit_code == 0, done.output
+
+
+# -- commands are imported when they are called ------------------------------------------------------------------------
+
+
+def test_help_imports_no_command_and_no_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from sparseattn.cli.app import COMMANDS, app; "
+        "done = CliRunner().invoke(app, ['--help']); assert done.exit_code == 0, done.output; "
+        "assert all(name in done.output for name in COMMANDS); "
+        "print([name for name in sys.modules if name.split('.')[0] == 'torch' or name.startswith('sparseattn.cli.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "['sparseattn.cli.app']", done.stderr
+
+
+def test_every_command_is_a_module_and_every_such_module_a_command() -> None:
+    folder = Path(sparseattn.__file__).parent / "cli"
+    files = {path.stem for path in folder.glob("*.py") if "@command(" in path.read_text()}
+    assert files == set(COMMANDS)
+    for name in COMMANDS:
+        assert load(name).name == name
+
+
+def test_a_command_whose_package_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: exec("import no_such_package"))
+    done = run("models")
+    assert done.exit_code == 2
+    assert done.stderr.strip() == (
+        "sparseattn: `sparseattn models` needs the package no_such_package, which is not installed"
+    )
+    assert run("nothing").exit_code == 2

@@ -141,7 +141,7 @@ def test_the_command_predicts_and_says_so() -> None:
     [
         (["b100"], "a machine is one of"),
         (["--shape", "8,4"], "three numbers"),
-        (["h100", "--dtype", "int8"], "--dtype is one of"),
+        (["h100", "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--selector", "quest"], "name it"),
         (["--batch", "8"], "--batch is for steps that are predicted: name their methods by --selector"),
         (["h100", "--context", "9x"], "--context is for steps that are predicted"),

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from sparseattn import Exact, Quest, Selector, Window
 from sparseattn.cli.app import app
-from sparseattn.cli.eval_plan import layer_set
+from sparseattn.cli.eval_methods import layer_set
 from sparseattn.core.budget import Budget
 from sparseattn.evaluation.tasks.agreement import agreement
 from sparseattn.evaluation.tasks.compared import FORCED, FULL

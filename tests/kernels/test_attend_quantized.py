@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparseattn import CodedRows, KVCache, Rows, Selection, Selector, Window, attend, attend_coded, decode, evaluate
-from sparseattn.cli.common import kv_bits
-from sparseattn.cli.eval_plan import methods
+from sparseattn.cli.eval_methods import methods
+from sparseattn.cli.values import kv_bits
 from sparseattn.core.context import StepContext
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference

@@ -20,7 +20,7 @@ from tests.command import run
 
 transformers = pytest.importorskip("transformers")
 
-from sparseattn.cli import common  # noqa: E402
+from sparseattn.cli import inputs  # noqa: E402
 from sparseattn.evaluation import builtin_traces  # noqa: E402
 from sparseattn.models import capture as recording  # noqa: E402
 from sparseattn.models import load as models  # noqa: E402
@@ -819,7 +819,7 @@ def test_several_texts_by_one_command(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / name).write_bytes(bytes(text(40 + number)[0].tolist()))
     out, loads = tmp_path / "new" / "traces", []
     load = models.load_model
-    monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: loads.append(1) or load(*args, **kwargs))
+    monkeypatch.setattr(inputs, "load_model", lambda *args, **kwargs: loads.append(1) or load(*args, **kwargs))
 
     def captured(*options: str | Path) -> Any:
         texts = ("--text", books, "--text", tmp_path / "c.txt")

@@ -244,13 +244,13 @@ def test_an_engine_is_told_where_the_users_modules_lie(here: Path) -> None:
     settings = parse({"selector": SPEC, "budget": 64, "modules": str(here)})
     assert str(here) not in sys.path, "but while the modules are imported"
     assert settings.each()[0].label() == "X"
-    assert settings.told()["modules"] == str(here)
-    assert parse(settings.told()) == settings
-    assert "modules" not in Settings("quest", 64).told()
+    assert settings.to_dict()["modules"] == str(here)
+    assert parse(settings.to_dict()) == settings
+    assert "modules" not in Settings("quest", 64).to_dict()
     assert parse({"layers": {"0": "window"}, "modules": str(here)}).modules == str(here)
     for wrong, words in (
         ("here", "modules is the whole path of a folder, got 'here'"),
-        (7, "modules is a text, got 7"),
+        (7, "modules is text, got 7"),
     ):
         with pytest.raises(ValueError, match=words):
             parse({"selector": "quest", "budget": 64, "modules": wrong})

@@ -157,7 +157,7 @@ SERVED: dict[int, Any] = {0: "dense", 1: Role("quest", 64), 2: "window", 3: Role
 
 def test_an_engine_serves_layers_that_differ() -> None:
     settings = Settings.of_plan(Plan(SERVED, model=MODEL, sink=8, window=32), above=100)
-    assert parse(json.loads(json.dumps(settings.told()))) == settings
+    assert parse(json.loads(json.dumps(settings.to_dict()))) == settings
     assert (settings.sink, settings.window, settings.above, settings.dense_layers) == (8, 32, 100, 0)
     assert [settings.is_dense(layer) for layer in range(4)] == [True, False, False, False]
     assert [settings.make(layer).label() for layer in (1, 2, 3)] == ["Quest", "Window", "Mean(bits=8)"]

@@ -87,7 +87,10 @@ def test_what_could_not_be_read_again_is_not_appended(tmp_path: Path) -> None:
 POINT = Object(
     {"kl": Number(0), "heads": Items(Number(), 2)}, {"budget": Maybe(Either((Text(), Number(1)), "is a budget"))}
 )
-LINE = Object({"name": Text(among=("a", "b")), "points": Items(POINT, 1), "of": Values(Flag(), 1)})
+LINE = Object(
+    {"name": Text(among=("a", "b")), "points": Items(POINT, 1), "of": Values(Flag(), 1)},
+    {"only": Object({"x": Flag()}, closed=True)},
+)
 RIGHT: dict[str, Any] = {
     "name": "a",
     "points": [{"kl": 1, "heads": [1, 2.5], "budget": None}],
@@ -113,6 +116,7 @@ RIGHT: dict[str, Any] = {
         ({"points": [{"kl": 1, "heads": [1, 1], "budget": []}]}, r"points\[0\].budget is a budget, got \[\]"),
         ({"of": {}}, "of is an object of 1 fields or more, got 0"),
         ({"of": {"x": 1}}, "of.x is true or false, got 1"),
+        ({"only": {"x": True, "y": 1}}, "only has x, got 'y'"),
     ],
 )
 def test_a_field_is_refused_by_its_name(change: dict[str, Any], sentence: str) -> None:

@@ -14,8 +14,7 @@ from sparseattn.kernels.attend import block_table as paged
 from sparseattn.kernels.attend import reference
 from sparseattn.kernels.attend.weights import weights as of_rows
 from sparseattn.kernels.implementations import Operation
-from sparseattn.utils.dtypes import STORED
-from sparseattn.utils.tensors import only_tensors
+from sparseattn.utils.tensors import STORED, only_tensors
 
 ATTEND = Operation(__package__, "reference", "gather", "numba", "triton", fallback="gather")
 DTYPES = (*STORED.values(), torch.float64)

@@ -41,9 +41,9 @@ from torch import Tensor
 
 from sparseattn.core.rope import Rope
 from sparseattn.kernels.linear.dispatch import linear
-from sparseattn.utils.dtypes import STORED
 from sparseattn.utils.json_text import JsonError, parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
+from sparseattn.utils.tensors import STORED
 
 FORMAT = "sparseattn-saap"
 VERSION = "2"

@@ -81,7 +81,7 @@ class Offline:
         os.environ.update(children.environment({}))  # vLLM asks Pythons of its own what a model can do
         from vllm import LLM
 
-        told: dict[str, Any] = {} if first is None else {KEY: first.told()}
+        told: dict[str, Any] = {} if first is None else {KEY: first.to_dict()}
         self.version, self.concurrency = version, concurrency
         self._stock = first is None
         self._llm = LLM(

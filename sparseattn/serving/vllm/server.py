@@ -104,7 +104,7 @@ class Server:
         if self.backend is not None:
             given["--attention-backend"] = self.backend
         if self.settings is not None:
-            given["--additional-config"] = json.dumps({KEY: self.settings.told()})
+            given["--additional-config"] = json.dumps({KEY: self.settings.to_dict()})
         return [*(str(word) for pair in given.items() for word in pair), *key_apart(self.more)[1]]
 
     def command(self) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,8 @@ from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
 from sparseattn.utils import json_text
+from sparseattn.utils.json_fields import Number, Object, Text
+from sparseattn.utils.suggest import did_you_mean
 
 KEY = "sparseattn"  # of vLLM's additional_config
 # What a command serves where no selector is named: of the methods that were timed on processors with AMX and without,
@@ -25,6 +26,18 @@ KEY = "sparseattn"  # of vLLM's additional_config
 DEFAULT = "quest:page=32"
 PAGE = 16  # rows that are counted together by a method without pages
 VARIABLE = "SPARSEATTN_VLLM"  # the same in the environment, as JSON
+_ROWS = Number(0, whole=True)
+FIELDS = Object(
+    more={
+        "selector": Text(),
+        "budget": Number(1, whole=True),
+        "sink": _ROWS,
+        "window": Number(1, whole=True),
+        "dense_layers": _ROWS,
+        "above": _ROWS,
+        "modules": Text(),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -62,12 +75,11 @@ class Settings:
         """
         return parse({"layers": plan.records(), "sink": plan.sink, "window": plan.window, "above": above})
 
-    def told(self) -> dict[str, Any]:
-        """What `parse` makes them of."""
-        every = dataclasses.asdict(self)
-        unsaid = ["layers"] if self.layers is None else ["selector", "budget", "dense_layers"]
-        unsaid += ["modules"] * (not self.modules)
-        return {name: value for name, value in every.items() if name not in unsaid}
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `parse` makes them of."""
+        unused = ["layers"] if self.layers is None else ["selector", "budget", "dense_layers"]
+        unused += ["modules"] * (not self.modules)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
     def is_dense(self, layer: int) -> bool:
         """Whether a plan leaves a layer dense.
@@ -167,29 +179,18 @@ def parse(given: Mapping[str, Any]) -> Settings:
     """
     if not isinstance(given, Mapping):
         raise ValueError(f'"{KEY}" is a JSON object such as {{"selector": "quest", "budget": 2048}}, got {given!r}')
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    known = [field.name for field in dataclasses.fields(Settings)]
     for name in given:
-        if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f'"{KEY}" has no setting {name!r}{hint}; it takes {", ".join(fields)}')
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f'"{KEY}" has no setting {name!r}{hint}; it takes {", ".join(known)}')
     planned = given.get("layers") is not None
-    for name in fields:
-        if name == "layers":
-            continue
-        if name not in given:
-            if name in ("selector", "budget") and not planned:
-                raise ValueError(f'"{KEY}" needs {name!r}, such as {{"selector": "quest", "budget": 2048}}')
-            continue
-        if planned and name in ("selector", "budget", "dense_layers"):
+    for name in ("selector", "budget", "dense_layers"):
+        if planned and name in given:
             raise ValueError(f'"{KEY}": layers say what each layer does: give them or {name}')
-        value: Any = given[name]
-        kind = str if name in ("selector", "modules") else int
-        if type(value) is not kind:
-            raise ValueError(f'"{KEY}": {name} is {"a text" if kind is str else "a whole number"}, got {value!r}')
-        least = 1 if name in ("budget", "window") else 0
-        if isinstance(value, int) and value < least:
-            raise ValueError(f'"{KEY}": {name} is {least} or more, got {value}')
+        if not planned and name not in given and name != "dense_layers":
+            raise ValueError(f'"{KEY}" needs {name!r}, such as {{"selector": "quest", "budget": 2048}}')
+    FIELDS.check(given, f'"{KEY}"')
     if (folder := given.get("modules", "")) and not os.path.isabs(folder):
         raise ValueError(f'"{KEY}": modules is the whole path of a folder, got {folder!r}')
     with _reaching(folder):

@@ -1,4 +1,4 @@
-"""What `recommend` leaves: the settings of its records, and the plan with what it was made for and what was found."""
+"""What `recommend` keeps: the settings of its records, and the plan with what it was made for and what was measured."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparseattn.cli.recommend_asked import Asked
+from sparseattn.cli.inputs import Text
+from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.core.budget import budget_record
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.recommend.objective import Layer, Objective
 from sparseattn.recommend.records import Records
-from sparseattn.recommend.search import Choice, Proposal
+from sparseattn.recommend.search import Proposal
 from sparseattn.roles.plan import Plan
 
 FORMAT = 2  # of the records
@@ -24,80 +25,88 @@ PLAN, MADE = "plan", "made"  # kinds of a record
 
 
 def settings_of(
-    asked: Asked,
-    texts: Sequence[tuple[str, str, str]],
+    options: RecommendOptions,
+    texts: Sequence[Text],
     decoder: ModelDecoder,
     wide: bool,
     layers: Sequence[Layer],
 ) -> dict[str, Any]:
-    """What measurements depend on: not the bound, the machine or the methods, of which more may come."""
+    """Return what measurements depend on: not the bound, the machine or the methods, of which more may come."""
     return {
         "format": FORMAT,
-        "model": asked.model,
+        "model": options.model,
         "fingerprint": decoder.fingerprint(),
         "dtype": str(decoder.model.dtype).removeprefix("torch."),
         "bytes_of": 2 if wide else None,
         "texts": [
-            {"name": name, "kind": kind, "sha256": hashlib.sha256(words.encode()).hexdigest()}
-            for name, kind, words in texts
+            {"name": text.name, "kind": text.kind, "sha256": hashlib.sha256(text.words.encode()).hexdigest()}
+            for text in texts
         ],
-        "length": asked.length,
-        "last": asked.last,
-        "windows": asked.search,
-        "held_out": asked.held_out,
-        "draws": asked.draws,
-        "sink": asked.sink,
-        "window": asked.window,
-        "budgets": [budget_record(budget) for budget in asked.budgets],
+        "length": options.length,
+        "last": options.last,
+        "windows": options.windows,
+        "held_out": options.held_out,
+        "draws": options.draws,
+        "sink": options.sink,
+        "window": options.window,
+        "budgets": [budget_record(budget) for budget in options.budgets],
         "layers": [[one.index, one.heads, one.group, one.size] for one in layers],
     }
 
 
-def made_plan(
-    asked: Asked,
+def make_plan(
+    options: RecommendOptions,
     settings: dict[str, Any],
-    layers: Sequence[Layer],
-    choices: dict[int, list[Choice]],
+    full: float,
     proposal: Proposal,
     objective: Objective,
     rounds: Sequence[dict[str, Any]],
-    held: Sequence[dict[str, Any]],
+    verified_windows: Sequence[dict[str, Any]],
     seconds: float,
     measured: Sequence[dict[str, Any]],
 ) -> Plan:
-    """With what it was made for.
+    """Return the plan, with what it was made for.
 
     Args:
+        options: of the command.
+        settings: of its records.
+        full: what full attention costs.
+        proposal: roles of the layers.
+        objective: what was to be small.
+        rounds: see `settling.Settled`.
+        verified_windows: what was measured of the plan on each window held out.
         seconds: that this run took, without what earlier ones left in the records.
         measured: records of versions and machines that measured.
     """
-    full = sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
-    verified: dict[str, Any] = {"windows": len(held), "tokens": sum(one["scored_tokens"] for one in held)}
+    verified: dict[str, Any] = {
+        "windows": len(verified_windows),
+        "tokens": sum(one["scored_tokens"] for one in verified_windows),
+    }
     for name in ("kl", "same_top", "nll_difference", "nll", "rows", "context", "bytes_share"):
-        values = [one[name] for one in held]
+        values = [one[name] for one in verified_windows]
         verified[name] = {"mean": mean(values), "interval": student(values)}
     objective_facts = {
         "unit": objective.unit,
         "plan": proposal.cost,
         "full": full,
-        "context": asked.context or asked.length,
-        "batch": asked.batch,
-        "machine": None if asked.machine is None else asked.machine.name,
-        "predicted": asked.predicted,
+        "context": options.context_rows or options.length,
+        "batch": options.batch,
+        "machine": None if options.profile is None else options.profile.name,
+        "predicted": options.predicted,
     }
     made = {
-        "bound": asdict(asked.bound) | {"limit": asked.bound.limit},
+        "bound": asdict(options.bound) | {"limit": options.bound.limit},
         **{
             k: v
             for k, v in settings.items()
             if k not in ("format", "model", "fingerprint", "sink", "window", "budgets", "layers")
         },
-        "methods": list(asked.methods),
+        "methods": list(options.methods),
         "budgets": settings["budgets"],
-        "by_head": asked.by_head,
+        "by_head": options.by_head,
         "cost": objective_facts,
         "predicted": {"kl": proposal.kl},
-        "searched": {asked.bound.measure: rounds[-1]["searched"]},
+        "searched": {options.bound.measure: rounds[-1]["searched"]},
         "rounds": list(rounds),
         "verified": verified,
         "measured": [{name: one[name] for name in ("date", "versions", "machine")} for one in measured],
@@ -108,23 +117,23 @@ def made_plan(
     }
     return Plan(
         proposal.layers,
-        asked.name,
-        model={"name": asked.model, "fingerprint": settings["fingerprint"]},
-        sink=asked.sink,
-        window=asked.window,
+        options.plan_name,
+        model={"name": options.model, "fingerprint": settings["fingerprint"]},
+        sink=options.sink,
+        window=options.window,
         made=made,
     )
 
 
-def say_where(records: Records) -> None:
-    """Leaves in the records what measures from here on: versions and machine, unless what was measured last says so."""
+def record_origin(records: Records) -> None:
+    """Leave in the records what measures from here on: versions and machine, unless what was measured last says so."""
     where = json.loads(json.dumps({"versions": versions(), "machine": machine()}))
     if not any(all(one[name] == where[name] for name in where) for one in records.of(MADE)[-1:]):
         records.add(MADE, {"date": datetime.date.today().isoformat(), **where})
 
 
 def keep(records: Records, plan: Plan) -> None:
-    """Leaves the plan in the records, once."""
+    """Leave the plan in the records, once."""
     chosen = {"name": plan.name, "layers": plan.records()}
     chosen |= {name: plan.made[name] for name in ("bound", "cost", "predicted", "rounds", "verified")}
     chosen = json.loads(json.dumps(chosen))
@@ -133,5 +142,5 @@ def keep(records: Records, plan: Plan) -> None:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of one value or more."""
+    """Return the mean of one value or more."""
     return sum(values) / len(values)

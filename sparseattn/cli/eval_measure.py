@@ -1,4 +1,4 @@
-"""Measures what `eval` was asked for, prompt by prompt, and keeps every record as soon as it is there."""
+"""Measure what `eval` compares, prompt by prompt, and keep every record as soon as it is there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from sparseattn.cli.common import progress_bar
 from sparseattn.cli.eval_sources import Source
+from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.engines import Engine, Pass
@@ -18,10 +18,10 @@ from sparseattn.evaluation.tasks.records import Key, Records
 
 
 def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Generator[dict[str, Any], None, None]:
-    """Every record that was asked for, those that were there already among them, in the order of the prompts and with
+    """Yield every record that is wanted, those that were there already among them, in the order of the prompts and with
     a progress bar. All passes but the last say nothing before they are through."""
     made_by = {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
-    everything = [one for each in engine.passes for one in each.compared]
+    everything = [compared for each in engine.passes for compared in each.compared]
     asked_of = {source.task: 1 if source.task == AGREEMENT else len(engine.protocols) for source in sources}
     cells = len(everything) * sum(source.count * asked_of[source.task] for source in sources)
     coming: deque[Key] = deque()  # of the records that are to be given out, as far as prompts were made
@@ -29,17 +29,17 @@ def measured(sources: Sequence[Source], engine: Engine, records: Records) -> Gen
         task = bar.add_task("", total=cells)
 
         def unanswered(each: Pass) -> Iterator[Prompt]:
-            """The prompts of which a record is missing. The same prompt may come twice: it is handed over once."""
-            taken: set[Key] = set()
+            """Yield the prompts of which a record is missing. A prompt that comes twice is handed over once."""
+            handed_over: set[Key] = set()
             whose = f"{each.compared[0].label}: " if len(engine.passes) > 1 else ""
             for source in sources:
                 for number, prompt in enumerate(source.make(), 1):
                     words = f"{whose}{source.task} {number}/{source.count}, {prompt.tokens:,} tokens"
                     bar.update(task, description=words)
                     keys = prompt.keys(engine.protocols, each.compared)
-                    missing = {key for key in keys if key not in records.found and key not in taken}
+                    missing = {key for key in keys if key not in records.found and key not in handed_over}
                     bar.advance(task, len(keys) - len(missing))
-                    taken |= missing
+                    handed_over |= missing
                     if each is engine.passes[-1]:
                         coming.extend(prompt.keys(engine.protocols, everything))
                     if missing:

@@ -1,0 +1,91 @@
+"""What makes a function a console command: options from a dataclass, and one sentence for what a user can cause."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+
+from sparseattn.cli.options import allow_own_modules
+from sparseattn.reporting.terminal import Screen, plain
+
+Options = TypeVar("Options")
+
+errors = Screen(stderr=True)
+
+
+def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Return a decorator for a function of `options`: typer sees each field of that dataclass as a parameter.
+
+    A field's type is an `Annotated` one, often of `cli.options`; its default is the option's. What the fields must be
+    to each other the dataclass checks in `__post_init__`, by a ValueError that names the option. Modules that fields
+    called `selector` and `trust` name may lie in the current folder.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = inspect.signature(options).parameters.values()
+    signature = inspect.Signature([field.replace(annotation=hints[field.name]) for field in parameters])
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            with sentences():
+                allow_own_modules(values.get("selector"), values.get("trust"))
+                function(options(**values))
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: hints[name] for name in signature.parameters}
+        return run
+
+    return decorate
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """Turn what users can cause (bad values, files, disks, missing packages) into one sentence and exit status 2.
+
+    A warning of the package is a line of its own.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except OSError as error:
+        where = f" {os.fspath(error.filename)}" if error.filename else ""
+        what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        _fail(f"cannot use{where}: {what}" if where else what)
+    except KeyboardInterrupt:
+        errors.print("sparseattn: interrupted", style="red")
+        raise typer.Exit(130) from None
+    except (ValueError, ImportError) as error:
+        if not raised_here(error):
+            raise  # a fault in a user's own selector or in a library: its traceback is what helps
+        _fail(str(error))
+
+
+def raised_here(error: BaseException) -> bool:
+    """Return whether a line of this package raised the error, and none of a user's selector or of a library."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith("sparseattn.")
+
+
+def say(line: str, style: str | None = None) -> None:
+    """Print a line of the command's own on standard error."""
+    errors.print(f"sparseattn: {plain(line)}", style=style, soft_wrap=True)
+
+
+def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    say(str(message))
+
+
+def _fail(sentence: str) -> None:
+    say(sentence, "red")
+    raise typer.Exit(2)

@@ -1,0 +1,107 @@
+"""The methods that `eval` compares: full attention, and selectors and roles in sets of layers at every budget."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from sparseattn.cache import input_checks
+from sparseattn.cache.kv_cache import GROUP, check_seal
+from sparseattn.cli import values
+from sparseattn.core.budget import budget_label, budget_of, budget_order
+from sparseattn.evaluation.tasks.run import Method
+from sparseattn.roles.roles import Method as Sparse
+from sparseattn.roles.roles import Roles
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.registry import make_selector
+
+MOST_LAYERS = 9999  # far beyond any model's
+ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
+
+
+def layer_set(text: str) -> tuple[int, ...] | None:
+    """Return `"0-3,9"` as numbers in order; None for "all". Raises ValueError naming the option."""
+    if text == ALL_LAYERS:
+        return None
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and bool(dash) == bool(last)) or (
+            dash and int(first) > int(last)
+        ):
+            raise ValueError(
+                f'--sparse-layers takes layers and ranges of them separated by commas, such as "0-9,12", or '
+                f"{ALL_LAYERS}, got {text!r}"
+            )
+        if int(last or first) > MOST_LAYERS:
+            raise ValueError(f"--sparse-layers are numbers up to {MOST_LAYERS}, got {text!r}")
+        layers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
+
+
+def methods(
+    specs: Sequence[str],
+    text: str,
+    counts: Sequence[int],
+    layers: Sequence[str] = (ALL_LAYERS,),
+    roles: Sequence[Roles] = (),
+    rounding: Sequence[int | None] = (None,),
+    seal: int | None = None,
+) -> list[Method]:
+    """Return full attention, and every selector, and all roles, with rows of all `rounding` (bits of `KVCache`), in
+    every set of layers at every budget; what does not look at its budget, once. A method that rows of few bits do not
+    serve goes without them, where rows as they come are asked for too.
+
+    Args:
+        specs: the selectors, as texts.
+        text: the budgets, separated by commas.
+        counts: tokens of contexts, ascending, which shares of the context are of.
+        layers: sets of layers, as texts.
+        roles: compared too.
+        rounding: bits of rows; None: as they come.
+        seal: rows that wait before sealing.
+
+    Raises:
+        ValueError: no such selector or budget, a budget below a selector's span, two selectors of one label, one that
+            no asked number of bits serves, or a `seal` below a unit.
+    """
+    budgets = sorted(values.budgets(text), key=lambda budget: budget_order(budget, counts[-1]))
+    sets = list(dict.fromkeys(map(layer_set, layers)))
+    compared = [Method()]
+    sources: dict[str, str] = {}  # of labels
+    sparse: list[Sparse] = [*map(make_selector, specs), *roles]
+    for method in sparse:
+        source = f"{method!r} of {method.source()}"
+        if sources.setdefault(method.label(), source) != source:
+            raise ValueError(f"two selectors are called {method.label()}: {sources[method.label()]} and {source}")
+        selectors = [role.selector for role in method.distinct()] if isinstance(method, Roles) else [method]
+        served = _served(selectors, rounding)
+        if seal is not None:
+            for selector, bits in itertools.product(selectors, served):
+                check_seal(selector, seal, bits)
+        # Outside the budgets, as an index is built for a set of layers.
+        for where, bits in itertools.product(sets, served):
+            for budget in budgets if method.uses_budget else [None]:
+                if isinstance(method, Roles):
+                    method.check_budget(budget, counts[0])
+                else:
+                    budget_of(method, budget, counts[0])
+                written = budget_label(budget) if method.uses_budget else None
+                compared.append(Method(method, budget, written, where, bits))
+    return list({(method.label, method.written, method.layers): method for method in compared}.values())
+
+
+def _served(selectors: Sequence[Selector], rounding: Sequence[int | None]) -> list[int | None]:
+    """Return the bits of rows that serve all selectors; ValueError where there are none."""
+    served: list[int | None] = []
+    refused: list[ValueError] = []
+    for bits in rounding:
+        try:
+            for selector in selectors if bits is not None else []:
+                input_checks.roundable(selector, bits or 0, GROUP, False)
+            served.append(bits)
+        except ValueError as error:
+            refused.append(error)
+    if not served:
+        raise refused[0]
+    return served

@@ -1,0 +1,251 @@
+"""The options of `sparseattn eval`, checked before anything is read, loaded or made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.cli.eval_methods import ALL_LAYERS, methods
+from sparseattn.cli.inputs import LEAD, open_roles
+from sparseattn.evaluation.tasks.agreement import AGREEMENT
+from sparseattn.evaluation.tasks.compared import PROTOCOLS
+from sparseattn.evaluation.tasks.prompts import TAIL, TEMPLATE
+from sparseattn.evaluation.tasks.registry import TASKS
+from sparseattn.evaluation.tasks.run import Method
+from sparseattn.evaluation.tasks.scoring import SCORINGS
+from sparseattn.models.load import REFERENCE
+from sparseattn.roles.plan import Plan
+from sparseattn.serving.vllm.settings import DEFAULT
+
+SELECTED = ("exact", "quest", "lowbit", "random", "window")
+SERVED = (DEFAULT, "lowbit:bits=1,page=16", "window")  # by vLLM
+GENERATED = "passkey,kv"
+OWN_TOKENS = 64  # of an answer to a prompt of the user's
+
+
+class EngineName(str, Enum):
+    """Where a model runs that no server has."""
+
+    local = "local"
+    vllm = "vllm"
+
+
+@dataclass(frozen=True, eq=False)
+class EvalOptions:
+    """The options of `eval`."""
+
+    context: typer.Context
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{shared.MODEL_HELP} Default: {LEAD}; {REFERENCE} where that cannot be had. With --endpoint its "
+            "tokenizer alone is loaded; default the first server's own."
+        ),
+    ] = None
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="local: the model here, through transformers; vllm: in vLLM's engine in this process, all "
+            "its decoding sparse, for selectors whose index is by page."
+        ),
+    ] = EngineName.local
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="[NAME=]URL[#MODEL] of a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...), asked "
+            "instead of a model here; the key is OPENAI_API_KEY. Repeat it: the others are compared with the first."
+        ),
+    ] = None
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at an --endpoint, or prompts in vLLM, at once. Default: 4.")
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of {', '.join(TASKS)}, and {AGREEMENT}: how far predictions of --text are from full attention's; "
+            f"several with commas. Default: {GENERATED}, or none where --prompts are given."
+        ),
+    ] = None
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, or of a window of --text.")] = "1024,4096"
+    depths: Annotated[str, typer.Option(help="Where the needle lies: 0 is the beginning, 1 the end.")] = "0,0.5,1"
+    samples: Annotated[int, typer.Option(help="Prompts for each length and depth, or windows of --text.")] = 2
+    seed: Annotated[int, typer.Option(help="Seed of the first prompt; each next one adds one.")] = 0
+    selector: Annotated[
+        list[str] | None,
+        shared.selector_option(f"Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
+    ] = None
+    roles: shared.Roles = None
+    plan: shared.Plans = None
+    trust: shared.Trust = None
+    budget: shared.Budgets = "64,256,1024"
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="question: the question's tokens go through the sparse path, one by one, and then the answer's. "
+            "prefill: the question is read densely too, all but its last token. Both with a comma."
+        ),
+    ] = "question"
+    dense_layers: shared.DenseLayers = 0
+    sparse_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Layers that selectors choose in, such as 0-9,12; the others stay dense. Repeat it to compare sets. "
+            f"Default: {ALL_LAYERS}, every one that attends to the whole context, but for --dense-layers."
+        ),
+    ] = None
+    sink: shared.Sink = 4
+    window: shared.Window = 64
+    seal: shared.Seal = None
+    kv_bits: shared.KvBits = "16"
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help=f"For {AGREEMENT}: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat for more."),
+    ] = None
+    last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64
+    filler: Annotated[
+        str | None, typer.Option(help=f"To hide needles in: {shared.TEXT_HELP} Default: made-up sentences.")
+    ] = None
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON Lines of your own prompts: prompt, or context and question, and answers; the names of fields in "
+            "LongBench, RULER and InfiniteBench are understood. Repeat for more."
+        ),
+    ] = None
+    scoring: Annotated[
+        str,
+        typer.Option(
+            help="Of --prompts. all: share of the answers found, less where values are named that were not asked for; "
+            "part: any found; exact: nothing but an answer; f1: words shared with the nearest."
+        ),
+    ] = "all"
+    template: Annotated[
+        str, typer.Option(help="How --prompts with a context and a question are written; \\n is a line's end.")
+    ] = TEMPLATE.replace("\n", "\\n")
+    tail: Annotated[int, typer.Option(help="Characters at the end of a whole prompt that count as its question.")] = (
+        TAIL
+    )
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens of an answer at most. Default: twice the right answers' and 8; with --prompts {OWN_TOKENS}."
+        ),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Longer --prompts lose the middle of their context, as in LongBench. Default: what is too long for "
+            "the model is refused."
+        ),
+    ] = None
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put prompts into the model's chat template; ask an --endpoint as a chat."),
+    ] = False
+    dtype: shared.ModelDtype = None
+    device: shared.Device = None
+    chunk: shared.Chunk = 2048
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for the records, eval.jsonl, and the figures; what is there already is not measured again."
+        ),
+    ] = Path("eval")
+    json: shared.JsonLines = False
+    figures: shared.Figures = True
+
+    def __post_init__(self) -> None:
+        values.check_positive(
+            {
+                "--chunk": self.chunk,
+                "--seal": self.seal,
+                "--concurrency": self.concurrency,
+                "--lengths": self.prompt_lengths[0],
+                "--samples": self.samples,
+                "--last": self.last,
+                "--answer-tokens": self.answer_tokens,
+                "--max-length": self.max_length,
+            }
+        )
+        values.check_one_of("--scoring", self.scoring, SCORINGS)
+
+    def check_together(self) -> None:
+        """Refuse options that exclude each other, or that need another."""
+        if self.endpoint and self.engine is not EngineName.local:
+            raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
+        if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
+            raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
+        if bool(self.text) != (AGREEMENT in self.tasks):
+            raise ValueError(f"--task {AGREEMENT} and --text go together")
+
+    @cached_property
+    def given(self) -> set[str]:
+        """The parameters that the user gave."""
+        return shared.given_options(self.context)
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        """Names in `TASKS`, and `AGREEMENT`."""
+        task = self.task or ("" if self.prompts else GENERATED)
+        return values.names(task, "--task", (*TASKS, AGREEMENT))
+
+    @cached_property
+    def prompt_lengths(self) -> list[int]:
+        """Of generated prompts and of windows of a text, in tokens, ascending."""
+        return sorted(set(values.integers(self.lengths, "--lengths") or []))
+
+    @cached_property
+    def needle_depths(self) -> list[float]:
+        """Where needles lie, each once."""
+        return list(dict.fromkeys(values.decimals(self.depths, "--depths")))
+
+    @property
+    def seeds(self) -> range:
+        """A seed for each sample."""
+        return range(self.seed, self.seed + self.samples)
+
+    @cached_property
+    def protocols(self) -> list[str]:
+        """Names in `PROTOCOLS`, each once."""
+        return values.names(self.protocol, "--protocol", PROTOCOLS)
+
+    @property
+    def specs(self) -> Sequence[str]:
+        """The selectors, as texts."""
+        if self.endpoint:
+            return ()
+        if self.selector or self.roles or self.plan:
+            return self.selector or ()
+        return SERVED if self.engine is EngineName.vllm else SELECTED
+
+    @cached_property
+    def methods(self) -> list[Method]:
+        """What is compared, full attention first."""
+        modules = shared.trusted(self.trust, self.selector)
+        return methods(
+            self.specs,
+            self.budget,
+            self.prompt_lengths,
+            self.sparse_layers or [ALL_LAYERS],
+            [*open_roles(self.roles, trusted=modules), *open_roles(self.plan, Plan, modules)],
+            values.kv_bits(self.kv_bits),
+            self.seal,
+        )
+
+    @property
+    def learns(self) -> bool:
+        """Whether any method learns from the prefill's queries."""
+        return any(method.selector is not None and method.selector.learns for method in self.methods)
+
+    @property
+    def zones(self) -> dict[str, int]:
+        """Rows and layers that no selector chooses in."""
+        return {"sink": self.sink, "window": self.window, "dense_layers": self.dense_layers}

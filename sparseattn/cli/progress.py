@@ -1,0 +1,67 @@
+"""How far work is, as bars on standard error, so that standard output holds results only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+from sparseattn.cli.command import errors
+from sparseattn.reporting.terminal import plain
+
+
+class _Words(ProgressColumn):
+    """A task's description, which may hold the name of a file."""
+
+    def render(self, task: Task) -> Text:
+        return Text(plain(task.description), style="none")
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar, which shows nothing where standard error is no terminal."""
+    return Progress(
+        _Words(table_column=Column(no_wrap=True)),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
+
+
+@contextlib.contextmanager
+def progress_of(words: str, total: float | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show one bar; what the block gets is called with steps done and steps in all."""
+    with progress_bar() as bar:
+        task = bar.add_task(words, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def model_progress(latest: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Show how far a model is on its way here: a bar for each thing that is being done, or for the `latest` alone."""
+    with progress_bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for finished in list(tasks) if latest else ():
+                    bar.remove_task(tasks.pop(finished))
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,282 @@
+"""What `recommend` does: frontiers of layers, a search, and a verification on windows held out."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseattn.cli import options as shared
+from sparseattn.cli.command import say
+from sparseattn.cli.inputs import open_model, open_texts
+from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.recommend_options import RecommendOptions
+from sparseattn.cli.recommend_plan import MADE, keep, make_plan, mean, record_origin, settings_of
+from sparseattn.core.context import LayerContext
+from sparseattn.cost_model.machine import Machine
+from sparseattn.evaluation.tasks.decoder import ModelDecoder
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.recommend.candidates import candidates
+from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
+from sparseattn.recommend.records import Records
+from sparseattn.recommend.search import Choice, Proposal, propose
+from sparseattn.recommend.settling import settle
+from sparseattn.recommend.trials import Settings, Trials, averaged
+from sparseattn.recommend.windows import Window, windows
+from sparseattn.roles.plan import Plan
+from sparseattn.roles.roles import DENSE, Role, Share
+from sparseattn.selectors.pages.base import PageSelector
+from sparseattn.utils.devices import quarter_of_memory
+
+
+class NoPlanError(ValueError):
+    """No configuration keeps the bound, in a sentence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recommendation:
+    """What came out.
+
+    Args:
+        plan: as saved.
+        layers: of the model.
+        choices: by layer, what each role was measured to do.
+        proposal: the one of the plan.
+        objective: what was to be small.
+        rounds: see `settling.Settled`.
+        serves: whether vLLM can serve it.
+    """
+
+    plan: Plan
+    layers: Sequence[Layer]
+    choices: dict[int, list[Choice]]
+    proposal: Proposal
+    objective: Objective
+    rounds: list[dict[str, Any]]
+    serves: bool
+
+
+def search(options: RecommendOptions, path: Path) -> Recommendation:
+    """Measure what the records at `path` lack, choose, and verify.
+
+    Raises:
+        ValueError: what does not fit the model, or records of other settings.
+        NoPlanError: nothing keeps the bound.
+    """
+    begun = time.monotonic()
+    texts = open_texts(options.text)
+    groups = candidates(options.methods, options.budgets, options.length, windows=not options.vllm)
+    dtype = shared.torch_dtype(options.dtype)
+    model, tokenizer = open_model(options.model, dtype, options.place)
+    tokens = Tokens(tokenizer)
+    every = windows(
+        [(text.name, text.kind, tokens.ids(text.words)) for text in texts],
+        tokens.start,
+        options.length,
+        options.last,
+        options.windows,
+        options.held_out,
+    )
+    learns = any(role.selector.learns for group in groups for role in group)
+    decoder = ModelDecoder(model, sink=options.sink, window=options.window, chunk=options.chunk, queries=learns)
+    decoder.check(options.length, "--length")
+    wide = dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
+    layers = _layers(decoder, wide)
+    settings = settings_of(options, texts, decoder, wide, layers)
+    records = Records(path, settings)
+    trials = Trials(
+        decoder,
+        tokens,
+        records,
+        Settings(options.sink, options.window, options.draws, 2 if wide else None),
+        quarter_of_memory(options.place),
+        record_origin,
+    )
+    objective = _objective(options, layers, groups, wide)
+    _measure_frontiers(trials, [window for window in every if not window.held_out], groups, len(layers))
+    choices = _choices(layers, averaged(trials.frontiers(groups)), groups, objective)
+    families = _families(choices) if options.vllm else [choices]
+    proposal, verified, rounds = _verified(options, trials, every, layers, families, objective)
+    plan = make_plan(
+        options,
+        settings,
+        _full_cost(layers, choices),
+        proposal,
+        objective,
+        rounds,
+        verified,
+        time.monotonic() - begun,
+        records.of(MADE),
+    )
+    keep(records, plan)
+    return Recommendation(plan, layers, choices, proposal, objective, rounds, options.vllm)
+
+
+def _objective(
+    options: RecommendOptions, layers: Sequence[Layer], groups: Sequence[Sequence[Role]], wide: bool
+) -> Objective:
+    """Return what is to be small: bytes that are measured, or what a step is predicted to cost."""
+    if not options.predicted:
+        return MeasuredBytes(options.length, 2 if wide else layers[0].dtype.itemsize)
+    rows = options.context_rows or options.length
+    objective = Predicted(rows, options.batch, options.sink, options.window, options.profile)
+    _doubt(options.profile, layers[0])
+    _check_costs(objective, layers, groups)
+    return objective
+
+
+def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
+    """Return those that can be sparse; of a model that was computed `wide` on purpose with the dtype that it keeps."""
+    from sparseattn.models.sparse_cache import SparseCache
+
+    layers = SparseCache(decoder.model, "window", None).prepared.layers
+    depth = decoder.config.num_hidden_layers
+    return [
+        Layer(
+            i,
+            layer.heads,
+            layer.group,
+            layer.size,
+            torch.bfloat16 if wide else layer.dtype,
+            functools.partial(Share.fresh, layer=LayerContext(i, depth, rope=layer.rope, scale=layer.scale)),
+        )
+        for i, layer in ((i, layers[i]) for i in decoder.sparse)
+    ]
+
+
+def _doubt(machine: Machine | None, layer: Layer) -> None:
+    """Say where a profile was measured with another shape than the layer's."""
+    shape = None if machine is None else machine.about.get("shape")
+    own = {"heads": layer.heads, "group": layer.group, "size": layer.size}
+    if shape is not None and shape != own:
+        measured, wanted = (",".join(str(one[name]) for name in own) for one in (shape, own))
+        say(
+            f"the profile was measured with --shape {measured}, and layers are {wanted}: a profile by "
+            f"`sparseattn machine --shape {wanted} --out FILE` predicts them better"
+        )
+
+
+def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence[Sequence[Role]]) -> None:
+    """Refuse, before anything is measured, a method whose step nothing predicts there."""
+    for group in groups:
+        for layer in layers:
+            try:
+                objective.heads(layer, group[-1], [])
+            except (ValueError, NotImplementedError) as why:
+                raise ValueError(f"what {group[-1].method!r} costs in layer {layer.index} is not known: {why}") from why
+
+
+def _measure_frontiers(
+    trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int
+) -> None:
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(searched) * layers * len(groups))
+        for n, window in enumerate(searched, 1):
+            where = f"{window.prompt.facts['text']} from token {window.prompt.facts['start']}"
+            bar.update(task, description=f"what each layer loses: window {n}/{len(searched)}, {where}")
+            trials.frontier(window, groups, lambda done: bar.advance(task, done))
+
+
+def _choices(
+    layers: Sequence[Layer],
+    means: dict[int, dict[Role, dict[str, Any]]],
+    groups: Sequence[Sequence[Role]],
+    objective: Objective,
+) -> dict[int, list[Choice]]:
+    """Return, by layer, what each role was measured to do there, full attention first."""
+    roles = {role for group in groups for role in group}
+    choices: dict[int, list[Choice]] = {}
+    for layer in layers:
+        nothing = [0.0] * layer.heads
+        dense = Role(DENSE)
+        choices[layer.index] = [Choice(dense, 0.0, nothing, objective.heads(layer, dense, [1.0] * layer.heads))]
+        for role, point in means[layer.index].items():
+            costs = objective.heads(layer, role, point["bytes_heads"])
+            if role in roles and all(map(math.isfinite, costs)):
+                choices[layer.index].append(Choice(role, point["kl"], point["kl_heads"], costs))
+    return choices
+
+
+def _full_cost(layers: Sequence[Layer], choices: dict[int, list[Choice]]) -> float:
+    """Return what full attention, the first choice of each layer, costs."""
+    return sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
+
+
+def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]:
+    """Return the choices that an engine can serve together: of one size of pages and of entries."""
+    shapes: dict[str, tuple[int, int] | None] = {}
+    for every in choices.values():
+        for one in every:
+            made = one.role.selector
+            shapes[one.role.method] = (made.page, made.unit) if isinstance(made, PageSelector) else None
+    sizes = sorted({shape for shape in shapes.values() if shape is not None})
+    if not sizes:
+        return [choices]
+    return [
+        {layer: [one for one in every if shapes[one.role.method] in (None, size)] for layer, every in choices.items()}
+        for size in sizes
+    ]
+
+
+def _verified(
+    options: RecommendOptions,
+    trials: Trials,
+    every: Sequence[Window],
+    layers: Sequence[Layer],
+    families: Sequence[dict[int, list[Choice]]],
+    objective: Objective,
+) -> tuple[Proposal, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the configuration that keeps the bound on windows held out, what was measured of it there, and the rounds.
+
+    Raises:
+        NoPlanError: there is none.
+    """
+    bound = options.bound
+    searched, held_out = ([window for window in every if window.held_out == out] for out in (False, True))
+    verified: list[dict[str, Any]] = []  # of the newest proposal
+
+    def losses(proposal: Proposal, where: Sequence[Window], what: str) -> list[dict[str, Any]]:
+        records = []
+        with progress_bar() as bar:
+            task = bar.add_task(what, total=len(where))
+            for window in where:
+                records.append(trials.agreement(window, proposal.roles))
+                bar.advance(task)
+        return records
+
+    def loss(proposal: Proposal) -> float:
+        records = losses(proposal, searched, "search: a configuration, window by window")
+        return mean([bound.loss(record) for record in records])
+
+    def verify(proposal: Proposal, n: int) -> float:
+        verified[:] = losses(proposal, held_out, f"verification {n}, window by window")
+        return mean([bound.loss(record) for record in verified])
+
+    full = _full_cost(layers, families[0])
+    settled = settle(
+        lambda limit: propose(layers, families, limit, options.by_head, objective),
+        loss,
+        verify,
+        bound.limit,
+        bound.power,
+        full,
+    )
+    if settled.proposal is not None:
+        return settled.proposal, verified, settled.rounds
+    unit = f"{'predicted ' if options.predicted else ''}{objective.unit}"
+    unit += f" on {options.profile.name}" if options.profile is not None else ""
+    tried = "".join(
+        f" {100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit};"
+        for one in settled.rounds
+    )
+    raise NoPlanError(
+        f"no configuration was found that keeps {bound} on the windows held out and costs less than full attention"
+        f"{' (verified:' + tried.rstrip(';') + ')' if tried else ''}: allow a larger --error, larger budgets or "
+        f"other methods"
+    )

@@ -1,0 +1,73 @@
+"""What commands leave in the folder of `--out`: records as JSON lines, and figures."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sparseattn.cli.command import errors
+from sparseattn.cost_model.environment import machine, versions
+from sparseattn.utils.files import naming, write_atomic
+
+
+def results_folder(out: Path) -> None:
+    """Make the folder `out`; one that cannot be written fails here, not after the work."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out is a folder, {out} is a file")
+    with naming(out):
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+
+
+def check_figures(wanted: bool) -> None:
+    """Raise ImportError where figures are wanted and matplotlib is missing, before any work."""
+    if wanted:
+        from sparseattn.reporting import plots  # noqa: F401
+
+
+def origin() -> dict[str, Any]:
+    """Return what every record says of its making: date, versions and machine."""
+    return {"date": datetime.date.today().isoformat(), "versions": versions(), "machine": machine()}
+
+
+def say_figure(path: Path) -> None:
+    """Say where a figure lies."""
+    errors.print(f"figure: {path}", soft_wrap=True)
+
+
+def say_records(path: Path) -> None:
+    """Say where records lie."""
+    errors.print(f"records: {path}", soft_wrap=True)
+
+
+class RecordFile:
+    """JSON lines that take the place of an earlier run's once all are there; until then they lie in NAME.partial.jsonl.
+
+    Args:
+        path: the file, NAME.jsonl, in a folder that is there.
+        echo: print every line on standard output too.
+    """
+
+    def __init__(self, path: Path, echo: bool) -> None:
+        self.path, self.echo = path, echo
+        self.partial = path.with_suffix(".partial.jsonl")
+        self.origin = origin()
+        self.lines: list[str] = []
+
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append records, each with where it is from; they are on the disk then."""
+        lines = [json.dumps({**record, **self.origin}) for record in records]
+        self.lines += lines
+        write_atomic(self.partial, ("\n".join(self.lines) + "\n").encode())
+        if self.echo:
+            typer.echo("\n".join(lines))
+
+    def finish(self) -> None:
+        """Put the lines in the earlier run's place."""
+        self.partial.replace(self.path)

@@ -1,0 +1,71 @@
+"""Options' texts as values, each refused by a ValueError that names its option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from sparseattn.core.budget import Budget, parse_budget
+from sparseattn.kernels.attend_quantized.reference import BITS
+
+Number = TypeVar("Number", int, float)
+
+
+def integers(text: str | None, option: str) -> list[int] | None:
+    """Return `"0,2,5"` as a list; None stays None."""
+    return None if text is None else _numbers(text, option, int, "integers")
+
+
+def decimals(text: str, option: str) -> list[float]:
+    """Return `"0.1,0.26"` as a list."""
+    return _numbers(text, option, float, "numbers")
+
+
+def kv_bits(text: str) -> list[int | None]:
+    """Return `"16,8"` as a list of `KVCache`'s bits, None for 16."""
+    numbers = list(dict.fromkeys(_numbers(text, "--kv-bits", int, "integers")))
+    if unknown := [bits for bits in numbers if bits not in (16, *BITS)]:
+        raise ValueError(f"--kv-bits takes 16, 8 and 4, separated by commas, got {unknown[0]}")
+    return [None if bits == 16 else bits for bits in numbers]
+
+
+def budgets(text: str) -> list[Budget | None]:
+    """Return `"64,10%,mass:0.95,all"` as a list without repetitions."""
+    return list(dict.fromkeys(parse_budget(part) for part in text.split(",")))
+
+
+def row_count(text: str, option: str) -> int:
+    """Return `"128k"` or `"131072"` as rows."""
+    number, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    if not number.isdecimal():
+        raise ValueError(f"{option} is rows such as 32768 or 128k, got {text!r}")
+    return int(number) * factor
+
+
+def names(text: str, option: str, known: Sequence[str]) -> list[str]:
+    """Return `"a,b"` as a list without repetitions, of names among `known`."""
+    parts = list(dict.fromkeys(text.split(","))) if text else []
+    for name in parts:
+        if name not in known:
+            raise ValueError(f"{option} takes names from {', '.join(known)}, separated by commas, got {name!r}")
+    return parts
+
+
+def check_positive(numbers: dict[str, int | None]) -> None:
+    """Refuse a number below 1, by the name of its option."""
+    for option, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{option} is 1 or more, got {number}")
+
+
+def check_one_of(option: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not among `known`."""
+    if name not in known:
+        raise ValueError(f"{option} is one of {', '.join(known)}, got {name!r}")
+
+
+def _numbers(text: str, option: str, kind: Callable[[str], Number], what: str) -> list[Number]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes {what} separated by commas, got {text!r}") from None
