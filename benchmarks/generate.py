@@ -50,6 +50,7 @@ from sparseattn.kernels.attend_quantized.reference import BITS
 from sparseattn.models.load import REFERENCE, load_model
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import SparseCache, restore
+from sparseattn.selectors.abilities import HostOnly
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.utils.devices import usable_device
@@ -146,7 +147,7 @@ def default_selectors(options: argparse.Namespace) -> list[str]:
     if options.random or options.model != REFERENCE:
         known = [spec for spec in known if not issubclass(kinds[spec], Partitioned)]
     if torch.device(options.device).type != "cpu" and options.sealed_device != "cpu":
-        known = [spec for spec in known if not kinds[spec].host]
+        known = [spec for spec in known if not issubclass(kinds[spec], HostOnly)]
     return known
 
 

@@ -18,9 +18,11 @@ from rich.table import Table
 from benchmarks import records
 from benchmarks.records import RESULTS
 from sparseattn.cli.inputs import open_trace
+from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.rank_correlation import rank_correlation
 from sparseattn.evaluation.replay import usable_layers
+from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
@@ -70,9 +72,12 @@ def looseness(selector: PageSelector, layer: TraceLayer, sink: int, window: int,
         )
     keys, asked = layer.keys[None, :, sink : sink + rows].contiguous(), layer.query[:, :, -last:].float()
     heads, group, _, size = asked.shape
-    selector.scale, selector.stored = layer.scale, keys
+    selector.bind(LayerContext(scale=layer.scale))
+    if isinstance(selector, ReadsKeys):
+        selector.stored = keys
     selector.append(Rows(keys, keys, torch.arange(sink, sink + rows)[None]))
-    entries, real = {name: getattr(selector, name).visible for name in selector.entry_names}, selector.real.visible
+    entries = {name: getattr(selector, name).visible for name in selector.entry_names}
+    real = torch.ones(1, rows // selector.unit, dtype=torch.bool)
     query = asked.flatten(1, 2)[None]  # [1,H,G*last,D]: tokens in place of more query heads
     found = selector.scores(query, entries, real).view(heads * group, last, -1)  # [H*G,last,P]
     mass = (query @ keys.float().mT * layer.scale).unflatten(-1, (-1, selector.page)).logsumexp(-1).view(found.shape)

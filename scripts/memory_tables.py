@@ -29,6 +29,7 @@ from benchmarks.records import RESULTS
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.kernels import scoring
+from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.names import CLASSES
@@ -99,7 +100,7 @@ def partition(heads: int) -> Partition:
 
 def _looking_ahead(cache: KVCache, query: Tensor) -> KVCache:
     """Return the cache, told the query of its next step where its method looks ahead."""
-    if cache.selector.foresees:
+    if cache.selector.find(LooksAhead):
         cache.foresee(query)
     return cache
 

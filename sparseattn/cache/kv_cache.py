@@ -511,8 +511,7 @@ class KVCache:
         if self._learns and (learned := self._stored.learned) is not None:
             input_checks.group(query, learned)
         budget = parse_budget(budget)
-        by_mass = isinstance(budget, Mass)
-        unlimited = budget is None or (by_mass and budget.most is None)
+        unlimited = budget is None or (isinstance(budget, Mass) and budget.most is None)
         context = self._capacity if self.fixed and unlimited else max(self._stored.zones.count)
         rows = budget_of(self.selector, budget, context)
         if not unlimited:
@@ -520,7 +519,7 @@ class KVCache:
         self._seal_due(decoded=1)
         # More rows than there are, or can be, change nothing but the number of slots.
         rows = min(rows, max(self._capacity if self.fixed else context, self.selector.span))
-        return Allowance(rows, budget.share if by_mass and self.selector.uses_budget else None)
+        return Allowance(rows, budget.share if isinstance(budget, Mass) and self.selector.uses_budget else None)
 
     def step(self, near: Tensor | None = None, counted: bool = False) -> StepContext:
         """What the selector is told of a step at the newest token, see `StepContext`; once rows are sealed."""

@@ -245,7 +245,7 @@ class Selector(Stateful, Named, ABC):
         for _, part in self.parts():
             part.bind(context)
 
-    def count_in(self, key_bytes: int) -> None:
+    def count_in(self, key_bytes: int | None) -> None:
         """Count an element of a key as so many bytes, see `LayerContext.key_bytes`."""
         self.bind(dataclasses.replace(self.layer_context, key_bytes=key_bytes))
 
@@ -372,10 +372,9 @@ class Selector(Stateful, Named, ABC):
 
     def _forget_views(self) -> None:
         """Let go of what the cache showed, which is another's now."""
-        if isinstance(self, ReadsKeys):
-            self.stored = None
-        if isinstance(self, ReadsRoundedKeys):
-            self.rounded = None
+        for ability in (ReadsKeys, ReadsRoundedKeys):
+            if isinstance(self, ability):
+                ability.forget_view(self)
 
 
 def _refuse_old_form(cls: type[Selector]) -> None:

@@ -92,8 +92,8 @@ def _seen(
     for t in range(trace.tokens - last, trace.tokens):
         append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - trace.tokens].float()
-        rows = cache.prepare(query, None).rows
-        weighed = mine.weigh(query, cache.step(), rows)
+        allowed = cache.prepare(query, None)
+        weighed = mine.weigh(query, cache.step(), allowed.rows)
         heads, group = query.shape[1:3]
         chosen, logits = weighed.selection, (query @ cache.keys.mT * layer.scale).flatten(1, 2)[0]  # [H*G,N]
         at, first = cache.bounds, cache.bounds.base

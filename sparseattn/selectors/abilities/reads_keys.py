@@ -23,3 +23,7 @@ class ReadsKeys:
                 f"{self!r} scores the cache's own keys: use it in a KVCache without bits, or set `stored` to [B,H,N,D]"
             )
         return self.stored
+
+    def forget_view(self) -> None:
+        """Let go of what a cache showed."""
+        self.stored = None

@@ -19,3 +19,7 @@ class ReadsRoundedKeys:
 
     rounded_group: int
     rounded: CodedRows | None = None
+
+    def forget_view(self) -> None:
+        """Let go of what a cache showed."""
+        self.rounded = None

@@ -14,7 +14,7 @@ from sparseattn.kernels.page_bounds.bounds import PageBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import Entries, PageSelector
-from sparseattn.selectors.saved_state import Loaded, check_finite, check_no_order, check_tensors
+from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite, check_no_order, check_tensors
 
 SLACK = 1.25  # a step leaves room for longer keys, so that few of them make the stored bounds be rounded anew
 TINY = 1e-30  # least step, of a channel that is zero
@@ -74,9 +74,9 @@ class Quest(PageSelector):
         check_no_order(order)
         batch, heads, new, size = rows.keys.shape
         bounds = (torch.int8 if self.int8 else rows.keys.dtype, (batch, heads, new // self.page, size))
-        wanted = {"low": bounds, "high": bounds}
+        wanted: Wanted = {"low": bounds, "high": bounds}
         if self.int8:
-            wanted["step"] = (torch.float32, (batch, heads, size))
+            wanted = {**wanted, "step": (torch.float32, (batch, heads, size))}
         check_tensors(state, wanted)
         check_finite(state, "low", "high", "step")
         if bool((state["low"] > state["high"]).any()) or bool((state.get("step", torch.ones(1)) <= 0).any()):
