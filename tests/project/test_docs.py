@@ -278,6 +278,20 @@ def test_the_site_names_every_page() -> None:
         assert str(path.relative_to(ROOT / "docs")) in nav, f"mkdocs.yml has no {path.name}"
 
 
+def test_the_page_of_commands_names_every_command() -> None:
+    typer = pytest.importorskip("typer")
+    from sparseattn.cli.app import app
+
+    listed = re.findall(r"^\| `([a-z]+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.M)
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)
+
+
+def test_what_a_user_meets_first_is_at_most_20_000_words() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("  - Reference:\n")[0]
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in re.findall(r"[\w/-]+\.md", nav))]
+    assert sum(len(page.read_text().split()) for page in pages) <= 20_000
+
+
 def test_the_tree_names_files_that_are_there() -> None:
     tree = (ROOT / "docs" / "design.md").read_text().split("```text\n")[1].split("```")[0]
     folder = ROOT / "sparseattn"
