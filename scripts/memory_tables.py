@@ -28,7 +28,7 @@ from benchmarks.measure import Temporaries
 from benchmarks.records import RESULTS
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
-from sparseattn.kernels import scoring
+from sparseattn.kernels import implementations
 from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
@@ -159,7 +159,7 @@ def held_row(spec: str) -> str:
 def step_row(spec: str) -> str:
     """Return the row of a method in the table of what a step takes for a KV head beside what is held."""
     narrow, wide = (growth(spec, dtype, choosing)["choosing"].row for dtype in (NARROW, WIDE))
-    with patch.object(scoring, "why_not_numba", lambda *_: "not asked for"):
+    with patch.object(implementations, "why_not_numba", lambda *_: "not asked for"):
         without = growth(spec, NARROW, choosing)["choosing"].row
     rows = LONGER.get(spec.partition(":")[0], ROWS)[1]
     cache, query = filled(spec, 1, rows)

@@ -271,6 +271,10 @@ class Selector(Stateful, Named, ABC):
 
     # -- abilities and parts -------------------------------------------------------------------------------------------
 
+    def parts(self) -> list[tuple[str, Selector]]:
+        """Return the selectors that this one is made of, by the attribute's name."""
+        return [(name, getattr(self, name)) for name in self.part_names]
+
     def has(self, ability: type) -> bool:
         """Whether this instance, as it is configured, has an ability that its class names in its bases."""
         return isinstance(self, ability)

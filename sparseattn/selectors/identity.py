@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparseattn.selectors.names import NAMES
-
-if TYPE_CHECKING:
-    from sparseattn.selectors.base import Selector
 
 
 def identity(method: type[Any]) -> str:
@@ -47,7 +45,7 @@ class Named:
         for name, value in self.arguments().items():
             default = parameters[name].default
             if isinstance(value, Named):
-                if value.label() != _label_of(default):
+                if not _is_default(value, default):
                     shown.append(f"{name}={value.label()}")
             elif value != default and (knob or name != self.knob):
                 shown.append(f"{name}={value!r}")
@@ -66,11 +64,19 @@ class Named:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments().items())})"
 
 
-def _label_of(default: object) -> str | None:
-    """Return the label of the method that a part's default names, such as "quest"."""
+def _is_default(part: Named, default: object) -> bool:
+    """Whether a part is the method that its argument's default names, such as "quest" or "exact:group=softmax"."""
     if not isinstance(default, str):
-        return None
-    from sparseattn.selectors.registry import make_selector  # which knows the methods that have parts
+        return False
+    name, _, text = default.partition(":")
+    pairs = (pair.split("=", 1) for pair in text.split(",") if pair)
+    arguments = ", ".join(f"{argument}={_literal(value)!r}" for argument, value in pairs)
+    shown = type(part).__name__ + (f"({arguments})" if arguments else "")
+    return identity(type(part)) == name and part.label() == shown
 
-    made: Selector = make_selector(default)
-    return made.label()
+
+def _literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import State
-
-if TYPE_CHECKING:
-    from sparseattn.selectors.base import Selector
 
 Self = TypeVar("Self", bound="Stateful")
 
@@ -27,8 +24,8 @@ class Stateful:
 
     part_names: tuple[str, ...] = ()
 
-    def parts(self) -> list[tuple[str, Selector]]:
-        """Return the selectors that this one is made of, by the attribute's name."""
+    def parts(self) -> Sequence[tuple[str, Stateful]]:
+        """Return the methods that this one is made of, by the attribute's name."""
         return [(name, getattr(self, name)) for name in self.part_names]
 
     def states(self) -> list[tuple[str, State]]:
@@ -44,7 +41,7 @@ class Stateful:
         """Return an independent copy of the state; parameters are shared."""
         return self._copied(lambda state: state.clone(), lambda part: part.clone())
 
-    def _copied(self: Self, of_state: Callable[[State], State], of_part: Callable[[Selector], Selector]) -> Self:
+    def _copied(self: Self, of_state: Callable[[State], State], of_part: Callable[[Any], Any]) -> Self:
         twin = copy.copy(self)
         for name, state in self.states():
             setattr(twin, name, of_state(state))
