@@ -40,7 +40,7 @@ def load_model(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Any, Any]:
-    """A causal LM in eval mode and its tokenizer, or None for a byte model (256 tokens, no tokenizer files).
+    """Return a causal LM in eval mode and its tokenizer, None for a byte model (256 tokens, no tokenizer files).
 
     Code that comes with a model is not run (`trust_remote_code` is False).
 
@@ -66,7 +66,7 @@ def load_model(
 
 
 def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> str:
-    """What transformers, and engines that load as it does, know a model by: a folder, or its name on the hub.
+    """Return what transformers, and engines that load as it does, know a model by: a folder, or its name on the hub.
 
     A model of `NAMED` is fetched and a GGUF file converted if that is not done yet. Hub names are not looked up.
 
@@ -94,7 +94,7 @@ def folder_of(path_or_id: str | os.PathLike[str], progress: Progress | None = No
 
 
 def load_tokenizer(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> Any:
-    """The tokenizer of a model without its weights, or None for a byte model; arguments as for `load_model`.
+    """Return the tokenizer of a model without its weights, None for a byte model; arguments as for `load_model`.
 
     Of a GGUF file that is not converted yet, the tokenizer alone is read.
 
@@ -185,7 +185,7 @@ def _check_loaded(name: str, loading: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _log_held_back() -> Iterator[None]:
-    """What transformers logs comes when the block ends well; when it raises, the error says enough."""
+    """Show what transformers logs only if the block ends well; if it raises, the error says enough."""
     logger = logging.getLogger("transformers")
     handlers, kept = logger.handlers, BufferingHandler(capacity=10_000)
     logger.handlers = [kept]
@@ -199,7 +199,7 @@ def _log_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_loading_bar() -> Iterator[None]:
-    """No "Loading weights" bar of transformers.
+    """Hide the "Loading weights" bar of transformers.
 
     Not by its `disable_progress_bar`, which would silence the hub's downloads with it.
     """
@@ -214,7 +214,7 @@ def _no_loading_bar() -> Iterator[None]:
 
 
 def reference_model() -> Any:
-    """The byte-level model that ships with the package, in float32 on the CPU.
+    """Return the byte-level model that ships with the package, in float32 on the CPU.
 
     Raises:
         ModelError: this installation has no weights.
@@ -239,12 +239,12 @@ NAMED: dict[str, Source] = {REFERENCE: _reference} | {name: _packaged(name) for 
 
 
 def reference_folder() -> Path:
-    """Where the reference model's files lie."""
+    """Return the folder of the reference model's files."""
     return Path(str(importlib.resources.files("sparseattn"))) / "data" / "reference"
 
 
 def encode(tokenizer: Any, data: bytes) -> Tensor:
-    """Token ids `[1,T]` of a text file's bytes; `tokenizer` None: the bytes are the ids.
+    """Return the token ids `[1,T]` of a text file's bytes; without a tokenizer the bytes are the ids.
 
     Raises:
         ModelError: an empty text, or one that is not UTF-8 for a model with a tokenizer.
@@ -263,7 +263,7 @@ def encode(tokenizer: Any, data: bytes) -> Tensor:
 
 
 def pieces(tokenizer: Any, data: bytes) -> list[str]:
-    """The text of each token of `encode`, joined the text again: of a character of several tokens one has it.
+    """Return the text of each token of `encode`. Joined they are the text; one of a character's tokens has it whole.
 
     Raises:
         ModelError: as `encode`, or a tokenizer that does not say where its tokens stand.
