@@ -1,4 +1,4 @@
-"""What the attention layers of a transformers model are: shapes, scale, window, RoPE. Told by what they do."""
+"""The attention layers of a transformers model: shapes, scale, window and RoPE, found by what the layers do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.capture import probe, quiet
 from sparseattn.models.transformers_classes import DynamicCache
 
-TOKENS = 4  # of a look at a model
+TOKENS = 4  # of the passes that look at a model
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class AttentionLayer:
         heads, group, size: H, G and D.
         scale: factor of the logits.
         window: rows of a sliding window, None for the whole context.
-        beyond: what it does that softmax attention over keys and values does not say, in words; None: nothing.
+        beyond: what it does beyond softmax attention over keys and values, in words; None: nothing.
         rope: its RoPE; None where it applies none, or one whose frequencies follow the length.
         dtype, device: of its keys.
     """
@@ -43,19 +43,20 @@ class AttentionLayer:
 
 
 def attention_layers(model: Any, original: str) -> dict[int, AttentionLayer]:
-    """The softmax attention layers of a model by number, from three forward passes over a few tokens.
+    """Return the softmax attention layers of a model by number, from three forward passes over a few tokens.
 
     Args:
         model: a causal LM of transformers.
         original: the name of its attention implementation.
 
     Raises:
-        ModelError: it has none that goes through transformers' AttentionInterface.
+        ModelError: none of its layers goes through transformers' AttentionInterface.
     """
     config = model.config.get_text_config(decoder=True)
     ids = (torch.arange(1, TOKENS + 1) % config.vocab_size)[None]
     with quiet(model):
-        # With a cache, which layers may share keys through. Calls are held, so equal addresses are of the same keys.
+        # With a cache, through which layers may share keys. The calls keep their tensors, so equal addresses are of
+        # the same keys.
         cached = probe(model, original, ids, use_cache=True, **cache_argument(DynamicCache(config=model.config)))
         keys = {index: call.key.data_ptr() for index, call in cached.items()}
         with rotary.Watch({index: call.module for index, call in cached.items()}) as watch:

@@ -130,7 +130,7 @@ def capture(
 
 
 class _Enough(Exception):
-    """Ends a forward pass whose later layers nobody wants."""
+    """Ends a forward pass behind the last layer that is recorded."""
 
 
 # What transformers' attention calls go to while a capture runs. One per thread, so that captures of several models do
@@ -282,7 +282,7 @@ def _prefill(
 
 
 def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[int, Call]:
-    """The first attention call of every layer in a forward pass over a few tokens `[1,n]`; no cache but in `inputs`."""
+    """Return the first attention call of every layer in a pass over a few tokens `[1,n]`; no cache by default."""
     calls: dict[int, Call] = {}
 
     def listener(call: Call) -> tuple[Tensor, Any]:
@@ -303,7 +303,7 @@ def probe(model: Any, original: str, input_ids: Tensor, **inputs: Any) -> dict[i
 def _kept(
     path: str | os.PathLike[str], shapes: Sequence[LayerShape], dtype: torch.dtype, meta: Mapping[str, Any], text: bool
 ) -> Trace:
-    """The trace at `path`, which has to be what a capture would write."""
+    """Return the trace at `path`, or refuse one that is not what this capture would write."""
     trace = Trace.open(path)
     for name in ("config_hash", "tokens_sha256"):
         if trace.meta.get(name) != meta[name]:
@@ -353,7 +353,7 @@ def _listens(listener: Callable[[Call], tuple[Tensor, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(model: Any) -> Iterator[None]:
-    """No gradients, no dropout; every module's mode is given back."""
+    """Turn gradients and dropout off within the block; every module gets its mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -406,7 +406,7 @@ def _check_range(model: Any, input_ids: Tensor, layers: Sequence[int]) -> None:
 
 
 def tokens_hash(input_ids: Tensor) -> str:
-    """The SHA-256 by which a trace knows its tokens, of ids of any shape."""
+    """Return the SHA-256 by which a trace knows its tokens, of ids of any shape."""
     ids = input_ids.cpu().to(torch.int64).flatten().tolist()
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 

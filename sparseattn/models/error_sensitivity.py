@@ -43,7 +43,7 @@ class LayerSeen:
 
 
 def observe(prefill: Prefill, tokens: Sequence[int], draws: int = 8, seed: int = 0) -> dict[int, LayerSeen]:
-    """Feeds the tokens behind a prompt through full attention; what each layer that attends to the whole context saw.
+    """Feed the tokens behind a prompt through full attention, and return what each whole-context layer saw.
 
     The prefill stays as it is.
 
@@ -86,7 +86,7 @@ class _Watched(SparseLayer):
         self.columns, self.shape = layer.columns, shape
 
     def attend(self, call: Call, run: Run) -> Tensor:
-        """Dense attention, whose output a zero is added to that gradients are taken by."""
+        """Attend densely, and add a zero to the output by which gradients are taken."""
         with torch.no_grad():
             self._check(call)
         batch, named, new, size = call.query.shape
@@ -108,6 +108,6 @@ class _Watched(SparseLayer):
         return (out + self.leaf.to(out.dtype)).transpose(1, 2)
 
     def seen(self, gradients: Tensor) -> LayerSeen:
-        """With the gradients `[S,HG,n,D]`."""
+        """Return what it saw, with the gradients `[S,HG,n,D]`."""
         query, keys, values, out = self.saw
         return LayerSeen(self.shape, query, keys, values, out, gradients.unflatten(1, query.shape[1:3]))

@@ -25,7 +25,7 @@ from sparseattn.selectors.abilities import LooksAhead
 
 
 def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
-    """The layers to stay dense, in order; else ValueError."""
+    """Return the layers to stay dense, in order; ValueError for anything but a count or layers of the model."""
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= layers:
         return tuple(range(given))
     if isinstance(given, Sequence) and not isinstance(given, str) and set(given) <= set(range(layers)):
@@ -36,10 +36,10 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, trusted: Collection[str] = ()) -> Plan:
-    """The plan, of a file perhaps, that may name classes of modules that are `trusted`.
+    """Return the plan, read from its file if it is a path. It may name classes of `trusted` modules.
 
     Raises:
-        ValueError: it was made for other weights, or something is `beside` it that chooses too.
+        ValueError: it was made for other weights, or `beside` it there are roles or a selector, which choose too.
     """
     weights = fingerprint(model.named_parameters()), name_of(model)
     found = plan if isinstance(plan, Plan) else Plan.load(plan, trusted, weights)
@@ -54,7 +54,7 @@ def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, tru
 def dense_by_roles(
     roles: Roles, model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
 ) -> tuple[int, ...]:
-    """The layers to stay dense, in order: those named already, and those whose heads all are dense by their role.
+    """Return the layers to stay dense, in order: those in `dense`, and those whose heads all are dense by their role.
 
     Raises:
         ValueError: roles that do not fit the model: a layer that it does not have or that they leave out, another
@@ -79,7 +79,7 @@ def dense_by_roles(
 
 
 def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -> list[int]:
-    """The layers that attend to every row, as far as is known."""
+    """Return the layers that attend to the whole context, as far as is known."""
     able = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     return [i for i in able if i not in found or found[i].window is None]
 
@@ -87,7 +87,11 @@ def _whole_context(layers: Sequence[Any], found: Mapping[int, AttentionLayer]) -
 def sparse_layers(
     model: Any, layers: Sequence[Any], found: Mapping[int, AttentionLayer], dense: Sequence[int]
 ) -> list[int]:
-    """The layers to be sparse: those that attend to the whole context and are not to stay dense; else ModelError."""
+    """Return the layers to be sparse: those that attend to the whole context and are not in `dense`.
+
+    Raises:
+        ModelError: there is no layer to select in, or one that sparse attention cannot compute.
+    """
     able = _whole_context(layers, found)
     if not able:
         raise ModelError(f"{name_of(model)} has no layer that attends to the whole context: there is nothing to select")
@@ -104,7 +108,7 @@ def sparse_layers(
 
 
 def check_mapping(name: str, given: Any, sparse: Sequence[int]) -> None:
-    """A mapping from layers covers the sparse ones and names no others; else ValueError."""
+    """Refuse, by ValueError, a mapping that names other layers than the sparse ones or lacks one of them."""
     if not isinstance(given, Mapping):
         return
     strange = [key for key in given if key != "default" and key not in sparse]
@@ -117,12 +121,12 @@ def check_mapping(name: str, given: Any, sparse: Sequence[int]) -> None:
 
 
 def of_layer(given: Any, index: int) -> Any:
-    """What `given`, one value or a mapping by layer, says of a layer."""
+    """Return what `given`, one value or a mapping by layer, says of a layer."""
     return given.get(index, given.get("default")) if isinstance(given, Mapping) else given
 
 
 def check_budget(index: int, budget: Budget, share: Share) -> None:
-    """A budget fits the selector of a layer's heads; else ValueError."""
+    """Refuse, by ValueError, a budget that does not fit the selector of a layer's heads."""
     try:
         budget_of(share.selector, share.budget(budget), 1)
     except ValueError as error:
@@ -141,7 +145,7 @@ def try_out(
     bits: int | None = None,
     group: int = GROUP,
 ) -> None:
-    """One decode over a few random rows of the shape of a layer's heads: what does not fit raises now.
+    """Decode once over a few random rows of the shape of a layer's heads, so that what does not fit raises now.
 
     depth: layers of the model.
     board: of its layers, which are tried one after another. bits, group: as in `KVCache`.

@@ -185,7 +185,7 @@ def _check_loaded(name: str, loading: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _log_held_back() -> Iterator[None]:
-    """What transformers logs comes when the block ends well; when it raises, the error says enough."""
+    """Show what transformers logs only if the block ends well; if it raises, the error says enough."""
     logger = logging.getLogger("transformers")
     handlers, kept = logger.handlers, BufferingHandler(capacity=10_000)
     logger.handlers = [kept]
@@ -199,7 +199,7 @@ def _log_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_loading_bar() -> Iterator[None]:
-    """No "Loading weights" bar of transformers.
+    """Hide the "Loading weights" bar of transformers.
 
     Not by its `disable_progress_bar`, which would silence the hub's downloads with it.
     """

@@ -1,4 +1,4 @@
-"""A prompt prefilled once and decoded by many methods."""
+"""A prompt that is prefilled once and decoded by many methods."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Prefill:
     def cache(
         self, selector: Method | PerLayer = "quest", budget: Budget | PerLayer = 1024, **settings: Any
     ) -> SparseCache:
-        """A new `SparseCache(model, selector, budget, **settings)` that holds the prompt, nothing of it sealed yet.
+        """Return a `SparseCache(model, selector, budget, **settings)` that holds the prompt, nothing of it sealed yet.
 
         Raises:
             ValueError: what `SparseCache` refuses; a selector that learns from queries where they were not kept.
@@ -90,7 +90,7 @@ class Prefill:
         return made
 
     def rows(self, layer: int) -> KVCache:
-        """The prompt's rows in a layer that attends to the whole context, in order and none of them sealed."""
+        """Return the prompt's rows in a layer that attends to the whole context, in order and none of them sealed."""
         return self._cache.sparse_layers[layer].rows
 
     @property
@@ -103,14 +103,14 @@ class Prefill:
 
 
 class _Kept(Window):
-    """Never asked: has the cache keep the queries of a prefill for the selectors to come."""
+    """Never chooses: it makes the cache keep the queries of a prefill, for the selectors to come."""
 
     def __init__(self, queries_share: float) -> None:
         self.queries_share = queries_share
 
 
 def _columns(rows: KVCache, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values `[B,H,T,D]` with their padding back, of a cache that has sealed nothing and has no sink."""
+    """Return keys and values `[B,H,T,D]`, padding included, of a cache without sink that has sealed nothing."""
     if real is None:
         return rows.keys, rows.values
     keys, values = (rows.keys.new_zeros(*rows.keys.shape[:2], real.shape[1], rows.keys.shape[3]) for _ in range(2))

@@ -74,7 +74,7 @@ class Watch:
 
 
 def ropes_of(model: nn.Module) -> list[Rope]:
-    """Every set of frequencies that the model holds, in the pairing of Llama.
+    """Return every set of frequencies that the model holds, in the pairing of Llama.
 
     transformers calls them `inv_freq` and `attention_scaling`, with a prefix where kinds of layers differ.
     """
@@ -112,7 +112,7 @@ def find(
     keys: Tensor,
     outputs: Sequence[Tensor],
 ) -> Rope:
-    """The rope of a layer, from its first rows.
+    """Return the rope of a layer, found from its first rows.
 
     Args:
         ropes: what `ropes_of` found.
@@ -146,7 +146,7 @@ def find(
 
 
 def _as_rows(outputs: Sequence[Tensor], like: Tensor) -> Iterator[Tensor]:
-    """Every way to read a submodule's output as rows of `like` `[heads,n,D]`, fused projections included."""
+    """Yield every way to read a submodule's output as rows of `like` `[heads,n,D]`, fused projections included."""
     heads, n, size = like.shape
     for output in outputs:
         if output.shape[0] != 1 or output.numel() < like.numel() or output.numel() % (n * size):

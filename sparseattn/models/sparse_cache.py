@@ -185,11 +185,11 @@ class SparseCache(Cache):
 
     @property
     def _rounding(self) -> tuple[int | None, int]:
-        """bits and group of the caches."""
+        """`bits` and `group` of the caches."""
         return self._settings["bits"], self._settings["group"]
 
     def _shares(self, index: int) -> list[Share]:
-        """Which heads of a sparse layer have which method."""
+        """Return which heads of a sparse layer have which method."""
         if self.roles is None:
             return [Share(as_selector(checks.of_layer(self.selector, index)))]
         return self.roles.shares(index, self.prepared.layers[index].heads)
@@ -207,7 +207,7 @@ class SparseCache(Cache):
         return "prefilled" if self.sparse_from is None else f"fed from {self.sparse_from}"
 
     def stats(self) -> Stats:
-        """What ran since the cache was made or cloned, by layer and in all."""
+        """Return what ran since the cache was made or cloned, by layer and in all."""
         layers = []
         for i, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
@@ -218,19 +218,19 @@ class SparseCache(Cache):
         return Stats(self.protocol, tuple(layers))
 
     def count_dense(self, layer: int) -> None:
-        """Counts an attention call of a layer that is not sparse."""
+        """Count an attention call of a layer that is not sparse."""
         self._dense_calls[layer] += 1
 
     # -- making others ---------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Builds what the selectors build from a prompt now, instead of at the first decoded token."""
+        """Build now what the selectors build from a prompt, instead of at the first decoded token."""
         for layer in self.sparse_layers.values():
             for part in layer.parts:
                 part.rows.seal()
 
     def compact(self) -> int:
-        """Frees the rows that selectors have dropped for good (`KVCache.compact`), of every layer where one does.
+        """Free the rows that selectors have dropped for good (`KVCache.compact`), in every layer where one does.
 
         Returns:
             Places freed, summed over layers and KV heads.
@@ -245,7 +245,7 @@ class SparseCache(Cache):
         return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in evicting)
 
     def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
-        """An independent copy that counts anew, of another `budget` if given: one index serves several questions.
+        """Return an independent copy that counts anew, with another `budget` if given; one index serves many questions.
 
         Raises:
             ValueError: a budget that does not fit a layer.
@@ -282,7 +282,7 @@ class SparseCache(Cache):
     # -- what transformers asks of a cache ---------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens: how many, negative or 0, or (before transformers 5.10 or so) how many to keep.
+        """Forget the newest tokens: how many, negative or 0, or (before transformers 5.10 or so) how many to keep.
 
         After a pass that was cut short, by an error or Ctrl-C, what its layers hold in common is the most that is left:
         `crop(0)` goes back to that. What selectors observed in that pass stays observed.
@@ -307,7 +307,7 @@ class SparseCache(Cache):
             self._real = self._real[:, : held - drop]
 
     def _take_back(self, tokens: int) -> None:
-        """Goes back to so many tokens, at most those that all layers hold whole."""
+        """Go back to so many tokens, at most those that all layers hold whole."""
         if not tokens:
             self.reset()
             return
@@ -316,22 +316,22 @@ class SparseCache(Cache):
         self._real = real
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence b becomes what sequence `beam_idx[b]` was."""
+        """Let sequence b become what sequence `beam_idx[b]` was."""
         super().reorder_cache(beam_idx)
         self._real = self._real if self._real is None else self._real[beam_idx.cpu()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
+        """Repeat every sequence `repeats` times."""
         super().batch_repeat_interleave(repeats)
         self._real = self._real if self._real is None else self._real.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences `indices`."""
+        """Keep the sequences `indices`."""
         super().batch_select_indices(indices)
         self._real = self._real if self._real is None else self._real[indices.cpu()]
 
     def reset(self) -> None:
-        """Forgets every token; the configuration and the counts stay."""
+        """Forget every token; the configuration and the counts stay."""
         fresh = DynamicCache(config=self.model.config).layers
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
@@ -351,11 +351,11 @@ class SparseCache(Cache):
     # -- a forward pass ----------------------------------------------------------------------------------------------
 
     def begin(self, inputs: Mapping[str, Any], logits: int) -> Run:
-        """What a forward pass with these keyword arguments means for the layers.
+        """Begin a forward pass with these keyword arguments, and return what the layers need to know of it.
 
         Args:
             inputs: of the model's inner part: ids or embeddings, mask, positions.
-            logits: of how many of the last tokens the logits are wanted; 0: of all.
+            logits: how many of the last tokens the model returns logits of; 0: all.
 
         Raises:
             RuntimeError: another thread runs a pass with this cache, or an earlier pass was cut short and has left its
@@ -403,7 +403,7 @@ class SparseCache(Cache):
         return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)
 
     def end(self) -> None:
-        """A forward pass has come to its end.
+        """Note that the forward pass has come to its end.
 
         Raises:
             RuntimeError: a layer was given rows and has not attended to them.
@@ -411,12 +411,12 @@ class SparseCache(Cache):
         self._passes.end(self.layers)
 
     def cut_short(self) -> None:
-        """A forward pass was ended by an error, or by Ctrl-C. Where it has left traces, no other one begins."""
+        """Note that the pass was ended by an error or by Ctrl-C. If it has left rows, no other pass begins."""
         self._passes.cut_short(self.layers)
         self._real = self._real_before
 
     def _padding(self, mask: Any, held: int, batch: int, new: int) -> Tensor | None:
-        """`[B,n]` bool, which new tokens are real; None while no token ever was padding."""
+        """Return `[B,n]` bool, which new tokens are valid; None while no token ever was padding."""
         real = torch.ones(batch, new, dtype=torch.bool)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new:
@@ -432,7 +432,7 @@ class SparseCache(Cache):
         return real
 
     def _sparse_tokens(self, held: int, new: int, logits: int) -> int:
-        """How many of the last of `new` tokens behind `held` are decoded sparsely."""
+        """Return how many of the last of `new` tokens behind `held` are decoded sparsely."""
         if self.sparse_from is not None:
             return min(max(held + new - self.sparse_from, 0), new)
         if held and new == max(logits, 1):  # one token, or the last one and its drafts
@@ -442,7 +442,7 @@ class SparseCache(Cache):
     # -- the model -------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Gives the model its own attention back; see `restore`."""
+        """Give the model its own attention back; see `restore`."""
         restore(self.model)
 
     def __enter__(self) -> SparseCache:
