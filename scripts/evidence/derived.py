@@ -196,8 +196,8 @@ def _wrapped(label: str) -> tuple[str | None, str]:
 
 
 def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `asked`, the share of the attention that the budget is, `method` without what was fitted to it, and the `gap`
-    between what was promised and held."""
+    """With `asked`, the share of the attention that the budget is, `method` without what was fitted to it, and the
+    `gap` between what was promised and held."""
     return [
         {
             **row,
