@@ -305,7 +305,7 @@ def test_a_key_reaches_vllm_by_the_environment_alone(
         (["--selector", "qust"], "qust"),
         (["--selector", "retrieval"], "has another kind of index"),
         (["--budget", "3"], "budget is at least"),
-        (["--window", "0"], "window is 1 or more, got 0"),
+        (["--window", "0"], "window is a whole number from 1 to 1e+15, got 0"),
         (["--dtype", "int8"], "--dtype is one of auto, float32, float16, bfloat16, got 'int8'"),
         (["--kv-cache-gib", "0"], "--kv-cache-gib is GiB above 0, got 0.0"),
         (["--port", "0"], "--port is 1 or more, got 0"),
