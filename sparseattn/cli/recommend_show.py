@@ -14,7 +14,7 @@ from sparseattn.roles.roles import Role
 
 
 def sentences(result: Recommendation) -> list[str]:
-    """What was result, in short."""
+    """Return what was found, in short."""
     made, cost = result.plan.made, result.plan.made["cost"]
     bound = Bound(made["bound"]["measure"], made["bound"]["most"])
     verified = made["verified"]
