@@ -77,9 +77,9 @@ def looseness(selector: PageSelector, layer: TraceLayer, sink: int, window: int,
         selector.stored = keys
     selector.append(Rows(keys, keys, torch.arange(sink, sink + rows)[None]))
     entries = {name: getattr(selector, name).visible for name in selector.entry_names}
-    real = torch.ones(1, rows // selector.unit, dtype=torch.bool)
+    valid = selector.valid_entries(torch.ones(1, rows, dtype=torch.bool))
     query = asked.flatten(1, 2)[None]  # [1,H,G*last,D]: tokens in place of more query heads
-    found = selector.scores(query, entries, real).view(heads * group, last, -1)  # [H*G,last,P]
+    found = selector.scores(query, entries, valid).view(heads * group, last, -1)  # [H*G,last,P]
     mass = (query @ keys.float().mT * layer.scale).unflatten(-1, (-1, selector.page)).logsumexp(-1).view(found.shape)
     away = (found - mass).double() + (0.0 if selector.mass else math.log(selector.page))
     counted = sum(part.numel() * selector.bytes_of(part) for part in entries.values())

@@ -24,8 +24,7 @@ from sparseattn.utils.tensors import only_tensors
 
 def unused(selector: Selector) -> None:
     """A selector that no cache and no caller has filled; else ValueError."""
-    shown = any(part.stored is not None for part in selector.find(ReadsKeys))
-    if shown or any(state.rows for _, state in selector.buffers()):
+    if any(part.rows_of_cache for part in selector.tree()) or any(state.rows for _, state in selector.buffers()):
         raise ValueError(
             f"this {selector!r} holds the rows of another cache: one selector serves one cache, so give each layer its "
             f"own with selector.for_layer(i)"
@@ -70,7 +69,7 @@ def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
 
 def loose(selector: Selector) -> None:
     """A selector whose storage no cache has fixed; else ValueError."""
-    if any(state.room is not None for _, state in selector.buffers()):
+    if any(part.fixed_for_cache for part in selector.tree()):
         raise ValueError(
             f"the storage of this {selector!r} was fixed for another cache: one selector serves one cache, so give "
             f"each layer its own with selector.for_layer(i)"

@@ -174,6 +174,8 @@ class KVCache:
             )
         sealed = (capacity - self.sink) // unit * unit
         self.selector.fix(sealed, self.seal_rows // unit * unit)
+        for part in self.selector.tree():
+            part.fixed_for_cache = True
         self._stored.fix(capacity, sealed)
         self._capacity = capacity
 
@@ -376,6 +378,7 @@ class KVCache:
             zones.require_room(counts, self._capacity, self.unit)
         if first:
             stored.begin(zones, keys)
+            self._claim()
         self._broken = "storing rows was cut short"
         stored.store(keys, values, queries, at, self.window + self.rollback)
         self._show()
@@ -407,6 +410,10 @@ class KVCache:
             )
         keys, values, queries, positions = other._stored.copied(self.selector.learns)
         self.append(heads(keys), heads(values), None if queries is None else heads(queries), positions)
+
+    def _claim(self) -> None:
+        for part in self.selector.tree():
+            part.rows_of_cache = True
 
     def _show(self) -> None:
         """Brings the selector's view of the stored keys up to date; of keys of a few bits only what asks for it has
@@ -706,6 +713,7 @@ class KVCache:
         twin.selector, twin._stored = self.selector.clone(), self._stored.clone()
         twin._abilities, twin._lookahead = Abilities.of(twin.selector), None
         if self.batch:
+            twin._claim()
             twin._show()
         return twin
 

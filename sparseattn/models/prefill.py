@@ -14,6 +14,7 @@ from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.sparse_cache import Method, PerLayer, SparseCache
 from sparseattn.models.sparse_layer import SparseLayer
+from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.baselines.window import Window
 
 
@@ -102,7 +103,7 @@ class Prefill:
         return f"Prefill({name_of(self._cache.model)}): {self.tokens} tokens"
 
 
-class _Kept(Window):
+class _Kept(LearnsFromQueries, Window):
     """Never chooses: it makes the cache keep the queries of a prefill, for the selectors to come."""
 
     def __init__(self, queries_share: float) -> None:

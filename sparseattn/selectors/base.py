@@ -108,6 +108,8 @@ class Selector(Stateful, Named, ABC):
         late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
             is loaded at its first use.
         operators: about how many tensor operations `select` takes beside the launches that `cost` names.
+        fixed_for_cache, rows_of_cache: what a cache sets of a selector that it has fixed storage for, or stores rows
+            for: one selector serves one cache.
     """
 
     layer_context: LayerContext = LayerContext()
@@ -115,6 +117,8 @@ class Selector(Stateful, Named, ABC):
     uses_budget: bool = True
     late: tuple[str, ...] = ()
     operators: int = 8
+    fixed_for_cache: bool = False
+    rows_of_cache: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -236,6 +240,8 @@ class Selector(Stateful, Named, ABC):
         context = LayerContext(layer) if isinstance(layer, int) else layer
         fresh = self._copied(lambda state: state.fresh(), lambda part: part.for_layer(context))
         fresh.reset()
+        for part in fresh.tree():
+            part.fixed_for_cache = False
         fresh.bind(context)
         return fresh
 
@@ -318,7 +324,7 @@ class Selector(Stateful, Named, ABC):
 
     def counted(self, selection: Selection, query: Tensor, step: StepContext, budget: int) -> Selection:
         """Return `selection` with what choosing it read, by `scan`, where the step asks for it and it does not say."""
-        if not step.counted or selection.scan_bytes is not None:
+        if not step.counted or selection.scan_bytes is not None or selection.scanned is not None:
             return selection
         nothing = Scan(0, 0)
         scans = {rows: self.scan(query, rows, budget) if rows else nothing for rows in {*step.sealed}}
@@ -376,6 +382,7 @@ class Selector(Stateful, Named, ABC):
 
     def _forget_views(self) -> None:
         """Let go of what the cache showed, which is another's now."""
+        self.rows_of_cache = False
         for ability in (ReadsKeys, ReadsRoundedKeys):
             if isinstance(self, ability):
                 ability.forget_view(self)

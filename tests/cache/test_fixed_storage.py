@@ -21,10 +21,11 @@ def cache_of(case: Case, fixed: bool, **sizes) -> KVCache:
 
 def addresses(cache: KVCache) -> dict[str, int]:
     """Of what a step reads: not what Exact has just chosen, nor what QueryBridge looks at when rows are sealed."""
-    unread = ("kept", "real") if isinstance(cache.selector, QueryBridge) else ("kept",)
+    unread = ("kept", "valid") if isinstance(cache.selector, QueryBridge) else ("kept",)
     parts = {name: state.full for name, state in cache.selector.buffers() if state.rows and name not in unread}
     bounds = {name: getattr(cache.bounds, name) for name in ("sink", "sealed", "rows")}
     read = {"keys": cache.keys, "values": cache.values, "positions": cache.positions, **parts, **bounds}
+    read["real rows"] = cache.step().valid
     return {name: part.data_ptr() for name, part in read.items()}
 
 
@@ -188,8 +189,8 @@ def test_a_share_or_all_as_budget_counts_up_to_the_capacity() -> None:
     cache = KVCache(Window(), capacity=100, fixed=True)
     cache.append(keys, values)
     query = keys[:, :, None, -1].expand(-1, -1, G, -1)
-    assert cache.prepare(query, None) == 100
-    assert cache.prepare(query, 0.1) == 6
+    assert cache.prepare(query, None).rows == 100
+    assert cache.prepare(query, 0.1).rows == 6
 
 
 class TestRowBuffer:

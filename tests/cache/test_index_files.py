@@ -259,18 +259,17 @@ def circle(state: dict[str, torch.Tensor]) -> None:
 
 
 WRONG = [
-    (Quest, lambda s: s.pop("real"), "holds high, low where high, low, real are wanted"),
-    (Quest, lambda s: s.update(more=torch.zeros(1)), "high, low, more, real where"),
+    (Quest, lambda s: s.pop("low"), "holds high where high, low are wanted"),
+    (Quest, lambda s: s.update(more=torch.zeros(1)), "high, low, more where"),
     (Quest, lambda s: s.update(low=s["low"].half()), "low is torch.float16"),
     (Quest, lambda s: s.update(low=s["low"][:, :, :-1]), r"low is .*\[2, 2, 7, 32\], wanted is .*\[2, 2, 8, 32\]"),
     (Quest, lambda s: s.update(low=torch.tensor(1.0)), r"low is torch.float32 \[\]"),
     (Quest, lambda s: s.update(order=torch.zeros(2, 2, 128, dtype=torch.int64)), "permutation of the 128 rows"),
     (Quest, lambda s: s.update(order=torch.arange(128).expand(2, 2, -1)), "an order of the rows where the method has"),
-    (Quest, put("real", (1, 3), True), "real is not that of the rows shown"),
     (Quest, put("high", (0, 0, 0, 0), torch.nan), "high has entries that are no numbers"),
     (Quest, put("high", (0, 0, 0, 0), torch.inf), "high has entries that are not finite"),
     (Quest, put("low", (0, 0, 0, 0), 1e9), "least key is above its largest"),
-    (lambda: Quest(int8=True), lambda s: s.pop("step"), "real where high, low, real, step are wanted"),
+    (lambda: Quest(int8=True), lambda s: s.pop("step"), "where high, low, step are wanted"),
     (lambda: Quest(int8=True), put("step", (0, 0, 0), 0.0), "a step is not above 0"),
     (small_retrieval, lambda s: s.pop("parent"), "where adjacency, bias, entry, guide, lists, parent, root, scores"),
     (small_retrieval, put("adjacency", (0, 0, 0, 0), 1 << 30), "adjacency has entries from -1 to 1073741824"),
@@ -288,8 +287,8 @@ WRONG = [
     (small_retrieval, put("bias", (0, 0, 0), torch.inf), "bias has entries that are not finite"),
     (small_bridge, put("lists", (0, 0, 0, 0), 1 << 30), "lists has entries from"),
     (small_bridge, put("lists", (1, 0, 0, 0), 32), "of 32 rows it names 0 to 31"),
-    (small_bridge, lambda s: s.pop("root"), "where direction, guide, lists, real, root, scores are wanted"),
-    (small_bridge, put("real", (0, 0), False), "real is not that of the rows shown"),
+    (small_bridge, lambda s: s.pop("root"), "where direction, guide, lists, root, scores, valid are wanted"),
+    (small_bridge, put("valid", (0, 0), False), "valid is not that of the rows shown"),
     (small_bridge, put("scores", (0, 0, 0, 9), torch.nan), "no numbers"),
     (small_bridge, put("direction", (0, 0, 0, 0), torch.inf), "direction has entries that are not finite"),
     *(

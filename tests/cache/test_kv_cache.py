@@ -542,17 +542,16 @@ def test_a_budget_is_the_same_as_text_and_as_number(fixed: bool) -> None:
 
 def test_nbytes_names_its_parts() -> None:
     cache = KVCache(Quest(), sink=4, window=8)
-    assert cache.nbytes == {"kv": 0, "books": 0, "low": 0, "high": 0, "step": 0, "real": 0}
+    assert cache.nbytes == {"kv": 0, "books": 0, "low": 0, "high": 0, "step": 0}
     cache.append(*torch.randn(2, 1, 2, 100, 16))
     assert cache.nbytes["kv"] == 2 * 2 * 100 * 16 * 4
     cache.seal()  # 80 rows, 5 pages
     assert cache.nbytes == {
         "kv": 2 * 2 * 100 * 16 * 4,
-        "books": 100 * 8 + 2 * 80,
+        "books": 100 * 8 + 3 * 80,
         "low": 2 * 5 * 16 * 4,
         "high": 2 * 5 * 16 * 4,
         "step": 0,
-        "real": 5,
     }
 
 
@@ -608,7 +607,7 @@ HOW = {
     "an array written to": lambda s, keys: np.copyto(s.array, keys.mean(0).numpy()),
     "a list in a list": lambda s, keys: s.nested[0][0].append(len(keys)),
     "a dict in a dict": lambda s, keys: s.nested[1]["a"].update({float(keys[0, 0]): 1}),
-    "a module": lambda s, keys: setattr(s, "layer", torch.nn.Linear(2, 2)),
+    "a module": lambda s, keys: setattr(s, "linear", torch.nn.Linear(2, 2)),
     "an object": lambda s, keys: setattr(s, "thing", object()),
     "a state that the constructor did not make": lambda s, keys: setattr(s, "late_one", RowBuffer(1)),
     "a state in a slot, which reorder does not find": lambda s, keys: s.fill_own(keys.mean(1)[None]),

@@ -67,13 +67,13 @@ def filled(case: Case, dtype: torch.dtype, apart: str | None) -> KVCache:
 
 
 def books(cache: KVCache) -> int:
-    """Bytes that two sequences of two heads take for positions, which sealed rows are real, and queries that wait."""
+    """Bytes that two sequences of two heads take for positions, which rows are real and valid, and queries that wait."""
     waiting = [
-        int(sampled(torch.arange(cache.sink + int(sealed), int(rows)), cache.selector.queries_share).sum())
+        int(sampled(torch.arange(cache.sink + int(sealed), int(rows)), cache.selector.queries_wanted[0]).sum())
         for rows, sealed in zip(cache.lengths, cache.sealed, strict=True)
     ]
-    entries = 2 * 2 * 2 * max(waiting) * 16 * cache.keys.element_size() if cache.selector.queries_share else 0
-    return 2 * 8 * cache.keys.shape[2] + 2 * 2 * cache.sealed_keys.shape[2] + entries
+    entries = 2 * 2 * 2 * max(waiting) * 16 * cache.keys.element_size() if cache.selector.queries_wanted[0] else 0
+    return 2 * 8 * cache.keys.shape[2] + (2 * 2 + 2) * cache.sealed_keys.shape[2] + entries
 
 
 @by_case(CASES, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16})
@@ -113,7 +113,7 @@ def test_compacting_frees_the_rows_that_are_dropped(apart: str | None) -> None:
     assert before["books"] == books(cache)
     assert cache.compact() == 475 - 70
     freed = {name: size - cache.nbytes[name] for name, size in before.items()}
-    row = 2 * 2 * 2 * 16 * 4 + 2 * 2 + (0 if apart else 2 * 8)
+    row = 2 * 2 * 2 * 16 * 4 + 2 * 2 + 2 + (0 if apart else 2 * 8)
     assert freed["kv"] + freed["books"] == (475 - 70) * row
     assert cache.nbytes["weight"] * 475 == before["weight"] * 70
 
@@ -136,7 +136,7 @@ def test_a_fixed_cache_holds_what_a_full_one_would(case: Case) -> None:
         decode(queries[:, :, :, 300].contiguous(), cache, 64)
     assert fixed.keys.nbytes + fixed.values.nbytes == 2 * 2 * 2 * 1000 * 16 * 4
     assert plain.sealed_keys.shape[2] == 996 // plain.selector.unit * plain.selector.unit
-    unread = {"kept", "real"} if isinstance(fixed.selector, QueryBridge) else {"kept"}  # the last choice is no row
+    unread = {"kept", "valid"} if isinstance(fixed.selector, QueryBridge) else {"kept"}  # the last choice is no row
     full = dict(plain.selector.buffers())
     for name, state in fixed.selector.buffers():
         if name not in unread:

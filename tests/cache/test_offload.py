@@ -111,13 +111,19 @@ def test_the_storage_of_queries_goes_with_their_rows() -> None:
     assert cache._stored.queries.full.shape[3] < 100
 
 
+def test_a_method_that_reads_keys_is_shown_the_sealed_ones() -> None:
+    cache = KVCache(Exact(), sink=4, window=8, seal=32, sealed_device="cpu")
+    cache.append(*torch.randn(2, 2, 2, 200, D))
+    cache.seal()
+    assert cache.selector.stored.data_ptr() == cache.sealed_keys.data_ptr()  # type: ignore[union-attr]
+
+
 def test_both_parts_are_what_they_say_and_merge_to_the_whole() -> None:
     queries, keys, values = heads(2, 2, 3, 200, D)
     cache = KVCache(Quest(), sink=4, window=8, seal=32, sealed_device="cpu")
     cache.append(keys, values)
     query = queries[:, :, :, -1]
     selection = cache.select(query, 64)
-    assert cache.selector.stored.data_ptr() == cache.sealed_keys.data_ptr()  # type: ignore[union-attr]
     assert cache.sealed_keys.shape[2] == int(cache.sealed[0]) == 176
     assert cache.keys.shape[2] == 200 - 176
     for bounds, expected in ((cache.bounds, (4, 4, 4, 24)), (cache.sealed_bounds, (0, 0, 176, 176))):

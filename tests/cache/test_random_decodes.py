@@ -23,7 +23,7 @@ from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
 from sparseattn.cache.input_checks import compactable, roundable
 from sparseattn.cache.kv_cache import unit_of
 from sparseattn.core.context import StepContext
-from sparseattn.selectors.abilities import ReadsRoundedKeys
+from sparseattn.selectors.abilities import Evicts, ReadsRoundedKeys
 from tests.cases import CASES, Case, Heaviest, by_name, on_device
 
 SHARE = 1 / 8  # of the cases that come with each rarer setting
@@ -246,7 +246,10 @@ class Life:
 
     def note_gone(self) -> None:
         """What the method holds no more, by token: it never comes back."""
-        if not max(self.cache.counts[1]) or (held := self.cache.selector.held()) is None:
+        (selector,) = self.cache.selector.find(Evicts) or [None]
+        if selector is None or not max(self.cache.counts[1]):
+            return
+        if (held := selector.held()) is None:
             return
         for b, (sequence, zone) in enumerate(zip(self.sequences, self.zone(), strict=True)):
             left = self.unsealed(b).expand(self.heads, -1).clone()  # [H,T]
@@ -328,7 +331,7 @@ class Life:
 
 def sizes(selector: Selector, dtype: torch.dtype) -> list[int]:
     """Head sizes that the method takes; in 16 bits those of which no two values are alike."""
-    rotated = 0 if selector.rope is None else selector.rope.rotated
+    rotated = 0 if selector.layer_context.rope is None else selector.layer_context.rope.rotated
     least = max(rotated, 16 if dtype == torch.bfloat16 else 1)
     return [size for size in (1, 5, 16, 17, 32, 40, 64) if size >= least and takes(selector, size)]
 

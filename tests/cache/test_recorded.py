@@ -48,11 +48,11 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
     cache.append(keys[:, :, :prefill], values[:, :, :prefill], queries[:, :, :, :prefill])
     query = queries[:, :, :, prefill - 1].clone()
     cache.seal()
-    rows, mass = cache.prepare(query, budget), cache.mass(budget)
-    cache.search(query, rows, mass, lambda: cache.near(query))  # as before a capture: what is looked up once is here
+    allowed = cache.prepare(query, budget)
+    cache.search(query, allowed, lambda: cache.near(query))  # as before a capture: what is looked up once is here
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implementations, "choose", lambda impl, *_: impl or "triton")
+        patch.setattr(implementations, "choose", lambda impl, _, __, names, *___: impl or _kernel(names))
         patch.setattr(dispatch, "_torch_only", lambda *_: False)
         patch.setattr(dispatch, "_check_bounds", lambda *_: None)  # which reads numbers of the host's
         patch.setattr(attend_gpu, "attend", recording.opaque(attend_gpu.attend))
@@ -69,9 +69,13 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
         same = functools.partial(page_directions.scores, impl="torch")  # its kernel: test_page_directions_gpu.py
         patch.setattr(page_directions_gpu, "scores", recording.opaque(same))
         with recording:
-            chosen = cache.search(query, rows, mass, lambda: cache.near(query))
+            chosen = cache.search(query, allowed, lambda: cache.near(query))
             out = attend_chosen(query, cache, chosen, impl="triton")
     return (queries, keys, values), cache, recording, query, out
+
+
+def _kernel(names: tuple[str, ...]) -> str:
+    return "triton" if "triton" in names else "torch"
 
 
 # QueryBridge at its defaults is fixed at 2,048 lists of 256 keys, all of which a replay writes again.

@@ -149,7 +149,7 @@ def test_a_bias_is_finite_where_a_slot_is_used(bias: float) -> None:
 
 def test_a_bias_is_declared() -> None:
     query, ids = torch.randn(B, H, G, D), torch.zeros(B, H, 1, dtype=torch.int64)
-    with pytest.raises(ContractError, match="with a bias and has biases = False"):
+    with pytest.raises(ContractError, match="with a bias and is no Biases"):
         check(Selection.tokens(ids, bias=torch.zeros(B, H, 1)), query, AT, 1, 10, None, Exact())
 
 

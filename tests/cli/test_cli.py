@@ -1038,6 +1038,9 @@ class Silent(sparseattn.Window):
     def select(self, query: torch.Tensor, step: StepContext, budget: int) -> sparseattn.Selection:
         return sparseattn.Selection.tokens(torch.arange(budget).expand(1, query.shape[1], budget))
 
+    def scan(self, query: torch.Tensor, sealed: int, budget: int) -> None:
+        return None
+
 
 def test_recall_of_selectors_that_never_arrive_or_do_not_tell(tmp_path: Path) -> None:
     """No scanned share, or none at all, neither breaks the logarithmic axis nor reads as a result."""

@@ -80,6 +80,9 @@ def test_recall_counts_the_exact_top_keys() -> None:
         def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
             return Selection.tokens(torch.arange(5).expand(1, query.shape[1], 5))
 
+        def scan(self, query: Tensor, sealed: int, budget: int) -> None:
+            return None
+
     generator = torch.Generator().manual_seed(0)
     keys, queries = torch.randn(2, 16, 8, generator=generator), torch.randn(2, 3, 4, 8, generator=generator)
     one = curve(First(), keys, queries, k=16)

@@ -13,6 +13,7 @@ import torch
 from sparseattn import Exact, Quest, Selection, Window, evaluate
 from sparseattn.evaluation import replay
 from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
+from sparseattn.selectors.abilities import HostOnly
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
 
@@ -43,6 +44,9 @@ class Silent(Chosen):
 
     def select(self, query, step, budget) -> Selection:
         return Selection.tokens(super().select(query, step, budget).rows)
+
+    def scan(self, query, sealed, budget) -> None:
+        return None
 
 
 def test_measures_equal_a_hand_computation(trace: Trace) -> None:
@@ -306,8 +310,8 @@ def test_settings_are_checked_without_loading_a_layer(trace: Trace, tmp_path: Pa
 
 
 def test_a_replay_is_where_it_is_asked_for_and_a_host_selectors_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnHost(Quest):
-        host = True
+    class OnHost(HostOnly, Quest):
+        pass
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(replay, "usable_device", lambda name=None: gpu if name is None else torch.device(name))

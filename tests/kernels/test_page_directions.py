@@ -204,7 +204,8 @@ def test_probabilities_of_a_group_are_at_the_layers_temperature() -> None:
     for selector in (Unique(), Mean(), Clse(), Quest(group="softmax")):
         selector.bind(replace(selector.layer_context, scale=0.5))
         own = selector.scores(query, selector.entries(keys), real)
-        selector.scale, selector.group = None, "each"
+        selector.bind(replace(selector.layer_context, scale=None))
+        selector.group = "each"
         usual = selector.scores(query * (0.5 * D**0.5), selector.entries(keys), real).unflatten(1, (H, G))
         torch.testing.assert_close(own, vote(usual, "softmax"), rtol=1e-3, atol=1e-3)
 

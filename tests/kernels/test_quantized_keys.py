@@ -246,6 +246,7 @@ def test_no_logits_of_rows_leave_the_kernel(group: str, monkeypatch: pytest.Monk
     mine = cache.selector
     assert isinstance(mine, LowBit)
     entries = {name: getattr(mine, name).visible for name in mine.entry_names}
+    valid = cache.step().valid
 
     class Largest(TorchDispatchMode):
         numbers = 0
@@ -257,7 +258,7 @@ def test_no_logits_of_rows_leave_the_kernel(group: str, monkeypatch: pytest.Monk
                     self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
             return out
 
-    asked = (query, *parts, table, *entries.values(), mine.real.full)
+    asked = (query, *parts, table, *entries.values(), valid)
     held = {x.untyped_storage().data_ptr() for x in asked}
     for module in (quantized_keys, reference):
         monkeypatch.setattr(module, "logits", None)
@@ -265,8 +266,8 @@ def test_no_logits_of_rows_leave_the_kernel(group: str, monkeypatch: pytest.Monk
     pages = 24 * 4
     for batch, call in (
         (3, lambda: selector.scores_at(query, made, table)),
-        (1, lambda: mine.scores(query[:1], entries, mine.real.visible)),
-        (1, lambda: mine.page_logits(query[:1], entries, mine.real.visible)),
+        (1, lambda: mine.scores(query[:1], entries, valid)),
+        (1, lambda: mine.page_logits(query[:1], entries, valid)),
     ):
         with Largest() as seen:
             call()
@@ -321,7 +322,7 @@ def test_levels_of_8_bits_keep_the_bound_and_make_room_for_larger_keys(bits: int
         selector.append(Rows(keys, keys, torch.arange(96).expand(2, -1)))
         grid, levels = selector.grid.data.clone(), (selector.low.data, selector.step.data)
         step = level_grid.read(*levels, grid)[1]
-        index = QuantizedKeys(selector.codes.data, *levels, bits, selector.real.data, grid)
+        index = QuantizedKeys(selector.codes.data, *levels, bits, torch.ones(2, 96 * times, dtype=torch.bool), grid)
         away = index.decoded() - torch.cat(parts[:times], 2)
         away = away.abs().unflatten(2, (-1, 32)).amax(3) - step / 2
         if before is not None:
@@ -335,8 +336,8 @@ def test_levels_of_8_bits_keep_the_bound_and_make_room_for_larger_keys(bits: int
     query, budget = torch.randn(2, 3, 4, 40), 20
     first, second = (quantized_keys.scores(query, index, "each", impl=impl) for impl in ("torch", "numba"))
     assert (first - second).abs().max() < 0.1 * first.std()
-    read = selector.select(query, torch.full((2,), 192), budget).scan_bytes
-    assert read.unique().tolist() == [192 * 4 * packing.words(40, bits) + 6 * 2 * 40 + 12 * 40]
+    read = selector.scan(query, 192, budget).read
+    assert read == 192 * 4 * packing.words(40, bits) + 6 * 2 * 40 + 12 * 40
 
 
 def test_scales_of_other_sizes_are_refused() -> None:

@@ -460,7 +460,7 @@ def test_a_layer_of_another_scale_tells_its_selector_and_a_shape_it_cannot_serve
     with SparseCache(model, SparQ(1 << 20, mean=True), 16, **SMALL) as cache:
         assert generate(model, cache, {"input_ids": prompt()}) is not None  # else the tail would be refused
         selector = cache.layers[0].rows.selector
-        assert selector.scale == pytest.approx(2 * selector.stored_keys().shape[3] ** -0.5)
+        assert selector.layer_context.scale == pytest.approx(2 * selector.stored_keys().shape[3] ** -0.5)
 
     class Never(Exact):
         def check_shape(self, heads: int, group: int, size: int) -> None:
@@ -546,7 +546,7 @@ def test_sliding_layers_stay_as_they_are() -> None:
 def test_selectors_are_given_the_layers_own_rope() -> None:
     yarn = small("llama", rope_parameters=YARN)
     with SparseCache(yarn, drawn(SAAP, False, probes=2), 16, **SMALL) as cache:
-        ropes = [layer.rows.selector.rope for layer in cache.sparse_layers.values()]
+        ropes = [layer.rows.selector.layer_context.rope for layer in cache.sparse_layers.values()]
         assert all(rope is not None and rope.scaling > 1.1 for rope in ropes)
         generate(yarn, cache, {"input_ids": prompt()})
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sparseattn import SAAP, Exact, KVCache, Quest, Window, evaluate
+from sparseattn.core.context import Heads, LayerContext
 from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
 from sparseattn.roles.roles import Role, Roles, duo, pyramid
-from sparseattn.selectors.base import Heads
 from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -168,7 +168,7 @@ def test_trained_parameters_follow_their_heads() -> None:
     found = []
     for which in (None, Heads((0, 2), 3)):
         selector = drawn(SAAP, probes=3)
-        selector.heads = which
+        selector.bind(LayerContext(heads=which))
         own = slice(None) if which is None else list(which.which)
         cache = KVCache(selector, sink=0, window=4, seal=16)
         cache.append(keys[:, own], values[:, own], queries[:, own])

@@ -127,7 +127,7 @@ def test_the_best_proposed_rows_are_chosen(pages, group: str, budget: int) -> No
         listed = listed.any(2, keepdim=True)  # the union of what the query heads propose
     listed = listed.expand(-1, -1, G, -1)
     inside = two.inside
-    logits = quantized_keys.logits(query, inside.codes.data, inside.low.data, inside.step.data, cache.step().valid, 2)
+    logits = quantized_keys.logits(query, inside.index(cache.step().valid))
     scores = vote(logits.masked_fill(~listed, -torch.inf), group)  # [B,Hs,N]
     best = scores.topk(budget, -1).indices
     assert sets(chosen.rows) == sets(best)

@@ -143,11 +143,11 @@ class PageSelector(EstimatesMass, Selector):
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         self._check_budget(budget)
-        return self._best(self.scores(query, self._entries(), self._valid(step)), budget)
+        return self._best(self.scores(query, self._entries(), self.valid_entries(step.valid)), budget)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
         self._check_budget(budget)
-        logits = self.page_logits(query, self._entries(), self._valid(step))
+        logits = self.page_logits(query, self._entries(), self.valid_entries(step.valid))
         selection = self._best(vote(logits, self.group), budget)
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
 
@@ -181,9 +181,9 @@ class PageSelector(EstimatesMass, Selector):
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}
 
-    def _valid(self, step: StepContext) -> Tensor:
-        """`[B,E]` bool, the entries that are no padding, which comes in whole entries."""
-        return step.valid[:, :: self.unit].contiguous()  # as kernels read it
+    def valid_entries(self, valid: Tensor) -> Tensor:
+        """What `scores` takes as `real`, of the rows `[B,N]` bool that are no padding, which comes in whole entries."""
+        return valid[:, :: self.unit].contiguous()  # as kernels read it
 
     def _best(self, scores: Tensor, budget: int) -> Selection:
         """The best pages by `scores` `[B,Hs,P]` within `budget` rows."""

@@ -104,6 +104,9 @@ class LowBit(PageSelector):
             "step": step,
         }
 
+    def valid_entries(self, valid: Tensor) -> Tensor:
+        return valid  # its kernels take rows
+
     def scores(self, query: Tensor, entries: Entries, real: Tensor) -> Tensor:
         return quantized_keys.scores(query, self._index(entries, real), self.group, self.page)
 
