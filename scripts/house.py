@@ -53,7 +53,8 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def contract() -> tuple[int, int]:
     """Return how many public attributes and methods `Selector` and its bases have."""
-    attributes, methods = set(), set()
+    attributes: set[str] = set()
+    methods: set[str] = set()
     for base in Selector.__mro__[:-1]:
         for name, value in vars(base).items():
             if not name.startswith("_"):

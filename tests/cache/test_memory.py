@@ -67,7 +67,7 @@ def filled(case: Case, dtype: torch.dtype, apart: str | None) -> KVCache:
 
 
 def books(cache: KVCache) -> int:
-    """Bytes that two sequences of two heads take for positions, which rows are real and valid, and queries that wait."""
+    """Bytes that two sequences of two heads take for positions, which rows are real or valid, and queries that wait."""
     waiting = [
         int(sampled(torch.arange(cache.sink + int(sealed), int(rows)), cache.selector.queries_wanted[0]).sum())
         for rows, sealed in zip(cache.lengths, cache.sealed, strict=True)

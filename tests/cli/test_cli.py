@@ -731,12 +731,13 @@ def test_bench_without_arguments_or_network_runs_on_the_byte_models_traces(
     page = (tmp_path / "out" / "report.html").read_text()
     assert len(page.encode()) < 5_000_000
     data = json.loads(page.partition('id="page-data">')[2].partition("</script>")[0])
-    assert [one["name"] for one in data["sections"]] == ["frontier", "explorer", "origin"]
-    explored, needs = data["sections"][1]["views"]
+    assert re.findall(r'<section id="(\w+)"', page) == ["frontier", "explorer", "origin"]
+    figures = data["figures"]
+    explored, needs = (one for name, one in figures.items() if name.startswith("explorer"))
     assert needs["panels"][0]["rows"] == ([0, 1, 2, 3] if whole else [1])
     assert [one["label"] for one in explored["data"]["methods"]] == ["Quest", "LowBit", "Exact", "SAAP"]
     assert len("".join(explored["data"]["pieces"]).encode()) == 8192, "the built-in trace's text"
-    assert "heat" in [view["kind"] for view in data["sections"][0]["views"]]
+    assert "heat" in [one["kind"] for name, one in figures.items() if name.startswith("frontier")]
     for trace in ("recall", "text") if whole else ():
         done = run(
             "bench",

@@ -76,9 +76,9 @@ DESIGNED: dict[str, tuple[str, ...]] = {
             "| memory of training",
             "| states of training",
             "| artefact, float16",
-            "come on top: 200 kB",
+            "add 200 kB to 201 MB",
             "takes 296 GB",
-            "17 GB a prompt",
+            "17 GB per prompt",
         ),
     ),
 }
