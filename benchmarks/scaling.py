@@ -223,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
         "--selector", action="append", help=f"SPEC or SPEC@sink=..,window=..; more; default {' '.join(SELECTED)}"
     )
     out.add_argument("--memory", type=float, help="GiB of keys and values at most; default a quarter of what there is")
-    out.add_argument("--out", type=Path, help="picture; default docs/scaling-DEVICE.png")
+    out.add_argument("--out", type=Path, help="picture; default docs/figures/scaling-DEVICE.png")
     out.add_argument("--machine", type=Path, help="measure this CPU between the points; profile to write")
     add_common(out)
     return out
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device).type
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"scaling-{device}.json"
-    drawn = options.out or Path(__file__).parent.parent / "docs" / f"scaling-{device}.png"
+    drawn = options.out or Path(__file__).parent.parent / "docs" / "figures" / f"scaling-{device}.png"
     measuring = None if options.machine is None else Measuring(*measured_with(options))
     progress, begun = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     record: dict[str, Any] = header(options, "how a decode step grows with context, batch and budget")

@@ -1,4 +1,4 @@
-"""Draws the tables of docs/memory.md from caches that are filled and measured.
+"""Draws the tables of docs/lab/memory.md from caches that are filled and measured.
 
     python -m scripts.memory_tables            # draws them anew
     python -m scripts.memory_tables --check    # prints the rows that differ, and exits with 1 if any does
@@ -37,7 +37,7 @@ from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, 
 from sparseattn.selectors.registry import make_selector
 from sparseattn.utils.files import write_atomic
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab" / "memory.md"
 BLOCK = re.compile(r"(?<=^<!-- measured: )(?P<name>\w+) -->\n.*?(?=^<!-- /measured -->$)", re.S | re.M)
 HEADS, GROUP, SIZE, TOKENS = 8, 4, 128, 131_072  # a layer of Llama 3.1 8B, and its longest context
 SINK, WINDOW, BUDGET = 4, 64, 256
@@ -234,7 +234,7 @@ def drawn(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Draws the tables of docs/memory.md.")
+    parser = argparse.ArgumentParser(description="Draws the tables of docs/lab/memory.md.")
     parser.add_argument("--check", action="store_true", help="print the rows that differ, and write nothing")
     check = parser.parse_args(arguments).check
     torch.set_num_threads(1)

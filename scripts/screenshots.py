@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 WIDTH = 1280
 # Picture -> what a page of it has, the element whose beginning it shows, its height in pixels, and the theme.
 PICTURES = {
@@ -21,7 +21,7 @@ PICTURES = {
 
 
 def take(page_file: Path) -> list[Path]:
-    """Writes the pictures into docs/ and returns their paths. ValueError where there is no page or no Chromium."""
+    """Writes the pictures into docs/figures/ and returns their paths. ValueError where there is no page or no Chromium."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -41,8 +41,8 @@ def take(page_file: Path) -> list[Path]:
                 page.wait_for_selector("figure.explorer[data-ready=yes]")
             box = page.locator(element).first.bounding_box()
             clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(height, box["height"])}
-            page.screenshot(path=DOCS / name, clip=clip, full_page=True)
-            made.append(DOCS / name)
+            page.screenshot(path=FIGURES / name, clip=clip, full_page=True)
+            made.append(FIGURES / name)
         browser.close()
     return made
 

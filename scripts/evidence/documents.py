@@ -39,7 +39,7 @@ TERM = re.compile(
     r"(?:(?P<source>[\w.-]+)/)?(?P<name>[A-Za-z_][\w.@]*)\[(?P<rows>(?:[^\[\]]|\[(?:[^\[\]]|\[[^\]]*\])*\])*)\]"
 )
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
-DATED = ("CHANGELOG.md", "docs/log")  # history is not drawn anew
+DATED = ("CHANGELOG.md", "docs/lab/log")  # history is not drawn anew
 UNITS = "%|ms|s|seconds|minutes|hours|h|times|KiB|MiB|GiB|kB|MB|GB|GB/s|rows/s|tokens/s"
 # What `stray` looks for outside code: a number with a unit in which one measures, and a cell of numbers with a point.
 MEASURED = re.compile(rf"(?<![\w.,`-])\d[\d,.]*(?: (?:{UNITS})|%)(?![\w/`])")

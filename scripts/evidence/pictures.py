@@ -34,11 +34,11 @@ def redraw(load: Load, write: bool, root: Path = REPOSITORY) -> list[str]:
     """Draws the pictures that show other records than there are, or only says which; returns what is wrong."""
     wrong = []
     for name, picture in toml.read(DEFINED).items():
-        path = root / "docs" / f"{name}.png"
+        path = root / "docs" / "figures" / f"{name}.png"
         try:
             records = [load(one) for one in picture["records"]]
         except LookupError as error:
-            wrong.append(f"docs/{path.name}: {error.args[0]}")
+            wrong.append(f"docs/figures/{path.name}: {error.args[0]}")
             continue
         now = stamp(records)
         if path.exists() and stamped(path) == now:
@@ -47,7 +47,7 @@ def redraw(load: Load, write: bool, root: Path = REPOSITORY) -> list[str]:
             draw(picture, records, path)
             mark(path, now)
         else:
-            wrong.append(f"docs/{path.name} was drawn from other records; draw it by --documents")
+            wrong.append(f"docs/figures/{path.name} was drawn from other records; draw it by --documents")
     return wrong
 
 

@@ -129,7 +129,7 @@ def card(path: Path, artefact: Artefact) -> str:
             "",
             f"It is for this model at up to {TOKENS:,} tokens, with a sink of {recipe['filters']['sink']} and a window "
             f"of {recipe['filters']['gap'] + 1} rows or more. It is not for other models of this shape, and it was "
-            "trained on English literature and manuals alone. docs/saap.md says at which layers it finds what queries "
+            "trained on English literature and manuals alone. docs/lab/saap.md says at which layers it finds what "
             "look for, and at which it does not.",
             "",
             *validation(meta),

@@ -12,7 +12,7 @@ ONE_AT_A_TIME = threading.RLock()  # numba's plainest threads, all it has on som
 LET = threading.local()  # `threads`: what numba was last told in this thread, as telling it takes long (`use_threads`)
 MOST_THREADS = numba.config.NUMBA_NUM_THREADS
 EXPONENTIAL = 20  # multiplications that take as long as the exponentials and logarithms of one score's vote
-ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (docs/log, 2026-11-22)
+ALONE = 2_000_000  # multiplications for which waking a thread more pays: it takes 50 to 60 us (the log, 2026-11-22)
 STEP = 150_000  # the same amid an engine's step, whose threads are awake still
 
 
@@ -21,7 +21,7 @@ def use_threads(work: float = math.inf, alone: int = ALONE) -> int:
     each `alone`.
 
     numba is told only what it was not told before: amid a model, with cold caches, telling takes 15 to 40 us
-    (docs/log, 2026-11-22).
+    (the log, 2026-11-22).
     """
     threads = int(min(torch.get_num_threads(), MOST_THREADS, 1 + work / alone))
     if getattr(LET, "threads", None) != threads:

@@ -1,4 +1,4 @@
-"""What a cache holds and what a step takes besides: by docs/memory.md, measured anew, and by laws of the cache."""
+"""What a cache holds and what a step takes besides: by docs/lab/memory.md, measured anew, and by laws of the cache."""
 
 from __future__ import annotations
 

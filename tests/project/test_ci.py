@@ -18,7 +18,7 @@ RUN = ROOT / ".ci" / "run"
 def clone(tmp_path: Path) -> Path:
     """A repository with one kernel, one document and `.ci/run`; its `make` prints what it was asked for."""
     files = dict.fromkeys(
-        ("sparseattn/attend.py", "sparseattn/kernels/attend/gpu.py", "docs/design.md", "README.md"), "1"
+        ("sparseattn/attend.py", "sparseattn/kernels/attend/gpu.py", "docs/write/design.md", "README.md"), "1"
     )
     files["tests/selectors/test_laws.py"] = "by_case("
     for name, text in files.items():
@@ -32,7 +32,7 @@ def clone(tmp_path: Path) -> Path:
     make.write_text('#!/bin/sh\necho "made $*"\n')
     make.chmod(0o755)
     git(tmp_path / "clone", "init", "--quiet", "--initial-branch=main")
-    commit(tmp_path / "clone", "docs/design.md")
+    commit(tmp_path / "clone", "docs/write/design.md")
     return tmp_path / "clone"
 
 
@@ -60,14 +60,14 @@ def made(clone: Path, **environment: str) -> str:
 
 
 def test_slow_tests_run_where_the_last_landing_is_not_known(clone: Path) -> None:
-    commit(clone, "docs/design.md")
+    commit(clone, "docs/write/design.md")
     assert made(clone) == "test-all"
     assert made(clone, CI_BASE="no-such-commit") == "test-all", "a shallow clone does not hold it"
 
 
 def test_slow_tests_run_where_what_they_concern_changed(clone: Path) -> None:
     base = git(clone, "rev-parse", "HEAD")
-    commit(clone, "docs/design.md")
+    commit(clone, "docs/write/design.md")
     assert made(clone, CI_BASE=base) == "test"
     for name in (
         "sparseattn/kernels/attend/gpu.py",
@@ -76,7 +76,7 @@ def test_slow_tests_run_where_what_they_concern_changed(clone: Path) -> None:
         "README.md",
     ):
         commit(clone, name)
-        commit(clone, "docs/design.md")  # a landing is several commits, the last of which may concern nothing slow
+        commit(clone, "docs/index.md")  # a landing is several commits, the last of which may concern nothing slow
         assert made(clone, CI_BASE=base) == "test-all", name
         base = git(clone, "rev-parse", "HEAD")
 
@@ -85,7 +85,7 @@ def test_a_branch_is_compared_with_what_it_left(clone: Path, tmp_path: Path) -> 
     git(tmp_path, "clone", "--quiet", str(clone), "other")
     other = tmp_path / "other"
     git(other, "switch", "--quiet", "--create", "mine")
-    commit(other, "docs/design.md")
+    commit(other, "docs/write/design.md")
     assert made(other) == "test"
     commit(other, "sparseattn/kernels/attend/gpu.py")
     assert made(other) == "test-all"

@@ -29,7 +29,7 @@ OPTIONAL = (
     "playwright",
 )
 
-# A folder -> the folders of the package that it may import. The order is that of docs/design.md, from the ground up.
+# A folder -> the folders of the package that it may import. In the order of docs/write/design.md, from the ground up.
 BELOW = {
     "utils": (),
     "core": ("utils",),

@@ -39,38 +39,38 @@ DESIGNED: dict[str, tuple[str, ...]] = {
         "20 % means that nothing was found",  # one needle of five lies in the window
         "5 % of the rows",  # a budget
     ),
-    "docs/eval.md": (
+    "docs/use/eval.md": (
         *("95 % intervals", "answers less than 80 %"),
         *("A reply may have 16 MiB", "event of a stream 1 MiB"),  # limits
     ),
     "docs/index.md": ("20 % means that nothing was found",),
-    "docs/results/eval.md": (
+    "docs/lab/results/eval.md": (
         "so **20 % is nothing found**",
         "answers less than 80 %",  # a bound
         "Wilson's 95 % interval",
     ),
-    "docs/results/reuse.md": ("95 % or more of what", "less than 95 % of what"),  # what counts as near
-    "docs/results/speed.md": ("1.8 times dense",),  # an aim
-    "docs/saap.md": (
+    "docs/lab/results/reuse.md": ("95 % or more of what", "less than 95 % of what"),  # what counts as near
+    "docs/lab/results/speed.md": ("1.8 times dense",),  # an aim
+    "docs/lab/saap.md": (
         "80 % or more of what one exact choice",
         "less than 50 % of it",
     ),  # what counts as well and as badly
-    "docs/threats.md": ("16 MiB of a reply, 1 MiB of an event",),  # limits
-    "docs/results/traces.md": (
+    "docs/reference/threats.md": ("16 MiB of a reply, 1 MiB of an event",),  # limits
+    "docs/lab/results/traces.md": (
         "that hold 20 % or more",  # a bound
         *("89 % of the attention is recovered", "top 1 % of 100,000 tokens"),  # the paper's
     ),
-    "docs/choosing.md": (
+    "docs/use/choosing.md": (
         "5 % of the rows",  # a budget
         "take 6.2 % of the memory",  # 1/16, and a byte a page
         "to stay within 1 % mean output error",  # a bound
     ),
-    "docs/recommend.md": ("so 1 % more",),  # what a bound means
-    "docs/memory.md": ("",),  # scripts/memory_tables.py measures and draws its tables
-    "docs/quickstart.md": ("89 and 227 MiB", "260 and 543 MiB"),  # sizes of files pinned by their hash
-    "docs/troubleshooting.md": ("is 5 %", "takes 1.2 GB"),  # a budget; a formula of docs/training.md
+    "docs/use/recommend.md": ("so 1 % more",),  # what a bound means
+    "docs/lab/memory.md": ("",),  # scripts/memory_tables.py measures and draws its tables
+    "docs/use/quickstart.md": ("89 and 227 MiB", "260 and 543 MiB"),  # sizes of files pinned by their hash
+    "docs/use/troubleshooting.md": ("is 5 %", "takes 1.2 GB"),  # a budget; a formula of docs/use/training.md
     # The plan's formulas in numbers; a test holds the first line to real files.
-    "docs/training.md": (
+    "docs/use/training.md": (
         *("| a trace on disk", "| all traces", "| the same with all queries", "| memory of capture"),
         *(
             "| memory of training",
@@ -152,7 +152,7 @@ def test_every_block_has_its_record_and_every_record_its_step() -> None:
 def test_every_picture_is_shown_and_has_its_records() -> None:
     shown = "".join(path.read_text() for path in documents.documents())
     for name, picture in toml.read(pictures.DEFINED).items():
-        assert re.search(rf"!\[.+\]\((?:[./]|docs/)*{name}\.png\)", shown), f"no document shows {name}.png"
+        assert re.search(rf"!\[.+\]\((?:[./]|docs/)*figures/{name}\.png\)", shown), f"no document shows {name}.png"
         assert {step.name for step in STEPS} >= set(picture["records"])
 
 
@@ -168,7 +168,7 @@ def test_what_others_measured_says_who_and_what_is_not_known() -> None:
 def test_the_processor_with_amx_is_told_as_it_was_reported() -> None:
     assert "| 16 | 187 | 102 | 192 |" in documents.table(TABLES["vllm-reported"], "vllm-amx", "", frames.loader())
     told = json.loads((REPORTED / "vllm-amx.json").read_text())["reported"]
-    page = " ".join((RESULTS.parent.parent / "docs" / "serving.md").read_text().split())
+    page = " ".join((RESULTS.parent.parent / "docs" / "use" / "serving.md").read_text().split())
     assert f"of {told['date']}. It comes from {told['by']}. It is of {told['of']}." in page
     assert f"The report does not say {told['unsaid']}." in page
 

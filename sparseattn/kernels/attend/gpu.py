@@ -228,7 +228,7 @@ class Tile:
 
 
 # By (bytes of an element, padded head size). NOT MEASURED on a GPU yet, for none was at hand. Chosen from what the
-# compiler reports: nothing spills (docs/kernels.md), and two programs fit the shared memory of an A100's multiprocessor
+# compiler reports: nothing spills (docs/lab/kernels.md), and two programs fit an A100 multiprocessor's shared memory
 # (164 KiB), three that of an H100 (228 KiB). Rows are reached through the spans, two loads deep, and Triton divides the
 # stages between the two: 5 keep two tiles of rows in flight, 3 and 4 only one. float32 is multiplied without tensor
 # cores and keeps its operands in registers: 32 rows of D = 128 would spill. `tuned` tries others.

@@ -21,7 +21,7 @@ from sparseattn.kernels.numba_rows import fetch, widen
 from sparseattn.kernels.numba_threads import ONE_AT_A_TIME as ONE_AT_A_TIME
 from sparseattn.kernels.numba_threads import parts as parts
 
-CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (docs/log, 2026-11-20)
+CANDIDATES = 1024  # of one pivot, the best of all its queries; more changed nothing (the log, 2026-11-20)
 
 
 @njit(fastmath=True, inline="always")

@@ -110,7 +110,7 @@ def grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int,
 
     They are placed by the decode `queries` `[Q,D]`, with what those find, and by the guides whose lists they join: few
     decode queries aim at a new key, and lists of queries are what tells which keys belong together. Without guides,
-    recall on new keys was 0.83 where a fresh build had 0.93 (docs/log, 2026-11-20).
+    recall on new keys was 0.83 where a fresh build had 0.93 (the log, 2026-11-20).
 
     Args:
         held: its rows from `first` on are unused: -1 in `parent`, and no list.

@@ -101,7 +101,7 @@ def score_pages(
 
 
 # Pages of a tile and warps, by (bytes of an element, padded head size). NOT MEASURED on a GPU yet: from the compiler's
-# reports, without spills (docs/kernels.md). A program reads one tile: what hides its latency is other programs.
+# reports, without spills (docs/lab/kernels.md). A program reads one tile: what hides its latency is other programs.
 TILES = {
     (2, 16): (128, 4),
     (2, 32): (128, 4),

@@ -3,7 +3,7 @@
 A page's products with up to four query heads are made while each of its numbers is widened once. Codes are multiplied
 as the integers they are and steps come to the products. What kind of score is made of these is asked once a page.
 Within the loop over pages stand intrinsics alone: an array that is given to a compiled function there is counted as
-held and let go, which took more time than the arithmetic (docs/log, 2026-11-23).
+held and let go, which took more time than the arithmetic (the log, 2026-11-23).
 """
 
 # Kernels are compiled by numba, which takes types from the arguments.

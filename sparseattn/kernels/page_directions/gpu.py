@@ -202,7 +202,7 @@ def launch(itemsize: int, size: int, group: int, vote: str, form: Form) -> tuple
     """Compile-time constants and options of `score_directions`, for a launch and for compiling ahead alike.
 
     NOT MEASURED on a GPU yet: tiles are those of `pages`, and for the rows' logits of "clse" as many pages as fit in
-    registers, from the compiler's reports, without spills (docs/kernels.md).
+    registers, from the compiler's reports, without spills (docs/lab/kernels.md).
     """
     block_d = max(16, triton.next_power_of_2(size))  # 16: the least depth of a tensor core's product
     block_g = max(8, triton.next_power_of_2(group))  # 8: columns of the least one

@@ -270,7 +270,7 @@ def score_listed_rows(
     tl.store(out + (list_at * G + g)[None, :] * many + slot[:, None], scores, mask=(g < G)[None, :] & here[:, None])
 
 
-# NOT MEASURED on a GPU yet: from the compiler's reports, without spills (docs/kernels.md).
+# NOT MEASURED on a GPU yet: from the compiler's reports, without spills (docs/lab/kernels.md).
 PART = {
     2: 64,
     4: 16,

@@ -15,7 +15,7 @@ from sparseattn.selectors.clusters.bucket_table import CHUNK, Parameters, Partit
 from sparseattn.selectors.parameters.saap_artefact import AUTO, Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite
 
-SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see docs/log)
+SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see the log)
 
 
 class KeyMoments(RowBuffer):

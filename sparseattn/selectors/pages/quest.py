@@ -28,10 +28,10 @@ class Quest(PageSelector):
         page: rows per page, a power of two; 16 in the paper.
         group: how a query group votes: "sum" (default), "softmax" or "max" of its bounds give one choice per KV head;
             "each" lets every query head choose its own pages. On the reference model "sum" finds 5 to 25 % more
-            attention than "max" at equal rows (docs/log, 2026-11-20).
+            attention than "max" at equal rows (the log, 2026-11-20).
         int8: keep the bounds as 8-bit integers, rounded outwards in steps of one size per channel; a Triton kernel of a
             16-bit model rounds query times step as well. `page=8, int8=True` reads as many bytes of metadata as
-            `page=16` of a 16-bit model and finds more at equal rows (docs/log, 2026-11-22). Ours, not the paper's.
+            `page=16` of a 16-bit model and finds more at equal rows (the log, 2026-11-22). Ours, not the paper's.
 
     The paper's models have one query head per KV head and leave the vote open; its accuracy code expands the keys,
     which is "each". The paper's kernels always read the current, partial page: with `Quest.paper()` the cache's

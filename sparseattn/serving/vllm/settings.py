@@ -22,7 +22,7 @@ from sparseattn.utils.suggest import did_you_mean
 
 KEY = "sparseattn"  # of vLLM's additional_config
 # What a command serves where no selector is named: of the methods that were timed on processors with AMX and without,
-# the one that was faster than stock on both (docs/serving.md).
+# the one that was faster than stock on both (docs/use/serving.md).
 DEFAULT = "quest:page=32"
 PAGE = 16  # rows that are counted together by a method without pages
 VARIABLE = "SPARSEATTN_VLLM"  # the same in the environment, as JSON
