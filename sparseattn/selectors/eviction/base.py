@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.selectors.abilities import Evicts, FollowsMoves, LearnsFromQueries, Observes
 from sparseattn.selectors.base import Rows, Selector, StepContext, best
 
@@ -67,15 +67,11 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """Of a step behind the first, which finds what that one left."""
-        rows = min(budget, sealed)
-        return Scan(rows, 4 * rows)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         rows, heads = min(budget, sealed), query.shape[:2].numel()
         ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
         launches = (ranking, Launch("operator", count=self.operators))
         expected = "the first step has dropped what is beyond the budget"
-        return ChoiceCost(launches, query.shape[1], rows, rows, expected=expected)
+        return Scan(rows, 4 * rows, launches, query.shape[1], rows, rows, expected=expected)
 
     def held(self) -> Tensor:
         return (self.worth.data > -torch.inf).expand(-1, self.kv, -1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
+from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
@@ -152,15 +152,16 @@ class PageSelector(EstimatesMass, Selector):
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(sealed // self.page, sealed // self.unit * self.entry_size(query)[0])
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, _ = query.shape
-        numbers = sealed // self.unit * self.entry_size(query)[1]
-        pages = min(budget, sealed) // self.page
-        read = self.scan(query, sealed, budget).read
+        entry_bytes, numbers = (sealed // self.unit * part for part in self.entry_size(query))
+        pages, read = sealed // self.page, entry_bytes + self.bytes_once(query)
         scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
-        return self.ranked_cost(query, [scoring], (sealed // self.page, pages), group=self.group, page=self.page)
+        found = pages, min(budget, sealed) // self.page
+        return self.ranked(query, Scan(pages, read), [scoring], found, group=self.group, page=self.page)
+
+    def bytes_once(self, query: Tensor) -> int:
+        """Return the bytes that scoring reads for a KV head whatever the number of pages; by default none."""
+        return 0
 
     def entry_size(self, query: Tensor) -> tuple[int, int]:
         """Return the bytes that are read of one entry of a KV head, and the numbers in it, for a query `[B,H,G,D]`."""
