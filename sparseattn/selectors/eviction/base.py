@@ -23,7 +23,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     """Reads every row that it holds, and holds no more than the budget: `select` drops the rows of the least worth.
 
     What is dropped is never named again, though a later budget be larger. A subclass says what newly sealed rows are
-    worth (`first`) and may rank rows by more than that (`ranked`).
+    worth (`first`) and may rank rows by more than that (`preferred`).
 
     `scanned` are the rows held before the choice; `scan_bytes`, their worth of 4 bytes each.
 
@@ -42,7 +42,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     def first(self, rows: Rows) -> Tensor:
         """Return what newly sealed rows are worth, `[B,H,n]` or `[B,1,n]`; anything for padding."""
 
-    def ranked(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
+    def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         """Return by what rows are kept at this step, as `worth`, -inf where that is; and bytes read of each key."""
         return worth, 0
 
@@ -55,7 +55,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         heads, worth = query.shape[1], self.worth.visible
-        rank, key_bytes = self.ranked(worth, query, budget)
+        rank, key_bytes = self.preferred(worth, query, budget)
         scanned = read = None
         if step.counted:
             scanned = (worth > -torch.inf).sum(-1).expand(-1, heads)  # [B,H]
