@@ -24,7 +24,7 @@ from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost
 from sparseattn.cost_model.machine import CPU, GPUS, Machine, measured_path
 from sparseattn.cost_model.measure import measure
 from sparseattn.cost_model.model_shape import ModelShape, named
-from sparseattn.cost_model.model_steps import Load
+from sparseattn.cost_model.model_steps import Workload
 from sparseattn.reporting import machine_tables
 from sparseattn.reporting.terminal import Screen, table_screen
 from sparseattn.selectors.registry import make_selector
@@ -132,7 +132,7 @@ def run(options: MachineOptions) -> None:
     if options.model:
         return predict_models(
             [
-                Load(known, model, context, batch, options.dtype.torch)
+                Workload(known, model, context, batch, options.dtype.torch)
                 for model in map(ModelShape.load, options.model)
                 for context, batch in itertools.product(options.contexts, options.batches)
             ],

@@ -28,7 +28,7 @@ FAR = 1 << 40  # tokens beyond any context
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """A model's decode step on a machine: how many sequences of how many tokens, in what dtype.
 
     Args:
@@ -134,51 +134,53 @@ class MethodStep:
     reason: str = ""
 
 
-def method_steps(load: Load, methods: Sequence[str], budget: Budget) -> list[MethodStep]:
+def method_steps(workload: Workload, methods: Sequence[str], budget: Budget) -> list[MethodStep]:
     """Return the dense step and each method's.
 
     Args:
-        load: what is decoded, and where.
+        workload: what is decoded, and where.
         methods: as they are typed.
         budget: as of `decode`.
 
     Raises:
         ValueError: an unknown method, or no method that can be predicted.
     """
-    dense = load.dense_seconds()
-    steps = [_step(load, DENSE, dense, dense, IndexBytes(0.0, 0.0), "")]
+    dense = workload.dense_seconds()
+    steps = [_step(workload, DENSE, dense, dense, IndexBytes(0.0, 0.0), "")]
     for method in methods:
-        selector, model = make_selector(method), load.model
+        selector, model = make_selector(method), workload.model
         try:
-            attention, assumed = load.sparse_seconds(selector, budget)
-            index = index_bytes(method, model.num_kv_heads, model.group, model.head_dim, load.dtype)
+            attention, assumed = workload.sparse_seconds(selector, budget)
+            index = index_bytes(method, model.num_kv_heads, model.group, model.head_dim, workload.dtype)
         except ValueError as error:
             steps.append(MethodStep(method, reason=str(error)))
         else:
-            steps.append(_step(load, method, attention, dense, index, assumed))
+            steps.append(_step(workload, method, attention, dense, index, assumed))
     if methods and all(step.reason for step in steps[1:]):
         raise ValueError(f"{steps[1].method}: {steps[1].reason}")
     return steps
 
 
-def _step(load: Load, method: str, attention: float, dense: float, index: IndexBytes, assumed: str) -> MethodStep:
+def _step(
+    workload: Workload, method: str, attention: float, dense: float, index: IndexBytes, assumed: str
+) -> MethodStep:
     """Return a step whose attention takes so many seconds, where full attention takes `dense`."""
-    weights, fits = load.weights_seconds(), load.fits(index)
+    weights, fits = workload.weights_seconds(), workload.fits(index)
     return MethodStep(
         method,
         attention=attention if fits else None,
         seconds=weights + attention if fits else None,
         times=(weights + dense) / (weights + attention) if fits else None,
-        index=load.batch * load.model.full * index.at(load.context),
+        index=workload.batch * workload.model.full * index.at(workload.context),
         fits=fits,
-        largest_batch=load.largest_batch(index),
+        largest_batch=workload.largest_batch(index),
         assumed=assumed,
     )
 
 
-def record(load: Load, steps: Sequence[MethodStep]) -> dict[str, Any]:
-    """Return a load and its steps as JSON holds them, numbers to four digits."""
-    model, weights = load.model, load.model.weights
+def record(workload: Workload, steps: Sequence[MethodStep]) -> dict[str, Any]:
+    """Return a workload and its steps as JSON holds them, numbers to four digits."""
+    model, weights = workload.model, workload.model.weights
     return {
         "model": model.name,
         "source": model.source,
@@ -186,8 +188,8 @@ def record(load: Load, steps: Sequence[MethodStep]) -> dict[str, Any]:
         "parameters": weights.count,
         "active_parameters": weights.active,
         "weights_bytes": round(weights.total),
-        "weights_read_bytes": round(weights.read(load.batch)),
-        "weights_seconds": _digits(load.weights_seconds()),
+        "weights_read_bytes": round(weights.read(workload.batch)),
+        "weights_seconds": _digits(workload.weights_seconds()),
         "layers": model.full,
         "sliding_layers": model.sliding,
         "sliding_window": model.window,
@@ -195,13 +197,13 @@ def record(load: Load, steps: Sequence[MethodStep]) -> dict[str, Any]:
         "group": model.group,
         "head_dim": model.head_dim,
         "longest_context": model.longest,
-        "context": load.context,
-        "batch": load.batch,
-        "kv_bytes_per_sequence": model.kv_bytes(load.context, load.dtype),
-        "kv_bytes": load.kv_bytes,
-        "fits": load.fits(),
-        "largest_batch": load.largest_batch(),
-        "largest_context": load.largest_context(),
+        "context": workload.context,
+        "batch": workload.batch,
+        "kv_bytes_per_sequence": model.kv_bytes(workload.context, workload.dtype),
+        "kv_bytes": workload.kv_bytes,
+        "fits": workload.fits(),
+        "largest_batch": workload.largest_batch(),
+        "largest_context": workload.largest_context(),
         "steps": [
             {
                 "selector": step.method,

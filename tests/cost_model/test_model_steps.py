@@ -13,8 +13,9 @@ import torch
 from sparseattn.cost_model.index_bytes import index_bytes
 from sparseattn.cost_model.machine import Machine, MachineError
 from sparseattn.cost_model.model_shape import ModelShape, ModelShapeError, named
-from sparseattn.cost_model.model_steps import Load, method_steps
+from sparseattn.cost_model.model_steps import Workload, method_steps, record
 from sparseattn.models.load import reference_folder
+from tests import ROOT
 from tests.cost_model.test_machine import run
 
 LLAMA = ModelShape.load("llama-3.1-8b")
@@ -22,25 +23,25 @@ H100 = Machine.load("h100")
 BFLOAT16 = torch.bfloat16
 
 
-def load(batch: int, context: int = 131_072, model: ModelShape = LLAMA) -> Load:
-    return Load(H100, model, context, batch, BFLOAT16)
+def workload(batch: int, context: int = 131_072, model: ModelShape = LLAMA) -> Workload:
+    return Workload(H100, model, context, batch, BFLOAT16)
 
 
 def test_a_model_of_eight_billion_on_80_gb() -> None:
     assert LLAMA.kv_bytes(1, BFLOAT16) == 128 * 1024
     assert LLAMA.kv_bytes(131_072, BFLOAT16) == 16 * 2**30
-    assert not load(8).fits()
-    assert load(3).fits()
-    assert load(1).largest_batch() == 3
-    longest = load(8).largest_context()
+    assert not workload(8).fits()
+    assert workload(3).fits()
+    assert workload(1).largest_batch() == 3
+    longest = workload(8).largest_context()
     assert longest is not None
-    assert load(8, longest).fits()
-    assert not load(8, longest + 1).fits()
-    assert load(1).weights_seconds() == pytest.approx((8.03e9 - 128_256 * 4096) * 2 / 3.35e12, rel=1e-3)
+    assert workload(8, longest).fits()
+    assert not workload(8, longest + 1).fits()
+    assert workload(1).weights_seconds() == pytest.approx((8.03e9 - 128_256 * 4096) * 2 / 3.35e12, rel=1e-3)
 
 
 def test_a_step_is_its_attention_and_the_weights_once() -> None:
-    one = load(3)
+    one = workload(3)
     dense, lowbit = method_steps(one, ["lowbit"], 2048)
     shape = one.model.attention(3, BFLOAT16)
     assert dense.attention == pytest.approx(3 * 131_072 * 32 * 8 * shape.row_bytes / 3.35e12, rel=0.01)
@@ -148,9 +149,9 @@ def test_the_command_says_what_fits_and_what_it_predicts(tmp_path: Path) -> None
     told = json.loads(run(*asked, *several, "--out", str(tmp_path / "told.json"), "--json"))
     assert told == json.loads((tmp_path / "told.json").read_text())
     assert told["predicted"] is True
-    fits = {(each["context"], each["batch"]): each["fits"] for each in told["loads"]}
+    fits = {(each["context"], each["batch"]): each["fits"] for each in told["workloads"]}
     assert fits == {(32_768, 1): True, (32_768, 8): True, (1_048_576, 1): False, (1_048_576, 8): False}
-    eight, last = told["loads"][1], told["loads"][-1]
+    eight, last = told["workloads"][1], told["workloads"][-1]
     assert [step["selector"] for step in eight["steps"]] == ["dense", "quest", "saap"]
     assert eight["steps"][1]["seconds"] < eight["steps"][0]["seconds"]
     assert {step["seconds"] for step in last["steps"]} == {None}
@@ -172,3 +173,11 @@ def test_the_command_refuses_in_a_sentence(arguments: list[str], said: str) -> N
     out = " ".join(run(*arguments).split())
     assert out.startswith("2: ")
     assert said in out
+
+
+def test_the_page_shows_what_the_command_says_now() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "gpu-h100.json").read_text())["workloads"]
+    (shown,) = (one for one in kept if (one["model"], one["context"], one["batch"]) == ("llama-3.1-8b", 32_768, 8))
+    one = workload(8, 32_768)
+    told = record(one, method_steps(one, [step["selector"] for step in shown["steps"][1:]], 2048))
+    assert told == shown, "make it anew: python -m scripts.evidence --only gpu-h100,gpu-rtx4090"
