@@ -56,6 +56,8 @@ CONFIG = Object(
     },
 )
 
+INDEX = Object({"metadata": Object({"total_size": Number(1, 1e15)})})  # of safetensors files
+
 
 class ModelShapeError(ValueError):
     """A model that is not known, or a config that tells too little, in one sentence."""
@@ -151,7 +153,10 @@ class ModelShape:
                 f"{str(name)!r}{did_you_mean(str(name), known)}"
             )
         try:
-            return _shape(parse_object(path.read_bytes()), str(name), str(path), _stored(path.parent))
+            config = parse_object(
+                path.read_bytes(), finite=False, once=False
+            )  # fields that are not read may hold anything
+            return _shape(config, str(name), str(path), _stored(path.parent))
         except (JsonError, FieldError, ModelShapeError) as error:
             raise ModelShapeError(f"{path} does not tell what a decode step moves: {error}") from None
 
@@ -268,7 +273,7 @@ def _stored(folder: Path) -> int | None:
     """Return the bytes of the weights that lie in a folder, by their index or by their files; None without any."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        size = parse_object(index.read_bytes()).get("metadata", {}).get("total_size")
-        if isinstance(size, int) and size > 0:
-            return size
+        found = parse_object(index.read_bytes())
+        INDEX.check(found, index.name)
+        return int(found["metadata"]["total_size"])
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None

@@ -54,4 +54,5 @@ def steps(machine: Machine, shape: Shape, rows: int, budget: str, costs: Mapping
 
 def _title(machine: Machine) -> str:
     what = "predicted, by its data sheet" if machine.predicted else "measured"
-    return f"{machine.name}, {what}: {machine.bandwidth / 1e9:.0f} GB/s; {machine.source}"
+    memory = "" if machine.memory is None else f", {machine.memory / 1e9:.0f} GB"
+    return f"{machine.name}, {what}: {machine.bandwidth / 1e9:.0f} GB/s{memory}; {machine.source}"

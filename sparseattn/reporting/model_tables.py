@@ -51,7 +51,7 @@ def steps_table(workload: Workload, steps: Sequence[MethodStep], budget: str) ->
         [
             Column.text("method"),
             Column("step ms", Format(1, 1e3)),
-            Column("times dense", Format(1)),
+            Column("speed-up", Format(1)),
             Column("attention ms", Format(1, 1e3)),
             Column("index GB", Format(1, 1e-9)),
             Column("most batch"),

@@ -95,6 +95,9 @@ def test_a_config_of_a_folder(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 4_000_000_000}}))
     assert ModelShape.load(written(tmp_path, quantization_config={"quant_method": "awq"})).weights.total == 4e9
+    index.write_text(json.dumps({"metadata": []}))
+    with pytest.raises(ModelShapeError, match=r"model\.safetensors\.index\.json\.metadata is an object"):
+        ModelShape.load(path)
     shipped = ModelShape.load(reference_folder())
     assert (shipped.full, shipped.num_kv_heads, shipped.group, shipped.head_dim) == (4, 2, 4, 64)
 
