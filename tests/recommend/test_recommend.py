@@ -441,7 +441,7 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
     [
         (["--error", "200%"], "an error is a share above 0 and below 100 %"),
         (["--measure", "mse"], "an error is measured by one of kl, top, nll"),
-        (["--context", "128m"], "--context is rows such as 32768 or 128k"),
+        (["--context", "128m"], "--context is rows such as 32768, 128k or 1M"),
         (["--for", "vllm"], "'lowbit' cannot be served: it chooses single rows"),
         (["--for", "vllm", "--by", "head"], "--by head is not for vLLM"),
         (["--for", "vllm", "--budget", "1%"], "in vLLM a budget is rows, got 1%"),
