@@ -130,8 +130,9 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     views = {name: [view.kind for view in shown] for name, (_, shown) in sections.items()}
     assert views["frontier"] == ["lines", "heat", "table"]
     assert views["needs"] == ["heat"]
-    assert views["plan"] == ["given", "lines", "heat", "table"]
-    said, (given, lines, heat, table) = sections["plan"]
+    assert "<h1>made up, up to 4,096 tokens: 4 methods on tale, passkey, alice</h1>" in page
+    assert views["plan"] == ["lines", "given", "heat", "table"]
+    said, (lines, given, heat, table) = sections["plan"]
     assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines.data["points"]] == [
         ("Quest", "budget 16", 1.5 / 16),
         ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
@@ -146,9 +147,18 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "Window", "budget": ""}] * 2}
     assert table.cells[1:] == [
         ["made up-1%", "1", "KV head 0", "Quest", "64"],
-        ["made up-1%", "1", "KV head 1", "dense", ""],
+        ["made up-1%", "1", "KV head 1", "dense", "\u2013"],
     ]
-    assert said[0].startswith("The plan made up-1% costs 25% of full attention's bytes. On 3 windows")
+    assert said[0].startswith("The plan made up-1% reads 25\u00a0% of full attention's bytes. On 3 held-out windows")
+    (dot,) = lines.data["marked"]
+    layers = [
+        (0.02, 0.05, 0.4),
+        ((64 / 500 + 1) / 2, 0.5 / 64, (0.1 + 0) / 2),
+    ]  # window; Quest at 64 and dense
+    means = [sum(values) / 2 for values in zip(*layers, strict=True)]
+    assert [dot["values"][name] for name in ("bytes_heads", "kl", "error_heads")] == pytest.approx(means, rel=1e-4)
+    assert dot["beside"]["kl"]["method"] == "Quest"
+    assert 16 / 500 < dot["beside"]["kl"]["value"] < 64 / 500, "between two budgets of the best single method"
     assert views["answers"] == ["lines", "table", "lines", "heat", "table"]
     (needles,) = (view for view in sections["answers"][1] if view.kind == "heat")
     lost = [one for one in needles.data["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
