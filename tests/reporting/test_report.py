@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable
@@ -28,7 +29,11 @@ from sparseattn.models.load import pieces
 from sparseattn.reporting import line_style
 from sparseattn.reporting.html import html
 from sparseattn.reporting.html.kinds import KINDS
+from sparseattn.reporting.html.percentages import percent, typeset
+from sparseattn.reporting.html.starting_methods import starting_methods
+from sparseattn.reporting.html.views import Explorer, Lines, Section, axis, cost
 from sparseattn.roles.roles import Role, Roles
+from sparseattn.selectors.baselines.window import Window
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceError
 from tests import report_records as records
@@ -259,6 +264,30 @@ def test_folders_without_records_are_refused(lines_of: str | None, said: str, tm
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_of_many_methods_opens_with_a_few() -> None:
+    """Those that an explorer shows, then those that no other beats most often; controls come last."""
+    labels = ["A", "B", Window().label(), "C", "D", "E", "F"]
+    points = [
+        {"method": label, "facet": "t", "at": "", "values": {"bytes_share": 0.1 + i / 100, "relative_error": error}}
+        for i, (label, error) in enumerate(zip(labels, (0.9, 0.95, 0.8, 0.85, 0.7, 0.6, 0.5), strict=True))
+    ]
+    lines = Lines("", "trace", [cost("bytes_share")], [axis("relative_error")], points)
+    shown = Section("s", "", [], [Explorer("", {"methods": [{"label": "C"}]}), lines])
+    assert starting_methods(labels, [shown]) == ["A", "C", "D", "E", "F"]
+    assert starting_methods(labels[:3], [shown]) == labels[:3]
+
+
+def test_percentages_are_written_in_one_way() -> None:
+    assert [percent(share) for share in (0, 0.0861, 0.521, 1, math.nan)] == [
+        *("0\u00a0%", "8.61\u00a0%", "52.1\u00a0%", "100\u00a0%"),
+        "\u2013",
+    ]
+    said = "Quest at budget 5% reads 19% to 20.5 % of it, 1% off; the plan smollm2-0.3% more."
+    assert typeset(said) == (
+        "Quest at budget 5% reads 19\u00a0% to 20.5\u00a0% of it, 1\u00a0% off; the plan smollm2-0.3% more."
+    )
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:

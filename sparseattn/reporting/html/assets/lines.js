@@ -117,11 +117,14 @@ views.lines = (figure, view) => {
       words.push(...brokenName(`${best.method} alone: ${show(best.value, x.form)}`, LETTERS));
     }
     group.append("circle").attr("cx", left).attr("cy", top).attr("r", 6.5);
-    const fits = left - 12 - Math.max(...words.map((line) => line.length)) * NAME_LETTER > 52;
-    words.forEach((line, i) => {
+    const written = svg.clientWidth < LABELLED ? words.slice(0, 1) : words;
+    const wide = Math.max(...written.map((line) => line.length)) * 1.1 * NAME_LETTER; // bold letters are wider
+    const fits = left - 12 - wide > 52;
+    written.forEach((line, i) => {
       const text = group.append("text").attr("font-size", NAME_SIZE).attr("font-weight", i ? 400 : 650).text(line);
-      const down = fits ? 4 + (i - (words.length - 1) / 2) * NAME_LINE : 22 + i * NAME_LINE;
-      text.attr("x", fits ? left - 12 : left - 6).attr("y", top + down).attr("text-anchor", fits ? "end" : "start");
+      const down = fits ? 4 + (i - (written.length - 1) / 2) * NAME_LINE : 22 + i * NAME_LINE;
+      const x = fits ? left - 12 : Math.min(left - 6, svg.clientWidth - wide);
+      text.attr("x", x).attr("y", top + down).attr("text-anchor", fits ? "end" : "start");
     });
     const more = best ? [`${best.method} with one budget for all layers: ${show(best.value, x.form)}`] : [];
     return { x: left, y: top, line: plan.name, lines: [plan.name, ...said(plan), ...more] };
@@ -154,11 +157,12 @@ views.lines = (figure, view) => {
 
   function axis(measure, range, count) {
     const better = { high: " (higher is better)", low: " (lower is better)" }[measure.better] ?? "";
+    const label = NAME_LETTER * (measure.label + better).length < host.clientWidth ? measure.label + better : measure.label;
     const form = (value) => {
       if (measure.form === "share") return `${Number((100 * value).toPrecision(3))}\u00a0%`;
       return Math.abs(value) >= 1000 ? d3.format("~s")(value) : String(value);
     };
-    const shared = { label: measure.label + better, labelArrow: "none", domain: range, grid: true, tickFormat: form };
+    const shared = { label, labelArrow: "none", domain: range, grid: true, tickFormat: form };
     if (!measure.log) return { ...shared, ticks: count };
     return { ...shared, type: "log", ticks: logTicks(range, count) };
   }
