@@ -97,5 +97,6 @@ function drawHeaviest(host, told, goTo, most = 20) {
   };
   const name = ({ label }) => [swatch(label), make("span", { class: "name" }, label)];
   const head = tableHead(["row", "attention", ...methods.map((i) => name(told.methods[i])), "in the text"], -1, 2);
-  host.replaceChildren(make("table", { class: "heaviest" }, head, make("tbody", {}, ...rows.map(line))));
+  const columns = `--methods: ${methods.length}`;
+  host.replaceChildren(make("table", { class: "heaviest", style: columns }, head, make("tbody", {}, ...rows.map(line))));
 }
