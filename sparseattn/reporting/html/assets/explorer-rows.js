@@ -57,7 +57,7 @@ function drawStrip(host, told, goTo) {
     draw("text", { x, y: height - 4, "text-anchor": anchor, "font-size": 11, fill: "var(--soft)" }).text(words);
   label(EDGE, "start", "row 0");
   label(width - EDGE, "end", `row ${told.last.toLocaleString("en")}`);
-  if (width > 500) label(width / 2, "middle", "one lane per method, red where it missed needed rows; click to read there");
+  if (width > 620) label(width / 2, "middle", "one lane per method, red where it missed needed rows; click to read there");
   host.replaceChildren(svg.node());
   host.onclick = (event) => {
     const part = (event.clientX - host.getBoundingClientRect().left - EDGE) / (width - 2 * EDGE);

@@ -65,9 +65,9 @@ views.lines = (figure, view) => {
       marginRight: right,
       marginTop: 26,
       marginBottom: 42,
-      x: axis(x, domain(every, x), width < 400 ? 4 : 7),
-      y: axis(y, domain(every, y), 7),
-      marks: [...rule(every), ...methods.flatMap((name) => marksOf(name, known))],
+      x: { type: x.log ? "log" : "linear", domain: domain(every, x), axis: null },
+      y: { type: y.log ? "log" : "linear", domain: domain(every, y), axis: null },
+      marks: [...axis("X", x, domain(every, x), width < 400 ? 4 : 7), ...axis("Y", y, domain(every, y), 7), ...rule(every), ...methods.flatMap((name) => marksOf(name, known))],
       style: { background: "none" },
     });
     svg.setAttribute("aria-hidden", "true");
@@ -155,16 +155,16 @@ views.lines = (figure, view) => {
     return [low, measure.top != null ? Math.max(measure.top, high) : high + 0.05 * (high - low || 1)];
   }
 
-  function axis(measure, range, count) {
+  /** The marks of an axis, "X" or "Y", and its grid. */
+  function axis(which, measure, range, count) {
     const better = { high: " (higher is better)", low: " (lower is better)" }[measure.better] ?? "";
     const label = NAME_LETTER * (measure.label + better).length < host.clientWidth ? measure.label + better : measure.label;
     const form = (value) => {
       if (measure.form === "share") return `${Number((100 * value).toPrecision(3))}\u00a0%`;
       return Math.abs(value) >= 1000 ? d3.format("~s")(value) : String(value);
     };
-    const shared = { label, labelArrow: "none", domain: range, grid: true, tickFormat: form };
-    if (!measure.log) return { ...shared, ticks: count };
-    return { ...shared, type: "log", ticks: logTicks(range, count) };
+    const ticks = measure.log ? logTicks(range, count) : d3.ticks(...range, count);
+    return [Plot[`grid${which}`](ticks), Plot[`axis${which}`](ticks, { text: form, label, labelArrow: "none" })];
   }
 
   /** Round numbers in a range, `count` at most unless even the powers of ten are more. */
