@@ -12,9 +12,9 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
 WIDTH = 1280
-# Picture -> what a page of it has, what is pressed there, the element whose beginning it shows, and its height in pixels.
+# Picture -> what a page of it has, what is pressed there, the element whose beginning it shows, and height in pixels.
 PICTURES = {
-    "report-page.png": ("#explorer", None, "body", 1010),
+    "report-page.png": ("#explorer", None, "body", 1110),
     "report-explorer.png": ("#explorer", None, "#explorer figure", 1060),
     "report-two.png": ("#explorer", "text=Two side by side", "#explorer figure .texts", 420),
     "report-plan.png": ("figure.given", None, "body", 1380),
