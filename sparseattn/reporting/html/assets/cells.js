@@ -20,7 +20,13 @@ function drawCells(host, { cells, columns, rows, left, height, axis, label, text
     marginBottom: 36,
     padding: 0.04,
     style: { background: "none" },
-    x: { type: "band", domain: columns, label: axis, labelArrow: "none", ticks: columns.filter((_, k) => k % every === 0) },
+    x: {
+      type: "band",
+      domain: columns,
+      label: axis,
+      labelArrow: "none",
+      ticks: columns.filter((_, k) => k % every === 0),
+    },
     y: { type: "band", domain: rows, label: null, tickFormat: named },
     marks: [
       Plot.cell(

@@ -30,7 +30,14 @@ function drawHeads(host, told, choose) {
     choose({ layer: Math.floor(i / told.heads), head: i % told.heads }, keys && host),
   );
   const title = make("h4", {}, `Error of ${told.chosen.label} by layer and head`);
-  host.replaceChildren(title, grid, ramp([0, 0.25, 1].map((error) => `${error === 1 ? "≥\u00a0" : ""}${show(error, "share")}`), true));
+  host.replaceChildren(
+    title,
+    grid,
+    ramp(
+      [0, 0.25, 1].map((error) => `${error === 1 ? "≥\u00a0" : ""}${show(error, "share")}`),
+      true,
+    ),
+  );
 }
 
 /** What the head needs, and what each method read of it; a method is chosen by its name. */
@@ -43,7 +50,13 @@ function drawFacts(host, told, choose) {
     const missed = needed.filter((row) => !told.isRead(i, row)).length;
     const fresh = told.token ? told.fresh(i).length : "–";
     buttons.push(make("button", { type: "button", class: "pick" }, swatch(one.label), nameOf(one.label)));
-    const cells = [show(one.attended[k], "count"), show(one.mass[k], "share"), show(one.error[k], "share"), missed, fresh];
+    const cells = [
+      show(one.attended[k], "count"),
+      show(one.mass[k], "share"),
+      show(one.error[k], "share"),
+      missed,
+      fresh,
+    ];
     return tableRow(buttons.at(-1), cells, told.compared.includes(i) ? "chosen" : false);
   });
   radios(buttons, told.shown.indexOf(told.method), 1, (i, keys) => choose({ method: told.shown[i] }, keys && host));

@@ -57,7 +57,8 @@ function drawStrip(host, told, goTo) {
     draw("text", { x, y: height - 4, "text-anchor": anchor, "font-size": 11, fill: "var(--soft)" }).text(words);
   label(EDGE, "start", "row 0");
   label(width - EDGE, "end", `row ${told.last.toLocaleString("en")}`);
-  if (width > 620) label(width / 2, "middle", "one lane per method, red where it missed needed rows; click to read there");
+  if (width > 620)
+    label(width / 2, "middle", "one lane per method, red where it missed needed rows; click to read there");
   host.replaceChildren(svg.node());
   host.onclick = (event) => {
     const part = (event.clientX - host.getBoundingClientRect().left - EDGE) / (width - 2 * EDGE);
@@ -98,5 +99,7 @@ function drawHeaviest(host, told, goTo, most = 20) {
   const name = ({ label }) => [swatch(label), make("span", { class: "name" }, label)];
   const head = tableHead(["row", "attention", ...methods.map((i) => name(told.methods[i])), "in the text"], -1, 2);
   const columns = `--methods: ${methods.length}`;
-  host.replaceChildren(make("table", { class: "heaviest", style: columns }, head, make("tbody", {}, ...rows.map(line))));
+  host.replaceChildren(
+    make("table", { class: "heaviest", style: columns }, head, make("tbody", {}, ...rows.map(line))),
+  );
 }

@@ -101,7 +101,8 @@ views.explorer = (figure, view) => {
     const others = told.shown.filter((one) => one !== told.method);
     const change = (event) => choose({ beside: Number(event.target.value) });
     const list = make("select", { onchange: change });
-    for (const i of others) list.append(make("option", { value: i, selected: i === told.beside }, told.methods[i].label));
+    for (const i of others)
+      list.append(make("option", { value: i, selected: i === told.beside }, told.methods[i].label));
     second.append(make("span", {}, `${told.chosen.label} beside`), list);
   }
 

@@ -23,7 +23,13 @@ function alongLines(lines) {
     const count = Math.ceil(Math.hypot(b.x - a.x, b.y - a.y) / 5);
     return d3.range(count + 1).map((i) => ({ x: a.x + ((b.x - a.x) * i) / count, y: a.y + ((b.y - a.y) * i) / count }));
   };
-  return lines.flatMap((line) => [...line, ...d3.pairs(line).filter(([a, b]) => a.x !== b.x || a.y !== b.y).flatMap(between)]);
+  return lines.flatMap((line) => [
+    ...line,
+    ...d3
+      .pairs(line)
+      .filter(([a, b]) => a.x !== b.x || a.y !== b.y)
+      .flatMap(between),
+  ]);
 }
 
 /**
@@ -36,8 +42,16 @@ function nameLines(svg, lines, side, bottom, letters) {
   const free = (box) =>
     box.y > 0 &&
     box.y + box.height < bottom &&
-    !taken.some((one) => one.x > box.x - 3 && one.x < box.x + box.width && one.y > box.y - 2 && one.y < box.y + box.height + 2) &&
-    !boxes.some((one) => one.x < box.x + box.width && box.x < one.x + one.width && one.y < box.y + box.height && box.y < one.y + one.height);
+    !taken.some(
+      (one) => one.x > box.x - 3 && one.x < box.x + box.width && one.y > box.y - 2 && one.y < box.y + box.height + 2,
+    ) &&
+    !boxes.some(
+      (one) =>
+        one.x < box.x + box.width &&
+        box.x < one.x + one.width &&
+        one.y < box.y + box.height &&
+        box.y < one.y + one.height,
+    );
   const group = d3.select(svg).append("g").attr("font-size", NAME_SIZE).attr("text-anchor", "start");
   const edge = svg.clientWidth;
   for (const { name, points } of d3.sort(lines, (line) => line.points.at(-1).y)) {
@@ -46,7 +60,9 @@ function nameLines(svg, lines, side, bottom, letters) {
     const width = 4 + NAME_LETTER * Math.max(...words.map((line) => line.length));
     const height = NAME_LINE * words.length;
     const at = (x, down) => ({ x, y: end.y - height / 2 + down, width, height });
-    const near = [0, -7, 7, -14, 14, -21, 21, -28, 28].map((down) => at(end.x + NAME_GAP, down)).filter((box) => box.x + width <= edge);
+    const near = [0, -7, 7, -14, 14, -21, 21, -28, 28]
+      .map((down) => at(end.x + NAME_GAP, down))
+      .filter((box) => box.x + width <= edge);
     const far = d3.sort(d3.range(-bottom, bottom, 5), Math.abs).map((down) => at(side, down));
     const box = [...near, ...far].find(free) ?? far[0];
     boxes.push(box);
@@ -56,6 +72,12 @@ function nameLines(svg, lines, side, bottom, letters) {
       leader.attr("stroke", colourOf(name)).attr("stroke-dasharray", "1 3").attr("fill", "none");
     }
     const text = one.append("text").attr("fill", "var(--ink)");
-    words.forEach((line, k) => text.append("tspan").attr("x", box.x).attr("y", box.y + k * NAME_LINE + 11).text(line));
+    words.forEach((line, k) =>
+      text
+        .append("tspan")
+        .attr("x", box.x)
+        .attr("y", box.y + k * NAME_LINE + 11)
+        .text(line),
+    );
   }
 }

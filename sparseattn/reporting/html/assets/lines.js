@@ -28,15 +28,8 @@ views.lines = (figure, view) => {
       changed(some.find((one) => one.key === key));
       draw();
     };
-    const keys = some.map((one) => one.key);
-    bar.append(
-      choice(
-        label,
-        keys,
-        change,
-        some.map((one) => one.label),
-      ),
-    );
+    const [keys, names] = ["key", "label"].map((field) => some.map((one) => one[field]));
+    bar.append(choice(label, keys, change, names));
   };
   pick("y axis", view.y, (one) => {
     y = one;
@@ -45,16 +38,23 @@ views.lines = (figure, view) => {
     x = one;
   });
   const host = make("div", { class: "plot" });
-  figure.append(bar, host, legendOf([...new Set(view.points.map((point) => point.method))].filter((name) => numberOf.has(name))));
+  figure.append(
+    bar,
+    host,
+    legendOf([...new Set(view.points.map((point) => point.method))].filter((name) => numberOf.has(name))),
+  );
 
   function draw() {
     const known = view.points.filter((point) => point.facet === facet && isShown(point.method) && drawn(point));
     const methods = [...new Set(known.map((point) => point.method))];
     const marked = view.marked.filter((one) => one.facet === facet && drawn(one));
+    const none = "No method that is switched on has points here.";
     host.replaceChildren();
-    if (!known.length) return host.append(make("p", { class: "none" }, "No method that is switched on has points here."));
+    if (!known.length) return host.append(make("p", { class: "none" }, none));
     const width = host.clientWidth;
-    const letters = Math.max(...methods.map((name) => Math.max(...brokenName(name, LETTERS).map((line) => line.length))));
+    const letters = Math.max(
+      ...methods.map((name) => Math.max(...brokenName(name, LETTERS).map((line) => line.length))),
+    );
     const right = width < LABELLED ? 14 : 26 + letters * NAME_LETTER;
     const height = Math.round(Math.max(280, Math.min(460, 0.52 * width)));
     const every = [...known, ...marked];
@@ -67,7 +67,12 @@ views.lines = (figure, view) => {
       marginBottom: 42,
       x: { type: x.log ? "log" : "linear", domain: domain(every, x), axis: null },
       y: { type: y.log ? "log" : "linear", domain: domain(every, y), axis: null },
-      marks: [...axis("X", x, domain(every, x), width < 400 ? 4 : 7), ...axis("Y", y, domain(every, y), 7), ...rule(every), ...methods.flatMap((name) => marksOf(name, known))],
+      marks: [
+        ...axis("X", x, domain(every, x), width < 400 ? 4 : 7),
+        ...axis("Y", y, domain(every, y), 7),
+        ...rule(every),
+        ...methods.flatMap((name) => marksOf(name, known)),
+      ],
       style: { background: "none" },
     });
     svg.setAttribute("aria-hidden", "true");
@@ -78,7 +83,11 @@ views.lines = (figure, view) => {
     }
     host.append(svg);
     const at = (one) => ({ x: svg.scale("x").apply(one.values[x.key]), y: svg.scale("y").apply(one.values[y.key]) });
-    const places = known.map((point) => ({ ...at(point), line: point.method, lines: [point.method, point.at, ...said(point)] }));
+    const places = known.map((point) => ({
+      ...at(point),
+      line: point.method,
+      lines: [point.method, point.at, ...said(point)],
+    }));
     places.sort((a, b) => a.x - b.x);
     if (width >= LABELLED) {
       const lines = methods.map((name) => ({ name, points: places.filter((one) => one.line === name) }));
@@ -95,7 +104,14 @@ views.lines = (figure, view) => {
     const places = { x: (point) => point.values[x.key], y: (point) => point.values[y.key] };
     return [
       Plot.line(mine, { ...places, stroke: colour, strokeWidth: 1.8, strokeDasharray: dash }),
-      Plot.dot(mine, { ...places, fill: colour, symbol: symbols[symbol], r: 4.5, stroke: "var(--card)", strokeWidth: 0.75 }),
+      Plot.dot(mine, {
+        ...places,
+        fill: colour,
+        symbol: symbols[symbol],
+        r: 4.5,
+        stroke: "var(--card)",
+        strokeWidth: 0.75,
+      }),
     ];
   }
 
@@ -121,10 +137,17 @@ views.lines = (figure, view) => {
     const wide = Math.max(...written.map((line) => line.length)) * 1.1 * NAME_LETTER; // bold letters are wider
     const fits = left - 12 - wide > 52;
     written.forEach((line, i) => {
-      const text = group.append("text").attr("font-size", NAME_SIZE).attr("font-weight", i ? 400 : 650).text(line);
+      const text = group
+        .append("text")
+        .attr("font-size", NAME_SIZE)
+        .attr("font-weight", i ? 400 : 650)
+        .text(line);
       const down = fits ? 4 + (i - (written.length - 1) / 2) * NAME_LINE : 22 + i * NAME_LINE;
       const x = fits ? left - 12 : Math.min(left - 6, svg.clientWidth - wide);
-      text.attr("x", x).attr("y", top + down).attr("text-anchor", fits ? "end" : "start");
+      text
+        .attr("x", x)
+        .attr("y", top + down)
+        .attr("text-anchor", fits ? "end" : "start");
     });
     const more = best ? [`${best.method} with one budget for all layers: ${show(best.value, x.form)}`] : [];
     return { x: left, y: top, line: plan.name, lines: [plan.name, ...said(plan), ...more] };
@@ -158,7 +181,8 @@ views.lines = (figure, view) => {
   /** The marks of an axis, "X" or "Y", and its grid. */
   function axis(which, measure, range, count) {
     const better = { high: " (higher is better)", low: " (lower is better)" }[measure.better] ?? "";
-    const label = NAME_LETTER * (measure.label + better).length < host.clientWidth ? measure.label + better : measure.label;
+    const label =
+      NAME_LETTER * (measure.label + better).length < host.clientWidth ? measure.label + better : measure.label;
     const form = (value) => {
       if (measure.form === "share") return `${Number((100 * value).toPrecision(3))}\u00a0%`;
       return Math.abs(value) >= 1000 ? d3.format("~s")(value) : String(value);

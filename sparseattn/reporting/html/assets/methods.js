@@ -56,9 +56,7 @@ function drawMethods() {
     return make("input", { type: "checkbox", "data-method": name, onchange: change });
   });
   const list = make("ul");
-  all.forEach((name, i) =>
-    list.append(make("li", {}, make("label", {}, inputs[i], swatch(name), nameOf(name)))),
-  );
+  all.forEach((name, i) => list.append(make("li", {}, make("label", {}, inputs[i], swatch(name), nameOf(name)))));
   const button = (words, on) =>
     make("button", { type: "button", class: "quiet", onclick: () => switchMethods(all, on) }, words);
   box.append(list, make("div", { class: "pair" }, button("all", true), button("none", false)));
@@ -75,7 +73,12 @@ function drawMethods() {
 /** Switches of some methods, for a plot of them where the list of all is not in sight. */
 function legendOf(names) {
   const buttons = names.map((name) =>
-    make("button", { type: "button", onclick: () => switchMethods([name], !isShown(name)) }, swatch(name), nameOf(name)),
+    make(
+      "button",
+      { type: "button", onclick: () => switchMethods([name], !isShown(name)) },
+      swatch(name),
+      nameOf(name),
+    ),
   );
   const update = () => buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(isShown(names[i]))));
   redraws.push(update);

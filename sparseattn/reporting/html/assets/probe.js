@@ -28,10 +28,13 @@ function probe(host, label, places, { reach = 40, gap = 14, lit = () => {} } = {
     lit(places[i].line);
     const own = places[i].line === undefined ? [] : alongLines([places.filter((one) => one.line === places[i].line)]);
     const [width, height] = [tip.offsetWidth, tip.offsetHeight];
-    const lefts = [x - width / 2, x + gap, x - gap - width].map((left) => Math.max(0, Math.min(host.clientWidth - width, left)));
+    const lefts = [x - width / 2, x + gap, x - gap - width].map((left) =>
+      Math.max(0, Math.min(host.clientWidth - width, left)),
+    );
     const corners = lefts.flatMap((left) => [y - gap - height, y + gap].map((top) => ({ left, top })));
     const covered = ({ left, top }) =>
-      own.filter((one) => one.x > left - 4 && one.x < left + width + 4 && one.y > top - 4 && one.y < top + height + 4).length;
+      own.filter((one) => one.x > left - 4 && one.x < left + width + 4 && one.y > top - 4 && one.y < top + height + 4)
+        .length;
     const { left, top } = d3.least(corners, covered); // the words hide as little as can be of the line that they are of
     tip.style.left = `${left}px`;
     tip.style.top = `${top}px`;
