@@ -1,5 +1,5 @@
-"""Builds sdist and wheel, checks them, and runs the README's first offline example and every `--help` with the wheel in a
-new environment without extras.
+"""Builds sdist and wheel, checks them, and tries the wheel in a new environment without extras: the README's first
+offline example and every `--help`.
 
     python scripts/release_check.py [--tag v0.1.0]
 

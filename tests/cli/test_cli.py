@@ -367,7 +367,9 @@ def test_in_short_names_no_method_that_another_beats_or_that_is_far_off(
     results = []
     for name, (error, read) in errors_and_bytes.items():
         shares = {"relative_error": error, "bytes_share": read, "scanned_share": 1.0}
-        results.append(Evaluation("a", name, name, 64, {}, (0,), {key: torch.tensor([[x]]) for key, x in shares.items()}))
+        results.append(
+            Evaluation("a", name, name, 64, {}, (0,), {key: torch.tensor([[x]]) for key, x in shares.items()})
+        )
     said = str(replay_tables.finding(results))
     assert said.startswith(f"In short: {named or 'no method'} ")
 

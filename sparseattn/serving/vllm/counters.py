@@ -94,7 +94,9 @@ def stats() -> VLLMStats:
     if FOLDER not in os.environ:
         return VLLMStats()
     held = [path.read_bytes() for path in Path(os.environ[FOLDER]).glob("*.counts")]
-    whole = [FILE.unpack(counts) for counts in held if len(counts) == FILE.size]  # else its process is about to write it
+    whole = [
+        FILE.unpack(counts) for counts in held if len(counts) == FILE.size
+    ]  # else its process is about to write it
     return VLLMStats(*map(sum, zip(*whole, strict=True))) if whole else VLLMStats()
 
 
