@@ -34,7 +34,7 @@ def run(options: RecommendOptions) -> None:
             result = search(options, options.out / "recommend.jsonl")
         except NoPlanError as error:
             if path.exists():
-                raise NoPlanError(f"{error}. {path} is of an earlier run") from None
+                raise NoPlanError(f"{error} {path} is of an earlier run.") from None
             write_atomic(why, f"# No plan\n\n{error}\n".encode())
             raise
         if options.vllm:
