@@ -122,6 +122,23 @@ for name in sparseattn.__all__:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_help_needs_no_extra() -> None:
+    """As after `pip install` of the wheel alone, without packages that only extras bring; numpy is such a one too."""
+    core = ("safetensors", "typer", "rich", "jinja2")
+    blocked = f"""
+import sys
+for name in {tuple(name for name in (*OPTIONAL, "vllm", "gguf", "accelerate") if name not in core)!r}:
+    sys.modules[name] = None
+from typer.testing import CliRunner
+from sparseattn.cli.app import COMMANDS, app
+for arguments in (["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)):
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (arguments, done.output, done.exception)
+"""
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_optional_packages_are_imported_in_one_file() -> None:
     for path in ROOT.rglob("*.py"):
         where = path.relative_to(ROOT).as_posix()

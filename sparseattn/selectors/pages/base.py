@@ -128,7 +128,7 @@ class PageSelector(EstimatesMass, Selector):
             getattr(self, name).fix(rows // self.unit)
 
     def append(self, rows: Rows) -> None:
-        for name, part in self.entries(rows.keys).items():
+        for name, part in self._checked_entries(rows.keys).items():
             getattr(self, name).append(part)
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
@@ -172,6 +172,29 @@ class PageSelector(EstimatesMass, Selector):
             entry = self.for_layer(self.layer_context).entries(keys)
         read = sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entry.values())
         return read, sum(math.prod(part.shape[3:]) for part in entry.values())
+
+    def _checked_entries(self, keys: Tensor) -> dict[str, Tensor]:
+        """Return `entries`; ValueError for a subclass that was not initialised, or for other names or shapes."""
+        method = type(self).__name__
+        if not all(isinstance(getattr(self, name, None), RowBuffer) for name in self.entry_names):
+            raise ValueError(
+                f"{method}.__init__ has not called super().__init__(page, group), which sets the page and makes a "
+                f"buffer for each of entry_names"
+            )
+        made = self.entries(keys)
+        if set(made) != set(self.entry_names):
+            raise ValueError(
+                f"entries of {method} returned {', '.join(made) or 'nothing'}, and its entry_names are "
+                f"{', '.join(self.entry_names) or 'empty'}: they must be the same"
+            )
+        wanted = [*keys.shape[:2], keys.shape[2] // self.unit]
+        for name, part in made.items():
+            if list(part.shape[:3]) != wanted:
+                raise ValueError(
+                    f"entries of {method} returned {name} as {list(part.shape)} for keys {list(keys.shape)}: it must "
+                    f"be [B,H,E,..] = [{', '.join(map(str, wanted))},..], one entry for every {self.unit} rows"
+                )
+        return made
 
     def _check_budget(self, budget: int) -> None:
         if budget < self.page:
