@@ -278,7 +278,7 @@ def test_the_registry_is_a_source_of_tables() -> None:
     load = frames.loader()
     rows = frames.read(load, frames.REGISTRY)
     assert [row["method"] for row in rows] == list(methods.METHODS)
-    assert next(row for row in rows if row["method"] == "quest")["row"] == 2 * 2 * 2 * 128  # bytes of 8 heads
+    assert next(row for row in rows if row["method"] == "quest")["row"] == 2 * 2 * 8 * 128 / 16  # of 8 heads
     classes = documents.table(TABLES["method-classes"], frames.REGISTRY, "family=hashing", load)
     assert classes.split("\n\n") == [f"::: sparseattn.{kind}" for kind in ("MagicPIG", "KDEformer", "Reformer")]
 
