@@ -14,6 +14,7 @@ A definition has these parts; cells, heads and captions are templates of `expres
                 without a value is of the first.
     sort        an expression, its rows by `sort_where`
     foot        lines below, of all rows: [label, cell, ...]; without cells, those of the columns
+    line        instead of a table, a paragraph for each row: its template
     base        what `base(...)` is about: the values of columns of these rows
     names       what the format `name` writes for a value
 """
@@ -65,6 +66,8 @@ def drawn(definition: Definition, rows: Rows, where: Mapping[str, Sequence[str]]
     ]
     if not mine:
         raise LookupError("no rows are left of the record")
+    if "line" in definition:
+        return "\n\n".join(filled(definition["line"], Scope([row]), {}) for row in mine)
     each = _split(mine, lambda row: tuple(str(row[name]) for name in definition.get("each", [])))
     return "\n\n".join(_table(definition, part) for part in each.values())
 

@@ -28,6 +28,7 @@ from sparseattn.evaluation.replay import MEASURES, Evaluation, evaluate
 from sparseattn.models.load import reference_folder
 from sparseattn.reporting import replay_tables
 from sparseattn.reporting.terminal import WIDE
+from sparseattn.selectors.methods import METHODS
 from sparseattn.selectors.parameters.saap_artefact import locate
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.texts import TEXTS
@@ -383,10 +384,22 @@ def test_info_says_what_runs_here() -> None:
     assert facts["kernels"]["gather"].startswith("runs on")
     assert "run" in facts["kernels"]["triton"]
     assert facts["versions"]["torch"]
-    assert "quest" in facts["selectors"]
+    assert facts["selectors"]["quest"]["paper"] == "2406.10774"
     assert list(facts["traces"]) == ["prose", "code", "needles", "long", "recall", "text"]
     assert set(facts["texts"]) == set(TEXTS)
-    assert "gather" in run("info").output
+    shown = run("info").output
+    assert "gather" in shown
+    assert all(name in shown for name in METHODS)
+
+
+def test_info_says_what_a_method_does() -> None:
+    facts = json.loads(run("info", "quest", "--json").stdout)
+    assert facts["paper"] == "2406.10774, https://arxiv.org/abs/2406.10774"
+    assert facts["arguments"] == {"page": 16, "group": "sum", "int8": False}
+    shown = run("info", "quest", "kascade").stdout
+    assert METHODS["quest"].departs in " ".join(shown.split())
+    assert "  int8           False\n" in shown
+    assert "  inner          exact:group=softmax\n" in shown
 
 
 @pytest.fixture

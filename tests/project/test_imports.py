@@ -148,6 +148,18 @@ def test_optional_packages_are_imported_in_one_file() -> None:
                 assert where in HOMES[package], f"{where} imports {package}"
 
 
+def test_type_checkers_see_what_is_exported() -> None:
+    """Methods are exported by their rows in `selectors/methods.py`; the imports for type checkers are written."""
+    nodes = ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
+    seen = {alias.name: node.module for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    lacking = [
+        f"from {place} import {name} as {name}"
+        for name, place in sparseattn._MODULES.items()
+        if seen.get(name) != place
+    ]
+    assert not lacking, f"sparseattn/__init__.py lacks {lacking}"
+
+
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name without `sparseattn.`."""
     found = {}
