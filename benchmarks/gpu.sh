@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command and under 8 minutes: the tests, then the benchmarks, as JSON in
-# benchmarks/results (RESULTS=FOLDER: there). Needs torch with CUDA and triton; uses .venv if it is there, else the
-# python on the PATH (PYTHON=COMMAND: that one). A part that fails or runs out of time does not stop the others;
-# gpu-DATE.json says how each ended.
+# benchmarks/results (RESULTS=FOLDER: there). Needs torch with CUDA and triton, and a GPU of 24 GB; with less than 48 GiB
+# free no step of 32 sequences is timed. Uses .venv if it is there, else the python on the PATH (PYTHON=COMMAND: that
+# one). A part that fails or runs out of time does not stop the others; gpu-DATE.json says how each ended.
+# docs/use/gpu.md says what the figures are compared with, and what to send back.
 #   gpu.sh --list      the parts: seconds each may take, name, command
 #   gpu.sh --rehearse  the same commands at small sizes on the CPU, to see that they run
 set -uo pipefail
@@ -30,18 +31,18 @@ part() {  # SECONDS NAME COMMAND...: runs the command for so long at most, and n
 
 if [ $device = cuda ]; then
   fast=(--device cuda --quick --results "$results")
-  speed=(--rows 32768,131072,171008 --batch 1 --selector quest --selector quest:page=8,int8=True --selector saap
-    --selector window)
-  batch=(--rows 32768,131072 --batch 8,32 --selector quest --selector saap)
+  speed=(--rows 32768,131072 --batch 1 --selector quest --selector quest:page=8,int8=True --selector lowbit
+    --selector lowbit:bits=1,page=16 --selector saap --selector window)
+  batch=(--rows 32768,131072 --selector quest --selector saap) batches=8,32
   head=(--rows 171008 --batch 1 --selector saap --selector quest)
   scaling=() nearest=(--device cuda) training=(--device cuda --repeats 5)
   generate=(--random 8b --layers 8 --tokens 32768 --budget 2048 --steps 16 --seal 256 --device cuda)
 else
   tiny=(--heads 2 --group 2 --size 32 --seal 64 --evict 1 --copy 1 --buckets 16 --hidden 16)
   fast=(--device cpu --quick --fixed --results "$results" "${tiny[@]}")
-  speed=(--rows 512,1024 --batch 1 --selector quest --selector quest:page=8,int8=True --selector saap --selector window
-    --budget 64)
-  batch=(--rows 512 --batch 2,3 --selector quest --selector saap --budget 64)
+  speed=(--rows 512,1024 --batch 1 --selector quest --selector quest:page=8,int8=True --selector lowbit
+    --selector lowbit:bits=1,page=16 --selector saap --selector window --budget 64)
+  batch=(--rows 512 --selector quest --selector saap --budget 64) batches=2,3
   head=(--rows 1024 --batch 1 --selector saap --budget 64)
   scaling=(--rows-sizes 512,1024 --batch-sizes 1,2 --budget-sizes 32,64 --rows 512 --batch-rows 512 --budget 64)
   nearest=(--device cpu --rows 1000 --queries 100 --size 32 --count 10)
@@ -53,7 +54,7 @@ parts() {
   part 170 tests "$python" -m pytest -m gpu -q --durations=10 "--junitxml=$name.xml" $(grep -rlE --include='test_*.py' 'mark\.gpu' tests)
   part 20 nearest "$python" -m benchmarks.nearest "${nearest[@]}" --results "$results"
   part 80 speed "$python" -m benchmarks.speed "${speed[@]}" "${fast[@]}"
-  part 60 batch "$python" -m benchmarks.speed "${batch[@]}" "${fast[@]}" --name speed-batch
+  part 60 batch "$python" -m benchmarks.speed "${batch[@]}" --batch "$batches" "${fast[@]}" --name speed-batch
   part 30 head "$python" -m benchmarks.speed "${head[@]}" "${fast[@]}" --heads 1 --name speed-head
   part 45 scaling "$python" -m benchmarks.scaling ${scaling[@]+"${scaling[@]}"} "${fast[@]}" \
     --out "$results/scaling-$device.png"
@@ -68,6 +69,8 @@ if [ $device = cuda ]; then
     echo "gpu.sh: torch sees no CUDA device here" >&2
     exit 2
   fi
+  free=$("$python" -c 'import torch; print(torch.cuda.mem_get_info()[0] >> 30)')
+  [ "$free" -ge 48 ] || batches=8
 fi
 mkdir -p "$results"
 rm -f "$name.txt" "$name.xml" "$name.parts"

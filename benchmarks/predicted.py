@@ -148,7 +148,9 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     command = argparse.ArgumentParser(prog="python -m benchmarks.predicted", description="Predicted against measured.")
-    command.add_argument("--machine", default=CPU, help="cpu, as measured here, or the file of a profile")
+    command.add_argument(
+        "--machine", default=CPU, help="cpu, as measured here, a GPU by name, or the file of a profile"
+    )
     command.add_argument("--record", action="append", help=f"of benchmarks.scaling; more; default {' '.join(RECORDS)}")
     command.add_argument("--results", type=Path, default=RESULTS, help="folder of the records of benchmarks.scaling")
     command.add_argument("--out", type=Path, help="record to write; default predicted-NAME.json in that folder")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import re
 
-from sparseattn.selectors.names import CLASSES
+from sparseattn.selectors.methods import METHODS
 
-METHODS = re.compile(r"^<!-- methods of (\w+) -->$", re.M)
+FAMILY = re.compile(r"^<!-- methods of (\w+) -->$", re.M)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the API of every method of a folder of `selectors/` where a page has `<!-- methods of FOLDER -->`."""
-    return METHODS.sub(lambda found: "\n\n".join(f"::: sparseattn.{name}" for name in classes(found[1])), markdown)
+    """Put the API of every method of a family where a page has `<!-- methods of FAMILY -->`."""
+    return FAMILY.sub(lambda found: "\n\n".join(f"::: sparseattn.{name}" for name in classes(found[1])), markdown)
 
 
-def classes(folder: str) -> list[str]:
-    """Return the classes of the methods of a folder, by name.
+def classes(family: str) -> list[str]:
+    """Return the classes of the methods of a family, in the registry's order.
 
     Raises:
         ValueError: no method lies in it.
     """
-    places = (place.split(":") for place in CLASSES.values())
-    found = sorted(name for module, name in places if module.startswith(f"sparseattn.selectors.{folder}."))
+    found = [method.kind for method in METHODS.values() if method.family == family]
     if not found:
-        raise ValueError(f"no method lies in sparseattn/selectors/{folder}")
+        raise ValueError(f"no method lies in sparseattn/selectors/{family}")
     return found

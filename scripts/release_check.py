@@ -1,4 +1,5 @@
-"""Builds sdist and wheel, checks them, and runs the README's first offline example with the wheel in a new environment.
+"""Builds sdist and wheel, checks them, and tries the wheel in a new environment without extras: the README's first
+offline example and every `--help`.
 
     python scripts/release_check.py [--tag v0.1.0]
 
@@ -47,12 +48,22 @@ def build() -> Path:
 
 
 def try_wheel(wheel: Path) -> None:
-    """Install the wheel without extras, outside the repository's path, and run what README promises of that."""
+    """Install the wheel without extras, outside the repository's path, and run what must work of that."""
     environment = FOLDER / "env"
     run(ROOT / "scripts" / "venv", "", VENV=str(environment), PACKAGE=str(wheel))
     code = FOLDER / "example.py"
     code.write_text(first_offline_example((ROOT / "README.md").read_text()))
     run(python_of(environment), "-I", code)
+    console = environment / "bin" / "sparseattn"
+    for arguments in (["--version"], ["--help"], *([name, "--help"] for name in commands(environment))):
+        run(console, *arguments)
+
+
+def commands(environment: Path) -> list[str]:
+    """Return the names of the console command's commands, as the installed wheel has them."""
+    code = "from sparseattn.cli.app import COMMANDS; print(*COMMANDS)"
+    done = subprocess.run([python_of(environment), "-I", "-c", code], cwd=FOLDER, env=clean(), capture_output=True)
+    return done.stdout.decode().split() or sys.exit(f"release_check: no commands: {done.stderr.decode()}")
 
 
 def first_offline_example(readme: str) -> str:

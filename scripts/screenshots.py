@@ -12,16 +12,17 @@ from pathlib import Path
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 WIDTH = 1280
-# Picture -> what a page of it has, the element whose beginning it shows, its height in pixels, and the theme.
+# Picture -> what a page of it has, what is pressed there, the element whose beginning it shows, and height in pixels.
 PICTURES = {
-    "report-page.png": ("#explorer", "body", 900, "light"),
-    "report-explorer.png": ("#explorer", "#explorer figure", 1010, "light"),
-    "report-plan.png": ("figure.given", "body", 1010, "light"),
+    "report-page.png": ("#explorer", None, "body", 1110),
+    "report-explorer.png": ("#explorer", None, "#explorer figure", 1060),
+    "report-two.png": ("#explorer", "text=Two side by side", "#explorer figure .texts", 420),
+    "report-plan.png": ("figure.given", None, "body", 1380),
 }
 
 
 def take(page_file: Path) -> list[Path]:
-    """Writes the pictures into docs/figures/ and returns their paths. ValueError where there is no page or no Chromium."""
+    """Write the pictures into docs/figures/ and return their paths; ValueError without a page or Chromium."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -30,18 +31,19 @@ def take(page_file: Path) -> list[Path]:
     made = []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, (needed, element, height, theme) in PICTURES.items():
-            size = {"width": WIDTH, "height": height}
-            page = browser.new_page(viewport=size, color_scheme=theme, reduced_motion="reduce")
+        for name, (needed, pressed, element, height) in PICTURES.items():
+            page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme="light")
             page.goto(page_file.resolve().as_uri())
             page.wait_for_selector("html[data-ready=yes]")
             if not page.locator(needed).count():
                 continue
             if page.locator("#explorer").count():
                 page.wait_for_selector("figure.explorer[data-ready=yes]")
+            if pressed:
+                page.dispatch_event(pressed, "click")
             box = page.locator(element).first.bounding_box()
             clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(height, box["height"])}
-            page.screenshot(path=FIGURES / name, clip=clip, full_page=True)
+            page.screenshot(path=FIGURES / name, clip=clip, full_page=True, animations="disabled")
             made.append(FIGURES / name)
         browser.close()
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sparseattn.selectors.names import CLASSES
+from sparseattn.selectors.methods import METHODS
 
 if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that `sparseattn --help` needs no torch
     from sparseattn.cache.decode import decode as decode
@@ -81,7 +81,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
 
 __version__ = "0.1.0"
 
-# Exported name -> the module that it comes from; methods with a name come from where `CLASSES` says.
+# Exported name -> the module that it comes from; methods with a name come from where their row says.
 _MODULES = {
     "Bounds": "sparseattn.core.selection",
     "CodedRows": "sparseattn.kernels.attend_quantized.reference",
@@ -107,7 +107,7 @@ _MODULES = {
     "evaluate": "sparseattn.evaluation.replay",
     "make_selector": "sparseattn.selectors.registry",
     "merge": "sparseattn.kernels.attend.merge",
-    **{name: module for module, _, name in (place.partition(":") for place in CLASSES.values())},
+    **{method.kind: method.module for method in METHODS.values()},
 }
 
 __all__ = list(_MODULES)

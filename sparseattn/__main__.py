@@ -1,5 +1,20 @@
 """`python -m sparseattn` is the console command `sparseattn`."""
 
-from sparseattn.cli.app import app
+from __future__ import annotations
 
-app(prog_name="sparseattn")
+import sys
+
+
+def main() -> None:
+    """Run the console command; Ctrl-C ends in one line, even before the command line is read."""
+    try:
+        from sparseattn.cli.app import app
+
+        app(prog_name="sparseattn")
+    except KeyboardInterrupt:
+        print("sparseattn: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

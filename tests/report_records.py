@@ -85,6 +85,10 @@ def recommended() -> list[dict[str, Any]]:
         made.append(
             {"record": "frontier", "number": window, "layer": layer, "method": method, "source": "0", "points": points}
         )
+    for window in (0, 1):
+        point = {"kl": 0.05, "kl_heads": [0.02] * 2, "error_heads": [0.4] * 2, "bytes_heads": [0.02] * 2}
+        place = {"record": "frontier", "number": window, "layer": 0, "method": "window", "source": "0"}
+        made.append({**place, "points": [point]})
     verified = {"windows": 3, "kl": {"mean": 0.0125}, "same_top": {"mean": 0.96}}
     cost = {"plan": 1e6, "full": 4e6, "unit": "bytes", "predicted": False}
     layers = {"0": "window", "1": [{"method": "quest", "budget": 64}, "dense"]}

@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--list", action="store_true", help="print the steps, what is there, and the hours of the rest")
     out.add_argument("--only", default="", metavar="NAME,...", help="these steps")
+    out.add_argument("--again", action="store_true", help="run the steps of --only though their records are there")
     out.add_argument("--documents", action="store_true", help="run nothing: draw the documents from the records there")
     out.add_argument("--check", action="store_true", help="run nothing: exit 1 where documents are not as records give")
     out.add_argument(
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         console.print(listed(steps))
         return 0
+    if options.again and not options.only:
+        command.error("--again is for the steps that --only names")
     if options.adopt:
         if not options.only:
             command.error("--adopt is for the steps that --only names")
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     failed: dict[str, str] = {}
     if not (options.documents or options.check):
-        failed = run(steps, STEPS, lambda words: console.print(words, soft_wrap=True))
+        failed = run(steps, STEPS, lambda words: console.print(words, soft_wrap=True), again=options.again)
     load = loader()
     wrong = pictures.redraw(load, write=not options.check)
     wrong += redraw(tables.defined(), load, write=not options.check)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.memory import PLAIN
 from scripts.evidence import condensing, derived
-from scripts.evidence.markdown import spec
+from scripts.evidence.markdown import linked, spec
 from scripts.evidence.step import REPORTED, RESULTS
+from sparseattn.selectors.methods import METHODS
 
 Record: TypeAlias = "Mapping[str, Any]"
 Load: TypeAlias = "Callable[[str], Record]"
@@ -21,11 +24,12 @@ PATHS = (
     *("results.selectors", "results", "lengths.ways", "sweeps.points", "points", "decode", "lines", "problems"),
     "table",
 )
+REGISTRY = "registry"  # a record that no step makes: the rows of `sparseattn.selectors.methods`
 METHOD = ("label", "method", "selector", "name")  # columns that may say which method a row is of
 
 
 def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Load:
-    """Reads a record by its name: of a step, or one that somebody else reported.
+    """Reads a record by its name: of a step, one that somebody else reported, or the registry of methods.
 
     Raises of it:
         LookupError: there is no such record yet.
@@ -33,6 +37,8 @@ def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Load:
 
     @functools.cache
     def load(name: str) -> Record:
+        if name == REGISTRY:
+            return {"results": registered(load("memory"))}
         path = results / f"{name}.json"
         if (theirs := reported / path.name).exists():
             path = theirs
@@ -42,6 +48,19 @@ def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Load:
         return record
 
     return load
+
+
+def registered(memory: Record) -> list[Row]:
+    """The methods of the package by family, each with what `benchmarks.memory` measured of it, if it did."""
+    measures = {row["method"]: row for row in measured(memory)}
+    found = []
+    for name, method in METHODS.items():
+        about = importlib.import_module(f"sparseattn.selectors.{method.family}").__doc__ or ""
+        own = {"family": method.family, "about": about.partition("\n")[0], "kind": method.kind}
+        own["link"] = f"[`{name}`](#{method.section or name})"
+        row = {**method._asdict(), **own, "method": name, "paper": linked(method.paper)}
+        found.append({**measures.get(PLAIN.get(name, name), {}), **row})
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from typing import Any
 
@@ -12,6 +13,12 @@ WIDE = 120  # columns of a line of text
 def text(words: str) -> str:
     """A paragraph."""
     return textwrap.fill(" ".join(words.split()), WIDE, break_long_words=False, break_on_hyphens=False)
+
+
+def linked(words: str) -> str:
+    """A text with its arXiv numbers and addresses as links."""
+    words = re.sub(r"\bhttps://(\S+?)/?(?=$|[, ])", r"[\1](\g<0>)", words)
+    return re.sub(r"(?<!\S)\d{4}\.\d{5}\b", r"[\g<0>](https://arxiv.org/abs/\g<0>)", words)
 
 
 def shown(value: Any, form: str) -> str:

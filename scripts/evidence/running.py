@@ -34,6 +34,7 @@ def run(
     say: Callable[[str], None],
     results: Path = RESULTS,
     work: Path = WORK,
+    again: bool = False,
 ) -> dict[str, str]:
     """Runs what is not there yet.
 
@@ -42,6 +43,7 @@ def run(
         every: the whole table, for what they need.
         say: takes a line of progress.
         results, work: folders of the records and of what is under way.
+        again: whether to run what is there, too.
 
     Returns:
         Step -> why it did not end well, for those that did not.
@@ -49,7 +51,7 @@ def run(
     results.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     by_name = {step.name: step for step in every}
-    due = [step for step in steps if made.state(step, made.read(results), results) != made.MADE]
+    due = [step for step in steps if again or made.state(step, made.read(results), results) != made.MADE]
     if skipped := len(steps) - len(due):
         say(f"{skipped} of {len(steps)} steps are there already")
     for at, step in enumerate(due, 1):

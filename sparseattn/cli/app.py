@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -10,22 +17,35 @@ from typer.core import TyperCommand, TyperGroup
 
 import sparseattn
 
-# A command is a module of this folder with a function `run`. What stands here is its line in `sparseattn --help`.
-COMMANDS = {
-    "bench": "Compare selectors with full attention, step by step, at the end of traces.",
-    "calibrate": "Calibrate Loki, Double Sparsity or Kascade on traces, or fit a selector's estimates.",
-    "capture": "Run a model over texts and write its queries, keys and values as traces.",
-    "eval": "Ask a model about long prompts, with every selector and budget, and score its answers.",
-    "info": "Show what runs here, and what is known by name; or what a file holds.",
-    "inspect": "Measure on traces why methods find or miss rows.",
-    "machine": "Measure this CPU, show a machine's figures, or predict decode steps on it.",
-    "models": "List, fetch and remove the models known by name.",
-    "recall": "Measure recall@k against the share of keys scanned.",
-    "recommend": "Choose a method and a budget for every layer of a model, within a bound.",
-    "report": "Write one HTML page from the records of other commands.",
-    "serve": "Serve a model by vLLM's OpenAI-compatible server, with sparse attention.",
-    "train": "Train SAAP's centroids and query classifiers on traces.",
+# A command is a module of this folder with a function `run`. What stands here is its line in `sparseattn --help`, where
+# commands are in groups.
+GROUPS = {
+    "Compare methods": {
+        "bench": "Compare methods with full attention, step by step, at the end of traces.",
+        "recall": "Measure recall@k against the share of keys scanned.",
+        "inspect": "Measure on traces why methods find or miss rows.",
+        "report": "Write one HTML page from the records of other commands.",
+    },
+    "Choose one": {
+        "recommend": "Choose a method and a budget for every layer of a model, within an error.",
+        "eval": "Ask a model about long prompts with every method, and score its answers.",
+        "machine": "Measure this CPU, show a machine's figures, or predict decode steps on it.",
+    },
+    "Run it": {
+        "serve": "Serve a model with vLLM's OpenAI-compatible server and sparse attention.",
+    },
+    "Prepare": {
+        "capture": "Run a model on texts and write its queries, keys and values as traces.",
+        "train": "Train SAAP's centroids and query classifiers on traces.",
+        "calibrate": "Calibrate Loki, Double Sparsity or Kascade on traces, or fit estimates.",
+        "models": "List, fetch and remove the models known by name.",
+        "info": "Show what runs here and all names: methods, traces, texts. Or describe files.",
+    },
 }
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
+UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer hold inside
+INTERRUPTED = 130  # the status of a command that Ctrl-C ended
+NO_NUMPY = "Failed to initialize NumPy"  # torch's warning, where no extra brought it
 
 
 class LazyCommand(TyperCommand):
@@ -44,19 +64,78 @@ class Commands(TyperGroup):
         for name, line in COMMANDS.items():
             self.add_command(LazyCommand(name, help=line))
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of the groups."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, group by group."""
+        width = max(map(len, COMMANDS))
+        for title, lines in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), line) for name, line in lines.items()])
+
+    def main(self, *arguments: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run a command. A wrong command line ends in one line with status 2, Ctrl-C in one line with status 130."""
+        if not standalone_mode:
+            return super().main(*arguments, standalone_mode=False, **extra)
+        try:
+            status = super().main(*arguments, standalone_mode=False, **extra)
+        except UsageError as error:
+            _say(f"{_sentence(error)} See `{'sparseattn' if error.ctx is None else error.ctx.command_path} --help`.")
+            status = 2
+        except (KeyboardInterrupt, typer.Abort):
+            status = INTERRUPTED
+        if status == INTERRUPTED:
+            _say("interrupted")
+        sys.exit(status)
+
+
+def _sentence(error: Any) -> str:
+    """Return what is wrong with a command line as one line."""
+    words = " ".join(error.format_message().split())
+    return f"{words[:1].lower()}{words[1:]}{'' if words.endswith(('.', '?')) else '.'}"
+
+
+def _say(line: str) -> None:
+    typer.secho(f"sparseattn: {line}", fg="red", err=True)
+
 
 def load(name: str) -> Any:
     """Return the command of a name; say in a sentence which package is missing where its module cannot be imported."""
+    warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
     try:
-        module = importlib.import_module(f"sparseattn.cli.{name}")
+        with _left_at_once():
+            module = importlib.import_module(f"sparseattn.cli.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sparseattn":
             raise
-        typer.echo(f"sparseattn: `sparseattn {name}` needs the package {error.name}, which is not installed", err=True)
+        _say(f"`sparseattn {name}` needs the package {error.name}, which is not installed")
         raise typer.Exit(2) from None
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     alone.command(name)(module.run)
     return typer.main.get_command(alone)
+
+
+@contextlib.contextmanager
+def _left_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process within the block, which only imports.
+
+    A KeyboardInterrupt would not do: imports of torch and numpy catch it, and then fail for another reason.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        _say("interrupted")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _version(wanted: bool) -> None:
@@ -65,17 +144,29 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    invoke_without_command=True,
+)
 
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
     ] = False,
 ) -> None:
-    """Query-aware sparse attention: capture and inspect traces, compare methods, search indexes, ask models, see what
-    runs here."""
+    """Sparse attention that looks at the query: compare methods on traces and models, choose one, and run it.
+
+    `sparseattn COMMAND --help` explains a command.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 __all__ = ["app"]

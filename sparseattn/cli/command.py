@@ -60,9 +60,6 @@ def sentences() -> Iterator[None]:
         where = f" {os.fspath(error.filename)}" if error.filename else ""
         what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         _fail(f"cannot use{where}: {what}" if where else what)
-    except KeyboardInterrupt:
-        errors.print("sparseattn: interrupted", style="red")
-        raise typer.Exit(130) from None
     except (ValueError, ImportError) as error:
         if not raised_here(error):
             raise  # a fault in a user's own selector or in a library: its traceback is what helps

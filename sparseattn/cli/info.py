@@ -1,8 +1,10 @@
-"""`sparseattn info`: what runs here, or what a file of sparseattn holds and whether it is undamaged."""
+"""`sparseattn info`: what runs here, what a method does, or what a file holds and whether it is undamaged."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ from sparseattn.cli.command import command, say
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import kernels, machine, versions
 from sparseattn.evaluation.builtin_traces import BUILTIN
-from sparseattn.reporting.terminal import Screen, plain
+from sparseattn.reporting.table import Column, Table
+from sparseattn.reporting.terminal import plain, table_screen
+from sparseattn.selectors.methods import METHODS
 from sparseattn.selectors.parameters import channel_calibration, layer_similarity, logit_fit, saap_artefact
 from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.parameters.saap_artefact import Artefact
@@ -25,6 +29,7 @@ from sparseattn.traces.trace import Trace
 from sparseattn.traces.trace_format import FORMAT, TraceError, read_header
 from sparseattn.utils.tensor_files import load_tensors
 
+SAID = ("reads", "faithful", "departs", "scans", "builds", "needs", "runs")  # of a method's row
 ANCHORS = 8  # the most that a similarity is asked for
 RIGHT, NONE = "right", "none: written by an earlier release"
 ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's meta; its figures are many
@@ -35,7 +40,8 @@ class InfoOptions:
     """The options of `info`."""
 
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Traces, artefacts, calibrations and index files; none: what runs here.")
+        list[Path] | None,
+        typer.Argument(help="Methods by name; traces, artefacts, calibrations and index files; none: what runs here."),
     ] = None
     json: Annotated[
         bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
@@ -44,9 +50,10 @@ class InfoOptions:
 
 @command(InfoOptions)
 def run(options: InfoOptions) -> None:
-    """Show versions, devices, which kernels run here, and selectors, traces and texts by name; or what FILES hold.
+    """Show versions, devices, which kernels run here, and methods, traces and texts by name; or what FILES hold.
 
-    Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
+    A method's name in place of a file shows its paper, what it reads, where it departs from the paper, and its
+    arguments. Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
     """
     facts = [_described(path) for path in options.files] if options.files else [_here()]
     for described in facts:
@@ -66,7 +73,9 @@ def _here() -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
         "kernels": kernels(),
-        "selectors": list(SELECTORS),
+        "selectors": {
+            name: {"family": one.family, "paper": one.paper, "reads": one.reads} for name, one in METHODS.items()
+        },
         "traces": {name: one.about for name, one in BUILTIN.items()},
         "texts": {name: f"{one.about} ({one.licence})" for name, one in TEXTS.items()},
     }
@@ -74,13 +83,18 @@ def _here() -> dict[str, Any]:
 
 def _show(facts: Mapping[str, Any]) -> None:
     """Print a title a fact; below it what it says."""
-    out = Screen()
+    out = table_screen()
     for title, value in facts.items():
         if isinstance(value, str | int):
             out.print(f"{title:9} {plain(value)}", soft_wrap=True)
             continue
         out.print(title, style="bold")
-        if isinstance(value, dict):
+        if title == "selectors":
+            table = Table("", [Column.text(head) for head in ("name", "family", "paper", "reads")])
+            for name, facts in value.items():
+                table.add(name, *facts.values())
+            out.print(table)
+        elif isinstance(value, dict):
             for name, what in value.items():
                 out.print(f"  {plain(name):14} {plain(_words(what))}", soft_wrap=True)
         else:
@@ -96,6 +110,8 @@ def _words(value: Any) -> str:
 
 def _described(path: Path) -> dict[str, Any]:
     """Return what a file holds; instead, in `damage`, a sentence where it cannot be read or is not what was written."""
+    if str(path) in METHODS and not path.exists():
+        return _method(str(path))
     try:
         _, metadata = read_header(path, "a trace, an artefact or an index")
         kinds = {
@@ -113,6 +129,21 @@ def _described(path: Path) -> dict[str, Any]:
         return {"file": str(path), **kind(path)}
     except ValueError as error:  # of every kind: a sentence that names the file
         return {"file": str(path), "damage": str(error)}
+
+
+def _method(name: str) -> dict[str, Any]:
+    """Return what is known of a method: its row, without what says nothing, and its arguments by their defaults."""
+    method, kind = METHODS[name], SELECTORS[name]
+    papers = [f"https://arxiv.org/abs/{number}" for number in re.findall(r"\b\d{4}\.\d{5}\b", method.paper)]
+    defaults = {key: one.default for key, one in inspect.signature(kind).parameters.items()}
+    return {
+        "method": name,
+        "class": f"sparseattn.{method.kind}",
+        "family": method.family,
+        "paper": ", ".join([method.paper, *papers]),
+        **{key: said for key in SAID if (said := getattr(method, key))},
+        "arguments": {key: None if value is inspect.Parameter.empty else value for key, value in defaults.items()},
+    }
 
 
 def _trace(path: Path) -> dict[str, Any]:

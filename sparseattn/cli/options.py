@@ -14,14 +14,13 @@ import torch
 import typer
 
 from sparseattn.models.load import NAMED
-from sparseattn.selectors.registry import SELECTORS
 from sparseattn.selectors.trust import named_modules, trusted_modules
 from sparseattn.traces.texts import TEXTS
 from sparseattn.utils.tensors import STORED
 
 SELECTOR_HELP = (
-    f"NAME[:arg=value,...], NAME one of {', '.join(SELECTORS)} or package.module:Class, which runs the code of that "
-    f"module; repeat for more."
+    "NAME[:arg=value,...], such as quest:page=32; `sparseattn info` lists the names. package.module:Class is a class "
+    "of your own, which runs the code of that module. Repeat for more."
 )
 MODEL_HELP = (
     f"{', '.join(NAMED)} (see `sparseattn models`); or the folder, the GGUF file or the name on the Hugging Face hub "

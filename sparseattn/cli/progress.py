@@ -21,19 +21,24 @@ from rich.text import Text
 from sparseattn.cli.command import errors
 from sparseattn.reporting.terminal import plain
 
+BAR = 20  # characters
+NUMBERS = 32  # characters of all behind the bar: steps done and in all, times, and spaces
+
 
 class _Words(ProgressColumn):
-    """A task's description, which may hold the name of a file."""
+    """A task's description, which may hold the name of a file; it gives way to bar and numbers."""
 
     def render(self, task: Task) -> Text:
-        return Text(plain(task.description), style="none")
+        words = Text(plain(task.description), style="none")
+        words.truncate(max(errors.width - BAR - NUMBERS, 10), overflow="ellipsis")
+        return words
 
 
 def progress_bar() -> Progress:
     """Return a progress bar, which shows nothing where standard error is no terminal."""
     return Progress(
         _Words(table_column=Column(no_wrap=True)),
-        BarColumn(),
+        BarColumn(BAR),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),

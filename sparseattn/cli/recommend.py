@@ -8,8 +8,6 @@ import typer
 
 from sparseattn.cli.command import command
 from sparseattn.cli.recommend_options import RecommendOptions
-from sparseattn.cli.recommend_search import NoPlanError, search
-from sparseattn.cli.recommend_show import page, say
 from sparseattn.cli.report import write_report
 from sparseattn.cli.results import results_folder
 from sparseattn.serving.vllm.settings import Settings
@@ -23,6 +21,9 @@ def run(options: RecommendOptions) -> None:
 
     Interrupt it as you like: the same command goes on.
     """
+    from sparseattn.cli.recommend_search import NoPlanError, search
+    from sparseattn.cli.recommend_show import page, say
+
     results_folder(options.out)
     path = options.plan_path
     why = path.with_suffix(".md")
@@ -33,7 +34,7 @@ def run(options: RecommendOptions) -> None:
             result = search(options, options.out / "recommend.jsonl")
         except NoPlanError as error:
             if path.exists():
-                raise NoPlanError(f"{error}. {path} is of an earlier run") from None
+                raise NoPlanError(f"{error} {path} is of an earlier run.") from None
             write_atomic(why, f"# No plan\n\n{error}\n".encode())
             raise
         if options.vllm:

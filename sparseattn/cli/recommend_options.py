@@ -60,7 +60,7 @@ class RecommendOptions:
         str | None,
         typer.Option(
             help="Predict a step's time on it, and have little of that: cpu (as `sparseattn machine` measured it), "
-            "h100, h200, a100 or a profile's file. Default: have little of the bytes read."
+            "h100 or another GPU of `sparseattn machine`, or a profile's file. Default: have little of the bytes read."
         ),
     ] = None
     context: Annotated[

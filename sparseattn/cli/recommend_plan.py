@@ -15,7 +15,7 @@ from sparseattn.core.budget import budget_record
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
-from sparseattn.recommend.objective import Layer, Objective
+from sparseattn.recommend.objective import Layer, Objective, Predicted
 from sparseattn.recommend.records import Records
 from sparseattn.recommend.search import Proposal
 from sparseattn.roles.plan import Plan
@@ -64,6 +64,7 @@ def make_plan(
     verified_windows: Sequence[dict[str, Any]],
     seconds: float,
     measured: Sequence[dict[str, Any]],
+    instead: str = "",
 ) -> Plan:
     """Return the plan, with what it was made for.
 
@@ -77,6 +78,7 @@ def make_plan(
         verified_windows: what was measured of the plan on each window held out.
         seconds: that this run took, without what earlier ones left in the records.
         measured: records of versions and machines that measured.
+        instead: why this is no plan of what was asked for, as a sentence; "" where it is.
     """
     verified: dict[str, Any] = {
         "windows": len(verified_windows),
@@ -89,11 +91,14 @@ def make_plan(
         "unit": objective.unit,
         "plan": proposal.cost,
         "full": full,
-        "context": options.context_rows or options.length,
-        "batch": options.batch,
-        "machine": None if options.profile is None else options.profile.name,
-        "predicted": options.predicted,
+        "context": options.length,
+        "batch": 1,
+        "machine": None,
+        "predicted": isinstance(objective, Predicted),
     }
+    if isinstance(objective, Predicted):
+        machine_name = None if objective.machine is None else objective.machine.name
+        objective_facts |= {"context": objective.context, "batch": objective.batch, "machine": machine_name}
     made = {
         "bound": asdict(options.bound) | {"limit": options.bound.limit},
         **{
@@ -114,10 +119,11 @@ def make_plan(
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
+        **({"instead": instead} if instead else {}),
     }
     return Plan(
         proposal.layers,
-        options.plan_name,
+        options.plan_name if options.name or not instead else f"{options.plan_name}-by-bytes",
         model={"name": options.model, "fingerprint": settings["fingerprint"]},
         sink=options.sink,
         window=options.window,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import DENSE, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.utils.devices import quarter_of_memory
+
+ADVICE = "Allow a larger --error, larger budgets, other methods or more --windows to choose by."
 
 
 class NoPlanError(ValueError):
@@ -98,24 +100,77 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         quarter_of_memory(options.place),
         record_origin,
     )
-    objective = _objective(options, layers, groups, wide)
+    wanted = _objective(options, layers, groups, wide)
     _measure_frontiers(trials, [window for window in every if not window.held_out], groups, len(layers))
-    choices = _choices(layers, averaged(trials.frontiers(groups)), groups, objective)
-    families = _families(choices) if options.vllm else [choices]
-    proposal, verified, rounds = _verified(options, trials, every, layers, families, objective)
+    means = averaged(trials.frontiers(groups))
+    looking = functools.partial(_found, options, trials, every, layers, means, groups)
+    instead = ""
+    try:
+        found = looking(wanted)
+    except NoPlanError as none:
+        if not isinstance(wanted, Predicted):
+            raise NoPlanError(f"{none} {ADVICE}") from None
+        found = _by_bytes(none, functools.partial(looking, _measured_bytes(options, layers, wide)))
+        instead = f"N{str(none)[1:]} So this plan is chosen by bytes read. {_predicted_time(found, layers, wanted)}"
     plan = make_plan(
         options,
         settings,
-        _full_cost(layers, choices),
-        proposal,
-        objective,
-        rounds,
-        verified,
+        _full_cost(layers, found.choices),
+        found.proposal,
+        found.objective,
+        found.rounds,
+        found.verified,
         time.monotonic() - begun,
         records.of(MADE),
+        instead,
     )
     keep(records, plan)
-    return Recommendation(plan, layers, choices, proposal, objective, rounds, options.vllm)
+    return Recommendation(plan, layers, found.choices, found.proposal, found.objective, found.rounds, options.vllm)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A configuration that keeps the bound, as in `Recommendation`, and what the held-out windows said of it."""
+
+    objective: Objective
+    choices: dict[int, list[Choice]]
+    proposal: Proposal
+    verified: list[dict[str, Any]]
+    rounds: list[dict[str, Any]]
+
+
+def _found(
+    options: RecommendOptions,
+    trials: Trials,
+    every: Sequence[Window],
+    layers: Sequence[Layer],
+    means: dict[int, dict[Role, dict[str, Any]]],
+    groups: Sequence[Sequence[Role]],
+    objective: Objective,
+) -> _Found:
+    """Choose and verify what has little of the objective; NoPlanError where nothing keeps the bound."""
+    choices = _choices(layers, means, groups, objective)
+    families = _families(choices) if options.vllm else [choices]
+    return _Found(objective, choices, *_verified(options, trials, every, layers, families, objective))
+
+
+def _by_bytes(none: NoPlanError, looking: Callable[[], _Found]) -> _Found:
+    """Return what keeps the bound and reads fewer bytes; NoPlanError with both reasons where nothing does either."""
+    try:
+        return looking()
+    except NoPlanError as either:
+        raise NoPlanError(f"{none} By bytes read, {either} {ADVICE}") from None
+
+
+def _predicted_time(found: _Found, layers: Sequence[Layer], wanted: Predicted) -> str:
+    """Say what a configuration costs by what was wanted."""
+    cost = full = 0.0
+    for layer in layers:
+        given = found.proposal.roles.layers[layer.index]
+        roles = {given} if isinstance(given, Role) else set(given)
+        cost += wanted.layer(layer, given, {role: wanted.heads(layer, role, []) for role in roles})
+        full += sum(wanted.heads(layer, Role(DENSE), []))
+    return f"Its step is predicted to take {cost / full:.0%} of full attention's {_unit(wanted)}."
 
 
 def _objective(
@@ -123,12 +178,16 @@ def _objective(
 ) -> Objective:
     """Return what is to be small: bytes that are measured, or what a step is predicted to cost."""
     if not options.predicted:
-        return MeasuredBytes(options.length, 2 if wide else layers[0].dtype.itemsize)
+        return _measured_bytes(options, layers, wide)
     rows = options.context_rows or options.length
     objective = Predicted(rows, options.batch, options.sink, options.window, options.profile)
     _doubt(options.profile, layers[0])
     _check_costs(objective, layers, groups)
     return objective
+
+
+def _measured_bytes(options: RecommendOptions, layers: Sequence[Layer], wide: bool) -> MeasuredBytes:
+    return MeasuredBytes(options.length, 2 if wide else layers[0].dtype.itemsize)
 
 
 def _layers(decoder: ModelDecoder, wide: bool) -> list[Layer]:
@@ -176,10 +235,9 @@ def _measure_frontiers(
     trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int
 ) -> None:
     with progress_bar() as bar:
-        task = bar.add_task("", total=len(searched) * layers * len(groups))
+        task = bar.add_task("layers", total=len(searched) * layers * len(groups))
         for n, window in enumerate(searched, 1):
-            where = f"{window.prompt.facts['text']} from token {window.prompt.facts['start']}"
-            bar.update(task, description=f"what each layer loses: window {n}/{len(searched)}, {where}")
+            bar.update(task, description=f"layers, window {n}/{len(searched)}")
             trials.frontier(window, groups, lambda done: bar.advance(task, done))
 
 
@@ -251,11 +309,11 @@ def _verified(
         return records
 
     def loss(proposal: Proposal) -> float:
-        records = losses(proposal, searched, "search: a configuration, window by window")
+        records = losses(proposal, searched, "search")
         return mean([bound.loss(record) for record in records])
 
     def verify(proposal: Proposal, n: int) -> float:
-        verified[:] = losses(proposal, held_out, f"verification {n}, window by window")
+        verified[:] = losses(proposal, held_out, f"verification {n}")
         return mean([bound.loss(record) for record in verified])
 
     full = _full_cost(layers, families[0])
@@ -269,14 +327,17 @@ def _verified(
     )
     if settled.proposal is not None:
         return settled.proposal, verified, settled.rounds
-    unit = f"{'predicted ' if options.predicted else ''}{objective.unit}"
-    unit += f" on {options.profile.name}" if options.profile is not None else ""
-    tried = "".join(
-        f" {100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {unit};"
+    tried = "; ".join(
+        f"{100 * bound.share(one['verified']):.3g} % at {one['cost'] / full:.0%} of full attention's {_unit(objective)}"
         for one in settled.rounds
     )
     raise NoPlanError(
-        f"no configuration was found that keeps {bound} on the windows held out and costs less than full attention"
-        f"{' (verified:' + tried.rstrip(';') + ')' if tried else ''}: allow a larger --error, larger budgets or "
-        f"other methods"
+        f"no configuration that costs less than full attention keeps {bound} on the held-out windows"
+        f"{f' (verified: {tried})' if tried else ''}."
     )
+
+
+def _unit(objective: Objective) -> str:
+    if not isinstance(objective, Predicted):
+        return objective.unit
+    return f"predicted {objective.unit}" + ("" if objective.machine is None else f" on {objective.machine.name}")

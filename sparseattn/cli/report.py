@@ -21,8 +21,10 @@ from sparseattn.evaluation.builtin_traces import BUILTIN, pieces_of
 from sparseattn.evaluation.replay import usable_layers
 from sparseattn.evaluation.token_explorer import explore
 from sparseattn.models.errors import ModelError
+from sparseattn.models.pypi_models import PACKAGED
 from sparseattn.reporting.html import explorer, html, origin
 from sparseattn.reporting.html import folders as reading
+from sparseattn.reporting.html.heading import heading
 from sparseattn.reporting.html.kinds import CHECKS, KINDS
 from sparseattn.reporting.html.origin import Facts
 from sparseattn.reporting.html.views import Section
@@ -33,6 +35,7 @@ from sparseattn.utils.pypi_wheels import FetchError
 
 EXPLORED = ("quest", "lowbit", "exact")
 QUERIES = 8
+MODEL_NAMES = {name: one.title for name, one in PACKAGED.items()}
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class ReportOptions:
         ),
     ] = None
     out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html")
-    title: Annotated[str | None, typer.Option(help="Heading of the page; default the names of the folders.")] = None
+    title: Annotated[str | None, typer.Option(help="Heading of the page. Default: model, length and methods.")] = None
     trace: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,7 +148,8 @@ def write_report(
     sections.append(origin.section(found, settings))
     named = ", ".join(dict.fromkeys([*(one.resolve().name for one in folders), *(Path(one).stem for one in traces)]))
     made = f"Written on {datetime.date.today().isoformat()} from {', '.join([*map(str, folders), *traces])}."
-    write_atomic(out, html.written(plain(title or f"Sparse attention: {named}"), sections, plain(made)).encode())
+    title = title or heading(sections, MODEL_NAMES) or f"Sparse attention: {named}"
+    write_atomic(out, html.written(plain(title), sections, plain(made)).encode())
     return out
 
 
@@ -193,4 +197,5 @@ def _explored(number: int, name: str, shown: Explored) -> tuple[Section, dict[st
         "layers": list(found.layers),
         "trace_meta": trace.meta,
     }
-    return explorer.section(number, found, pieces), {f"the attention of {trace.name}": settings}
+    section = explorer.section(number, found, pieces, trace.meta.get("model"))
+    return section, {f"the attention of {trace.name}": settings}

@@ -35,10 +35,11 @@ def budgets(text: str) -> list[Budget | None]:
 
 
 def row_count(text: str, option: str) -> int:
-    """Return `"128k"` or `"131072"` as rows."""
-    number, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    """Return `"1M"`, `"128k"` or `"131072"` as rows."""
+    factor = {"k": 1024, "M": 1024**2}.get(text[-1:], 1)
+    number = text if factor == 1 else text[:-1]
     if not number.isdecimal():
-        raise ValueError(f"{option} is rows such as 32768 or 128k, got {text!r}")
+        raise ValueError(f"{option} is rows such as 32768, 128k or 1M, got {text!r}")
     return int(number) * factor
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -93,34 +93,28 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What choosing reads, for one sequence.
+    """What one `select` reads, launches and names, from shapes alone.
+
+    A method may say the first two alone. `scored_by_torch` then fills in the rest.
 
     Args:
-        scanned: entries scored for a list of rows: rows, pages or buckets.
-        read: bytes of index, metadata and model read for a KV head, for all of its query heads together.
+        scanned: entries scored for a list of rows of one sequence: rows, pages or buckets.
+        read: bytes of index, metadata and model read for a KV head of one sequence, for all of its query heads
+            together.
+        launches: of all sequences and heads.
+        lists: Hs, lists of rows chosen: H, or H*G; 0 if the method says nothing of launches and rows.
+        rows: rows that a list names.
+        runs: runs of consecutive rows that they lie in; as many as rows if these are single.
+        tail: rows of the selector's own that each KV head attends to besides.
+        expected: which of these the data decide, so that a count is only expected, in words; "" for none.
     """
 
     scanned: float
     read: float
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceCost:
-    """What one `select` launches and names.
-
-    Args:
-        launches: of all sequences and heads.
-        lists: Hs, lists of rows chosen: H, or H*G.
-        rows: rows that a list names.
-        runs: that they lie in, each of rows that follow each other; as many as rows, where these are single.
-        tail: rows of the selector's own that each KV head attends to besides.
-        expected: what of this the data decide, so that a count is only expected, in words; "" for nothing.
-    """
-
-    launches: tuple[Launch, ...]
-    lists: int
-    rows: float
-    runs: float
+    launches: tuple[Launch, ...] = ()
+    lists: int = 0
+    rows: float = 0.0
+    runs: float = 0.0
     tail: float = 0.0
     expected: str = ""
 
@@ -245,8 +239,7 @@ class Chooser(Reader, Protocol):
     @property
     def host(self) -> bool: ...
     def allowed(self, budget: int) -> int: ...
-    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None: ...
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost: ...
+    def full_scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None: ...
 
 
 def step_cost(
@@ -273,46 +266,59 @@ def step_cost(
         rows: that a list names, where they are known better than by the method's formula, as from a comparison.
 
     Raises:
-        ValueError: a method that does not say what choosing costs, a budget below its span, or a size below 0.
+        ValueError: a method that does not say what choosing reads, a budget below its span, or a size below 0.
     """
     for name, number in {"context": context, "sink": sink, "window": window, "waiting": waiting}.items():
         if number < 0:
             raise ValueError(f"{name} is 0 or more rows, got {number}")
     sealed = max(context - sink - window - waiting, 0) // selector.unit * selector.unit
     near = context - sealed
-    choice, read = ChoiceCost((), shape.heads, 0.0, 0.0), 0.0
+    scan: Scan | None = Scan(0.0, 0.0, (), shape.heads)
     if sealed:
         allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
-        query = shape.query()
-        choice, scan = selector.cost(query, sealed, allowed), selector.scan(query, sealed, allowed)
-        if scan is None:
-            raise ValueError(f"{selector!r} does not say what choosing reads (scan), so no time can be predicted")
-        read = scan.read
-    named, runs = choice.rows, choice.runs
+        scan = selector.full_scan(shape.query(), sealed, allowed)
+    if scan is None:
+        raise ValueError(f"{selector!r} does not say what choosing reads (scan), so no time can be predicted")
+    named, runs = scan.rows, scan.runs
     if rows is not None and named:
         named, runs = rows, runs * rows / named
-    distinct = near + min(named * choice.lists / shape.heads, sealed)
-    launches = [Launch("step"), *choice.launches, attention(shape, choice.lists, near, named, runs, distinct, sealed)]
-    if choice.tail:
-        launches.append(attention(shape, shape.heads, 0, choice.tail, choice.tail, choice.tail, choice.tail))
-        distinct += choice.tail
+    distinct = near + min(named * scan.lists / shape.heads, sealed)
+    attend = attention(shape, scan.lists, near, named, runs, distinct, sealed)
+    launches = [Launch("step"), *scan.launches, attend]
+    if scan.tail:
+        launches.append(attention(shape, shape.heads, 0, scan.tail, scan.tail, scan.tail, scan.tail))
+        distinct += scan.tail
     heads = shape.batch * shape.heads
     return Cost(
         tuple(launches),
         shape.dtype,
-        heads * read,
+        heads * scan.read,
         distinct,
         heads * distinct * shape.row_bytes,
-        choice.expected,
+        scan.expected,
         selector.host,
     )
 
 
-def products(query: Tensor, entries: int, size: int, read: float = 0.0) -> Launch:
+def products(query: Tensor, entries: float, size: int, read: float = 0.0) -> Launch:
     """Of queries `[B,H,G,D]` with so many vectors of `size` numbers in each KV head, in float32, for which each KV head
     of each sequence reads `read` bytes."""
     scores = query.shape[:3].numel() * entries
     return Launch("product", query.shape[:2].numel() * read, 2.0 * scores * size, scores)
+
+
+def scored_by_torch(scan: Scan, query: Tensor, rows: int, span: int, operators: int) -> Scan:
+    """Return `scan` with the launches of a method that names none: torch multiplies the queries with each entry scanned
+    and sorts the products, and one list a KV head names `rows` rows in spans of `span`."""
+    batch, heads, _, size = query.shape
+    spans = rows // span
+    launches = (
+        products(query, scan.scanned, size, scan.read),
+        Launch("sort", entries=sorted_best(batch * heads, scan.scanned, spans)),
+        Launch("operator", count=operators),
+    )
+    expected = "torch scores what is scanned, as the method names no launches"
+    return replace(scan, launches=launches, lists=heads, rows=spans * span, runs=spans, expected=expected)
 
 
 def both(first: str, second: str) -> str:

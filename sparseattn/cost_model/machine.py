@@ -2,7 +2,8 @@
 
 A launch takes a fixed time and then what its bytes need at the memory's bandwidth or its operations at the speed of its
 code, whichever is longer: the roofline, https://doi.org/10.1145/1498765.1498785. CPUs are measured
-(`sparseattn.cost_model.measure`); of GPUs here is what their data sheets say, and what follows from it is a prediction.
+(`sparseattn.cost_model.measure`); GPUs are known by their data sheets (`sparseattn.cost_model.data_sheet`), and what
+follows from these is a prediction.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from typing import Any
 import torch
 
 from sparseattn.core.step_cost import KINDS, Cost, Launch
+from sparseattn.cost_model.data_sheet import DataSheet, published
 from sparseattn.utils.cache_folder import cache_folder
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.json_fields import FieldError, Flag, Maybe, Number, Object, Text, Values
 from sparseattn.utils.json_text import JsonError, parse
+from sparseattn.utils.suggest import did_you_mean
 
 FORMAT = 2  # of the file
 CPU = "cpu"  # the name of the machine that was measured here
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HALF = ("bfloat16", "float16")
+IN_FLOAT32 = ("product", "names", "walk")  # kinds of launches, whatever the dtype of the keys
 
 
 _TINY = 5e-324  # the least that is above 0
@@ -41,7 +46,8 @@ FIELDS = Object(
         "source": Text(),
         "about": Object(),
         "speeds": Values(Values(_SPEED), 1),
-    }
+    },
+    {"memory": Maybe(Number(_TINY, _MOST))},
 )
 
 
@@ -83,6 +89,7 @@ class Machine:
         predicted: whether figures are published ones, so that every time is a prediction; False: they were measured.
         source: where they are from.
         about: what else is known of a measurement: its date, cores, versions, load.
+        memory: bytes that the model's weights, the KV cache and the index must fit into; None where it is not known.
     """
 
     name: str
@@ -92,10 +99,11 @@ class Machine:
     predicted: bool
     source: str
     about: Mapping[str, Any] = field(default_factory=dict)
+    memory: float | None = None
 
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> Machine:
-        """By name (`cpu`: as it was measured here, `h100`, `h200`, `a100`), or a profile's file.
+        """Return a machine by name (`cpu` as it was measured here, or a GPU of `GPUS`), or by the file of its profile.
 
         Raises:
             MachineError: neither; or `cpu` before it was measured.
@@ -106,8 +114,11 @@ class Machine:
         if not path.is_file():
             if name == CPU:
                 raise MachineError(f"this machine has not been measured: run `sparseattn machine`, which writes {path}")
-            known = ", ".join((CPU, *GPUS))
-            raise MachineError(f"a machine is one of {known}, or the file of a profile, got {str(name)!r}")
+            known = (CPU, *GPUS)
+            raise MachineError(
+                f"a machine is one of {', '.join(known)}, or the file of a profile, got {str(name)!r}"
+                f"{did_you_mean(str(name), known)}"
+            )
         try:
             return cls.of(parse(path.read_bytes()))
         except (OSError, JsonError, MachineError) as error:
@@ -115,20 +126,40 @@ class Machine:
 
     @classmethod
     def of(cls, record: Any) -> Machine:
-        """From `as_dict`; MachineError for anything else."""
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise MachineError(
-                f"it is a JSON object with format {FORMAT}, as this release's `sparseattn machine` writes it"
-            )
+        """Return the machine of a profile: a GPU's data sheet, or what was measured, as `as_dict` gives it.
+
+        Raises:
+            MachineError: any other value.
+        """
+        if not isinstance(record, dict) or not record:
+            raise MachineError("it is a JSON object: a GPU's data sheet, or what `sparseattn machine` wrote")
+        measured = "speeds" in record or "format" in record
+        if measured and record.get("format") != FORMAT:
+            raise MachineError(f"a measured profile has format {FORMAT}: measure it anew by `sparseattn machine`")
         try:
+            if not measured:
+                return cls.of_sheet(DataSheet.of(record))
             FIELDS.check(record)
         except FieldError as error:
             raise MachineError(str(error)) from None
         held = {name: record[name] for name in ("name", "bandwidth", "device", "predicted", "source", "about")}
+        held["memory"] = record.get("memory")
         speeds = {
             dtype: {kind: Speed(**one) for kind, one in kinds.items()} for dtype, kinds in record["speeds"].items()
         }
         return cls(**held, speeds=speeds)
+
+    @classmethod
+    def of_sheet(cls, sheet: DataSheet) -> Machine:
+        """Return a GPU that reaches what its data sheet says: tensor cores for 16-bit products, float32 for others."""
+        speeds = {
+            dtype: {
+                kind: Speed(sheet.launch, sheet.tensor if dtype in HALF and kind not in IN_FLOAT32 else sheet.vector)
+                for kind in KINDS
+            }
+            for dtype in DTYPES
+        }
+        return cls(sheet.name, sheet.bandwidth, speeds, "cuda", True, sheet.source, memory=sheet.memory)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -162,6 +193,15 @@ class Machine:
             raise MachineError(f"the method searches in host memory, so {self.name} does not run it: take a CPU")
         return sum(self.launch_seconds(launch, cost.dtype) for launch in cost.launches)
 
+    def product_seconds(self, read: float, flops: float, dtype: torch.dtype) -> float:
+        """Return what products with `read` bytes of weights take, without their launches: the roofline.
+
+        Raises:
+            MachineError: a dtype that the machine's speeds do not tell.
+        """
+        peak = self.speed(Launch("dense"), dtype).flops
+        return max(read / self.bandwidth, 0.0 if peak is None else flops / peak)
+
     def launch_seconds(self, launch: Launch, dtype: torch.dtype) -> float:
         """What one launch, or `count` equal ones, takes."""
         return self.speed(launch, dtype).seconds(launch, self.bandwidth)
@@ -172,39 +212,4 @@ def measured_path() -> Path:
     return cache_folder() / "machine" / "cpu.json"
 
 
-# Seconds of a launch in a CUDA graph that does next to nothing: "Getting Started with CUDA Graphs", NVIDIA 2019,
-# https://developer.nvidia.com/blog/cuda-graphs/, 3.4 us for a kernel that runs for 2.9, on a V100.
-GPU_LAUNCH = 3.4e-6
-HALF = ("bfloat16", "float16")
-IN_FLOAT32 = ("product", "names", "walk")  # whatever keys are
-
-
-def _gpu(name: str, bandwidth: float, tensor: float, vector: float, source: str) -> Machine:
-    """By a data sheet: `tensor` operations per second of 16-bit tensor cores, dense, `vector` ones in float32."""
-    speeds = {
-        dtype: {
-            kind: Speed(GPU_LAUNCH, tensor if dtype in HALF and kind not in IN_FLOAT32 else vector) for kind in KINDS
-        }
-        for dtype in DTYPES
-    }
-    return Machine(name, bandwidth, speeds, "cuda", True, source)
-
-
-GPUS = {
-    # SXM5, 80 GB HBM3: 3.35 TB/s; 989 TFLOP/s bfloat16 dense (1,979 with sparsity), 67 in float32.
-    "h100": _gpu(
-        "h100", 3.35e12, 989e12, 67e12, "NVIDIA H100 Tensor Core GPU Datasheet (SXM), https://www.nvidia.com/h100"
-    ),
-    # SXM, 141 GB HBM3e: 4.8 TB/s; arithmetic as of the H100.
-    "h200": _gpu(
-        "h200", 4.8e12, 989e12, 67e12, "NVIDIA H200 Tensor Core GPU Datasheet (SXM), https://www.nvidia.com/h200"
-    ),
-    # SXM4, 80 GB HBM2e: 2,039 GB/s; 312 TFLOP/s bfloat16 dense, 19.5 in float32.
-    "a100": _gpu(
-        "a100",
-        2.039e12,
-        312e12,
-        19.5e12,
-        "NVIDIA A100 Tensor Core GPU Datasheet (80GB SXM), https://www.nvidia.com/a100",
-    ),
-}
+GPUS = {sheet.name: Machine.of_sheet(sheet) for sheet in published()}

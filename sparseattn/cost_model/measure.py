@@ -86,7 +86,8 @@ class Measuring:
             "machine": environment.machine(),
             "versions": environment.versions(),
         }
-        return Machine(CPU, bandwidth, speeds, "cpu", False, source, about)
+        gib = about["machine"].get("memory_gib")
+        return Machine(CPU, bandwidth, speeds, "cpu", False, source, about, None if gib is None else gib * 2**30)
 
 
 class _Part:

@@ -57,6 +57,26 @@ def student(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
+def draws_for(margin: float, half: float, count: int) -> float:
+    """Return how many draws make Student's interval `margin` wide on either side, as wide as theirs are spread.
+
+    Args:
+        margin: from the mean to the end of the interval that is wanted.
+        half: the same of the interval of `count` draws.
+        count: draws so far, 3 or more.
+
+    Returns:
+        A whole number, infinity for a margin of 0.
+    """
+    if margin <= 0:
+        return math.inf
+    spread = half * math.sqrt(count) / _quantile(count - 1)
+    most = max(math.ceil((Z * spread / margin) ** 2), 3)  # too few by the difference between Student's and the normal
+    while _quantile(most - 1) * spread / math.sqrt(most) > margin:
+        most += 1
+    return most
+
+
 def _quantile(freedom: int) -> float:
     """Return Student's quantile at 97.5 %; beyond the table to three digits."""
     return STUDENT[freedom - 1] if freedom <= len(STUDENT) else Z + 2.42 / freedom

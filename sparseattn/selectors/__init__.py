@@ -1,4 +1,4 @@
-"""The methods: a folder a family, the contract in `base.py`, every method by name in `names.py` and `registry.py`.
+"""The methods: a folder per family, the contract in `base.py`, a row for each in `methods.py`, texts in `registry.py`.
 
 They may use `kernels`, `core` and `utils`.
 """

@@ -17,7 +17,7 @@ from sparseattn.core.context import Heads as Heads
 from sparseattn.core.context import LayerContext as LayerContext
 from sparseattn.core.context import StepContext as StepContext
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, scored_by_torch, sorted_best
 from sparseattn.kernels.group_vote.dispatch import GROUPS as GROUPS
 from sparseattn.kernels.group_vote.dispatch import vote as vote
 from sparseattn.kernels.topk.dispatch import best as best
@@ -107,7 +107,7 @@ class Selector(Stateful, Named, ABC):
         part_names: see above.
         late: names of parameters that `append` may fill in, because no row decides what they hold, such as a model that
             is loaded at its first use.
-        operators: about how many tensor operations `select` takes beside the launches that `cost` names.
+        operators: about how many tensor operations `select` takes beside the launches that `scan` names.
         fixed_for_cache, rows_of_cache: what a cache sets of a selector that it has fixed storage for, or stores rows
             for: one selector serves one cache.
     """
@@ -150,9 +150,12 @@ class Selector(Stateful, Named, ABC):
         """
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        """Say what choosing reads: the one source of `Selection.scanned` and `scan_bytes`, of `cost` and of documents.
+        """Say what choosing reads: the one source of `Selection.scanned` and `scan_bytes`, of predicted times and of
+        documents.
 
-        A method whose work the data decide says here what is expected, and in its selections what it was.
+        `Scan(scanned, read)` is enough. A method with kernels of its own names their launches too (`ranked`), for
+        predictions of time. If the data decide how much is read, return what is expected, and set `scanned` and
+        `scan_bytes` in the selection.
 
         Args:
             query: `[B,H,G,D]`, of which the shape and the dtype are looked at; it may lie on the device "meta".
@@ -160,22 +163,9 @@ class Selector(Stateful, Named, ABC):
             budget: as `select` is given.
 
         Returns:
-            None: it does not say. Comparisons then show "?".
+            None: it does not say. Comparisons then show "?", and no time is predicted.
         """
         return None
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        """Say by formula what `select` launches, for predictions of time: it looks at shapes alone.
-
-        Of a method whose work the data decide it is what is expected, and `ChoiceCost.expected` says of what.
-
-        Args:
-            query, sealed, budget: as of `scan`; at most `sealed` rows are asked for.
-
-        Raises:
-            ValueError: a method that does not say what choosing costs.
-        """
-        raise ValueError(f"{self!r} does not say what choosing costs (cost), so no time can be predicted")
 
     def allowed(self, budget: int) -> int:
         """Return the rows that this instance may read where a budget of `budget` rows is given; by default all.
@@ -336,32 +326,42 @@ class Selector(Stateful, Named, ABC):
         read = torch.tensor([[int(scan.read)] for scan in each], device=device).expand(-1, query.shape[1])
         return dataclasses.replace(selection, scanned=scanned, scan_bytes=read)
 
-    def ranked_cost(
+    def full_scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        """Return `scan` with launches and rows: if the method names none, as if torch scored what it reads."""
+        scan = self.scan(query, sealed, budget)
+        if scan is None or scan.lists:
+            return scan
+        return scored_by_torch(scan, query, min(budget, sealed), self.span, self.operators)
+
+    def ranked(
         self,
         query: Tensor,
+        scan: Scan,
         scoring: Sequence[Launch],
         found: tuple[int, int],
         *,
         group: str = "each",
         page: int = 1,
         expected: str = "",
-    ) -> ChoiceCost:
-        """Return the cost of a method that scores candidates and reads the best.
+    ) -> Scan:
+        """Return `scan` of a method that scores candidates and reads the best, with its launches.
 
         Args:
-            query: as of `cost`.
+            query: as of `scan`.
+            scan: what it scans and reads.
             scoring: its launches but the sort's and small operators', of all sequences and heads.
             found: candidates for each list, and how many of them are read.
             group: the group's vote.
             page: rows of a candidate.
-            expected: see `ChoiceCost`.
+            expected: see `Scan`.
         """
         batch, heads, members, _ = query.shape
         lists = heads * members if group == "each" else heads
         many, few = found
         work = sorted_best(batch * heads * members if group == "softmax" else batch * lists, many, few)
         launches = (*scoring, Launch("sort", entries=work), Launch("operator", count=self.operators))
-        return ChoiceCost(launches, lists, few * page, few, expected=expected)
+        rows = few * page
+        return dataclasses.replace(scan, launches=launches, lists=lists, rows=rows, runs=few, expected=expected)
 
     def source(self) -> str:
         """Return the class's identity and, where it reads a file, its hash: with `repr`, what results depend on. Of a

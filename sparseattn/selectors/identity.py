@@ -6,7 +6,7 @@ import ast
 import inspect
 from typing import Any
 
-from sparseattn.selectors.names import NAMES
+from sparseattn.selectors.methods import NAMES
 
 
 def identity(method: type[Any]) -> str:

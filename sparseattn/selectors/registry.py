@@ -1,4 +1,4 @@
-"""Every method by name. A new method is a file, a line in `names.py` and a line in `tests/cases.py`."""
+"""Every method by name, and selectors made from texts. CONTRIBUTING.md says what a new method takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.names import CLASSES
+from sparseattn.selectors.methods import BASE, METHODS
 from sparseattn.utils.suggest import did_you_mean
 
 
@@ -19,7 +19,7 @@ class Methods(MutableMapping[str, type[Selector]]):
     """Classes of selectors by name, each imported when it is asked for. Add one with `SELECTORS["mine"] = Mine`."""
 
     def __init__(self) -> None:
-        self._classes: dict[str, str | type[Selector]] = dict(CLASSES)
+        self._classes: dict[str, str | type[Selector]] = {name: BASE + METHODS[name].place for name in sorted(METHODS)}
 
     def __getitem__(self, name: str) -> type[Selector]:
         found = self._classes[name]

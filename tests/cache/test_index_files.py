@@ -22,7 +22,7 @@ from sparseattn import (
 )
 from sparseattn.cache.index_files import FORMAT, VERSION, IndexFileError, append_kept, kept, load_index
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.selectors import names
+from sparseattn.selectors import methods
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.utils.tensor_files import load_tensors, save_tensors
 from tests.cases import CASES, Case, attention, by_name, drawn
@@ -105,7 +105,7 @@ def test_a_class_whose_file_moves_keeps_its_index(tmp_path: Path, monkeypatch: p
     path = written(Quest(), shown(), tmp_path)
     assert path.name.startswith("quest-")
     monkeypatch.setattr(Quest, "__module__", "sparseattn.elsewhere")
-    monkeypatch.setitem(names.NAMES, "sparseattn.elsewhere:Quest", "quest")
+    monkeypatch.setitem(methods.NAMES, "sparseattn.elsewhere:Quest", "quest")
     assert written(Quest(), shown(), tmp_path) == path
     assert load_tensors(path, FORMAT, VERSION, "an index")[0]["selector"] == "quest"
 

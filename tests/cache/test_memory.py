@@ -1,8 +1,8 @@
-"""What a cache holds and what a step takes besides: by docs/lab/memory.md, measured anew, and by laws of the cache."""
+"""What a cache holds and what a step takes besides: as recorded, measured anew, and by laws of the cache."""
 
 from __future__ import annotations
 
-import re
+import json
 
 import pytest
 import torch
@@ -10,43 +10,31 @@ import torch
 pytest.importorskip("faiss")
 pytest.importorskip("numba")
 
-from scripts import memory_tables
+from benchmarks import memory
+from benchmarks.records import RESULTS
 from sparseattn import KVCache, QueryBridge, decode
 from sparseattn.cache.query_buffers import sampled
 from tests.cases import CASES, ON_DEVICE, Case, Heaviest, by_case, by_name, heads
 
-PAGE = memory_tables.PAGE.read_text()
+RECORD = json.loads((RESULTS / f"{memory.NAME}.json").read_text())
+ROWS = {row["method"]: row for row in RECORD["results"]}
 SLOW = ("bridge", "hnsw", "hnsw:metric=l2", "pq", "retrieval", "robustvamana")  # to build
+AGAIN = "measure it: python -m scripts.evidence --only memory --again"
 
 
-def block(name: str) -> list[str]:
-    return next(found[0].splitlines()[1:] for found in memory_tables.BLOCK.finditer(PAGE) if found["name"] == name)
-
-
-def numbers(row: str) -> tuple[list[str], list[float]]:
-    """A table row's words and its numbers."""
-    number = r"(?<= )\d[\d,.]*(?= )"
-    return re.split(number, row), [float(text.replace(",", "")) for text in re.findall(number, row)]
-
-
-def test_the_page_has_a_row_for_every_method() -> None:
-    for name in ("held", "steps"):
-        assert [row.split("`")[1] for row in block(name)[2:]] == memory_tables.SPECS
-
-
-def test_tables_that_nothing_is_filled_for_are_what_the_page_shows() -> None:
-    assert block("artefact") == memory_tables.artefact_table()
-    assert block("workspace") == memory_tables.workspace_table()
+def test_every_method_is_measured() -> None:
+    assert list(ROWS) == memory.SPECS, AGAIN
+    assert memory.artefact() == RECORD["artefact"]
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec in SLOW)) for spec in memory_tables.SPECS]
+    "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec in SLOW)) for spec in memory.SPECS]
 )
-def test_what_is_held_and_what_a_step_takes_is_what_the_page_shows(spec: str) -> None:
-    assert memory_tables.held_row(spec) in block("held")
-    words, measured = numbers(memory_tables.step_row(spec))
-    shown = next(row for row in block("steps") if row.startswith(f"| `{spec}` |"))
-    assert numbers(shown) == (words, pytest.approx(measured, rel=0.05))  # torch's releases differ a little
+def test_what_is_kept_and_what_a_step_takes_is_what_was_measured(spec: str) -> None:
+    row = ROWS[spec]
+    kept, taken = memory.kept(spec), memory.taken(spec)
+    assert kept == {name: row[name] for name in kept}, AGAIN
+    assert taken == {name: pytest.approx(row[name], rel=0.05) for name in taken}, AGAIN  # torch's releases differ
 
 
 def filled(case: Case, dtype: torch.dtype, apart: str | None) -> KVCache:

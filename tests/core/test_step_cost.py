@@ -19,7 +19,7 @@ BUDGET, SINK, WINDOW = 48, 4, 8
 NEAR = 0.3  # by which what is only expected may be off on these rows
 FAR = {"retrieval-query": 0.5}  # a walk with few links
 ANEW = {"freekv", "h2o-decode"}  # what is expected of the second step is not what it does
-SILENT = {"perfect", "estimate", "same-estimate", "twostage-estimate", "heaviest", "same-heaviest"}  # no cost: doubles
+SILENT = {"perfect", "estimate", "same-estimate", "twostage-estimate", "heaviest", "same-heaviest"}  # no scan: doubles
 METHODS = [case for case in CASES if not case.second and "buckets" not in case.name and case.name not in SILENT | ANEW]
 
 
@@ -91,7 +91,7 @@ def test_costs_of_layers_add() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     shape = Shape(1, 2, 4, 64)
-    with pytest.raises(ValueError, match=r"does not say what choosing costs"):
+    with pytest.raises(ValueError, match=r"does not say what choosing reads"):
         step_cost(next(case for case in CASES if case.name == "buckets").make(), shape, 1000, 128)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="less than one span"):
         step_cost(make_selector("quest"), shape, 1000, 8)

@@ -263,26 +263,35 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-def test_the_api_page_has_every_public_name() -> None:
+def test_the_api_pages_have_every_public_name() -> None:
     import sparseattn
+    from scripts.api_pages import on_page_markdown
 
-    paths = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    pages = [on_page_markdown(page.read_text()) for page in (ROOT / "docs" / "reference" / "api").glob("*.md")]
+    paths = re.findall(r"^::: (\S+)$", "\n".join(pages), re.M)
     shown = [getattr(import_module(module), name) for module, _, name in (path.rpartition(".") for path in paths)]
     missing = [name for name in sparseattn.__all__ if name != "SELECTORS" and getattr(sparseattn, name) not in shown]
-    assert not missing, f"docs/reference/api.md lacks {missing}"
+    assert not missing, f"docs/reference/api/ lacks {missing}"
 
 
-def test_the_site_names_every_page() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
-    for path in (ROOT / "docs").rglob("*.md"):
-        assert str(path.relative_to(ROOT / "docs")) in nav, f"mkdocs.yml has no {path.name}"
+def test_every_page_is_reached_from_the_menu() -> None:
+    nav, docs = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1], ROOT / "docs"
+    reached, left = set(), [docs / name for name in re.findall(r"[\w/-]+\.md", nav)]
+    while left:
+        page = left.pop()
+        if page not in reached:
+            reached.add(page)
+            links = re.findall(r"\]\(([^)\s#]+\.md)[)#]", page.read_text())
+            left += [path for link in links if "://" not in link and (path := (page.parent / link).resolve()).exists()]
+    unreached = sorted(str(page.relative_to(docs)) for page in {*docs.rglob("*.md")} - reached)
+    assert not unreached, f"neither the menu of mkdocs.yml nor a page that it reaches links to {unreached}"
 
 
 def test_the_page_of_commands_names_every_command() -> None:
     typer = pytest.importorskip("typer")
     from sparseattn.cli.app import app
 
-    listed = re.findall(r"^\| `([a-z]+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.M)
+    listed = re.findall(r"^\| `([a-z]+)` \|", (ROOT / "docs" / "reference" / "commands.md").read_text(), re.M)
     assert sorted(listed) == sorted(typer.main.get_command(app).commands)
 
 
@@ -293,7 +302,7 @@ def test_what_a_user_meets_first_is_at_most_20_000_words() -> None:
 
 
 def test_the_tree_names_files_that_are_there() -> None:
-    tree = (ROOT / "docs" / "design.md").read_text().split("```text\n")[1].split("```")[0]
+    tree = (ROOT / "docs" / "write" / "design.md").read_text().split("```text\n")[1].split("```")[0]
     folder = ROOT / "sparseattn"
     for line in tree.splitlines()[1:]:
         if start := re.match(r" {0,2}([a-z/_.]+) ", line):
@@ -303,11 +312,3 @@ def test_the_tree_names_files_that_are_there() -> None:
             folder = place if place.is_dir() else place.parent
         for name in re.findall(r"\b\w+\.(?:py|sh)\b", line):
             assert (folder / name).exists() or (folder.parent / name).exists(), f"the tree names {name} in {folder}"
-
-
-def test_every_method_has_its_row_in_the_table_of_faithfulness() -> None:
-    from sparseattn import SELECTORS
-
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs" / "faithful.md").read_text(), re.M)
-    assert [name for name, _ in rows] == sorted(SELECTORS)
-    assert {name: cells.count("|") for name, cells in rows} == dict.fromkeys(SELECTORS, 7)

@@ -122,6 +122,23 @@ for name in sparseattn.__all__:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_help_needs_no_extra() -> None:
+    """As after `pip install` of the wheel alone, without packages that only extras bring; numpy is such a one too."""
+    core = ("safetensors", "typer", "rich", "jinja2")
+    blocked = f"""
+import sys
+for name in {tuple(name for name in (*OPTIONAL, "vllm", "gguf", "accelerate") if name not in core)!r}:
+    sys.modules[name] = None
+from typer.testing import CliRunner
+from sparseattn.cli.app import COMMANDS, app
+for arguments in (["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)):
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (arguments, done.output, done.exception)
+"""
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_optional_packages_are_imported_in_one_file() -> None:
     for path in ROOT.rglob("*.py"):
         where = path.relative_to(ROOT).as_posix()
@@ -129,6 +146,18 @@ def test_optional_packages_are_imported_in_one_file() -> None:
             package = name.partition(".")[0]
             if package in HOMES:
                 assert where in HOMES[package], f"{where} imports {package}"
+
+
+def test_type_checkers_see_what_is_exported() -> None:
+    """Methods are exported by their rows in `selectors/methods.py`; the imports for type checkers are written."""
+    nodes = ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
+    seen = {alias.name: node.module for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    lacking = [
+        f"from {place} import {name} as {name}"
+        for name, place in sparseattn._MODULES.items()
+        if seen.get(name) != place
+    ]
+    assert not lacking, f"sparseattn/__init__.py lacks {lacking}"
 
 
 def modules() -> dict[str, Path]:

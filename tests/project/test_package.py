@@ -14,6 +14,8 @@ NEEDED = (
     "sparseattn/data/reference/model.safetensors",
     "sparseattn/data/reference/config.json",
     "sparseattn/data/text/apache-2.0.txt",
+    "sparseattn/data/gpus/h100.json",
+    "sparseattn/data/models.json",
     "LICENSE",
     "README.md",
 )

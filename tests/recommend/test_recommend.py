@@ -350,6 +350,13 @@ def run(*arguments: object) -> Result:
 def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp_path: Path) -> None:
     done = run(*SHORT, "--error", "10%", "--out", tmp_path)
     assert done.exit_code == 0, done.output
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
+        "Cost",
+        "Error (kl)",
+        "Best single method at this error",
+        "Plan",
+        "Next",
+    ]
     plan = Plan.load(tmp_path / "plan.json")
     assert set(plan.layers) == {0, 1, 2, 3}
     assert plan.name == "reference-10%"
@@ -364,7 +371,7 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     assert [one["name"] for one in made["texts"]] == ["alice"]
     page = (tmp_path / "plan.md").read_text()
     assert "| 3 | " in page
-    assert "Verified on 3 windows held out (24 tokens)" in page
+    assert "3 held-out windows, 24 tokens" in page
     assert "What the plan gives each layer" in (tmp_path / "report.html").read_text()
     lines = (tmp_path / "recommend.jsonl").read_bytes()
     tried = [json.loads(line) for line in lines.splitlines() if b'"trial"' in line]
@@ -409,12 +416,30 @@ def test_it_recommends_a_plan_that_was_verified_and_goes_on_from_its_records(tmp
     assert "is of another last (8, now 9)" in " ".join(other.output.split())
 
 
+def test_a_plan_by_bytes_is_tried_where_no_prediction_is_faster_and_too_few_windows_are_said(tmp_path: Path) -> None:
+    """At 320 tokens launches cost an H100 more than rows, so nothing is predicted to be faster than full attention."""
+    done = run(*SHORT, "--windows", 1, "--held-out", 1, "--error", "70%", "--machine", "h100", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert said.startswith(
+        "No configuration that costs less than full attention keeps 70 % of kl on the held-out windows."
+    )
+    assert "So this plan is chosen by bytes read. Its step is predicted to take " in said
+    assert "full attention's predicted seconds on h100." in said
+    assert "Warning: an interval of the error needs 3 held-out windows or more, got --held-out 1" in said
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.name == "reference-70%-h100-by-bytes"
+    assert (plan.made["cost"]["unit"], plan.made["cost"]["machine"]) == ("bytes", None)
+    assert plan.made["instead"] in (tmp_path / "plan.md").read_text()
+
+
 def test_what_no_configuration_keeps_is_said(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("of an earlier run")
     done = run(*SHORT[:-4], "--selector", "random", "--error", "1e-14%", "--out", tmp_path)
     assert done.exit_code == 2
-    assert "no configuration was found that keeps 1e-14 % of kl on the windows held out" in " ".join(
-        done.output.split()
+    assert (
+        "no configuration that costs less than full attention keeps 1e-14 % of kl on the held-out windows"
+        in " ".join(done.output.split())
     )
     assert "plan.json is of an earlier run" in " ".join(done.output.split())
     assert (tmp_path / "plan.json").read_text() == "of an earlier run"
@@ -433,7 +458,7 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
     assert Settings.of_plan(plan).shape[0] == 16
     assert plan.made["cost"]["unit"] == "seconds"
     assert plan.made["cost"]["predicted"]
-    assert "seconds on h100" in (tmp_path / "plan.md").read_text()
+    assert "predicted time on h100" in (tmp_path / "plan.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -441,7 +466,7 @@ def test_for_vllm_it_recommends_what_vllm_serves(tmp_path: Path) -> None:
     [
         (["--error", "200%"], "an error is a share above 0 and below 100 %"),
         (["--measure", "mse"], "an error is measured by one of kl, top, nll"),
-        (["--context", "128m"], "--context is rows such as 32768 or 128k"),
+        (["--context", "128m"], "--context is rows such as 32768, 128k or 1M"),
         (["--for", "vllm"], "'lowbit' cannot be served: it chooses single rows"),
         (["--for", "vllm", "--by", "head"], "--by head is not for vLLM"),
         (["--for", "vllm", "--budget", "1%"], "in vLLM a budget is rows, got 1%"),

@@ -73,7 +73,7 @@ def test_every_line_is_named_beside_its_panel_and_no_two_names_touch(tmp_path: P
     (figure,) = drawn
     assert not figure.legends
     assert [axis.get_xlabel() for axis in figure.axes[2:]] == [
-        "bytes read / bytes of the cache",
+        "bytes read (% of cache)",
         "rows attended per query head",
     ]
     figure.draw_without_rendering()  # at the resolution of its own, as all boxes below

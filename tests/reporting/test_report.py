@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable
@@ -28,7 +29,11 @@ from sparseattn.models.load import pieces
 from sparseattn.reporting import line_style
 from sparseattn.reporting.html import html
 from sparseattn.reporting.html.kinds import KINDS
+from sparseattn.reporting.html.percentages import percent, typeset
+from sparseattn.reporting.html.starting_methods import starting_methods
+from sparseattn.reporting.html.views import Explorer, Lines, Section, axis, cost
 from sparseattn.roles.roles import Role, Roles
+from sparseattn.selectors.baselines.window import Window
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceError
 from tests import report_records as records
@@ -130,8 +135,9 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     views = {name: [view.kind for view in shown] for name, (_, shown) in sections.items()}
     assert views["frontier"] == ["lines", "heat", "table"]
     assert views["needs"] == ["heat"]
-    assert views["plan"] == ["given", "lines", "heat", "table"]
-    said, (given, lines, heat, table) = sections["plan"]
+    assert "<h1>made up, up to 4,096 tokens: 4 methods on tale, passkey, alice</h1>" in page
+    assert views["plan"] == ["lines", "given", "heat", "table"]
+    said, (lines, given, heat, table) = sections["plan"]
     assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines.data["points"]] == [
         ("Quest", "budget 16", 1.5 / 16),
         ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
@@ -146,9 +152,18 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "Window", "budget": ""}] * 2}
     assert table.cells[1:] == [
         ["made up-1%", "1", "KV head 0", "Quest", "64"],
-        ["made up-1%", "1", "KV head 1", "dense", ""],
+        ["made up-1%", "1", "KV head 1", "dense", "\u2013"],
     ]
-    assert said[0].startswith("The plan made up-1% costs 25% of full attention's bytes. On 3 windows")
+    assert said[0].startswith("The plan made up-1% reads 25\u00a0% of full attention's bytes. On 3 held-out windows")
+    (dot,) = lines.data["marked"]
+    layers = [
+        (0.02, 0.05, 0.4),
+        ((64 / 500 + 1) / 2, 0.5 / 64, (0.1 + 0) / 2),
+    ]  # window; Quest at 64 and dense
+    means = [sum(values) / 2 for values in zip(*layers, strict=True)]
+    assert [dot["values"][name] for name in ("bytes_heads", "kl", "error_heads")] == pytest.approx(means, rel=1e-4)
+    assert dot["beside"]["kl"]["method"] == "Quest"
+    assert 16 / 500 < dot["beside"]["kl"]["value"] < 64 / 500, "between two budgets of the best single method"
     assert views["answers"] == ["lines", "table", "lines", "heat", "table"]
     (needles,) = (view for view in sections["answers"][1] if view.kind == "heat")
     lost = [one for one in needles.data["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
@@ -203,7 +218,8 @@ def test_the_scripts_of_others_are_those_that_are_stated() -> None:
 def test_names_from_records_are_text_and_no_markup(tmp_path: Path, folders: Path) -> None:
     evil = "</script><script>alert(1)</script>"
     line = json.loads((folders / "bench" / "bench.jsonl").read_text().splitlines()[0])
-    records.write(tmp_path / "bench.jsonl", [{**line, "trace": evil, "label": "<b>&"}])
+    near = {**line["mean"], "relative_error": 0.05}  # so that the finding names it
+    records.write(tmp_path / "bench.jsonl", [{**line, "mean": near, "trace": evil, "label": "<b>&"}])
     assert run("report", tmp_path, "--out", tmp_path / "r.html", "--title", "<i>").exit_code == 0
     page = (tmp_path / "r.html").read_text()
     assert "alert(1)</script>" not in page
@@ -249,6 +265,30 @@ def test_folders_without_records_are_refused(lines_of: str | None, said: str, tm
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_of_many_methods_opens_with_a_few() -> None:
+    """Those that an explorer shows, then those that no other beats most often; controls come last."""
+    labels = ["A", "B", Window().label(), "C", "D", "E", "F"]
+    points = [
+        {"method": label, "facet": "t", "at": "", "values": {"bytes_share": 0.1 + i / 100, "relative_error": error}}
+        for i, (label, error) in enumerate(zip(labels, (0.9, 0.95, 0.8, 0.85, 0.7, 0.6, 0.5), strict=True))
+    ]
+    lines = Lines("", "trace", [cost("bytes_share")], [axis("relative_error")], points)
+    shown = Section("s", "", [], [Explorer("", {"methods": [{"label": "C"}]}), lines])
+    assert starting_methods(labels, [shown]) == ["A", "C", "D", "E", "F"]
+    assert starting_methods(labels[:3], [shown]) == labels[:3]
+
+
+def test_percentages_are_written_in_one_way() -> None:
+    assert [percent(share) for share in (0, 0.0861, 0.521, 1, math.nan)] == [
+        *("0\u00a0%", "8.61\u00a0%", "52.1\u00a0%", "100\u00a0%"),
+        "\u2013",
+    ]
+    said = "Quest at budget 5% reads 19% to 20.5 % of it, 1% off; the plan smollm2-0.3% more."
+    assert typeset(said) == (
+        "Quest at budget 5% reads 19\u00a0% to 20.5\u00a0% of it, 1\u00a0% off; the plan smollm2-0.3% more."
+    )
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, folders: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_page_opens_from_the_disk_at_every_width_and_theme(
     light = [sum(map(int, one.strip("rgb()").split(","))) for one in (ink, paper)]
     assert (light[0] < light[1]) is (theme == "light")
     quest = page.locator(".methods .swatch path").first.evaluate("one => getComputedStyle(one).fill")
-    assert quest == {"light": "rgb(0, 114, 178)", "dark": "rgb(101, 106, 191)"}[theme]
+    assert quest == {"light": "rgb(0, 114, 178)", "dark": "rgb(192, 179, 255)"}[theme]
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
     assert page.locator("#theme").inner_text().lower() == theme
@@ -119,10 +119,52 @@ def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: 
     assert lines_of(page) == []
     page.get_by_role("button", name="all", exact=True).click()
     assert lines_of(page) == ["Quest", "Exact", "Window"]
-    cells = page.locator("#plan figure.given g[aria-label=cell] rect")
-    before = cells.count()
+    assert page.locator("#plan figure.given g[aria-label=cell] rect").count() == 4
     page.locator("input[data-method=Quest]").uncheck()
-    assert 0 < cells.count() < before, "what is dense stays"
+    assert page.locator("#plan figure.given g[aria-label=cell] rect").count() == 4, "a plan is shown whole"
+
+
+@WIDTHS
+def test_a_plot_rescales_to_the_methods_that_are_on(width: int, opened: Callable[..., Any]) -> None:
+    """Switches stand at the plot where the list of methods is folded away; the line of 1 % is above the axis."""
+    page = opened(width)
+    view = page.locator("#frontier figure.lines")
+
+    def ticks(axis: str) -> list[str]:
+        found: list[str] = view.locator(f"g[aria-label='{axis}-axis tick label'] text").all_text_contents()
+        return found
+
+    everything = ticks("x")
+    assert everything[-1] == "100\u00a0%"
+    assert {"1\u00a0%", "100\u00a0%"} <= set(ticks("y"))
+    rule, axis = (view.locator(f"g[aria-label='{of}']").first.bounding_box() for of in ("rule", "x-axis tick"))
+    assert rule["y"] < axis["y"]
+    names = view.locator("g[font-size] g[data-method]").evaluate_all("all => all.map(one => one.dataset.method)")
+    assert sorted(names) == ([] if width < 800 else ["Exact", "Quest", "Window"]), "lines are named if there is room"
+    if width < 800:
+        view.get_by_role("button", name="Window").click()
+        assert view.get_by_role("button", name="Window").get_attribute("aria-pressed") == "false"
+    else:
+        page.locator("input[data-method=Window]").uncheck()
+    assert ticks("x") != everything
+    plan = page.locator("#plan figure.lines g.plan")
+    assert plan.locator("text").first.text_content().startswith("plan made up-1%: ")
+    assert plan.locator("circle").count() == 2, "the plan, and the best single method beside it"
+
+
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        *((1280, "dark"), (400, "light")),
+        *(pytest.param(width, theme, marks=pytest.mark.slow) for width, theme in ((1280, "light"), (400, "dark"))),
+    ],
+)
+def test_axe_finds_nothing(width: int, theme: str, opened: Callable[..., Any]) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    page = opened(width, theme)
+    page.locator("#explorer").get_by_role("radio", name="Two side by side").click()
+    found = axe.Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
 
 
 def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None:
@@ -144,11 +186,11 @@ def test_tables_are_sorted_and_filtered(opened: Callable[..., Any]) -> None:
     page = opened()
     view = page.locator("#frontier figure.table")
     column = view.locator("tbody tr td:nth-child(6)")
-    head = view.get_by_role("button", name="error %", exact=True)
+    head = view.get_by_role("button", name="error", exact=True)
     for direction in ("ascending", "descending"):
         head.click()
         assert view.locator(f"th[aria-sort={direction}]").count() == 1
-        shown = [float(one) for one in column.all_inner_texts()]
+        shown = [float(one.removesuffix("\u00a0%")) for one in column.all_inner_texts()]
         assert shown == sorted(shown, reverse=direction == "descending")
     view.locator("input").fill("quest 64")
     assert view.locator("tbody tr").count() == 1
@@ -182,6 +224,45 @@ def test_a_token_clicked_shows_its_rows(width: int, opened: Callable[..., Any]) 
     view.locator(".text .read").first.click()
     assert "of the attention; Quest " in view.locator(".row-said").inner_text()
     assert "LowBit reads it" in view.locator(".row-said").inner_text()
+
+
+def test_two_methods_stand_side_by_side_and_tokens_play(opened: Callable[..., Any]) -> None:
+    """Both texts show the same rows, each what its own method read; playing stops at the last token, or when asked."""
+    found = explore(records.trace(), SELECTORS, 16, queries=4, sink=2, window=8)
+    page = opened()
+    page.clock.install()
+    view = page.locator("#explorer")
+    shown = "all => all.map(one => Number(one.dataset.row))"
+    asked = view.locator(".asks [aria-checked=true]")
+    play = view.locator(".play")
+    view.get_by_role("radio", name="Two side by side").click()
+    view.get_by_role("button", name="Show the whole text").click()
+    rows = [pane.locator("[data-row]").evaluate_all(shown) for pane in view.locator(".text").all()]
+    assert rows[0] == rows[1] == list(range(320))
+    view.locator(".texts .text").first.locator("[data-row='100']").click()
+    assert view.locator(".text .picked").evaluate_all(shown) == [100, 100]
+    assert play.inner_text() == "Next token", "where motion is to be reduced"
+    play.press("Enter")
+    page.clock.run_for(10_000)
+    assert asked.get_attribute("data-token") == "316", "from the last to the first, and no further by itself"
+    page.emulate_media(reduced_motion="no-preference")
+    play.press("Enter")
+    page.clock.run_for(1300)
+    assert asked.get_attribute("data-token") == "318"
+    play.press("Enter")
+    page.clock.run_for(10_000)
+    assert asked.get_attribute("data-token") == "318", "paused"
+    play.press("Enter")
+    page.clock.run_for(10_000)
+    assert asked.get_attribute("data-token") == "319"
+    assert "Play" in play.inner_text()
+    layer, head = view.locator(".grid [aria-checked=true]").get_attribute("aria-label").split(":")[0].split(", ")
+    at = int(layer.split()[1]), int(head.split()[1])
+    for pane in view.locator(".pane").all():
+        (reading,) = (one for one in found.readings if one.label == pane.locator("h4").inner_text())
+        bits = ((reading.rows[3, at[0], at[1]][:, None] >> torch.arange(8)) & 1).flatten().nonzero().flatten()
+        middle = [row for row in bits.tolist() if 2 <= row <= 319 - 8]
+        assert pane.locator(".text .read").evaluate_all(shown) == middle, reading.label
 
 
 def test_a_trace_without_text_shows_the_numbers_of_rows(browser: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from scripts.evidence import condensing, documents, frames, made, pictures, tabl
 from scripts.evidence.__main__ import main
 from scripts.evidence.documents import BLOCK, CLAIM, FENCE, NUMBER, stray
 from scripts.evidence.expressions import Scope, evaluate, filled
-from scripts.evidence.markdown import shown, spec
+from scripts.evidence.markdown import linked, shown, spec
 from scripts.evidence.running import order, run
 from scripts.evidence.step import OUT, REPORTED, RESULTS, Step
 from scripts.evidence.steps import DEFINED, STEPS
@@ -29,6 +29,7 @@ from sparseattn.evaluation.by_head import at_bytes, at_rows
 from sparseattn.evaluation.recall_sweep import Problem, curves
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.recommend.candidates import METHODS
+from sparseattn.selectors import methods
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.synthetic import synthetic
 
@@ -42,6 +43,10 @@ DESIGNED: dict[str, tuple[str, ...]] = {
     "docs/use/eval.md": (
         *("95 % intervals", "answers less than 80 %"),
         *("A reply may have 16 MiB", "event of a stream 1 MiB"),  # limits
+    ),
+    "docs/use/gpu.md": (
+        "Most GPUs report up to 7 % more",  # 2^30 bytes are 1.07 x 10^9
+        *("a GPU with 24 GB", "add up to 8 minutes", "With less than 48 GiB"),  # what benchmarks/gpu.sh asks for
     ),
     "docs/index.md": ("20 % means that nothing was found",),
     "docs/lab/results/eval.md": (
@@ -66,7 +71,7 @@ DESIGNED: dict[str, tuple[str, ...]] = {
         "to stay within 1 % mean output error",  # a bound
     ),
     "docs/use/recommend.md": ("so 1 % more",),  # what a bound means
-    "docs/lab/memory.md": ("",),  # scripts/memory_tables.py measures and draws its tables
+    "docs/lab/memory.md": ("32 KiB here", "no more of them than 64 MiB"),  # a segment of a table; a limit
     "docs/use/quickstart.md": ("89 and 227 MiB", "260 and 543 MiB"),  # sizes of files pinned by their hash
     "docs/use/troubleshooting.md": ("is 5 %", "takes 1.2 GB"),  # a budget; a formula of docs/use/training.md
     # The plan's formulas in numbers; a test holds the first line to real files.
@@ -143,7 +148,7 @@ def test_every_block_has_its_record_and_every_record_its_step() -> None:
         found["source"].partition(".")[0] for text in texts for found in (*NUMBER.finditer(text), *CLAIM.finditer(text))
     }
     there = {path.stem for path in RESULTS.glob("*.json")} - {"made"}
-    assert needed - AWAITED <= there | {path.stem for path in REPORTED.glob("*.json")}
+    assert needed - AWAITED <= there | {frames.REGISTRY} | {path.stem for path in REPORTED.glob("*.json")}
     assert made.read().keys() == there
     for found in blocks:  # no number without its record
         assert bool(found["body"]) == (not AWAITED & {name.strip() for name in found["records"].split(",")}), found[0]
@@ -261,6 +266,25 @@ def test_labels_as_one_types_them(label: str, typed: str) -> None:
     assert spec(label) == typed
 
 
+@pytest.mark.parametrize(
+    ("paper", "text"),
+    [
+        ("OOD-DiskANN, 2211.12850", "OOD-DiskANN, [2211.12850](https://arxiv.org/abs/2211.12850)"),
+        ("a, https://x.org/a.b/, 2", "a, [x.org/a.b](https://x.org/a.b/), 2"),
+        ("ours", "ours"),
+    ],
+)
+def test_papers_are_links(paper: str, text: str) -> None:
+    assert linked(paper) == text
+
+
+def test_the_registry_is_a_source_of_tables() -> None:
+    load = frames.loader()
+    rows = frames.read(load, frames.REGISTRY)
+    assert [row["method"] for row in rows] == list(methods.METHODS)
+    assert next(row for row in rows if row["method"] == "quest")["row"] == 2 * 2 * 8 * 128 / 16  # of 8 heads
+
+
 MARKED = """# A
 
 <!-- from a: t where=1 -->
@@ -345,6 +369,9 @@ def test_what_is_there_is_skipped_and_what_differs_runs_again(tmp_path: Path) ->
     assert not any(work.iterdir())
     record = json.loads((results / "a.json").read_text())
     assert condensing.rows(record) == [{"x": 1}]
+    (results / "a.json").write_text("{}")
+    assert run(table[:1], table, said.append, results, work, again=True) == {}
+    assert json.loads((results / "a.json").read_text()) == record | {"seconds": pytest.approx(record["seconds"], abs=9)}
 
     stamp = (results / "a.json").stat().st_mtime_ns
     said.clear()

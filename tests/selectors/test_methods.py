@@ -28,7 +28,7 @@ from sparseattn.evaluation.tasks.run import Method
 from sparseattn.kernels.page_bounds.reference import page_bounds
 from sparseattn.recommend import trials
 from sparseattn.roles.roles import Role, Roles
-from sparseattn.selectors import names
+from sparseattn.selectors import methods
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.identity import identity
 from sparseattn.traces.synthetic import synthetic
@@ -272,6 +272,6 @@ def test_records_stay_those_of_a_class_whose_file_moves(monkeypatch: pytest.Monk
     assert before[0] == "quest"
     assert str(before[1]).startswith("roles ")
     monkeypatch.setattr(Quest, "__module__", "sparseattn.elsewhere")
-    monkeypatch.setitem(names.NAMES, "sparseattn.elsewhere:Quest", "quest")
+    monkeypatch.setitem(methods.NAMES, "sparseattn.elsewhere:Quest", "quest")
     monkeypatch.setattr(Roles, "__module__", "sparseattn.roles.roles.value")
     assert keys() == before

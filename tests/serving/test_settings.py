@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sparseattn import Quest
@@ -151,7 +150,7 @@ def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytes
     own = counters.Counter()
     own.add(rows_read=3, sparse_calls=1)
     own.add(rows_read=4, rows_held=10)
-    np.arange(len(counters.NAMES)).tofile(tmp_path / "1.counts")
+    (tmp_path / "1.counts").write_bytes(counters.FILE.pack(*range(len(counters.NAMES))))
     (tmp_path / "2.counts").touch()  # of a process that has just begun
     assert stats() == counters.VLLMStats(sparse_calls=1, dense_calls=1, rows_read=9, rows_held=13, entries_made=4)
     assert stats().share == 9 / 13

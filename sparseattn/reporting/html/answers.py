@@ -11,9 +11,9 @@ from sparseattn.evaluation.tasks.records import WHOLE, check_record
 from sparseattn.reporting import agreement_tables, eval_tables, server_tables
 from sparseattn.reporting.eval_records import FULL_ROW, by_place, known_mean, method_of, rows_of, select
 from sparseattn.reporting.html.folders import Record
-from sparseattn.reporting.html.shared_fields import FACTS, ORIGIN
-from sparseattn.reporting.html.views import Axis, Heat, Lines, Section, View, axis, column, cost
-from sparseattn.reporting.table import Column, Table
+from sparseattn.reporting.html.shared_fields import FACTS, ORIGIN, distinct, models_of
+from sparseattn.reporting.html.views import Axis, Heat, Lines, Section, Subject, View, axis, column, cost, text
+from sparseattn.reporting.table import Table
 from sparseattn.utils.json_fields import FieldError, Maybe, Number, Object, Text
 
 FILE = "eval.jsonl"
@@ -49,14 +49,16 @@ def section(records: Sequence[Record]) -> Section:
     if forced:
         views += [_lines("Agreement with full attention", "text", forced, AGREEMENT), _table(forced, AGREEMENT)]
     if scored:
-        views.append(_lines("Answers against rows read", "task", scored, SCORE))
+        views.append(_lines("Task scores", "task", scored, SCORE))
     maps = by_place([*scored, *whole])
     if maps:
         views.append(_needles(maps))
     if graded := [*scored, *whole]:
         views.append(_table(graded, SCORE))
     methods = dict.fromkeys(method_of(one) for one in records)
-    return Section("answers", "What the model answers", findings, views, tuple(methods))
+    asked = [one.get("text") if one["protocol"] == FORCED else one["task"] for one in records]
+    about = Subject(models_of(records), distinct(records, "length"), list(dict.fromkeys(filter(None, asked))))
+    return Section("answers", "Model output", findings, views, tuple(methods), about)
 
 
 def _facet(one: Mapping[str, Any]) -> str:
@@ -84,7 +86,7 @@ def _lines(title: str, facet: str, records: Sequence[Record], quality: Sequence[
         }
         for (where, method, budget), group in _groups(records).items()
     ]
-    note = "A point a budget, the mean over prompts. What is 0 has no place on a logarithmic axis."
+    note = "One point per budget: the mean over prompts. A logarithmic axis has no place for a value of 0."
     return Lines(title, facet, COST, quality, points, note)
 
 
@@ -107,17 +109,23 @@ def _needles(maps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Heat:
                 {"method": row[0], "choice": choice, "columns": lengths, "rows": depths, "values": {"score": cells}}
             )
     note = (
-        "The needle's depth down, 0 being the beginning of the text, and the text's length across. What has no "
-        "budget of its own is shown beside every budget."
+        "Rows are the needle's depth (0 is the beginning of the text), columns the length of the text. Methods without "
+        "a budget are shown beside every budget."
     )
     return Heat("Where needles are found", "tokens", "depth", ("task", "budget"), SCORE, panels, False, note)
 
 
 def _table(records: Sequence[Record], quality: Sequence[Axis]) -> Table:
     keys = ("rows", "bytes_share", *(one.key for one in quality))
-    columns = [*map(Column.text, ("asked", "method", "budget")), column("prompts"), *map(column, keys)]
+    heads = {"same_top": "top-1", "nll_difference": "NLL increase"}
+    columns = [
+        *map(text, ("task", "method", "budget")),
+        column("prompts"),
+        *(column(key, heads.get(key)) for key in keys),
+    ]
     rows: list[list[Any]] = [
         [where, method, budget, len(group), *(known_mean(group, key) for key in keys)]
         for (where, method, budget), group in _groups(records).items()
     ]
-    return Table("Every mean", columns, rows, row_head=1)
+    title = "Every mean agreement" if quality is AGREEMENT else "Every mean score"
+    return Table(title, columns, rows, row_head=1)

@@ -10,10 +10,10 @@ from typing import Any
 from sparseattn.core.budget import Budget, budget_label
 from sparseattn.reporting import replay_tables
 from sparseattn.reporting.html.folders import Record
-from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, MEANS, NAME, ORIGIN
+from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, MEANS, NAME, ORIGIN, distinct, models_of
 from sparseattn.reporting.html.shared_fields import HEADS as NUMBERS
-from sparseattn.reporting.html.views import Heat, Lines, Section, View, axis, column, cost
-from sparseattn.reporting.table import Column, Table
+from sparseattn.reporting.html.views import Heat, Lines, Section, Subject, View, axis, column, cost, text
+from sparseattn.reporting.table import Table
 from sparseattn.utils.json_fields import FieldError, Items, Object, Values
 
 FILE = "bench.jsonl"
@@ -94,7 +94,8 @@ def section(records: Sequence[Record]) -> Section:
         views.append(maps)
     views.append(_table(records))
     methods = dict.fromkeys(one.label for one in measured)
-    return Section("frontier", "What methods lose, and what they read", findings, views, tuple(methods))
+    about = Subject(models_of(records), distinct(records, "tokens"), distinct(records, "trace"))
+    return Section("frontier", "Quality and cost of each method", findings, views, tuple(methods), about)
 
 
 def _number(value: float | None) -> float:
@@ -113,11 +114,10 @@ def _frontier(records: Sequence[Record]) -> Lines:
         for record in records
     ]
     note = (
-        f"A point a budget, the mean over layers and heads of the last {one['last']} tokens. Sink {one['sink']} and "
-        f"window {one['window']} are read by every method, and counted. The thin line is an error of "
-        f"{replay_tables.TOLERANCE:.0%}."
+        f"One point per budget: the mean over layers and heads for the last {one['last']} tokens. Every method also "
+        f"reads the first {one['sink']} and the last {one['window']} rows, which are counted."
     )
-    return Lines("Quality against cost", "trace", COST, QUALITY, points, note)
+    return Lines("Quality and cost", "trace", COST, QUALITY, points, note)
 
 
 def _heads(records: Sequence[Record]) -> Heat | None:
@@ -136,18 +136,20 @@ def _heads(records: Sequence[Record]) -> Heat | None:
         }
         for one in with_heads
     ]
-    note = "A row a layer, a column a query head, all methods on one scale of colours."
-    return Heat("Where each method fails", "query head", "layer", ("trace", "budget"), measures, panels, note=note)
+    note = "Rows are layers, columns are query heads. All maps share one colour scale."
+    return Heat("Quality by layer and head", "query head", "layer", ("trace", "budget"), measures, panels, note=note)
 
 
 def _table(records: Sequence[Record]) -> Table:
     keys = ("attended", "bytes_share", "relative_error")
     more = ("recovered", "mass", "recall@10", "scanned_share")
     columns = [
-        *map(Column.text, ("trace", "method", "budget")),
+        *map(text, ("trace", "method", "budget")),
         *map(column, keys),
         column("relative_error", "worst head"),
-        *map(column, more),
+        *map(column, more[:2]),
+        column("recall@10", "recall@10"),
+        column("scanned_share", "scored"),
     ]
     rows = [
         [

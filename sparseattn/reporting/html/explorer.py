@@ -10,13 +10,13 @@ from torch import Tensor
 
 from sparseattn.core.budget import budget_label
 from sparseattn.evaluation.token_explorer import DECADES, SHARE, Exploration
-from sparseattn.reporting.html.views import Explorer, Heat, Section, View, axis
+from sparseattn.reporting.html.views import Explorer, Heat, Section, Subject, View, axis
 
 FAR = 0.2  # of a head's attention beyond sink and window, for the explorer to open at it
 
 
-def section(number: int, explored: Exploration, pieces: Sequence[str] | None) -> Section:
-    """Return the section of one trace; `number` tells several apart, `pieces` is its text, a piece a token."""
+def section(number: int, explored: Exploration, pieces: Sequence[str] | None, model: str | None = None) -> Section:
+    """Return the section of one trace of a model; `number` tells several apart, `pieces` is its text, one per token."""
     data = {
         "trace": explored.trace,
         "tokens": list(explored.tokens),
@@ -47,14 +47,15 @@ def section(number: int, explored: Exploration, pieces: Sequence[str] | None) ->
         "start": _start(explored),
     }
     note = (
-        f"Weights are kept in 8 bits, to about 3 %; what is below {10**-DECADES:.0e} counts as nothing. The rows "
-        f"needed are the fewest that hold {SHARE:.0%} of a head's attention."
+        f"Weights are kept in 8 bits, to about 3 %; a weight below {10**-DECADES:.3%} counts as 0. The rows that a "
+        f"head needs are the fewest that hold {SHARE:.0%} of its attention."
     )
     name = "explorer" if number == 0 else f"explorer-{number + 1}"
-    view = Explorer(f"{explored.trace}: one token's attention", data, note)
+    view = Explorer("One token's attention", data, note)
     methods = tuple(one.label for one in explored.readings)
     views: list[View] = [view, _needs(explored)]
-    return Section(name, f"What tokens of {explored.trace} attend to", [_finding(explored)], views, methods)
+    about = Subject(() if model is None else (model,), (explored.levels.shape[-1],), (explored.trace,))
+    return Section(name, f"Attention explorer: {explored.trace}", [_finding(explored)], views, methods, about)
 
 
 def _text(bytes_of: Tensor) -> str:
@@ -63,7 +64,7 @@ def _text(bytes_of: Tensor) -> str:
 
 
 def _needs(explored: Exploration) -> Heat:
-    """Return the rows needed by each head, and how far it looks, in the mean over the tokens."""
+    """Return the rows needed by each head, and how far it looks, on average over the tokens."""
     measures = (
         axis("needed", label=f"fewest rows that hold {SHARE:.0%} of the attention", log=True),
         axis("indexed_mass", better=""),
@@ -76,7 +77,9 @@ def _needs(explored: Exploration) -> Heat:
         "rows": list(explored.layers),
         "values": {"needed": explored.needed.double().mean(0).tolist(), "indexed_mass": far.mean(0).tolist()},
     }
-    note = f"A row a layer, a column a query head; the mean over the last {len(explored.tokens)} tokens."
+    note = (
+        f"Rows are layers, columns are query heads; each cell is the mean over the last {len(explored.tokens)} tokens."
+    )
     return Heat("What each head needs", "query head", "layer", (), measures, [panel], note=note)
 
 
@@ -99,11 +102,14 @@ def _start(explored: Exploration) -> dict[str, int]:
 
 
 def _finding(explored: Exploration) -> str:
-    masses = [f"{one.label} {float(one.measured['mass'].mean()):.0%}" for one in explored.readings]
+    (first, held), *others = [(one.label, float(one.measured["mass"].mean())) for one in explored.readings]
+    captured = f"{first} captures {held:.0%} of the attention" + "".join(
+        f", {name} {mass:.0%}" for name, mass in others
+    )
     needed = explored.needed.double().flatten()
     low, middle, high = (round(float(needed.quantile(q))) for q in (0.1, 0.5, 0.9))
     return (
-        f"{explored.trace}, the last {len(explored.tokens)} tokens: {SHARE:.0%} of the attention lies on {middle:,} "
-        f"rows in the median head, on {low:,} to {high:,} in eight of ten. At budget "
-        f"{budget_label(explored.budget)} the rows read hold of it, in the mean: {', '.join(masses)}."
+        f"In the last {len(explored.tokens)} tokens of {explored.trace}, the median head puts {SHARE:.0%} of its "
+        f"attention on {middle:,} rows (80% of heads: {low:,} to {high:,}). With a budget of "
+        f"{budget_label(explored.budget)}, {captured} on average."
     )

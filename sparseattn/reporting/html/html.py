@@ -10,19 +10,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from sparseattn import __version__
-from sparseattn.reporting.html.views import Section
+from sparseattn.reporting.html.percentages import typeset
+from sparseattn.reporting.html.starting_methods import starting_methods
+from sparseattn.reporting.html.views import FULL, Section
 from sparseattn.reporting.line_style import COLOURS, DARK, DASHES
 
 # Those of others (assets/vendor/README.md), and their licences.
 LICENCES = {"vendor/d3.min.js": "vendor/LICENSE-d3", "vendor/plot.umd.min.js": "vendor/LICENSE-plot"}
 SCRIPTS = (  # in this order
-    *(*LICENCES, "page.js", "probe.js", "cells.js"),
-    *("lines.js", "heat.js", "given.js", "table.js"),
-    *("attention.js", "explorer-choices.js", "explorer-rows.js", "explorer-text.js", "explorer.js"),
+    *(*LICENCES, "page.js", "methods.js", "probe.js", "cells.js"),
+    *("line-names.js", "lines.js", "heat.js", "given.js", "table.js"),
+    *("attention.js", "explorer-choices.js", "explorer-rows.js", "explorer-text.js", "explorer-play.js", "explorer.js"),
 )
 # Seven shapes go through ten colours, so that 70 methods differ.
 SYMBOLS = ("circle", "square", "diamond", "triangle", "wye", "cross", "star")
-FULL = "full"  # attention itself, to which methods are compared: grey, and never switched off
 
 
 def written(title: str, sections: Sequence[Section], foot: str) -> str:
@@ -35,12 +36,14 @@ def written(title: str, sections: Sequence[Section], foot: str) -> str:
     """
     methods = list(dict.fromkeys(name for section in sections for name in section.methods if name != FULL))
     figures = {name: view for section in sections for name, view in section.data().items()}
+    shown = starting_methods(methods, sections)
+    looks = [{**_look(number, name), "shown": name in shown} for number, name in enumerate(methods)]
     return _template("page.html").render(
         title=title,
         sections=sections,
         style=Markup(asset("page.css")),
         scripts=[_script(name) for name in SCRIPTS],
-        data={"methods": [_look(number, name) for number, name in enumerate(methods)], "figures": figures},
+        data={"methods": looks, "figures": figures},
         foot=f"{foot} sparseattn {__version__}.",
     )
 
@@ -59,6 +62,7 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["typeset"] = typeset
     environment.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False,
         "allow_nan": False,

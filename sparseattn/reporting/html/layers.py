@@ -7,9 +7,10 @@ from typing import Any
 
 from sparseattn.core.budget import budget_label
 from sparseattn.reporting.html.folders import Record
-from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, HEADS, NAME, NUMBER, ORIGIN
-from sparseattn.reporting.html.views import Heat, Section, View, axis, column
-from sparseattn.reporting.table import Column, Table
+from sparseattn.reporting.html.percentages import typeset
+from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, HEADS, NAME, NUMBER, ORIGIN, distinct, models_of
+from sparseattn.reporting.html.views import Heat, Section, Subject, View, axis, column, text
+from sparseattn.reporting.table import Table
 from sparseattn.utils.json_fields import FieldError, Flag, Items, Maybe, Number, Object, Text
 
 FILE = "by-layer.jsonl"
@@ -59,26 +60,27 @@ def section(records: Sequence[Record]) -> Section:
     """Return a map of methods by layers for each comparison, and a table of them."""
     methods = dict.fromkeys(method["label"] for one in records for method in one["methods"])
     views: list[View] = [_map(records), _table(records)]
-    return Section("layers", "Which layers a method fails in", [_best(one) for one in records], views, tuple(methods))
+    about = Subject(models_of(records), (), distinct(records, "trace"))
+    return Section("layers", "Quality by layer", [_best(one) for one in records], views, tuple(methods), about)
 
 
 def _condition(one: Record) -> str:
     if one["equal"] == "bytes":
-        return f"equal bytes, {budget_label(one['at'])} of the cache's"
-    return f"equal rows, those of budget {budget_label(one['at'])}"
+        return typeset(f"equal bytes ({budget_label(one['at'])} of the cache)")
+    return f"equal rows (those of budget {budget_label(one['at'])})"
 
 
 def _best(one: Record) -> str:
-    """Say which method is nearest to full attention there, and how evenly."""
+    """Say which method has the smallest error there, and how it varies over layers."""
     rivals = [method for method in one["methods"] if not method["scans_all"]] or one["methods"]
     best = min(rivals, key=lambda method: method["mean"]["relative_error"])
     errors = [(error, layer) for error, layer in zip(best["relative_error"], one["layers"], strict=True) if error]
-    who = "" if best["scans_all"] else ", of the methods that do not score every key,"
-    sentence = f"{one['trace']}, at {_condition(one)}: {best['label']}{who} is nearest to full attention, off by "
-    sentence += f"{best['mean']['relative_error']:.1%}"
+    who = "" if best["scans_all"] else " among the methods that do not score every key"
+    sentence = f"{one['trace']}, at {_condition(one)}: {best['label']} has the smallest error{who}: "
+    sentence += f"{best['mean']['relative_error']:.1%} on average"
     if len(errors) > 1:
         (least, low), (most, high) = min(errors), max(errors)
-        sentence += f", from {least:.1%} in layer {low} to {most:.1%} in layer {high}"
+        sentence += f", between {least:.1%} (layer {low}) and {most:.1%} (layer {high})"
     return f"{sentence}."
 
 
@@ -93,14 +95,14 @@ def _map(records: Sequence[Record]) -> Heat:
         }
         for one in records
     ]
-    note = "The mean over the heads of each layer. At equal bytes, what is read to choose counts."
+    note = "The mean over the heads of each layer. Bytes include those read to choose rows."
     return Heat("Methods by layer", "layer", "method", ("trace", "compared at"), MEASURES, panels, True, note)
 
 
 def _table(records: Sequence[Record]) -> Table:
     means = ("attended", "bytes_share", "relative_error", "recovered")
     columns = [
-        *map(Column.text, ("trace", "compared at", "method", "budget")),
+        *map(text, ("trace", "compared at", "method", "budget")),
         *map(column, (*means, "missed", "wins")),
     ]
     rows = [
@@ -113,7 +115,8 @@ def _table(records: Sequence[Record]) -> Table:
         for method in one["methods"]
     ]
     note = (
-        "Of two budgets a method is mixed, token by token. A head is missed where less than half is recovered, and won "
-        "where no other method that does not score every key recovers more."
+        "A method with two budgets alternates between them, token by token. A head is missed if less than half of its "
+        "far attention is recovered. It is won if no other method recovers more; methods that score every key do not "
+        "compete."
     )
     return Table("Every comparison", columns, rows, note, row_head=2)

@@ -12,8 +12,8 @@ from sparseattn.evaluation.attention_stats import MEASURES, PAGES, Inspection
 from sparseattn.evaluation.measures import NEEDED
 from sparseattn.reporting import inspect_tables
 from sparseattn.reporting.html.folders import Record
-from sparseattn.reporting.html.shared_fields import COUNT, HEADS, NAME, ORIGIN
-from sparseattn.reporting.html.views import Heat, Section, axis
+from sparseattn.reporting.html.shared_fields import COUNT, HEADS, NAME, ORIGIN, distinct, models_of
+from sparseattn.reporting.html.views import Heat, Section, Subject, axis
 from sparseattn.utils.json_fields import FieldError, Object
 
 FILE = "inspect.jsonl"
@@ -79,13 +79,14 @@ def section(records: Sequence[Record]) -> Section:
     ]
     one = records[0]
     note = (
-        f"A row a layer, a column a query head; the mean over the last {one['last']} tokens. Far rows are those beyond "
-        f"a sink of {one['sink']} and a window of {one['window']}."
+        f"Rows are layers, columns are query heads; each cell is the mean over the last {one['last']} tokens. Far rows "
+        f"are all but the first {one['sink']} and the last {one['window']}."
     )
     measures = [axis(name, log=name == "needed") for name in names]
-    view = Heat("What each head needs", "query head", "layer", ("trace",), measures, panels, note=note)
+    view = Heat("Needs by layer and head", "query head", "layer", ("trace",), measures, panels, note=note)
     findings = [sentence for lines in by_trace.values() for sentence in _findings(lines)]
-    return Section("needs", "Which rows heads need", findings, [view])
+    about = Subject(models_of(records), distinct(records, "tokens"), list(by_trace))
+    return Section("needs", "What each head needs", findings, [view], subject=about)
 
 
 def _findings(lines: Sequence[Record]) -> list[str]:

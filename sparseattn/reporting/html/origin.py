@@ -49,8 +49,8 @@ def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) ->
         groups[f"versions and machine of {', '.join(files)}"] = facts or {"": "the records do not say"}
     for name, own in more.items():
         groups[name] = _flat({**own, "versions": versions(), "machine": machine()})
-    view = views.Facts("Settings and versions", {**groups, **traces})
-    return Section("origin", "What it was measured with", (), [view])
+    view = views.Facts("As the records name them", {**groups, **traces})
+    return Section("origin", "Settings and versions", (), [view])
 
 
 def _settings(records: Sequence[Record]) -> dict[str, str]:

@@ -10,15 +10,15 @@ import torch
 from sparseattn.evaluation.recall_curve import MEASURES, Curve, Point
 from sparseattn.reporting import recall_tables
 from sparseattn.reporting.html.folders import Record
-from sparseattn.reporting.html.shared_fields import COUNT, NAME, ORIGIN
-from sparseattn.reporting.html.views import Lines, Section, View, axis, column, cost
-from sparseattn.reporting.table import Column, Table
+from sparseattn.reporting.html.shared_fields import COUNT, NAME, ORIGIN, distinct, models_of
+from sparseattn.reporting.html.views import Lines, Section, Subject, View, axis, column, cost, text
+from sparseattn.reporting.table import Table
 from sparseattn.utils.json_fields import Maybe, Number, Object, Text, Values
 
 FILE = "recall.jsonl"
 
 QUALITY = (axis("recall", rule=recall_tables.LEVEL),)
-COST = (cost("scanned_share", label="keys scanned / keys"), cost("bytes_share"), cost("select_ms"))
+COST = (cost("scanned_share", label="keys scanned (%)"), cost("bytes_share"), cost("select_ms"))
 ASKED, CONTROL = "queries to keys", "keys to keys"
 
 
@@ -59,14 +59,14 @@ def section(records: Sequence[Record]) -> Section:
     ]
     one = records[0]
     note = (
-        f"A point a value of the index's knob; recall of the {one['k']} best keys, mean over heads and "
-        f"{one['queries']} queries. The thin line is a recall of {recall_tables.LEVEL:.0%}. `{CONTROL}` is the "
-        f"control: held-out keys ask in place of queries."
+        f"One point per setting of the index. Recall is that of the {one['k']} best keys, the mean over heads and "
+        f"{one['queries']} queries. “{CONTROL}” is the control: held-out keys take the place of queries."
     )
     lines = Lines("Recall against keys scanned", "queries", COST, QUALITY, points, note)
     methods = dict.fromkeys(one["label"] for one in records)
     views: list[View] = [lines, _table(records)]
-    return Section("recall", "What indexes scan to find the best keys", _findings(records), views, tuple(methods))
+    about = Subject(models_of(records), distinct(records, "keys"), distinct(records, "source"))
+    return Section("recall", "Recall of the best keys", _findings(records), views, tuple(methods), about)
 
 
 def _facet(one: Record) -> str:
@@ -118,7 +118,7 @@ def _curve(group: Sequence[Record]) -> Curve:
 
 def _table(records: Sequence[Record]) -> Table:
     columns = [
-        *map(Column.text, ("queries", "method", "knob")),
+        *map(text, ("queries", "method", "knob")),
         column("recall"),
         column("recall", "worst head"),
         *map(column, ("scanned_share", "bytes_share", "select_ms", "build_seconds")),

@@ -9,21 +9,24 @@ from sparseattn.core.budget import budget_label
 from sparseattn.recommend.records import KEY as KIND
 from sparseattn.recommend.records import check_line
 from sparseattn.reporting.html.folders import Record
-from sparseattn.reporting.html.shared_fields import ORIGIN
-from sparseattn.reporting.html.views import Given, Heat, Lines, Section, View, axis, cost
-from sparseattn.reporting.table import Column, Table
+from sparseattn.reporting.html.percentages import MISSING
+from sparseattn.reporting.html.plan_points import mean, plan_points, roles_of
+from sparseattn.reporting.html.shared_fields import ORIGIN, distinct, models_of
+from sparseattn.reporting.html.views import Given, Heat, Lines, Section, Subject, View, axis, cost, text
+from sparseattn.reporting.table import Table
 from sparseattn.selectors.registry import make_selector
 from sparseattn.selectors.trust import named_modules
 from sparseattn.utils.json_fields import FieldError, Object
 
 FILE = "recommend.jsonl"
 
+MEAN = "mean over layers"
 COST = (cost("bytes_heads"),)
 LOSS = (
-    axis("kl", label="KL divergence by one layer alone, nats a token", log=True),
+    axis("kl", label="KL divergence from one layer, nats per token", log=True),
     axis("error_heads", log=True),
 )
-GIVEN = "A column a layer, a row a KV head; the number is the budget."
+GIVEN = f"Columns are layers, rows are KV heads. The number is the budget; {MISSING} means none."
 
 
 def check(one: Record, before: Sequence[Record]) -> None:
@@ -45,15 +48,21 @@ def _heads(records: Sequence[Record]) -> dict[int, int]:
 
 def section(records: Sequence[Record]) -> Section:
     """Return frontiers over all layers, a map of methods by layers, and a table of the plans' layers."""
-    points = _points([one for one in records if one[KIND] == "frontier"])
+    frontiers = [one for one in records if one[KIND] == "frontier"]
+    points = _points(frontiers)
     plans = [one for one in records if one[KIND] == "plan"]
     methods = dict.fromkeys(method for method, _, _ in points)
-    views: list[View] = [_frontier(points), _map(points)] if points else []
+    curves = _curves(points)
+    dots = plan_points(plans, frontiers, curves)
+    views: list[View] = [_frontier(curves, dots), _map(points)] if points else []
     if plans:
         given = _given(plans[::-1], _heads(records))
-        views = [Given("What the plan gives each layer", given, GIVEN), *views, _table(given)]
+        views = [*views[:1], Given("What the plan gives each layer", given, GIVEN), *views[1:], _table(given)]
     findings = [_finding(one) for one in reversed(plans)]
-    return Section("plan", "Which method each layer gets", findings, views, tuple(methods))
+    settings = [one for one in records if one[KIND] == "settings"]
+    texts = [text["name"] for one in settings for text in one.get("texts", ())]
+    about = Subject(models_of(settings), distinct(settings, "length"), list(dict.fromkeys(texts)))
+    return Section("plan", "Which method each layer gets", findings, views, tuple(methods), about)
 
 
 def _name(method: str) -> str:
@@ -73,32 +82,37 @@ def _points(frontiers: Sequence[Record]) -> dict[tuple[str, str, int], dict[str,
     groups: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     for one in frontiers:
         for point in one["points"]:
-            measured = {name: _mean(point[name]) for name in ("error_heads", "bytes_heads")}
+            measured = {name: mean(point[name]) for name in ("error_heads", "bytes_heads")}
             at = names[one["method"]], budget_label(point.get("budget")), one["layer"]
             groups.setdefault(at, []).append({"kl": point["kl"], **measured})
-    return {at: {name: _mean([one[name] for one in group]) for name in group[0]} for at, group in groups.items()}
+    return {at: {name: mean([one[name] for one in group]) for name in group[0]} for at, group in groups.items()}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _frontier(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Lines:
+def _curves(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Return a point for each method and budget that every layer has: the mean over layers."""
     groups: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for (method, budget, _), measured in points.items():
         groups.setdefault((method, budget), []).append(measured)
-    drawn = [
+    return [
         {
             "method": method,
-            "facet": "the mean over layers",
+            "facet": MEAN,
             "at": f"budget {budget}",
-            "values": {name: _mean([one[name] for one in group]) for name in group[0]},
+            "values": {name: mean([one[name] for one in group]) for name in group[0]},
         }
         for (method, budget), group in groups.items()
         if len(group) == len({layer for _, _, layer in points})  # means over other layers compare with nothing
     ]
-    note = "A point a budget, the mean over windows and layers: one layer is sparse at a time, all others are dense."
-    return Lines("What methods lose in a layer", "layers", COST, LOSS, drawn, note)
+
+
+def _frontier(curves: Sequence[Mapping[str, Any]], dots: Sequence[Mapping[str, Any]]) -> Lines:
+    note = "One point per budget: the mean over windows and layers, with one layer sparse at a time."
+    if dots:
+        note += " A ring marks the single method, with one budget for all layers, that loses as much as a plan."
+    marked = [{**one, "facet": MEAN} for one in dots]
+    return Lines(
+        "Plans beside single methods" if dots else "Quality and cost", "layers", COST, LOSS, curves, note, marked
+    )
 
 
 def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
@@ -113,8 +127,8 @@ def _map(points: Mapping[tuple[str, str, int], Mapping[str, float]]) -> Heat:
         panels.append(
             {"method": None, "choice": {"budget": budget}, "columns": layers, "rows": methods, "values": cells}
         )
-    note = "One layer is sparse at a time, all others are dense; the mean over windows."
-    return Heat("What each layer loses", "layer", "method", ("budget",), LOSS, panels, True, note)
+    note = "The mean over windows. One layer is sparse at a time, all others are dense."
+    return Heat("Loss by layer", "layer", "method", ("budget",), LOSS, panels, True, note)
 
 
 def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, Any]]:
@@ -127,30 +141,22 @@ def _given(plans: Sequence[Record], heads: Mapping[int, int]) -> list[dict[str, 
     for plan in plans:
         layers = []
         for layer, given in plan["layers"].items():
-            roles = [role if isinstance(role, dict) else {"method": role} for role in _list(given)]
-            each = [
-                {"method": _name(role["method"]), "budget": budget_label(role["budget"]) if "budget" in role else ""}
-                for role in roles
-            ]
+            each = [{"method": _name(method), "budget": budget} for method, budget in roles_of(given)]
             agree = len(each) == 1
             layers.append({"layer": int(layer), "agree": agree, "heads": each * heads[int(layer)] if agree else each})
         shown.append({"name": plan["name"], "layers": layers})
     return shown
 
 
-def _list(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
-
-
 def _table(given: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [Column.text(name) for name in ("plan", "layer", "heads", "method", "budget")]
+    columns = [text(name) for name in ("plan", "layer", "heads", "method", "budget")]
     rows = [
         [
             plan["name"],
             str(layer["layer"]),
             "all" if layer["agree"] else f"KV head {head}",
             one["method"],
-            one["budget"],
+            one["budget"] or None,
         ]
         for plan in given
         for layer in plan["layers"]
@@ -162,10 +168,11 @@ def _table(given: Sequence[Mapping[str, Any]]) -> Table:
 def _finding(plan: Record) -> str:
     costs, verified = plan["cost"], plan["verified"]
     predicted = " (predicted)" if costs["predicted"] else ""
+    verb = "reads" if costs["unit"] == "bytes" else "takes"
     share = f"{costs['plan'] / costs['full']:.0%} of full attention's {costs['unit']}"
     share += (f" on {costs['machine']}" if costs.get("machine") else "") + predicted
     kl, same = (verified[name]["mean"] for name in ("kl", "same_top"))
     return (
-        f"The plan {plan['name']} costs {share}. On {verified['windows']} windows held out its predictions differ by "
-        f"{kl:.3g} nats a token, and {same:.0%} of the likeliest tokens are the same."
+        f"The plan {plan['name']} {verb} {share}. On {verified['windows']} held-out windows its KL divergence from "
+        f"full attention is {kl:.2g} nats per token, and its top-1 agreement is {same:.0%}."
     )

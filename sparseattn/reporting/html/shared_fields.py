@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparseattn.core.budget import Budget, parse_budget
@@ -29,3 +30,14 @@ BUDGET: Kind = _Budget()
 FACTS: Kind = Object()  # whatever is in it: what the last section of the page lists
 MEANS = Values(NUMBER)
 ORIGIN: dict[str, Kind] = {"versions": FACTS, "machine": FACTS, "trace_meta": FACTS}  # where a line has them
+
+
+def models_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the models that the records' traces or settings name."""
+    named = [part.get("model") for one in records for part in (one, one.get("settings", {}), one.get("trace_meta", {}))]
+    return list(dict.fromkeys(model for model in named if isinstance(model, str)))
+
+
+def distinct(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return the values that a field has in records, in their order."""
+    return list(dict.fromkeys(one[name] for one in records if one.get(name) is not None))

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
-from sparseattn.evaluation.measures import COUNT, SIGNIFICANT, Format, measure
+from sparseattn.evaluation.measures import COUNT, SIGNIFICANT, measure
+from sparseattn.reporting.html.percentages import MISSING, percent, typeset
 from sparseattn.reporting.table import Column, Table
 
 DIGITS = 5  # significant ones of a number in the page
-SHARE = Format(3, 100, "%", significant=True)
+FULL = "full"  # attention itself, to which methods are compared: grey, and never switched off
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def axis(key: str, **changes: Any) -> Axis:
     """Return a measure as plots and maps show it, by its name in records; `changes` are fields of `Axis`."""
     known = measure(key)
     form = "share" if known.unit == "share" else "count" if known.unit == "rows" else "number"
-    return replace(Axis(key, known.label, form, better=known.better, top=known.top), **changes)
+    changes = {"label": known.label, **changes}
+    changes["label"] = typeset(changes["label"])
+    return replace(Axis(key, "", form, better=known.better, top=known.top), **changes)
 
 
 def cost(key: str, **changes: Any) -> Axis:
@@ -56,21 +59,30 @@ def cost(key: str, **changes: Any) -> Axis:
 def column(key: str, head: str | None = None) -> Column:
     """Return a measure as a column of the page's tables, where all but counts have three digits."""
     known = measure(key)
+    if known.unit == "share":
+        return Column(head or known.short, percent, missing=MISSING)
     if known.format != COUNT:
-        known = replace(known, format=SHARE if known.unit == "share" else SIGNIFICANT)
-    return Column.of(known, head and f"{head} {known.format.unit}".strip())
+        known = replace(known, format=SIGNIFICANT)
+    return Column.of(known, head, missing=MISSING)
+
+
+def text(head: str) -> Column:
+    """Return a column of text of the page's tables."""
+    return Column.text(head, missing=MISSING)
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Quality against cost: a line a method, a point a budget, a panel for each value of `facet`.
+    """Quality against cost: one line per method, one point per budget, one plot per value of `facet`.
 
     Args:
         title: in a few words.
         note: what a reader must know to read it right.
-        facet: what tells panels apart ("trace").
+        facet: what tells plots apart ("trace").
         x, y: what may be chosen for the axes; the first is shown.
         points: `method`, `facet`, `at` (the budget, or what else tells points of a line apart) and `values` by key.
+        marked: plans, as dots among the lines: `name`, `facet`, `values` by key, and `beside`, by the key of the y axis
+            the `method` that needs least of the first x axis for as much there, and how much `value` is.
     """
 
     kind: ClassVar[str] = "lines"
@@ -80,11 +92,12 @@ class Lines:
     y: Sequence[Axis]
     points: Sequence[Mapping[str, Any]]
     note: str = ""
+    marked: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
 class Heat:
-    """Maps of coloured cells on one scale, a panel a method, or one panel.
+    """Maps of coloured cells on one scale, one panel per method, or one panel.
 
     Args:
         x, y: what columns and rows are ("head", "layer").
@@ -144,6 +157,21 @@ View: TypeAlias = "Lines | Heat | Given | Table | Facts | Explorer"
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What a section's records are about, for the page's heading.
+
+    Args:
+        models: as records name them.
+        tokens: lengths of the contexts.
+        of: traces, texts or tasks.
+    """
+
+    models: Sequence[str] = ()
+    tokens: Sequence[int] = ()
+    of: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of the page.
 
@@ -153,6 +181,7 @@ class Section:
         findings: in sentences, the most important one first; the page opens with the first of every section.
         views: in the order in which they stand.
         methods: that its views name, in the order of the records.
+        subject: what it is about.
     """
 
     name: str
@@ -160,6 +189,7 @@ class Section:
     findings: Sequence[str]
     views: Sequence[View]
     methods: Sequence[str] = field(default_factory=tuple)
+    subject: Subject = Subject()
 
     def figures(self) -> dict[str, View]:
         """Return the views by the names of their figures in the page."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.selectors.abilities import EstimatesMass, ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
 from sparseattn.selectors.checks import check_group
@@ -69,14 +69,12 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
         return replace(selection, scanned=nothing, scan_bytes=nothing[:, : query.shape[1]])
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """Of a step that chooses."""
-        scoring = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
+        scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+        scoring = products(query, sealed, query.shape[3], scan.read)
         expected = "" if self.refresh == 1 else "every step chooses"
         group = "max" if self.group == LAYER else self.group
-        return self.ranked_cost(query, [scoring], (sealed, min(budget, sealed)), group=group, expected=expected)
+        return self.ranked(query, scan, [scoring], (sealed, min(budget, sealed)), group=group, expected=expected)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
         scores = self._scores(query, step)

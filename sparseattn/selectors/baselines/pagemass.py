@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import vote
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -42,9 +42,7 @@ class PageMass(ReadsKeys, PageSelector):
         return vote(masses.masked_fill(~real[:, None, None], -torch.inf), self.group)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))  # keys, not pages
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        scoring = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
+        scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))  # keys, not pages
+        scoring = products(query, sealed, query.shape[3], scan.read)
         pages = sealed // self.page, min(budget, sealed) // self.page
-        return self.ranked_cost(query, [scoring], pages, group=self.group, page=self.page)
+        return self.ranked(query, scan, [scoring], pages, group=self.group, page=self.page)

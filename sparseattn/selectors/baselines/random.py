@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels.random_draws import draws, streams
 from sparseattn.selectors.base import Rows, Selector, StepContext, best
 
@@ -44,11 +44,8 @@ class Random(Selector):
         return Selection.tokens(best(uniform.masked_fill((at < 0)[:, None], -torch.inf), budget))
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(0, 0)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads = query.shape[:2]
         rows = min(budget, sealed)
         sort = Launch("sort", entries=sorted_best(batch * heads, sealed, rows))
         draw = Launch("product", bytes=8 * batch * sealed, entries=batch * heads * sealed)
-        return ChoiceCost((draw, sort, Launch("operator", count=self.operators)), heads, rows, rows)
+        return Scan(0, 0, (draw, sort, Launch("operator", count=self.operators)), heads, rows, rows)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.selectors.base import Rows, Selector, StepContext, best
 from sparseattn.selectors.checks import check_least
 
@@ -41,10 +41,7 @@ class Recent(Selector):
         return Selection.pages(pages.expand(-1, query.shape[1], -1), self.page)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(0, 0)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         pages = min(budget, sealed) // self.page
         sort = Launch("sort", entries=sorted_best(len(query), sealed // self.page, pages))
         launches = sort, Launch("operator", count=self.operators)
-        return ChoiceCost(launches, query.shape[1], pages * self.page, pages)
+        return Scan(0, 0, launches, query.shape[1], pages * self.page, pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Scan
+from sparseattn.core.step_cost import Scan
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
 
@@ -28,7 +28,4 @@ class Window(Selector):
         return Selection.none(query.shape[0], query.shape[1], query.device)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(0, 0)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        return ChoiceCost((), query.shape[1], 0, 0)
+        return Scan(0, 0, (), query.shape[1])

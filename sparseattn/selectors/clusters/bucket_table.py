@@ -18,7 +18,7 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
 from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
@@ -320,19 +320,15 @@ class Partitioned(Selector):
         raise ValueError(f"{self!r} does not say what ranking buckets costs, so no time can be predicted")
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        """By the segments that there are; before rows are sealed, as if these lay in one."""
-        own = self._parameters_for(query)
-        ranking, lists = self.ranking_scan(query, sealed, own.partition), query.shape[2] if self.group == "each" else 1
-        edges = 8 * lists * min(self.probes, own.buckets) * max(self.edges.rows, 1)
-        return Scan(ranking.scanned, ranking.read + edges)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        """As if keys lay in one segment and in buckets of one size."""
+        """Count bytes by the segments that there are, before rows are sealed as if these lay in one; and rows as if
+        keys lay in one segment and in buckets of one size."""
         batch, heads, members, _ = query.shape
         own = self._parameters_for(query)
         buckets = own.buckets
         probes = min(self.probes, buckets)
-        lists = heads * members if self.group == "each" else heads
+        ranking, choices = self.ranking_scan(query, sealed, own.partition), members if self.group == "each" else 1
+        edges = 8 * choices * probes * max(self.edges.rows, 1)
+        lists = heads * choices
         rows = min(budget, sealed * probes / buckets)
         launches = (
             self.ranking_launch(query, own.partition),
@@ -341,7 +337,8 @@ class Partitioned(Selector):
         )
         runs = min(rows, probes * rows / max(sealed * probes / buckets, 1))
         expected = "buckets hold as many rows each, in one segment"
-        return ChoiceCost(launches, lists, rows, runs, expected=expected)
+        read = ranking.read + edges
+        return Scan(ranking.scanned, read, launches, lists, rows, runs, expected=expected)
 
     def _parameters_for(self, query: Tensor) -> Parameters:
         """Return the layer's for queries of this shape, on the CPU where these have no data."""

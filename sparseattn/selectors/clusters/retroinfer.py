@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.selectors.abilities import HasTail
 from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
 from sparseattn.selectors.checks import check_group, check_least, half
@@ -122,22 +122,19 @@ class RetroInfer(HasTail, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if clusters held as many rows each."""
-        clusters, tail = self._expected(sealed, budget)
-        row = query.shape[3] * self.bytes_of(torch.empty(0, dtype=half(query)))
-        return Scan(clusters, (clusters - tail) * row + 8 * clusters)
+        (clusters, tail), size, rows = self._expected(sealed, budget), query.shape[3], min(budget, sealed)
+        mean_bytes = size * self.bytes_of(torch.empty(0, dtype=half(query)))
+        scan = Scan(clusters, (clusters - tail) * mean_bytes + 8 * clusters)
+        ranking = products(query, clusters, size, 2.0 * clusters * size)
+        best_few = clusters, -(-rows // self.cluster)
+        expected = "clusters hold as many rows each"
+        scan = self.ranked(query, scan, [ranking], best_few, group=self.group, expected=expected)
+        return replace(scan, rows=rows, tail=tail)
 
     def _expected(self, sealed: int, budget: int) -> tuple[int, int]:
         """Return how many clusters there are expected to be, and how many of them stand in."""
         clusters = sealed // self.cluster
         return clusters, min(math.ceil(self.zone * clusters), clusters - min(budget, sealed) // self.cluster)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        (clusters, tail), size, rows = self._expected(sealed, budget), query.shape[3], min(budget, sealed)
-        ranking = products(query, clusters, size, 2.0 * clusters * size)
-        best_few = clusters, -(-rows // self.cluster)
-        expected = "clusters hold as many rows each"
-        cost = self.ranked_cost(query, [ranking], best_few, group=self.group, expected=expected)
-        return replace(cost, rows=rows, tail=tail)
 
     def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         count, left = self.count.visible, self._left(selection)

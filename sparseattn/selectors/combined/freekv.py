@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparseattn.core.row_buffer import State
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, both
+from sparseattn.core.step_cost import Launch, Scan, both
 from sparseattn.selectors.abilities import Evicts, FollowsLayers
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.combined.wrapper import Wrapper
@@ -185,10 +185,12 @@ class FreeKV(Wrapper):
         self.last.keep(read, query, anew)
         return _costing(read, _where(anew, _as_wide(made.scanned, read)), _where(anew, made.scan_bytes))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        cost = self.inner.cost(query, sealed, budget)
-        expected = both(cost.expected, "every head chooses anew")
-        return replace(cost, launches=(*cost.launches, Launch("operator", count=self.operators)), expected=expected)
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        scan = self.inner.full_scan(query, sealed, budget)
+        if scan is None:
+            return None
+        expected = both(scan.expected, "every head chooses anew")
+        return replace(scan, launches=(*scan.launches, Launch("operator", count=self.operators)), expected=expected)
 
     def _anew(self, query: Tensor, budget: int) -> Tensor:
         """`[B,H]` bool: which KV heads read a choice of this step's query."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparseattn.core.layer_choices import Choice
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
+from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.selectors.abilities import Evicts, FollowsLayers
 from sparseattn.selectors.base import Ability, Rows, Selector, StepContext
 from sparseattn.selectors.combined.wrapper import Wrapper
@@ -165,13 +165,10 @@ class Kascade(FollowsLayers, Wrapper):
         return chosen
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        return self.inner.scan(query, sealed, budget) if self.follows is None else Scan(0, 0)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        cost = self.inner.cost(query, sealed, budget)
-        if self.follows is None:
-            return cost
-        return replace(cost, launches=(Launch("operator", count=self.operators),), tail=0)
+        scan = self.inner.full_scan(query, sealed, budget)
+        if self.follows is None or scan is None:
+            return scan
+        return replace(scan, scanned=0, read=0, launches=(Launch("operator", count=self.operators),), tail=0)
 
     def _read(self, anchor: int, query: Tensor, budget: int) -> Selection:
         batch, heads, group, _ = query.shape

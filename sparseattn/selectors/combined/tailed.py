@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, products, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, both, products, sorted_best
 from sparseattn.selectors.abilities import Biases, FollowsMoves, HasTail
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import half
@@ -182,26 +182,20 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """As if no group that stands in were read whole."""
-        scan = self.inner.scan(query, sealed, budget)
-        if scan is None or self.zone == 1:
-            return scan
-        groups = self._groups(query, sealed)
-        ranked = groups - math.ceil(self.zone * groups)
-        mean = query.shape[3] * self.bytes_of(torch.empty(0, dtype=half(query))) + 4
-        return Scan(scan.scanned + groups, scan.read + ranked * mean)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        cost, size = self.inner.cost(query, sealed, budget), query.shape[3]
+        scan, size = self.inner.full_scan(query, sealed, budget), query.shape[3]
+        if scan is None:
+            return None
         groups = tail = self._groups(query, sealed)
-        launches = cost.launches
         if self.zone < 1:
             tail = math.ceil(self.zone * groups)
+            mean_bytes = size * self.bytes_of(torch.empty(0, dtype=half(query))) + 4
             ranking = products(query, groups, size, 2.0 * groups * size)
-            entries = sorted_best(query.shape[0] * cost.lists, groups, tail)
-            launches = (*launches, ranking, Launch("sort", entries=entries))
-        expected = both(cost.expected, "no group that stands in is read whole")
-        launches = (*launches, Launch("operator", count=self.operators))
-        return replace(cost, launches=launches, tail=tail, expected=expected)
+            sort = Launch("sort", entries=sorted_best(query.shape[0] * scan.lists, groups, tail))
+            read = scan.read + (groups - tail) * mean_bytes
+            scan = replace(scan, scanned=scan.scanned + groups, read=read, launches=(*scan.launches, ranking, sort))
+        launches = (*scan.launches, Launch("operator", count=self.operators))
+        expected = both(scan.expected, "no group that stands in is read whole")
+        return replace(scan, launches=launches, tail=tail, expected=expected)
 
     def _groups(self, query: Tensor, sealed: int) -> int:
         """How many groups so many rows make."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseattn.core.mass import heaviest
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, both
+from sparseattn.core.step_cost import Scan, both
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys.reference import groups_of
 from sparseattn.selectors.base import Selector, StepContext
@@ -87,10 +87,10 @@ class TopP(TwoStage):
         rows = self.propose if isinstance(self.propose, int) else math.ceil(self.propose * stored)
         return math.ceil(min(rows, stored) / self.pages.span) * self.pages.span
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        """As if the budget were read: what is, follows p."""
-        cost = super().cost(query, sealed, budget)
-        return dataclasses.replace(cost, expected=both(cost.expected, "all of the budget is read"))
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
+        """As if the budget were read: what is read follows p."""
+        scan = super().scan(query, sealed, budget)
+        return scan and dataclasses.replace(scan, expected=both(scan.expected, "all of the budget is read"))
 
     def _pruned(self, logits: Tensor, listed: Tensor, page: int, budget: int) -> Tensor:
         """`[B,Hs,S]` int32: of proposed rows with `logits` `[B,H,G,P*page]` those that hold p, -1 in other places."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, picked
+from sparseattn.core.step_cost import Launch, Scan, both, picked
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import packing
 from sparseattn.selectors.abilities import Biases, Evicts, ReadsKeys
@@ -146,38 +146,32 @@ class TwoStage(ReadsKeys, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """As if what is proposed were spread evenly, and query heads were proposed other rows each."""
-        rows = self._proposed_rows(sealed, budget)
-        first = self.pages.scan(query, sealed, rows)
+        batch, heads, members, size = query.shape
+        first = self.pages.full_scan(query, sealed, self._proposed_rows(sealed, budget))
         if first is None:
             return None
-        choice = self.pages.cost(query, sealed, rows)
-        proposed, lists = self._spread(query, sealed, choice)
-        read = self._second_bytes(query, sealed, proposed, choice)
-        return Scan(first.scanned + proposed, first.read + read * lists / query.shape[1])
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        batch, heads, members, size = query.shape
-        first = self.pages.cost(query, sealed, self._proposed_rows(sealed, budget))
         rows, lists = self._spread(query, sealed, first)
+        read = self._second_bytes(query, sealed, rows, first)
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
         second = Launch(
             "listed",
-            bytes=batch * lists * self._second_bytes(query, sealed, rows, first),
+            bytes=batch * lists * read,
             flops=2.0 * batch * heads * members * rows * size,
             entries=picked(batch * own, rows, few),
         )
         launches = (*first.launches, second, Launch("operator", count=self.operators))
         expected = both(first.expected, "proposed rows are spread evenly over the groups of levels")
-        return ChoiceCost(launches, own, few, few, first.tail, expected)
+        scanned, every = first.scanned + rows, first.read + read * lists / heads
+        return Scan(scanned, every, launches, own, few, few, first.tail, expected)
 
-    def _spread(self, query: Tensor, sealed: int, first: ChoiceCost) -> tuple[float, int]:
+    def _spread(self, query: Tensor, sealed: int, first: Scan) -> tuple[float, int]:
         """Rows that the second stage scores for a list, and its lists."""
         heads, members = query.shape[1:3]
         if first.lists > heads and self.group != "each":
             return min(first.rows * members, sealed), heads
         return first.rows, first.lists
 
-    def _second_bytes(self, query: Tensor, sealed: int, rows: float, first: ChoiceCost) -> float:
+    def _second_bytes(self, query: Tensor, sealed: int, rows: float, first: Scan) -> float:
         """Bytes of codes and levels of so many proposed rows, for a list."""
         size = query.shape[3]
         spans = self.rows * first.runs / first.rows if first.rows else 0.0

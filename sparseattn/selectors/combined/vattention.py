@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, both, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, both, sorted_best
 from sparseattn.kernels.random_draws import draws, streams
 from sparseattn.selectors.abilities import Biases, Evicts, HasTail, ReadsKeys, WeighsNear
 from sparseattn.selectors.base import Rows, Selector, StepContext
@@ -163,34 +163,27 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
         return max(min(exact, stored, budget // 2) // self.span * self.span, self.span)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
-        """As if query heads chose other rows each."""
-        exact = self._exact(sealed, budget)
-        scan, inner = self.inner.scan(query, sealed, exact), self.inner.cost(query, sealed, exact)
-        if scan is None:
-            return None
-        added = self._weighed(query, sealed, budget, inner)
-        return Scan(scan.scanned + added, scan.read + added * query.shape[3] * self.bytes_of(query))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         """As if the bound took all of the budget, and query heads chose other rows each."""
         (batch, heads, group, size), rows = query.shape, min(budget, sealed)
-        inner = self.inner.cost(query, sealed, self._exact(sealed, budget))
-        added = self._weighed(query, sealed, budget, inner) * size * self.bytes_of(query)
+        inner = self.inner.full_scan(query, sealed, self._exact(sealed, budget))
+        if inner is None:
+            return None
+        weighed = self._weighed(query, sealed, budget, inner)
+        read, keys = weighed * size * self.bytes_of(query), inner.rows + self._base(sealed, rows)
         sampling = (
-            Launch(
-                "walk", batch * heads * added, entries=batch * heads * group * (inner.rows + self._base(sealed, rows))
-            ),
+            Launch("walk", batch * heads * read, entries=batch * heads * group * keys),
             Launch("sort", entries=sorted_best(batch * heads * group, sealed, rows)),
             Launch("operator", count=self.operators),
         )
-        expected = both(inner.expected, "all of the budget is read")
-        return ChoiceCost((*inner.launches, *sampling), heads * group, rows, rows, expected=expected)
+        expected, launches = both(inner.expected, "all of the budget is read"), (*inner.launches, *sampling)
+        scanned = inner.scanned + weighed
+        return Scan(scanned, inner.read + read, launches, heads * group, rows, rows, expected=expected)
 
     def _base(self, sealed: int, rows: int) -> int:
         """Draws of the base sample, of so many sealed rows and at most so many rows read."""
         return min(max(math.ceil(self.rate * sealed), 2), rows)
 
-    def _weighed(self, query: Tensor, sealed: int, budget: int, inner: ChoiceCost) -> float:
+    def _weighed(self, query: Tensor, sealed: int, budget: int, inner: Scan) -> float:
         """Rows whose keys are read besides what `inner` scans: those it chose, and the base sample."""
         return min(inner.rows * inner.lists / query.shape[1], sealed) + self._base(sealed, min(budget, sealed))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Scan
+from sparseattn.core.step_cost import Scan
 from sparseattn.selectors.base import Rows, Selector, StepContext
 
 
@@ -45,6 +45,3 @@ class Wrapper(Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         return self.inner.scan(query, sealed, budget)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        return self.inner.cost(query, sealed, budget)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.selectors.abilities import Evicts, FollowsMoves, LearnsFromQueries, Observes
 from sparseattn.selectors.base import Rows, Selector, StepContext, best
 
@@ -23,7 +23,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     """Reads every row that it holds, and holds no more than the budget: `select` drops the rows of the least worth.
 
     What is dropped is never named again, though a later budget be larger. A subclass says what newly sealed rows are
-    worth (`first`) and may rank rows by more than that (`ranked`).
+    worth (`first`) and may rank rows by more than that (`preferred`).
 
     `scanned` are the rows held before the choice; `scan_bytes`, their worth of 4 bytes each.
 
@@ -42,7 +42,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
     def first(self, rows: Rows) -> Tensor:
         """Return what newly sealed rows are worth, `[B,H,n]` or `[B,1,n]`; anything for padding."""
 
-    def ranked(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
+    def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         """Return by what rows are kept at this step, as `worth`, -inf where that is; and bytes read of each key."""
         return worth, 0
 
@@ -55,7 +55,7 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         heads, worth = query.shape[1], self.worth.visible
-        rank, key_bytes = self.ranked(worth, query, budget)
+        rank, key_bytes = self.preferred(worth, query, budget)
         scanned = read = None
         if step.counted:
             scanned = (worth > -torch.inf).sum(-1).expand(-1, heads)  # [B,H]
@@ -67,15 +67,11 @@ class Evicting(Evicts, FollowsMoves, LearnsFromQueries, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """Of a step behind the first, which finds what that one left."""
-        rows = min(budget, sealed)
-        return Scan(rows, 4 * rows)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         rows, heads = min(budget, sealed), query.shape[:2].numel()
         ranking = Launch("sort", 4.0 * heads * sealed, entries=sorted_best(heads, sealed, rows))
         launches = (ranking, Launch("operator", count=self.operators))
         expected = "the first step has dropped what is beyond the budget"
-        return ChoiceCost(launches, query.shape[1], rows, rows, expected=expected)
+        return Scan(rows, 4 * rows, launches, query.shape[1], rows, rows, expected=expected)
 
     def held(self) -> Tensor:
         return (self.worth.data > -torch.inf).expand(-1, self.kv, -1)

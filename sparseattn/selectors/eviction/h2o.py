@@ -92,7 +92,7 @@ class H2O(ReadsKeys, Observing):
     def unknown(self, positions: Tensor) -> Tensor:
         return 1e-30 * (1.0 + positions)
 
-    def ranked(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
+    def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
         held = worth > -torch.inf
         newer = held.flip(-1).cumsum(-1).flip(-1)  # [B,H,N] rows held from this one on
         newest = held & (newer <= int(budget * self.recent))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, products, sorted_best
 from sparseattn.kernels.listed_scores.dispatch import listed_scores
 from sparseattn.kernels.nearest import evenly, load_faiss, nearest, root_of_moment
 from sparseattn.selectors.abilities import LearnsFromQueries, ReadsKeys
@@ -197,9 +197,16 @@ class QueryBridge(LearnsFromQueries, ReadsKeys, Selector):
         return Selection.tokens(rows, guides + scored, read)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        (group, size), (guides, listed, scored) = query.shape[2:], self._expected(sealed)
+        (group, size), every = query.shape[2:], query.shape[:3].numel()
+        guides, listed, scored = self._expected(sealed)
         read = group * (4 * guides * size + 4 * listed + scored * size * self.bytes_of(query)) + 4 * size * size
-        return Scan(guides + scored, read)
+        scoring = (
+            products(query, guides, size, 4.0 * group * guides * size),
+            Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
+            Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
+        )
+        found, expected = (int(scored), min(budget, int(scored))), "lists have keys in common as at random"
+        return self.ranked(query, Scan(guides + scored, read), scoring, found, expected=expected)
 
     def _expected(self, sealed: int) -> tuple[int, int, float]:
         """Return how many guides there are expected to be, keys in the lists that a query unites, and distinct keys
@@ -207,17 +214,6 @@ class QueryBridge(LearnsFromQueries, ReadsKeys, Selector):
         guides = min(self.guides, max(math.ceil(self.share * sealed), 1))
         listed = min(self.probes, guides) * min(self.neighbours, sealed)
         return guides, listed, new_of(sealed, listed)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        (group, size), every = query.shape[2:], query.shape[:3].numel()
-        guides, listed, scored = self._expected(sealed)
-        scoring = (
-            products(query, guides, size, 4.0 * group * guides * size),
-            Launch("sort", entries=sorted_best(every, guides, self.probes) + sorted_best(every, 0, listed)),
-            Launch("walk", bytes=every * scored * size * self.bytes_of(query), entries=every * scored),
-        )
-        expected = "lists have keys in common as at random"
-        return self.ranked_cost(query, scoring, (int(scored), min(budget, int(scored))), expected=expected)
 
 
 def _made(lists: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import State
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.kernels.nearest import in_threads, load_faiss
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least, check_most
-from sparseattn.selectors.graphs.search_cost import walk_cost, walk_scan
+from sparseattn.selectors.graphs.search_cost import walk_scan
 
 KEYS_PER_LIST = 16  # fewer, and k-means only repeats the keys
 
@@ -166,11 +166,9 @@ class Flat(ReadsKeys, _FaissSearch):
         return torch.nn.functional.pad(best, (0, slots - count), value=-1), None
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        launch = products(query, sealed, query.shape[3], self.scan(query, sealed, budget).read)
-        return self.ranked_cost(query, [launch], (sealed, min(budget, sealed)))
+        scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+        launch = products(query, sealed, query.shape[3], scan.read)
+        return self.ranked(query, scan, [launch], (sealed, min(budget, sealed)))
 
 
 class IVF(_FaissSearch):
@@ -219,14 +217,11 @@ class IVF(_FaissSearch):
         """As if lists held as many keys each, and all were the prompt's."""
         lists = self._made(sealed)
         scored = lists + sealed * min(self.probes, lists) / lists
-        return Scan(scored, 4.0 * query.shape[2] * scored * query.shape[3])
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        scan = self.scan(query, sealed, budget)
+        scan = Scan(scored, 4.0 * query.shape[2] * scored * query.shape[3])
         every = query.shape[:3].numel() * scan.scanned
         launch = Launch("walk", query.shape[:2].numel() * scan.read, entries=every)
         best = int(scan.scanned), min(budget, sealed)
-        return self.ranked_cost(query, [launch], best, expected="lists hold as many keys each")
+        return self.ranked(query, scan, [launch], best, expected="lists hold as many keys each")
 
     def _search(
         self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool
@@ -291,10 +286,8 @@ class HNSW(_FaissSearch):
         return index
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return walk_scan(query, sealed, min(budget, sealed), self.beam, 2 * self.degree, 4)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        return walk_cost(query, self.scan(query, sealed, budget), min(budget, sealed), self.operators)
+        rows, degree = min(budget, sealed), 2 * self.degree
+        return walk_scan(query, sealed, rows, beam=self.beam, degree=degree, width=4, operators=self.operators)
 
     def _search(
         self, b: int, h: int, place: Tensor, queries: Any, slots: int, counted: bool

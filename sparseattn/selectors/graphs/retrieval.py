@@ -9,12 +9,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Scan
+from sparseattn.core.step_cost import Scan
 from sparseattn.kernels.nearest import load_faiss, root_of_moment
 from sparseattn.selectors.abilities import HostOnly, LearnsFromQueries, ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least, check_most, check_share, warn_of_keys_as_queries
-from sparseattn.selectors.graphs.search_cost import walk_cost, walk_scan
+from sparseattn.selectors.graphs.search_cost import walk_scan
 from sparseattn.selectors.saved_state import (
     Loaded,
     check_finite,
@@ -250,10 +250,8 @@ class RetrievalAttention(HostOnly, LearnsFromQueries, ReadsKeys, Selector):
         return Selection.tokens(ids, scored, read.view(batch, heads, group).sum(-1))
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return walk_scan(query, sealed, min(budget, sealed), self.beam, self.degree, self.bytes_of(query))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        return walk_cost(query, self.scan(query, sealed, budget), min(budget, sealed), self.operators)
+        rows, width = min(budget, sealed), self.bytes_of(query)
+        return walk_scan(query, sealed, rows, beam=self.beam, degree=self.degree, width=width, operators=self.operators)
 
     def _flat(self, group: int) -> tuple[Any, Tensor]:
         """Return the stored keys of all heads as one list of rows for compiled code, and where each query head's

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.hashing.projection_base import Hashed
@@ -91,12 +91,8 @@ class Binned(Hashed):
         return Selection.tokens(torch.where(slot < take[..., None], ids, -1).flatten(1, 2))
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        heads, group, size = query.shape[1:]
-        looked_at = 2 * sealed.bit_length()  # by two binary searches
-        numbers = looked_at + min(budget, sealed)
-        return Scan(looked_at, 4 * group * numbers + self.directions_read(heads, size))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         (heads, group, size), rows = query.shape[1:], min(budget, sealed)
-        hashing = products(query, self.count, size, self.scan(query, sealed, budget).read)
-        return ChoiceCost((hashing, Launch("operator", count=self.operators)), heads * group, rows, rows)
+        looked_at = 2 * sealed.bit_length()  # by two binary searches
+        read = 4 * group * (looked_at + rows) + self.directions_read(heads, size)
+        launches = products(query, self.count, size, read), Launch("operator", count=self.operators)
+        return Scan(looked_at, read, launches, heads * group, rows, rows)

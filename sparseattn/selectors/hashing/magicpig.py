@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, products
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.kernels.random_draws import draws, streams
 from sparseattn.selectors.abilities import Biases, ReadsKeys
 from sparseattn.selectors.base import Rows, StepContext, best
@@ -126,16 +126,14 @@ class MagicPIG(Biases, ReadsKeys, Hashed):
         return Selection.tokens(ids, bias=bias)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(sealed, 2 * self.tables * sealed + self.directions_read(query.shape[1], query.shape[3]))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         (batch, heads, group, size), rows = query.shape, min(budget, sealed)
-        read = self.scan(query, sealed, budget).read
+        read = 2 * self.tables * sealed + self.directions_read(heads, size)
         hashing = products(query, self.count, size)
         comparing = Launch("names", batch * heads * read, entries=batch * heads * group * sealed * self.tables)
         weighing = Launch("walk", entries=batch * heads * group * rows)
         expected = "as many rows collide as the budget lets be read"
-        return self.ranked_cost(query, [hashing, comparing, weighing], (sealed, rows), expected=expected)
+        scoring = hashing, comparing, weighing
+        return self.ranked(query, Scan(sealed, read), scoring, (sealed, rows), expected=expected)
 
     def _logarithm(self, query: Tensor, ids: Tensor) -> Tensor:
         """Return the logarithm of the probability, with the floor, with which rows `ids` were drawn: `[B,Hs,S]`

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
+from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
@@ -128,7 +128,7 @@ class PageSelector(EstimatesMass, Selector):
             getattr(self, name).fix(rows // self.unit)
 
     def append(self, rows: Rows) -> None:
-        for name, part in self.entries(rows.keys).items():
+        for name, part in self._checked_entries(rows.keys).items():
             getattr(self, name).append(part)
 
     def check_state(self, state: Loaded, rows: Rows, order: Tensor | None) -> None:
@@ -152,15 +152,16 @@ class PageSelector(EstimatesMass, Selector):
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        return Scan(sealed // self.page, sealed // self.unit * self.entry_size(query)[0])
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, _ = query.shape
-        numbers = sealed // self.unit * self.entry_size(query)[1]
-        pages = min(budget, sealed) // self.page
-        read = self.scan(query, sealed, budget).read
+        entry_bytes, numbers = (sealed // self.unit * part for part in self.entry_size(query))
+        pages, read = sealed // self.page, entry_bytes + self.bytes_once(query)
         scoring = Launch(self.kernel, batch * heads * read, 2.0 * batch * heads * members * numbers)
-        return self.ranked_cost(query, [scoring], (sealed // self.page, pages), group=self.group, page=self.page)
+        found = pages, min(budget, sealed) // self.page
+        return self.ranked(query, Scan(pages, read), [scoring], found, group=self.group, page=self.page)
+
+    def bytes_once(self, query: Tensor) -> int:
+        """Return the bytes that scoring reads for a KV head whatever the number of pages; by default none."""
+        return 0
 
     def entry_size(self, query: Tensor) -> tuple[int, int]:
         """Return the bytes that are read of one entry of a KV head, and the numbers in it, for a query `[B,H,G,D]`."""
@@ -171,6 +172,29 @@ class PageSelector(EstimatesMass, Selector):
             entry = self.for_layer(self.layer_context).entries(keys)
         read = sum(self.bytes_of(part) * math.prod(part.shape[3:]) for part in entry.values())
         return read, sum(math.prod(part.shape[3:]) for part in entry.values())
+
+    def _checked_entries(self, keys: Tensor) -> dict[str, Tensor]:
+        """Return `entries`; ValueError for a subclass that was not initialised, or for other names or shapes."""
+        method = type(self).__name__
+        if not all(isinstance(getattr(self, name, None), RowBuffer) for name in self.entry_names):
+            raise ValueError(
+                f"{method}.__init__ has not called super().__init__(page, group), which sets the page and makes a "
+                f"buffer for each of entry_names"
+            )
+        made = self.entries(keys)
+        if set(made) != set(self.entry_names):
+            raise ValueError(
+                f"entries of {method} returned {', '.join(made) or 'nothing'}, and its entry_names are "
+                f"{', '.join(self.entry_names) or 'empty'}: they must be the same"
+            )
+        wanted = [*keys.shape[:2], keys.shape[2] // self.unit]
+        for name, part in made.items():
+            if list(part.shape[:3]) != wanted:
+                raise ValueError(
+                    f"entries of {method} returned {name} as {list(part.shape)} for keys {list(keys.shape)}: it must "
+                    f"be [B,H,E,..] = [{', '.join(map(str, wanted))},..], one entry for every {self.unit} rows"
+                )
+        return made
 
     def _check_budget(self, budget: int) -> None:
         if budget < self.page:

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.group_vote.dispatch import GROUPS, vote
 from sparseattn.kernels.topk.dispatch import best_pages
 from sparseattn.selectors.abilities import LearnsFromQueries
@@ -123,13 +123,10 @@ class InfLLM(LearnsFromQueries, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         blocks, group = sealed // self.page, query.shape[2]
-        return Scan(blocks if self.group == "each" else blocks * group, blocks * self._block_bytes(query))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        blocks = sealed // self.page
-        launch = products(query, blocks, query.shape[3], self.scan(query, sealed, budget).read)
-        pages, group = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
-        return self.ranked_cost(query, [launch], pages, group=group, page=self.page)
+        scan = Scan(blocks if self.group == "each" else blocks * group, blocks * self._block_bytes(query))
+        launch = products(query, blocks, query.shape[3], scan.read)
+        pages, vote = (blocks, min(budget, sealed) // self.page), "sum" if self.group == "layer" else self.group
+        return self.ranked(query, scan, [launch], pages, group=vote, page=self.page)
 
     def _block_bytes(self, query: Tensor) -> int:
         """Of the representative keys of a block that a KV head reads for a query `[B,H,G,D]`."""

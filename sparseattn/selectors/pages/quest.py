@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
-from sparseattn.core.step_cost import Scan
 from sparseattn.kernels.page_bounds.bounds import PageBounds
 from sparseattn.kernels.page_bounds.dispatch import page_scores, page_scores_at
 from sparseattn.selectors.base import Rows
@@ -110,6 +108,5 @@ class Quest(PageSelector):
         bounds = PageBounds(store["low"], store["high"])
         return page_scores_at(query, bounds, table, self.group, temperature=self.temperature(query.shape[-1]))
 
-    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = super().scan(query, sealed, budget)
-        return replace(scan, read=scan.read + 4 * query.shape[3]) if self.int8 else scan
+    def bytes_once(self, query: Tensor) -> int:
+        return 4 * query.shape[3] if self.int8 else 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan
+from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
@@ -92,12 +92,9 @@ class Ranked(EstimatesMass, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         row, once = self.reads(query)
-        return Scan(sealed, sealed * row + once)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        read = query.shape[0] * query.shape[1] * self.scan(query, sealed, budget).read
-        scoring = replace(self.scoring(query, sealed), bytes=read)
-        return self.ranked_cost(query, [scoring], (sealed, min(budget, sealed)), group=self.group)
+        scan = Scan(sealed, sealed * row + once)
+        scoring = replace(self.scoring(query, sealed), bytes=query.shape[0] * query.shape[1] * scan.read)
+        return self.ranked(query, scan, [scoring], (sealed, min(budget, sealed)), group=self.group)
 
 
 def _alone(rows: Rows, b: int) -> Rows:

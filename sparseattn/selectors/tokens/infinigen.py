@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.group_vote.dispatch import vote
 from sparseattn.kernels.topk.dispatch import best
 from sparseattn.selectors.abilities import LearnsFromQueries, LooksAhead
@@ -104,12 +104,10 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         kept = self._kept(query.shape[3])
-        return Scan(sealed, sealed * kept * self.bytes_of(query) + 4 * query.shape[3] * kept)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        launch = products(query, sealed, self._kept(query.shape[3]), self.scan(query, sealed, budget).read)
+        scan = Scan(sealed, sealed * kept * self.bytes_of(query) + 4 * query.shape[3] * kept)
+        launch = products(query, sealed, kept, scan.read)
         expected = "" if math.isinf(self.alpha) else "all of the budget is read"
-        return self.ranked_cost(query, [launch], (sealed, min(budget, sealed)), group=self.group, expected=expected)
+        return self.ranked(query, scan, [launch], (sealed, min(budget, sealed)), group=self.group, expected=expected)
 
     def _kept(self, size: int) -> int:
         """r, of keys of `size` channels."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Weighed
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, picked
+from sparseattn.core.step_cost import Launch, Scan, picked
 from sparseattn.kernels.encode_keys.dispatch import extremes, packed_codes
 from sparseattn.kernels.encode_keys.levels import levels_of_8_bits, levels_of_16_bits
 from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
@@ -152,18 +152,14 @@ class LowBit(PageSelector):
         return read if self.scales == 16 else read + (groups > 0) * (4 * level_grid.NUMBERS * size)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        size = query.shape[3]
-        codes = sealed * 4 * packing.words(size, self.bits)
-        return Scan(sealed, codes + int(self.levels_bytes(torch.tensor(sealed // self.rows), size)))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, size = query.shape
-        read, every = self.scan(query, sealed, budget).read, batch * heads
+        codes, every = sealed * 4 * packing.words(size, self.bits), batch * heads
+        read = codes + int(self.levels_bytes(torch.tensor(sealed // self.rows), size))
         best, lists = min(budget, sealed) // self.page, heads * members if self.group == "each" else heads
         work = picked(batch * lists, sealed // self.page, best)
         scoring = Launch("codes", every * read, 2.0 * every * sealed * members * size, work)
         launches = (scoring, Launch("operator", count=self.operators))
-        return ChoiceCost(launches, lists, best * self.page, best)
+        return Scan(sealed, read, launches, lists, best * self.page, best)
 
     def forget(self, first: int) -> None:
         """Forget the rows from `first` on, a multiple of a group's."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Launch, Scan, sorted_best
+from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
@@ -176,22 +176,19 @@ class ParisKV(Selector):
         return [(one[2], min(one[0] - 1, rows)) for start, one in zip(starts, SHARES, strict=True) if start <= rows]
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        row, once, candidate = _reads(_padded(query.shape[3]) // CHANNELS)
-        listed, lists = self._listed(sealed, budget), query.shape[2] if self.group == "each" else 1
-        return Scan(sealed + listed, sealed * row + once + lists * listed * candidate)
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
         batch, heads, members, size = query.shape
         subspaces = _padded(size) // CHANNELS
         row, once, candidate = _reads(subspaces)
-        lists, listed = heads * members if self.group == "each" else heads, self._listed(sealed, budget)
+        choices, listed = members if self.group == "each" else 1, self._listed(sealed, budget)
+        lists = heads * choices
+        scan = Scan(sealed + listed, sealed * row + once + choices * listed * candidate)
         scored = batch * heads * (1 if self.group == "sum" else members)
         scoring = (
             Launch("names", batch * heads * (sealed * row + once), entries=scored * sealed * subspaces),
             Launch("sort", entries=sorted_best(batch * lists, sealed, listed)),
             Launch("names", batch * lists * listed * candidate, entries=scored * listed * 4 * subspaces),
         )
-        return self.ranked_cost(query, scoring, (listed, min(budget, sealed)), group=self.group)
+        return self.ranked(query, scan, scoring, (listed, min(budget, sealed)), group=self.group)
 
     def _listed(self, sealed: int, budget: int) -> int:
         """Candidates of a list, of so many rows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import ChoiceCost, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.selectors.abilities import Evicts, FollowsMoves, LearnsFromQueries
 from sparseattn.selectors.base import Rows, Selector, StepContext, best, vote
 from sparseattn.selectors.checks import check_group, check_least
@@ -149,16 +149,13 @@ class RocketKV(Evicts, FollowsMoves, LearnsFromQueries, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """As if all rows were the prompt's, where it drops any."""
-        pages = (min(sealed, self._most()) if self.prompt else sealed) // self.span
-        return Scan(pages, pages * self._channels(query.shape[3]) * self.bytes_of(query))
-
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        held = min(sealed, self._most()) if self.prompt else sealed
-        pages, channels, rows = held // self.span, self._channels(query.shape[3]), min(budget, held)
-        launch = products(query, pages, channels, self.scan(query, sealed, budget).read)
+        kept = min(sealed, self._most()) if self.prompt else sealed
+        pages, channels, rows = kept // self.span, self._channels(query.shape[3]), min(budget, kept)
+        scan = Scan(pages, pages * channels * self.bytes_of(query))
+        launch = products(query, pages, channels, scan.read)
         expected = "all rows are the prompt's" if self.prompt else ""
         found = pages, -(-rows // self.span)
-        return replace(self.ranked_cost(query, [launch], found, group=self.group, expected=expected), rows=rows)
+        return replace(self.ranked(query, scan, [launch], found, group=self.group, expected=expected), rows=rows)
 
     def logits(self, query: Tensor) -> Tensor:
         """`[B,H,G,P]` float32: the approximate logit of the rows of each page for queries `[B,H,G,D]`; -inf where a

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection, Tail
-from sparseattn.core.step_cost import ChoiceCost, Launch, products
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.selectors.abilities import HasTail
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least
@@ -86,9 +86,9 @@ class SparQ(HasTail, Ranked):
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         return products(query, sealed, min(self.channels, query.shape[3]))
 
-    def cost(self, query: Tensor, sealed: int, budget: int) -> ChoiceCost:
-        cost = super().cost(query, sealed, budget)
-        return replace(cost, tail=1) if self._adds(query) else cost
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        scan = super().scan(query, sealed, budget)
+        return replace(scan, tail=1) if self._adds(query) else scan
 
     def tail(self, query: Tensor, step: StepContext, selection: Selection) -> Tail | None:
         logits = self._logits

@@ -7,18 +7,18 @@ they inherit; each keeps its counts in a file there, and `/metrics` and `stats` 
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 FOLDER = "SPARSEATTN_VLLM_COUNTS"  # environment variable: where the files are
 NAMES = ("sparse_calls", "dense_calls", "rows_read", "rows_held", "entries_made")
+FILE = struct.Struct(f"={len(NAMES)}q")  # of a process: each count in 8 bytes
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class Counter:
     def __init__(self) -> None:
         folder = Path(os.environ[FOLDER])
         path = folder / f"{os.getpid()}.counts"  # there already where a process of this number has ended
-        held: Any = np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(len(NAMES),))
-        self._counts: Any = held.view(np.ndarray)  # adds in a tenth of the time
+        with path.open("r+b" if path.exists() else "w+b") as file:
+            file.truncate(FILE.size)
+            self._counts = memoryview(mmap.mmap(file.fileno(), FILE.size)).cast("q")
 
     @classmethod
     def of_process(cls) -> Counter:
@@ -90,14 +91,13 @@ def begin() -> None:
 
 def stats() -> VLLMStats:
     """Return the counts of all processes of engines started from here, including those that have ended."""
-    total: Any = np.zeros(len(NAMES), np.int64)
     if FOLDER not in os.environ:
         return VLLMStats()
-    for path in sorted(Path(os.environ[FOLDER]).glob("*.counts")):
-        counts = np.fromfile(path, np.int64)
-        if len(counts) == len(NAMES):  # else its process is about to write it
-            total += counts
-    return VLLMStats(*total.tolist())
+    held = [path.read_bytes() for path in Path(os.environ[FOLDER]).glob("*.counts")]
+    whole = [
+        FILE.unpack(counts) for counts in held if len(counts) == FILE.size
+    ]  # else its process is about to write it
+    return VLLMStats(*map(sum, zip(*whole, strict=True))) if whole else VLLMStats()
 
 
 class Collector:

@@ -6,6 +6,7 @@ class Attention {
   constructor(data) {
     Object.assign(this, data);
     Object.assign(this, data.start); // token, layer, head, method: those chosen, as numbers in their lists
+    this.beside = -1; // number of a second method whose text is shown too
     this.asking = data.tokens;
     this.stride = Math.ceil(data.rows / 8); // bytes of a head's bits
   }
@@ -21,8 +22,8 @@ class Attention {
   }
 
   /** Where a head of the token that asks stands in lists of all heads. */
-  at(layer = this.layer, head = this.head) {
-    return (this.token * this.layers.length + layer) * this.heads + head;
+  at(layer = this.layer, head = this.head, token = this.token) {
+    return (token * this.layers.length + layer) * this.heads + head;
   }
 
   /** The row of the token that asks, its last. */
@@ -40,6 +41,11 @@ class Attention {
     return this.methods[this.method];
   }
 
+  /** Numbers of the methods whose texts are shown: one, or two side by side. */
+  get compared() {
+    return this.beside < 0 ? [this.method] : [this.method, this.beside];
+  }
+
   level(row) {
     return this.weights[this.at() * this.rows + row];
   }
@@ -55,8 +61,16 @@ class Attention {
     return Math.max(0, Math.min(1, (this.decades * (this.level(row) / 255 - 1) + 4) / 3.4));
   }
 
-  isRead(method, row) {
-    return Boolean((this.read[method][this.at() * this.stride + (row >> 3)] >> (row & 7)) & 1);
+  isRead(method, row, at = this.at()) {
+    return Boolean((this.read[method][at * this.stride + (row >> 3)] >> (row & 7)) & 1);
+  }
+
+  /** The rows beyond sink and window that a method reads, and did not read at the token before. */
+  fresh(method) {
+    if (!this.token) return [];
+    const before = this.at(this.layer, this.head, this.token - 1);
+    const rows = d3.range(this.sink, this.last - this.window + 1);
+    return rows.filter((row) => this.isRead(method, row) && !this.isRead(method, row, before));
   }
 
   /** Whether every method reads a row, as it is of the sink or the window. */
@@ -70,9 +84,9 @@ class Attention {
     return rows.sort((a, b) => this.level(b) - this.level(a) || b - a).slice(0, this.counts[this.at()]);
   }
 
-  /** The number of the chosen method's page that a row is in; -1 where it has none. */
-  page(row) {
-    const size = this.chosen.page;
+  /** The number of a method's page that a row is in; -1 where it has none. */
+  page(method, row) {
+    const size = this.methods[method].page;
     return size > 1 && row >= this.sink && !this.always(row) ? Math.floor((row - this.sink) / size) : -1;
   }
 

@@ -8,7 +8,7 @@
  * `axis` names the columns. `lines` are what is said of a cell, and `label` names the map.
  */
 function drawCells(host, { cells, columns, rows, left, height, axis, label, text, named = (row) => row, ...more }) {
-  const width = host.clientWidth,
+  const width = Math.max(host.clientWidth, left + 12 + columns.length), // no cell has less than nothing
     inner = (width - left - 8) / columns.length;
   const every = Math.max(1, Math.ceil(columns.length / Math.max(1, Math.floor((width - left) / 26))));
   const svg = Plot.plot({
@@ -20,7 +20,13 @@ function drawCells(host, { cells, columns, rows, left, height, axis, label, text
     marginBottom: 36,
     padding: 0.04,
     style: { background: "none" },
-    x: { type: "band", domain: columns, label: axis, labelArrow: "none", ticks: columns.filter((_, k) => k % every === 0) },
+    x: {
+      type: "band",
+      domain: columns,
+      label: axis,
+      labelArrow: "none",
+      ticks: columns.filter((_, k) => k % every === 0),
+    },
     y: { type: "band", domain: rows, label: null, tickFormat: named },
     marks: [
       Plot.cell(
@@ -30,7 +36,7 @@ function drawCells(host, { cells, columns, rows, left, height, axis, label, text
       text
         ? Plot.text(
             cells.filter((cell) => cell.fill != null),
-            { x: "column", y: "row", fontSize: 10, ...text },
+            { x: "column", y: "row", fontSize: 11, ...text },
           )
         : null,
     ],
@@ -44,5 +50,5 @@ function drawCells(host, { cells, columns, rows, left, height, axis, label, text
     y: sy.apply(cell.row) + sy.bandwidth / 2,
     lines: cell.lines,
   }));
-  probe(host, label, places, Math.max(30, inner));
+  probe(host, label, places, { reach: Math.max(30, inner), gap: sy.bandwidth / 2 + 4 });
 }

@@ -1,22 +1,6 @@
 // What the explorer can be asked: which token, which layer and head, which method.
 "use strict";
 
-/** Makes buttons a group of which one is chosen, by click or by arrow keys; `columns` of them stand in a row. */
-function radios(buttons, chosen, columns, choose) {
-  buttons.forEach((button, i) => {
-    button.setAttribute("role", "radio");
-    button.setAttribute("aria-checked", String(i === chosen));
-    button.tabIndex = i === chosen ? 0 : -1;
-    button.onclick = () => choose(i, false);
-    button.onkeydown = (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
-      if (step === undefined || !buttons[i + step]) return;
-      event.preventDefault();
-      choose(i + step, true);
-    };
-  });
-}
-
 /** The tokens that ask; `choose(change, host)` is told of another, with the host if keys did it. */
 function drawAsks(host, told, choose) {
   const buttons = told.asking.map((row) =>
@@ -35,9 +19,9 @@ function drawHeads(host, told, choose) {
     grid.append(make("span", {}, String(number)));
     for (let head = 0; head < told.heads; head += 1) {
       const error = told.chosen.error[told.at(layer, head)];
-      const name = `layer ${number}, head ${head}: off by ${show(error, "share")}`;
+      const name = `layer ${number}, head ${head}: error ${show(error, "share")}`;
       const button = make("button", { type: "button", "aria-label": name, title: name });
-      button.style.background = d3.interpolateCividis(Math.min(1, Math.sqrt(error)));
+      button.style.background = shade(Math.sqrt(error), true);
       buttons.push(button);
       grid.append(button);
     }
@@ -45,8 +29,15 @@ function drawHeads(host, told, choose) {
   radios(buttons, told.layer * told.heads + told.head, told.heads, (i, keys) =>
     choose({ layer: Math.floor(i / told.heads), head: i % told.heads }, keys && host),
   );
-  const title = make("h4", {}, `Layer and head, by the error of ${told.chosen.label}`);
-  host.replaceChildren(title, grid, ramp(["0 %", "25 %", "100 % or more"]));
+  const title = make("h4", {}, `Error of ${told.chosen.label} by layer and head`);
+  host.replaceChildren(
+    title,
+    grid,
+    ramp(
+      [0, 0.25, 1].map((error) => `${error === 1 ? "≥\u00a0" : ""}${show(error, "share")}`),
+      true,
+    ),
+  );
 }
 
 /** What the head needs, and what each method read of it; a method is chosen by its name. */
@@ -57,10 +48,16 @@ function drawFacts(host, told, choose) {
   const rows = told.shown.map((i) => {
     const one = told.methods[i];
     const missed = needed.filter((row) => !told.isRead(i, row)).length;
-    const name = make("span", {}, one.label);
-    buttons.push(make("button", { type: "button", class: "pick" }, swatch(one.label), name));
-    const cells = [show(one.attended[k], "count"), show(one.mass[k], "share"), show(one.error[k], "share"), missed];
-    return tableRow(buttons.at(-1), cells, i === told.method ? "chosen" : false);
+    const fresh = told.token ? told.fresh(i).length : "–";
+    buttons.push(make("button", { type: "button", class: "pick" }, swatch(one.label), nameOf(one.label)));
+    const cells = [
+      show(one.attended[k], "count"),
+      show(one.mass[k], "share"),
+      show(one.error[k], "share"),
+      missed,
+      fresh,
+    ];
+    return tableRow(buttons.at(-1), cells, told.compared.includes(i) ? "chosen" : false);
   });
   radios(buttons, told.shown.indexOf(told.method), 1, (i, keys) => choose({ method: told.shown[i] }, keys && host));
   const lead = make(
@@ -69,18 +66,20 @@ function drawFacts(host, told, choose) {
     "Token ",
     make("strong", {}, told.word(told.last)),
     `, layer ${told.layers[told.layer]}, head ${told.head}: `,
-    make("strong", {}, `${show(needed.length, "count")} rows`),
-    ` of ${(told.last + 1).toLocaleString("en")} hold ${show(told.part, "share")} of its attention; `,
-    `${show(told.far[k], "share")} of it lies beyond sink and window.`,
+    make("strong", {}, needed.length === 1 ? "1 row" : `${show(needed.length, "count")} rows`),
+    ` of ${(told.last + 1).toLocaleString("en")} ${needed.length === 1 ? "holds" : "hold"} ${show(told.part, "share")} of its attention. `,
+    `${show(told.far[k], "share")} of it is on rows other than the first ${told.sink} and the last ${told.window}.`,
   );
-  const meant = "Held: of its attention, on the rows read. Off by: attention's output. Missed: of the rows needed.";
+  const meant =
+    "Mass: share of the attention on the rows read. Error: of attention's output. Missed: needed rows that are not read. " +
+    "New: rows read that the token before did not read.";
   const table = make(
     "table",
     {},
-    tableHead(["method", "rows read", "held", "off by", "missed"], 0),
+    tableHead(["method", "rows read", "mass", "error", "missed", "new"], 0),
     make("tbody", {}, ...rows),
   );
-  const group = { class: "scroll", role: "radiogroup", "aria-label": "Method" };
+  const group = { class: "ruled", role: "radiogroup", "aria-label": "Method" };
   host.replaceChildren(lead, make("p", { class: "none" }, meant), make("div", group, table));
 }
 
@@ -93,7 +92,7 @@ function tableRow(head, cells, kind) {
 /** The head of a small table; columns from `first` to `end` hold numbers. */
 function tableHead(names, first, end = names.length) {
   const cells = names.map((name, i) =>
-    make("th", { scope: "col", class: i > first && i < end ? "number" : false }, name),
+    make("th", { scope: "col", class: i > first && i < end ? "number" : false }, ...[name].flat()),
   );
   return make("thead", {}, make("tr", {}, ...cells));
 }

@@ -12,6 +12,7 @@ function drawStrip(host, told, goTo) {
   const rows = told.last + 1;
   const bins = Math.max(40, Math.floor((width - 2 * EDGE) / 3));
   const step = (width - 2 * EDGE) / bins;
+  const wide = (gap) => Math.max(0, step - gap);
   const height = TALL + 6 + LANE * methods.length + 18;
   const svg = d3.create("svg");
   const draw = (name, attributes) => {
@@ -37,17 +38,17 @@ function drawStrip(host, told, goTo) {
   for (let bin = 0; bin < bins; bin += 1) {
     const x = EDGE + bin * step;
     const high = TALL * most[bin];
-    if (high > 0.5) draw("rect", { x, y: TALL - high, width: step - 0.5, height: high, fill: "var(--glow)" });
+    if (high > 0.5) draw("rect", { x, y: TALL - high, width: wide(0.5), height: high, fill: "var(--glow)" });
     methods.forEach((i, k) => {
       const y = TALL + 6 + k * LANE;
       if (got[k][bin]) {
         const opacity = 0.25 + 0.75 * Math.min(1, got[k][bin]);
         const fill = colourOf(told.methods[i].label);
-        draw("rect", { class: "read", x, y, width: step - 0.4, height: LANE - 4, fill, opacity });
+        draw("rect", { class: "read", x, y, width: wide(0.4), height: LANE - 4, fill, opacity });
       }
       if (lost[k][bin]) {
-        const wide = Math.max(2, step - 0.4);
-        draw("rect", { class: "missed", x, y: y + LANE - 6, width: wide, height: 3, fill: "var(--miss)" });
+        const width = Math.max(2, wide(0.4));
+        draw("rect", { class: "missed", x, y: y + LANE - 6, width, height: 3, fill: "var(--miss)" });
       }
     });
   }
@@ -56,7 +57,8 @@ function drawStrip(host, told, goTo) {
     draw("text", { x, y: height - 4, "text-anchor": anchor, "font-size": 11, fill: "var(--soft)" }).text(words);
   label(EDGE, "start", "row 0");
   label(width - EDGE, "end", `row ${told.last.toLocaleString("en")}`);
-  if (width > 500) label(width / 2, "middle", "click to read there; a lane a method, red where it missed");
+  if (width > 620)
+    label(width / 2, "middle", "one lane per method, red where it missed needed rows; click to read there");
   host.replaceChildren(svg.node());
   host.onclick = (event) => {
     const part = (event.clientX - host.getBoundingClientRect().left - EDGE) / (width - 2 * EDGE);
@@ -94,6 +96,10 @@ function drawHeaviest(host, told, goTo, most = 20) {
       make("td", { class: "words" }, ...words),
     );
   };
-  const head = tableHead(["row", "attention", ...methods.map((i) => told.methods[i].label), "in the text"], -1, 2);
-  host.replaceChildren(make("table", { class: "heaviest" }, head, make("tbody", {}, ...rows.map(line))));
+  const name = ({ label }) => [swatch(label), make("span", { class: "name" }, label)];
+  const head = tableHead(["row", "attention", ...methods.map((i) => name(told.methods[i])), "in the text"], -1, 2);
+  const columns = `--methods: ${methods.length}`;
+  host.replaceChildren(
+    make("table", { class: "heaviest", style: columns }, head, make("tbody", {}, ...rows.map(line))),
+  );
 }

@@ -60,15 +60,17 @@ views.heat = (figure, view) => {
         ? (value) => Math.sqrt(Math.max(0, value - least) / (most - least || 1)) // few heads are far off, and the others differ too
         : (value) => (value - least) / (most - least || 1);
     const middle = measure.log ? Math.sqrt(least * most) : least + (most - least) * (measure.top == null ? 0.25 : 0.5);
-    const colour = (value) => d3.interpolateCividis(Math.max(0, Math.min(1, part(value))));
+    const error = measure.better === "low";
+    const colour = (value) => ({ fill: shade(part(value), error), strong: part(value) > 0.5 });
     const clipped = measure.top == null && values[values.length - 1] > most;
     legend.replaceChildren(
       ramp(
         [
           show(least, measure.form),
           show(middle, measure.form),
-          `${show(most, measure.form)}${clipped ? " or more" : ""}`,
+          `${clipped ? "≥\u00a0" : ""}${show(most, measure.form)}`,
         ],
+        error,
         measure.label,
       ),
     );
@@ -80,7 +82,7 @@ views.heat = (figure, view) => {
     if (!shown.length) panels.append(make("p", { class: "none" }, "No method that is switched on has such a map."));
     for (const one of shown) {
       const host = make("div", { class: "plot" });
-      const name = one.method == null ? null : make("h4", {}, swatch(one.method), ` ${one.method}`);
+      const name = one.method == null ? null : make("h4", {}, swatch(one.method), nameOf(one.method));
       const panel = make("div", { class: "panel", "data-method": one.method ?? false }, name, host);
       panels.append(panel);
       drawPanel(host, one, colour);
@@ -98,7 +100,7 @@ views.heat = (figure, view) => {
           row,
           column,
           value,
-          fill: value == null ? null : colour(value),
+          ...(value == null ? { fill: null } : colour(value)),
           lines: [
             `${view.y} ${row}, ${view.x} ${column}`,
             ...(one.method ? [one.method] : []),
@@ -124,8 +126,8 @@ views.heat = (figure, view) => {
       text:
         inner >= 36 && height >= 18
           ? {
-              text: (cell) => show(cell.value, measure.form).replace(" %", ""),
-              fill: (cell) => (d3.lab(cell.fill).l > 55 ? "#111" : "#fff"),
+              text: (cell) => show(cell.value, measure.form).replace("\u00a0%", ""),
+              fill: (cell) => (cell.strong ? "var(--card)" : "var(--ink)"),
             }
           : null,
     });

@@ -1,4 +1,4 @@
-// The page: what scripts draw in it, which methods are shown, light or dark. A view's own script is in `views`.
+// The page: what scripts draw in it, and light or dark. A view's own script is in `views`.
 "use strict";
 
 const views = {}; // kind -> draws a view: (element, view) -> what to call when the shown methods or the width change
@@ -30,7 +30,7 @@ function show(value, form) {
           : Math.abs(percent) >= 0.995
             ? 1
             : 2;
-    return `${percent.toFixed(digits)} %`;
+    return `${percent.toFixed(digits)}\u00a0%`;
   }
   if (form === "count") return Math.round(value).toLocaleString("en");
   if (value === 0) return "0";
@@ -39,18 +39,22 @@ function show(value, form) {
     : String(Number(value.toPrecision(3)));
 }
 
-/** The scale of colours that all maps share, with what stands at its beginning, its middle and its end. */
-function ramp(labels, what) {
+/** The colour of a part from 0 to 1, in one hue from light to dark: one for errors, another for what is no error. */
+function shade(part, error) {
+  const percent = Math.round(100 * Math.max(0, Math.min(1, part)));
+  const hue = error ? "error" : "amount";
+  return `color-mix(in oklab, var(--${hue}-most) ${percent}%, var(--${hue}-least))`;
+}
+
+/** The scale of colours of maps, with what stands at its beginning, its middle and its end. */
+function ramp(labels, error, what) {
   const colours = make("span", { class: "ramp", "aria-hidden": "true" });
-  colours.style.background = `linear-gradient(90deg,${d3
-    .range(0, 1.01, 0.1)
-    .map((t) => d3.interpolateCividis(t))
-    .join(",")})`;
+  colours.style.background = `linear-gradient(90deg in oklab,${shade(0, error)},${shade(1, error)})`;
   return make(
     "div",
     { class: "scale" },
-    make("span", { class: "ends" }, colours, ...labels.map((label) => make("span", {}, label))),
     what ? make("span", { class: "what" }, what) : null,
+    make("span", { class: "ends" }, colours, ...labels.map((label) => make("span", {}, label))),
   );
 }
 
@@ -61,77 +65,32 @@ function choice(label, options, changed, names = options) {
   return make("label", { class: "choice" }, make("span", {}, label), select);
 }
 
-// -- methods -----------------------------------------------------------------------------------------------------------
-
-const hidden = new Set();
-const redraws = [];
-const numberOf = new Map(page.methods.map((method, i) => [method.name, i]));
-const isShown = (name) => !hidden.has(name);
-const colourOf = (name) => (numberOf.has(name) ? `var(--method-${numberOf.get(name)})` : "var(--soft)");
-const methodOf = (name) => page.methods[numberOf.get(name)] ?? { symbol: "circle", dash: "2 3" }; // full attention: grey, never hidden
-
-/** The mark of a method, as its lines have it. */
-function swatch(name) {
-  const { symbol, dash } = methodOf(name);
-  const svg = d3.create("svg").attr("viewBox", "-14 -7 28 14").attr("class", "swatch").attr("aria-hidden", "true");
-  svg
-    .append("line")
-    .attr("x1", -14)
-    .attr("x2", 14)
-    .attr("stroke", colourOf(name))
-    .attr("stroke-width", 2)
-    .attr("stroke-dasharray", dash);
-  svg.append("path").attr("d", d3.symbol(symbols[symbol], 46)()).attr("fill", colourOf(name));
-  return svg.node();
-}
-
-const symbols = {
-  circle: d3.symbolCircle,
-  square: d3.symbolSquare,
-  diamond: d3.symbolDiamond,
-  triangle: d3.symbolTriangle,
-  wye: d3.symbolWye,
-  cross: d3.symbolCross,
-  star: d3.symbolStar,
-};
-
-function drawMethods() {
-  const box = document.getElementById("methods");
-  if (!page.methods.length) return box.remove();
-  const summary = box.querySelector("summary");
-  const inputs = page.methods.map(({ name }) => {
-    const input = make("input", {
-      type: "checkbox",
-      checked: true,
-      "data-method": name,
-      onchange: () => set([name], input.checked),
-    });
-    return input;
+/** Makes buttons a group of which one is chosen, by click or by arrow keys; `columns` of them stand in a row. */
+function radios(buttons, chosen, columns, choose) {
+  buttons.forEach((button, i) => {
+    button.setAttribute("role", "radio");
+    button.setAttribute("aria-checked", String(i === chosen));
+    button.tabIndex = i === chosen ? 0 : -1;
+    button.onclick = () => choose(i, false);
+    button.onkeydown = (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
+      if (step === undefined || !buttons[i + step]) return;
+      event.preventDefault();
+      choose(i + step, true);
+    };
   });
-  function set(names, on) {
-    for (const name of names) on ? hidden.delete(name) : hidden.add(name);
-    for (const input of inputs) input.checked = isShown(input.dataset.method);
-    const left = page.methods.length - hidden.size;
-    summary.textContent = hidden.size ? `Methods, ${left} of ${page.methods.length} shown` : "Methods";
-    redraw();
-  }
-  const all = page.methods.map((method) => method.name);
-  const list = make("ul");
-  page.methods.forEach(({ name }, i) =>
-    list.append(make("li", {}, make("label", {}, inputs[i], swatch(name), make("span", {}, name)))),
-  );
-  const buttons = make(
-    "div",
-    { class: "pair" },
-    make("button", { type: "button", class: "quiet", onclick: () => set(all, true) }, "all"),
-    make("button", { type: "button", class: "quiet", onclick: () => set(all, false) }, "none"),
-  );
-  box.append(list, buttons);
-  if (window.matchMedia("(max-width: 800px)").matches) box.open = false;
 }
 
-function redraw() {
-  for (const one of redraws) one();
+/** One of a few short names to choose from, side by side; calls `changed` with its number. */
+function segments(label, names, changed) {
+  const buttons = names.map((name) => make("button", { type: "button" }, name));
+  const pick = (i, keys) => {
+    radios(buttons, i, 1, pick);
+    if (keys) buttons[i].focus();
+    changed(i);
+  };
+  radios(buttons, 0, 1, pick);
+  return make("div", { class: "segments", role: "radiogroup", "aria-label": label }, ...buttons);
 }
 
 // -- light and dark ----------------------------------------------------------------------------------------------------
@@ -150,7 +109,8 @@ function drawTheme() {
   });
   system.addEventListener("change", say);
   say();
-  const rule = (key) => page.methods.map((method, i) => `--method-${i}:${method[key]};`).join("");
+  const on = (i, colour) => `--on-method-${i}:${d3.lab(colour).l > 55 ? "#111" : "#fff"};`;
+  const rule = (key) => page.methods.map((method, i) => `--method-${i}:${method[key]};${on(i, method[key])}`).join("");
   document.head.append(
     make(
       "style",

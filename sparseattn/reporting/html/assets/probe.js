@@ -6,8 +6,10 @@
  *
  * `host` is the element around the plot, which takes the focus; `places` are {x, y, lines, line} in its pixels: where,
  * what is said, and which line a place is of. Left and right go along a line, up and down to the nearest of another.
+ * `reach` is how far from a place the pointer may be, `gap` how far from it the words stay, and `lit(line)` is told which
+ * line is spoken of.
  */
-function probe(host, label, places, reach = 40) {
+function probe(host, label, places, { reach = 40, gap = 14, lit = () => {} } = {}) {
   host.setAttribute("tabindex", "0");
   host.setAttribute("role", "group");
   host.setAttribute("aria-label", `${label}. Arrow keys go from point to point.`);
@@ -19,14 +21,23 @@ function probe(host, label, places, reach = 40) {
   function go(i) {
     at = i;
     tip.hidden = ring.hidden = i < 0;
-    if (i < 0) return;
+    if (i < 0) return lit();
     const { x, y, lines } = places[i];
     tip.replaceChildren(...lines.map((line, k) => make(k ? "div" : "strong", {}, line)));
     ring.style.transform = `translate(${x}px, ${y}px)`;
-    const left = x > host.clientWidth / 2;
-    tip.style.left = left ? "auto" : `${x + 12}px`;
-    tip.style.right = left ? `${host.clientWidth - x + 12}px` : "auto";
-    tip.style.top = `${Math.max(0, y - 12)}px`;
+    lit(places[i].line);
+    const own = places[i].line === undefined ? [] : alongLines([places.filter((one) => one.line === places[i].line)]);
+    const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+    const lefts = [x - width / 2, x + gap, x - gap - width].map((left) =>
+      Math.max(0, Math.min(host.clientWidth - width, left)),
+    );
+    const corners = lefts.flatMap((left) => [y - gap - height, y + gap].map((top) => ({ left, top })));
+    const covered = ({ left, top }) =>
+      own.filter((one) => one.x > left - 4 && one.x < left + width + 4 && one.y > top - 4 && one.y < top + height + 4)
+        .length;
+    const { left, top } = d3.least(corners, covered); // the words hide as little as can be of the line that they are of
+    tip.style.left = `${left}px`;
+    tip.style.top = `${top}px`;
   }
   const nearest = (x, y, among, limit = Infinity) => {
     let best = -1,

@@ -1,9 +1,10 @@
-// Rows that can be sorted by a click on a column's head and filtered by words.
+// Rows that can be sorted by a click on a column's head and filtered by words. Where there is no room for columns, each row
+// is a card: the style sheet names its cells by `data-head`.
 "use strict";
 
 views.table = (figure) => {
-  const scroll = figure.querySelector(".scroll"),
-    body = scroll.querySelector("tbody"),
+  const table = figure.querySelector("table"),
+    body = table.querySelector("tbody"),
     rows = [...body.rows];
   let by = null,
     falling = false,
@@ -11,20 +12,24 @@ views.table = (figure) => {
   const count = make("span", { class: "count", role: "status" });
   const input = make("input", {
     type: "search",
-    placeholder: "such as prose 256",
+    placeholder: `such as ${rows[0]?.cells[0].textContent ?? "prose"}`,
     oninput: () => {
       words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       draw();
     },
   });
-  const heads = [...scroll.querySelectorAll("thead th")];
+  const heads = [...table.querySelectorAll("thead th")];
   heads.forEach((head, i) => {
     head.setAttribute("aria-sort", "none");
     head.replaceChildren(make("button", { type: "button", onclick: () => sort(i) }, head.textContent));
   });
   const methods = new Map(rows.map((row) => [row, row.querySelector("th")?.textContent])); // of rows that name one
-  for (const [row, name] of methods) if (name != null) row.querySelector("th").prepend(swatch(name), " ");
-  scroll.before(
+  for (const row of rows) [...row.cells].forEach((cell, i) => (cell.dataset.head = heads[i].textContent));
+  for (const [row, name] of methods) {
+    if (name == null) continue;
+    row.querySelector("th").replaceChildren(make("span", { class: "method" }, swatch(name), nameOf(name)));
+  }
+  table.before(
     make("div", { class: "bar" }, make("label", { class: "choice" }, make("span", {}, "Filter"), input), count),
   );
 

@@ -1,7 +1,6 @@
-"""Draws the tables of docs/lab/memory.md from caches that are filled and measured.
+"""What every method keeps beside keys and values, what choosing reads, and what a step takes besides.
 
-    python -m scripts.memory_tables            # draws them anew
-    python -m scripts.memory_tables --check    # prints the rows that differ, and exits with 1 if any does
+`python -m benchmarks.memory` fills caches, measures them and writes `benchmarks/results/memory.json`.
 
 A state grows by the same bytes with every row, and with every KV head where heads have their own. Two short caches of
 one head give what a row adds, two of one and two heads give the share of the heads, and both give a long cache.
@@ -11,36 +10,34 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure import Temporaries
-from benchmarks.records import RESULTS
+from benchmarks.records import RESULTS, save
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.step_cost import Shape
 from sparseattn.kernels import implementations
 from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
-from sparseattn.selectors.names import CLASSES
+from sparseattn.selectors.methods import METHODS
 from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
 from sparseattn.selectors.registry import make_selector
-from sparseattn.utils.files import write_atomic
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab" / "memory.md"
-BLOCK = re.compile(r"(?<=^<!-- measured: )(?P<name>\w+) -->\n.*?(?=^<!-- /measured -->$)", re.S | re.M)
+NAME = "memory"
 HEADS, GROUP, SIZE, TOKENS = 8, 4, 128, 131_072  # a layer of Llama 3.1 8B, and its longest context
 SINK, WINDOW, BUDGET = 4, 64, 256
+LARGE = 2048  # the budget in that context
 BUCKETS = HIDDEN = 1024
 ROWS = (1024, 2048)  # sealed rows of two caches that are measured
 LONGER = {  # methods of which these rows would be too few
@@ -54,11 +51,13 @@ LONGER = {  # methods of which these rows would be too few
 FEW = 256  # sealed rows of the caches that give the share of the heads
 SETTINGS = (
     *("doublesparsity:bits=16", "ellipsoid:bits=4", "ellipsoid:bits=8", "fier:group=each", "hnsw:metric=l2"),
-    *("kascade:anchors=[0]", "loki:group=each", "lowbit:page=16", "lowbit:rows=16", "lowbit:scales=8"),
+    *("loki:group=each", "lowbit:page=16", "lowbit:rows=16", "lowbit:scales=8"),
     *("quest:int8=True", "retroinfer:cluster=32", "saap:context=0.5", "sparq:mean=True"),
 )
-SPECS = sorted([*(CLASSES.keys() - {"kascade"}), *SETTINGS])  # kascade must be told which layers are anchors
+PLAIN = {"kascade": "kascade:anchors=[0]"}  # of methods that have no default for an argument
+SPECS = sorted([*(PLAIN.get(name, name) for name in METHODS), *SETTINGS])
 WIDE, NARROW = torch.float32, torch.bfloat16
+SEALED = TOKENS - SINK - WINDOW
 
 
 @functools.lru_cache(maxsize=6)  # of one method
@@ -135,8 +134,13 @@ def choosing(cache: KVCache, query: Tensor) -> dict[str, int]:
     return {"choosing": seen.peak}
 
 
-def held_row(spec: str) -> str:
-    """Return the row of a method in the table of what it keeps beside keys and values in a layer."""
+def measured(spec: str) -> dict[str, Any]:
+    """Return what is known of a method: bytes, of one sequence."""
+    return {"method": spec, **kept(spec), **taken(spec)}
+
+
+def kept(spec: str) -> dict[str, Any]:
+    """Return what it keeps beside keys and values in a layer."""
     alone, both = (filled(spec, heads, FEW)[0].nbytes for heads in (1, 2))
     factors = {name: 1 + (HEADS - 1) * (both[name] / size - 1) if size else 1 for name, size in alone.items()}
     parts, wide = (
@@ -148,16 +152,21 @@ def held_row(spec: str) -> str:
         del each["kv"], each["books"]
     row, wide_row = (sum(part.row for part in each.values()) for each in (parts, wide))
     fixed = max(0.0, sum(part.fixed for part in parts.values()))  # levels of a graph are drawn, so a line may dip
-    whole = fixed + row * (TOKENS - SINK - WINDOW)
     states = [
-        f"{name} {_number(part.row)}".removesuffix(" 0") for name, part in parts.items() if part.row or part.fixed
+        f"{name} {_number(part.row):,}".removesuffix(" 0") for name, part in parts.items() if part.row or part.fixed
     ]
-    numbers = [_number(row), _number(wide_row), f"{fixed / 1024:,.1f}", f"{whole / TOKENS / 1.024:,.1f}"]
-    return f"| `{spec}` | {' | '.join(numbers)} | {100 * whole / (keys.row * TOKENS):.1f} % | {', '.join(states)} |"
+    return {
+        "row": _number(row),
+        "row_float32": _number(wide_row),
+        "fixed": _number(fixed),
+        "whole": _number(fixed + row * SEALED),
+        "keys_and_values": _number(keys.row * TOKENS),
+        "states": ", ".join(states),
+    }
 
 
-def step_row(spec: str) -> str:
-    """Return the row of a method in the table of what a step takes for a KV head beside what is held."""
+def taken(spec: str) -> dict[str, Any]:
+    """Return what choosing reads of a KV head for each row, and what a step takes for one beside what is held."""
     narrow, wide = (growth(spec, dtype, choosing)["choosing"].row for dtype in (NARROW, WIDE))
     with patch.object(implementations, "why_not_numba", lambda *_: "not asked for"):
         without = growth(spec, NARROW, choosing)["choosing"].row
@@ -165,32 +174,25 @@ def step_row(spec: str) -> str:
     cache, query = filled(spec, 1, rows)
     with Temporaries() as step:
         decode(query, _looking_ahead(cache, query), BUDGET)
-    cells = [*map(_number, (narrow, wide, without)), f"{rows:,}", f"{step.peak / 1024:,.1f}"]
-    return f"| `{spec}` | {' | '.join(cells)} |"
+    scan = cache.selector.scan(Shape(1, 1, GROUP, SIZE, NARROW).query(), SEALED, LARGE)
+    return {
+        "scan": None if scan is None else _number(scan.read / SEALED),
+        "choosing": _number(narrow),
+        "choosing_float32": _number(wide),
+        "choosing_torch": _number(without),
+        "step_rows": rows,
+        "step": step.peak,
+    }
 
 
-def _number(value: float) -> str:
-    return f"{value:,.2f}".rstrip("0").rstrip(".")
+def _number(value: float) -> float:
+    """Return it to two places, as an int where it is one."""
+    rounded = round(value, 2)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
-def held_table() -> list[str]:
-    return [
-        "| Method | bytes a token | of float32 | KiB besides | KiB for 1,000 tokens | of KV | by state |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
-        *map(held_row, SPECS),
-    ]
-
-
-def steps_table() -> list[str]:
-    return [
-        "| Method | choosing, bytes a row | of float32 | without numba | a step over rows | KiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-        *map(step_row, SPECS),
-    ]
-
-
-def artefact_table() -> list[str]:
-    """What the bucket methods read of an artefact, for each layer."""
+def artefact() -> list[dict[str, Any]]:
+    """Return what the bucket methods read of an artefact, for each layer."""
     part = partition(HEADS)
     assert part.classifier is not None
     tensors = part.classifier.tensors()
@@ -200,53 +202,18 @@ def artefact_table() -> list[str]:
         "centroids and classifiers (`saap`)": part.centroids.nbytes + sum(tensor.nbytes for tensor in tensors.values()),
         "the same, weights of 16 bits": part.centroids.nbytes + halved,
     }
-    return [
-        "| Part of the artefact | MiB |",
-        "| --- | ---: |",
-        *(f"| {name} | {size / 2**20:.1f} |" for name, size in sizes.items()),
-    ]
+    return [{"part": name, "bytes": size} for name, size in sizes.items()]
 
 
-def workspace_table() -> list[str]:
-    """What `benchmarks.speed` measured of whole steps."""
-    results = json.loads((RESULTS / "speed-cpu.json").read_text())["results"]
-    by_dtype = {
-        each["dtype"]: {way["selector"]: way["memory"]["bytes_per_1k_tokens"]["workspace"] for way in each["selectors"]}
-        for each in results
-    }
-    names = by_dtype["float32"]
-    return [
-        "| Method | KiB, float32 | KiB, bfloat16 |",
-        "| --- | ---: | ---: |",
-        *(
-            f"| `{name}` | {by_dtype['float32'][name] / 1024:,.1f} | {by_dtype['bfloat16'][name] / 1024:,.1f} |"
-            for name in names
-        ),
-    ]
-
-
-TABLES = {"held": held_table, "artefact": artefact_table, "steps": steps_table, "workspace": workspace_table}
-
-
-def drawn(text: str) -> str:
-    """Return the page with every block drawn anew."""
-    return BLOCK.sub(lambda block: "\n".join([f"{block['name']} -->", *TABLES[block["name"]](), ""]), text)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Draws the tables of docs/lab/memory.md.")
-    parser.add_argument("--check", action="store_true", help="print the rows that differ, and write nothing")
-    check = parser.parse_args(arguments).check
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measures what methods keep and what a step takes.")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the record")
+    folder = parser.parse_args(arguments).out
     torch.set_num_threads(1)
-    text = PAGE.read_text()
-    new = drawn(text)
-    if not check:
-        write_atomic(PAGE, new.encode())
-        return 0
-    different = sorted(set(new.splitlines()) ^ set(text.splitlines()))
-    print(*different, sep="\n", end="\n" if different else "")
-    return bool(different)
+    shape = {"heads": HEADS, "group": GROUP, "size": SIZE, "tokens": TOKENS, "sink": SINK, "window": WINDOW}
+    record = {**shape, "budget": LARGE, "artefact": artefact(), "results": [*map(measured, SPECS)]}
+    save(record, folder / f"{NAME}.json")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

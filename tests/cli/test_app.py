@@ -1,0 +1,95 @@
+"""The console command as a whole: its commands are imported when they are called, its help, its usage errors."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import sparseattn
+from sparseattn.cli.app import COMMANDS, GROUPS, load
+from sparseattn.cli.app import app as console
+from sparseattn.selectors.registry import SELECTORS
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(console, list(arguments))
+
+
+def test_help_imports_no_command_and_no_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from sparseattn.cli.app import COMMANDS, app; "
+        "done = CliRunner().invoke(app, ['--help']); assert done.exit_code == 0, done.output; "
+        "assert all(name in done.output for name in COMMANDS); "
+        "print([name for name in sys.modules if name.split('.')[0] == 'torch' or name.startswith('sparseattn.cli.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "['sparseattn.cli.app']", done.stderr
+
+
+def test_every_command_is_a_module_and_every_such_module_a_command() -> None:
+    folder = Path(sparseattn.__file__).parent / "cli"
+    files = {path.stem for path in folder.glob("*.py") if "@command(" in path.read_text()}
+    assert files == set(COMMANDS)
+    for name in COMMANDS:
+        assert load(name).name == name
+
+
+def test_a_command_whose_package_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def missing(name: str, package: str | None = None) -> object:
+        return exec("import no_such_package") if name == "sparseattn.cli.models" else real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    done = run("models")
+    assert done.exit_code == 2
+    assert done.stderr.strip() == (
+        "sparseattn: `sparseattn models` needs the package no_such_package, which is not installed"
+    )
+    assert run("nothing").exit_code == 2
+
+
+def test_help_is_in_groups_and_names_no_methods() -> None:
+    """Methods are in `info`; a command names at most those that it takes by default."""
+    said = run("--help").output
+    assert re.findall(r"^(\w.*):$", said, re.M) == ["Options", *GROUPS]
+    for name in COMMANDS:
+        words = set(re.findall(r"\w+", run(name, "--help").output))
+        assert len(words & set(SELECTORS)) < len(SELECTORS) / 3, name
+
+
+def test_defaults_in_help_are_as_one_types_them() -> None:
+    said = " ".join(run("recommend", "--help").output.split())
+    assert "tailed:inner=[lowbit:bits=1,scales=8],rows=64" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bnch"], "no such command 'bnch'. Did you mean 'bench'? See `sparseattn --help`."),
+        (["models", "--fech", "x"], "no such option: --fech"),
+        (["models", "--fetch"], "option '--fetch' requires an argument."),
+        (["capture"], "missing option '--model'. See `sparseattn capture --help`."),
+    ],
+)
+def test_a_usage_error_is_one_line(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(console, arguments, prog_name="sparseattn")
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"sparseattn: {said}")
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_line() -> None:
+    code = (
+        "import os, signal, sys; from sparseattn.cli import app; "
+        "app.importlib.import_module = lambda *_, **more: os.kill(os.getpid(), signal.SIGINT); app.app(['models'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "sparseattn: interrupted\n")
