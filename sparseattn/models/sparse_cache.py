@@ -42,6 +42,7 @@ from sparseattn.selectors.registry import as_selector
 __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
 
 SINK, WINDOW = 4, 64  # rows that every query reads, where nothing else is said
+SELECTOR, BUDGET = "quest", 1024
 Method: TypeAlias = "Selector | str"
 PerLayer: TypeAlias = "Mapping[int | str, Any]"
 
@@ -60,7 +61,7 @@ class SparseCache(Cache):
     Args:
         model: a decoder-only model of transformers, in eval mode, with "sdpa", "eager" or flash attention.
         selector: a name (`make_selector`), a `Selector` whose configuration is used, or a mapping from layers to these,
-            in which "default" stands for the others.
+            in which "default" stands for the others; None: quest, unless `roles` or `plan` name the methods.
         budget: rows beyond sink and window, per head: an int, a share of the context (float or "5%"), None for all, or
             a mapping as for `selector`. Roles that have a budget of their own keep it.
         roles: what each layer or each KV head does, instead of `selector`: a `Roles`, or the path of a file of them.
@@ -83,16 +84,16 @@ class SparseCache(Cache):
         ModelError: a model whose attention cannot be routed or that does what sparse attention does not compute
             (soft-capped logits, learned sinks), or in which no layer is left to be sparse.
         ValueError: an unknown selector, a budget or artefact that does not fit a layer, a layer that is not there,
-            roles of another number of layers or heads, a selector beside roles, a plan for another model's weights or
-            with another sink or window than the ones given.
+            roles of another number of layers or heads, a selector beside roles or a plan, a budget beside a plan that
+            has no use for it, a plan for another model's weights or with another sink or window than the ones given.
             Every layer's selector is tried on a few rows, so that this comes before any work is lost.
     """
 
     def __init__(
         self,
         model: Any,
-        selector: Method | PerLayer = "quest",
-        budget: Budget | PerLayer = 1024,
+        selector: Method | PerLayer | None = None,
+        budget: Budget | PerLayer = BUDGET,
         *,
         roles: Roles | str | os.PathLike[str] | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
@@ -113,17 +114,19 @@ class SparseCache(Cache):
     ) -> None:
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
-        if roles is not None and selector != "quest":
+        if roles is not None and selector is not None:
             raise ValueError(f"roles name the selector of every layer: give them or a selector, got {selector!r} too")
         self.roles = roles if roles is None or isinstance(roles, Roles) else Roles.load(roles, trusted)
         if plan is not None:
-            beside = self.roles or (None if selector == "quest" else selector)
-            self.roles = made = checks.planned(plan, model, beside, trusted)
+            self.roles = made = checks.planned(plan, model, self.roles or selector, trusted)
+            if budget != BUDGET and not made.uses_budget:
+                raise ValueError(f"plan {made.name} says what every layer reads: leave the budget out, got {budget!r}")
             if (sink, window) != (SINK, WINDOW):
                 made.check_rows(sink, window)
             sink, window = made.sink, made.window
         self.model = model
-        self.selector, self.budget, self.sparse_from = selector, budget, sparse_from
+        self.selector = SELECTOR if selector is None else selector
+        self.budget, self.sparse_from = budget, sparse_from
         self._settings: dict[str, Any] = {
             "sink": sink,
             "window": window,
@@ -150,7 +153,7 @@ class SparseCache(Cache):
                 self.dense_layers = checks.dense_by_roles(self.roles, model, layers, found, self.dense_layers)
             self._passes = Passes([index for index, what in found.items() if what.beyond is None])
             sparse = checks.sparse_layers(model, layers, found, self.dense_layers)
-            for name, given in (("selector", selector), ("budget", budget)):
+            for name, given in (("selector", self.selector), ("budget", budget)):
                 checks.check_mapping(name, given, sparse)
             for index in sparse:
                 layers[index] = self._layer(index, len(layers), impl)
