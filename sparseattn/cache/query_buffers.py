@@ -79,7 +79,7 @@ class Queries(RowBuffer):
     def clone(self) -> Queries:
         twin = self.fresh()
         twin.rows, twin.held = self.rows, self.held  # held is replaced, never changed in place
-        twin._data = None if self._data is None else self._data.clone()
+        twin.storage = None if self.storage is None else self.storage.clone()
         return twin
 
     def reset(self) -> None:
@@ -111,14 +111,14 @@ class LastQueries(RowBuffer):
         chosen = [(one >= 0).nonzero()[:, 0][-most:] for one in both]
         size = max(map(len, chosen))
         self.at = torch.full((len(at), size), -1)
-        self._data = queries.new_zeros(*queries.shape[:3], size, queries.shape[4])
+        self.storage = queries.new_zeros(*queries.shape[:3], size, queries.shape[4])
         self.rows = size
         for b, ids in enumerate(chosen):
             self.at[b, size - len(ids) :] = both[b, ids]
             for source, mine in ((held, ids[ids < old]), (queries, ids[ids >= old] - old)):
                 to = size - len(ids) + (int((ids < old).sum()) if source is queries else 0)
                 taken = source[b].index_select(2, mine.to(source.device))
-                self._data[b, :, :, to : to + len(mine)] = taken
+                self.storage[b, :, :, to : to + len(mine)] = taken
 
     def hand_over(self, newest: int) -> tuple[Tensor, Tensor]:
         """Gives away all: of each sequence without its `newest` ones those that are wanted.
@@ -156,7 +156,7 @@ class LastQueries(RowBuffer):
             real = (kept[b] >= 0).nonzero()[:, 0]
             kept[b, real[max(len(real) - rows, 0) :]] = -1
         held = self.full
-        self.rows, self._data = 0, held[:, :, :, :0]
+        self.rows, self.storage = 0, held[:, :, :, :0]
         self.at, at = kept[:, :0], kept
         self.store(held, at, held.shape[3])
 
@@ -170,7 +170,7 @@ class LastQueries(RowBuffer):
     def clone(self) -> LastQueries:
         twin = self.fresh()
         twin.rows, twin.at = self.rows, self.at  # replaced, never changed in place
-        twin._data = None if self._data is None else self._data.clone()
+        twin.storage = None if self.storage is None else self.storage.clone()
         return twin
 
     def reset(self) -> None:

@@ -92,9 +92,9 @@ def budget_rows(budget: Budget, context: int, span: int = 1, reader: object = "t
 
 def budget_of(selector: Reader, budget: Budget, context: int) -> int:
     """`budget_rows` for a selector; ValueError too for a mass where it does not say what its rows weigh."""
-    budget = parse_budget(budget)
     if type(budget) is int and max(selector.span, 1) <= budget <= MOST:
         return budget
+    budget = parse_budget(budget)
     if isinstance(budget, Mass) and selector.uses_budget and not selector.estimates:
         raise ValueError(
             f"{selector!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass: "

@@ -61,13 +61,16 @@ class RowBuffer(State):
         capacity: rows to allocate at the first append; 0 lets the size follow the data.
         pinned: page-lock storage in host memory where there is a CUDA device, whose copies are then direct.
         spare: what rows of a fixed buffer hold that are not filled; None: unspecified.
+
+    Attributes:
+        storage: the whole tensor, capacity included; None before the first row.
     """
 
     def __init__(self, dim: int, capacity: int = 0, pinned: bool = False, spare: float | None = None) -> None:
         if dim < 1:
             raise ValueError(f"a row buffer grows along dimension 1 or later (0 is the batch), got {dim}")
         self.dim, self.capacity, self.pinned, self.spare, self.rows = dim, capacity, pinned, spare, 0
-        self._data: Tensor | None = None
+        self.storage: Tensor | None = None
 
     def fix(self, capacity: int = 0) -> None:
         """Allocates `capacity` rows at the first append (0: as many as that brings) and never again, so that addresses
@@ -76,21 +79,21 @@ class RowBuffer(State):
         Raises:
             RuntimeError: rows are stored already.
         """
-        if self._data is not None:
+        if self.storage is not None:
             raise RuntimeError("storage is fixed before the first row is appended")
         self.room = capacity
 
     @property
     def allocated(self) -> bool:
         """Whether there is storage: with the first row, and in a fixed buffer after a `reset`."""
-        return self._data is not None
+        return self.storage is not None
 
     @property
     def full(self) -> Tensor:
-        """The whole storage, capacity included. Raises RuntimeError before the first row."""
-        if self._data is None:
+        """The whole storage. Raises RuntimeError before the first row."""
+        if self.storage is None:
             raise RuntimeError(EMPTY)
-        return self._data
+        return self.storage
 
     @property
     def data(self) -> Tensor:
@@ -100,47 +103,53 @@ class RowBuffer(State):
     @property
     def visible(self) -> Tensor:
         """What a decode step reads, a view: the filled rows, or all of a fixed buffer's, whose shape stays."""
-        data = self._data
-        if data is None:
+        storage = self.storage
+        if storage is None:
             raise RuntimeError(EMPTY)
-        return data.narrow(self.dim, 0, self.rows) if self.room is None else data
+        return storage.narrow(self.dim, 0, self.rows) if self.room is None else storage
 
-    def resize(self, rows: int, like: Tensor) -> None:
+    def resize(self, rows: int, like: Tensor) -> Tensor:
         """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
 
         `like` gives the other sizes, dtype and device where there is no storage.
 
+        Returns:
+            The storage.
+
         Raises:
             ValueError: more rows than a fixed buffer has.
         """
-        held = 0 if self._data is None else self._data.shape[self.dim]
+        storage = self.storage
         if self.room is not None:
-            self._fill_to(rows, self.room or rows, like)
-        elif self._data is None or rows > held:
+            storage = self._fill_to(rows, self.room or rows, like)
+        elif storage is None or rows > storage.shape[self.dim]:
             # Growth by half keeps the copies below three per row; the spare 64 serve the first decode steps.
-            shape, enough = list(like.shape), self._data is None and self.capacity >= rows
+            held = 0 if storage is None else storage.shape[self.dim]
+            shape, enough = list(like.shape), storage is None and self.capacity >= rows
             shape[self.dim] = self.capacity if enough else max(held + held // 2, rows + 64)
             grown = self._empty(shape, like)
-            if self._data is not None:
+            if storage is not None:
                 grown.narrow(self.dim, 0, self.rows).copy_(self.data)
-            self._data = grown
+            self.storage = storage = grown
         self.rows = rows
+        return storage
 
-    def _fill_to(self, rows: int, room: int, like: Tensor) -> None:
-        if self._data is None:
+    def _fill_to(self, rows: int, room: int, like: Tensor) -> Tensor:
+        if self.storage is None:
             shape = list(like.shape)
             shape[self.dim] = room
-            self._data = self._empty(shape, like)
+            self.storage = self._empty(shape, like)
             self._clear(0)
         elif rows < self.rows:
             self._clear(rows)
-        if rows > self._data.shape[self.dim]:
-            raise ValueError(f"storage is fixed at {self._data.shape[self.dim]} rows, and {rows} are to be stored")
+        if rows > self.storage.shape[self.dim]:
+            raise ValueError(f"storage is fixed at {self.storage.shape[self.dim]} rows, and {rows} are to be stored")
+        return self.storage
 
     def _clear(self, first: int) -> None:
         """Makes the rows from `first` on spare ones."""
-        if self._data is not None and self.spare is not None:
-            self._data.narrow(self.dim, first, self._data.shape[self.dim] - first).fill_(self.spare)
+        if self.storage is not None and self.spare is not None:
+            self.storage.narrow(self.dim, first, self.storage.shape[self.dim] - first).fill_(self.spare)
 
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         lock = self.pinned and like.device.type == "cpu" and torch.cuda.is_available()
@@ -149,20 +158,19 @@ class RowBuffer(State):
     def append(self, rows: Tensor) -> None:
         """Appends `rows`, which agree with what is stored in every other dimension."""
         first, count = self.rows, rows.shape[self.dim]
-        self.resize(first + count, rows)
-        self.full.narrow(self.dim, first, count).copy_(rows)
+        self.resize(first + count, rows).narrow(self.dim, first, count).copy_(rows)
 
     def take(self, index: Tensor) -> None:
         """Replaces sequence b by the stored sequence `index[b]`; ValueError where a fixed batch would change."""
-        if self._data is None:
+        if self.storage is None:
             return
         if self.room is not None:
-            if len(index) != len(self._data):
-                raise ValueError(f"storage is fixed at {len(self._data)} sequences, got an index of {len(index)}")
-            self._data.copy_(self._data.index_select(0, index.to(self._data.device)))
+            if len(index) != len(self.storage):
+                raise ValueError(f"storage is fixed at {len(self.storage)} sequences, got an index of {len(index)}")
+            self.storage.copy_(self.storage.index_select(0, index.to(self.storage.device)))
         else:
-            taken = self._empty([len(index), *self._data.shape[1:]], self._data)
-            self._data = torch.index_select(self._data, 0, index.to(self._data.device), out=taken)
+            taken = self._empty([len(index), *self.storage.shape[1:]], self.storage)
+            self.storage = torch.index_select(self.storage, 0, index.to(self.storage.device), out=taken)
 
     def keep(self, ids: Tensor, first: int = 0, last: int | None = None) -> None:
         """Of the rows `first` to `last` (None: to the end) only `ids` stay, in their order; rows before and behind
@@ -184,7 +192,7 @@ class RowBuffer(State):
         taken = ids.to(held.device) + first
         for place in itertools.product(*map(range, held.shape[:dim])):  # a head at a time: no second copy of all
             made[place][first : first + ids.shape[-1]] = held[place][taken[place]]
-        self._data, self.rows = made, rows
+        self.storage, self.rows = made, rows
 
     def fresh(self) -> RowBuffer:
         """An empty buffer of the same kind, not fixed."""
@@ -194,24 +202,24 @@ class RowBuffer(State):
         """An independent copy."""
         copy = self.fresh()
         copy.rows, copy.room = self.rows, self.room
-        if self._data is not None:
-            copy._data = self._empty(self._data.shape, self._data).copy_(self._data)
+        if self.storage is not None:
+            copy.storage = self._empty(self.storage.shape, self.storage).copy_(self.storage)
         return copy
 
     def reset(self) -> None:
         """Forgets every row and frees the storage, which the next batch may need in another shape; not a fixed one."""
         self.rows = 0
         if self.room is None:
-            self._data = None
+            self.storage = None
         else:
             self._clear(0)
 
     def to(self, device: torch.device | str) -> None:
         """Moves the storage."""
-        if self._data is not None:
-            self._data = self._data.to(device)
+        if self.storage is not None:
+            self.storage = self.storage.to(device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the filled rows."""
-        return 0 if self._data is None else self.data.numel() * self._data.element_size()
+        return 0 if self.storage is None else self.data.numel() * self.storage.element_size()

@@ -46,18 +46,17 @@ class Operation:
             ValueError: a name that the operation does not have.
             RuntimeError: a named implementation that cannot run here.
         """
-        if impl is None and torch_only:
-            return self.module(self.fallback)
-        return self.module(choose(impl, device, dtype, self.names, self.fallback))
+        torch_only = torch_only and impl is None
+        name = self.fallback if torch_only else choose(impl, device, dtype, self.names, self.fallback)
+        return self._modules.get(name) or self.module(name)
 
     def module(self, name: str) -> Any:
         """Return the module of an implementation, imported at its first use: numba and Triton are optional."""
-        found = self._modules.get(name)
-        if found is None:
-            found = self._modules[name] = importlib.import_module(f"{self._package}.{FILES[name]}")
+        found = self._modules[name] = importlib.import_module(f"{self._package}.{FILES[name]}")
         return found
 
 
+@functools.cache  # what can run here does not change while a process runs, and every step asks
 def choose(
     impl: str | None,
     device: torch.device,

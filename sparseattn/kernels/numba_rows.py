@@ -194,7 +194,10 @@ def flat_rows(rows: Tensor) -> tuple[Any, tuple[int, ...]]:
 def storage_of(part: Tensor) -> Any:
     """Return the storage of `part` from its first element to its last as a flat numpy array, a view."""
     if part.is_contiguous():
-        return as_bits(part).reshape(-1)
-    shape, steps = part.shape, part.stride()
-    last = 0 if 0 in shape else sum(map(operator.mul, shape, steps)) - sum(steps) + 1
-    return as_bits(part.as_strided((last,), (1,)))
+        flat = part.view(-1)
+    else:
+        shape, steps = part.shape, part.stride()
+        last = 0 if 0 in shape else sum(map(operator.mul, shape, steps)) - sum(steps) + 1
+        flat = part.as_strided((last,), (1,))
+    bits = BITS.get(flat.dtype)
+    return (flat if bits is None else flat.view(bits)).numpy()

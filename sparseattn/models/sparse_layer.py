@@ -193,8 +193,8 @@ class SparseLayer(CacheLayerMixin):
                 mask = call.mask
                 if mask is not None:
                     mask = mask[..., part] if mask.ndim == 2 else mask[..., part, part]
-                query, key, value = (x[:, :, part] for x in (call.query, call.key, call.value))
-                call = Call(call.module, query, key, value, mask, call.options)
+                queries, keys, values = (x[:, :, part] for x in (call.query, call.key, call.value))
+                call = Call(call.module, queries, keys, values, mask, call.options)
             return delegate(call, run.original)[0]
         block = self._block(call.mask, new, run).to(call.key.device)  # [B,1,n,n]
         outs = [self._attend_stored(heads, call, new, block) for heads in self.parts]  # each [B,h,G,n,D]

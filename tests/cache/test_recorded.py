@@ -78,6 +78,12 @@ def _kernel(names: tuple[str, ...]) -> str:
     return "triton" if "triton" in names else "torch"
 
 
+def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
+    """To choose as the recording does."""
+    patch.setattr(implementations, "choose", implementations.choose.__wrapped__)  # what it has found is kept
+    patch.setattr(implementations, "why_not_numba", lambda *_: "off")
+
+
 # QueryBridge at its defaults is fixed at 2,048 lists of 256 keys, all of which a replay writes again.
 @by_name([case for case in ON_DEVICE if case.name != "bridge"])
 def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
@@ -91,7 +97,7 @@ def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
         twin = cache.clone()  # which has not observed this step yet
         recording.replay()
         with pytest.MonkeyPatch.context() as patch:  # keys of few bits are scored as in the recording
-            patch.setattr(implementations, "why_not_numba", lambda *_: "to choose as the recording does")
+            choose_without_numba(patch)
             expected = decode(query, twin, 40, impl="reference")
         assert torch.equal(twin.sealed, sealed), "a seal lies between the recording and the replay"
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -127,7 +133,7 @@ def test_in_fixed_storage_a_step_follows_seals_and_another_batch(case: Case, bud
             query.copy_(queries[:, :, :, t])
             recording.replay()
             with pytest.MonkeyPatch.context() as patch:  # ties of a vote fall as in the recording, which has torch's
-                patch.setattr(implementations, "why_not_numba", lambda *_: "to choose as the recording does")
+                choose_without_numba(patch)
                 expected = decode(query, plain, budget)
             assert torch.equal(cache.sealed, plain.sealed)
             seals.add(int(cache.sealed[0]))
@@ -154,7 +160,7 @@ def test_a_step_by_mass_never_waits_and_follows_seals(name: str) -> None:
         query.copy_(queries[:, :, :, t])
         recording.replay()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(implementations, "why_not_numba", lambda *_: "to choose as the recording does")
+            choose_without_numba(patch)
             expected = decode(query, plain, budget)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         assert plain.latest is not None

@@ -90,6 +90,7 @@ def test_a_named_numba_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         implementations.why_not_numba(torch.device("cuda"), torch.float32)
         == "numba's code runs on the CPU, not on cuda"
     )
+    monkeypatch.setattr(implementations, "choose", implementations.choose.__wrapped__)  # what it has found is kept
     monkeypatch.setattr(implementations, "_missing_numba", lambda: "numba is not installed")
     with pytest.raises(RuntimeError, match="numba is not installed"):
         attend(query, keys, values, selection, impl="numba")
@@ -314,6 +315,7 @@ def test_quest_chooses_the_same_pages_in_torch_and_compiled(monkeypatch: pytest.
     cache.append(keys, values)
     query = queries[:, :, :, 5]
     one = cache.select(query, 160)
+    monkeypatch.setattr(implementations, "choose", implementations.choose.__wrapped__)  # what it has found is kept
     monkeypatch.setattr(implementations, "_missing_numba", lambda: "off")
     other = cache.select(query, 160)
     assert torch.equal(one.mask(900), other.mask(900))

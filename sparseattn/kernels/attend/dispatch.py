@@ -117,7 +117,8 @@ def _torch_only(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
         return False
     if not keys.stride(-1) == values.stride(-1) == 1:
         return True
-    return any(part is not None and part.requires_grad for part in (query, keys, values, bias))
+    learns = query.requires_grad or keys.requires_grad or values.requires_grad
+    return learns or (bias is not None and bias.requires_grad)
 
 
 def _check(

@@ -93,7 +93,8 @@ def _page_scores(query, root, summed, low, low_steps, high, high_steps, valid, v
 def scores(query: Tensor, bounds: PageBounds, group: str, temperature: float) -> Tensor:
     """As `dispatch.page_scores`."""
     assert bounds.valid is not None
-    query, valid = in_steps(query, bounds.step), bounds.valid
+    query = query if bounds.step is None else in_steps(query, bounds.step)
+    valid = bounds.valid
     batch, heads, share, size = query.shape
     pages, each, summed = valid.shape[1], group in ("each", "softmax"), group == "sum"  # the bound is linear in halves
     minimum, minimum_steps = flat_rows(bounds.minimum)

@@ -79,9 +79,9 @@ class Edges(RowBuffer):
         twin._slots = self._slots  # replaced, never changed in place
         return twin
 
-    def resize(self, rows: int, like: Tensor) -> None:
-        super().resize(rows, like)
+    def resize(self, rows: int, like: Tensor) -> Tensor:
         self._slots = []
+        return super().resize(rows, like)
 
     def reset(self) -> None:
         super().reset()
