@@ -12,7 +12,7 @@ from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_argument
-from sparseattn.models.sparse_cache import Method, PerLayer, SparseCache
+from sparseattn.models.sparse_cache import BUDGET, Method, PerLayer, SparseCache
 from sparseattn.models.sparse_layer import SparseLayer
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.baselines.window import Window
@@ -72,7 +72,7 @@ class Prefill:
         self.logits: Tensor = out.logits[:, -1]
 
     def cache(
-        self, selector: Method | PerLayer = "quest", budget: Budget | PerLayer = 1024, **settings: Any
+        self, selector: Method | PerLayer | None = None, budget: Budget | PerLayer = BUDGET, **settings: Any
     ) -> SparseCache:
         """Return a `SparseCache(model, selector, budget, **settings)` that holds the prompt, nothing of it sealed yet.
 

@@ -108,6 +108,7 @@ def test_a_cache_by_a_plan_is_one_by_its_roles(llama: Any, tmp_path: Path) -> No
     ("given", "words"),
     [
         ({"selector": "exact"}, "plan mine names the method of every layer: give it, .* got 'exact'"),
+        ({"selector": "quest"}, "plan mine names the method of every layer: give it, .* got 'quest'"),
         ({"roles": Roles(["dense"])}, "plan mine names the method of every layer"),
         ({"sink": 5}, "measured with a sink of 2 and a window of 8 rows, got 5 and 64: give it those"),
     ],

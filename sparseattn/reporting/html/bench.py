@@ -14,7 +14,7 @@ from sparseattn.reporting.html.shared_fields import BUDGET, COUNT, MEANS, NAME, 
 from sparseattn.reporting.html.shared_fields import HEADS as NUMBERS
 from sparseattn.reporting.html.views import Heat, Lines, Section, Subject, View, axis, column, cost, text
 from sparseattn.reporting.table import Table
-from sparseattn.utils.json_fields import FieldError, Items, Object, Values
+from sparseattn.utils.json_fields import FieldError, Items, Maybe, Object, Values
 
 FILE = "bench.jsonl"
 
@@ -47,7 +47,7 @@ FIELDS = Object(
         "last": COUNT,
         "layers": Items(COUNT, 1),
     },
-    {"heads": Values(Items(NUMBERS)), **ORIGIN},
+    {"heads": Values(Items(NUMBERS)), "tokens": Maybe(COUNT), **ORIGIN},
     _heads_fit,
 )
 

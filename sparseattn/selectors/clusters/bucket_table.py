@@ -300,24 +300,13 @@ class Partitioned(Selector):
 
     @abstractmethod
     def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
-        """Return what ranking all of a layer's buckets reads.
+        """Return what ranking all of a layer's buckets reads, and its launches, in which what all sequences share is
+        read once.
 
         Args:
             query, sealed: as of `scan`.
-            partition: of the KV heads that are served, as `_used` keeps it.
-        """
-
-    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
-        """Return the launch that ranks all of a layer's buckets, in which what all sequences share is read once.
-
-        Args:
-            query: as of `cost`.
             partition: of the KV heads that are served, as `_used` keeps it on a CPU.
-
-        Raises:
-            ValueError: a method that does not say.
         """
-        raise ValueError(f"{self!r} does not say what ranking buckets costs, so no time can be predicted")
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """Count bytes by the segments that there are, before rows are sealed as if these lay in one; and rows as if
@@ -331,7 +320,7 @@ class Partitioned(Selector):
         lists = heads * choices
         rows = min(budget, sealed * probes / buckets)
         launches = (
-            self.ranking_launch(query, own.partition),
+            *ranking.launches,
             Launch("sort", entries=sorted_best(batch * heads * members, buckets, probes)),
             Launch("operator", count=self.operators),
         )

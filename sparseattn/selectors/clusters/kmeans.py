@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sparseattn.core.step_cost import Launch, Scan, products
+from sparseattn.core.step_cost import Scan, products
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.parameters.saap_artefact import Partition
 
@@ -27,9 +27,5 @@ class KMeans(Partitioned):
 
     def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
         centroids = partition.centroids  # which a step reads in float32
-        return Scan(centroids.shape[1], 4 * centroids[0].numel())
-
-    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
-        scan = self.ranking_scan(query, 0, partition)
-        launch = products(query, partition.centroids.shape[1], query.shape[3])
-        return replace(launch, bytes=query.shape[1] * scan.read)
+        buckets, read = centroids.shape[1], 4 * centroids[0].numel()
+        return Scan(buckets, read, (replace(products(query, buckets, query.shape[3]), bytes=query.shape[1] * read),))

@@ -130,7 +130,4 @@ class Moments(Partitioned):
 
     def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
         buckets = partition.centroids.shape[1]
-        return Scan(buckets, KeyMoments.read(query.shape[3], buckets))
-
-    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
-        return KeyMoments.launch(query, partition.centroids.shape[1])
+        return Scan(buckets, KeyMoments.read(query.shape[3], buckets), (KeyMoments.launch(query, buckets),))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.core.step_cost import Launch, Scan
+from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.kernels.implementations import choose
 from sparseattn.kernels.linear.dispatch import FEW
 from sparseattn.selectors.abilities import ReadsKeys
@@ -73,29 +73,25 @@ class SAAP(Partitioned):
         return (1 - share) * logits + share * self.moments.logits(query, self.temperature(size))
 
     def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
-        classifier, buckets = partition.classifier, partition.centroids.shape[1]
+        classifier = partition.classifier
         assert classifier is not None
-        read = self._classifier_bytes(classifier, query.shape[1])
-        return Scan(buckets, read + (KeyMoments.read(query.shape[3], buckets) if self.context else 0))
+        (_, heads, _, size), (_, buckets, hidden) = query.shape, classifier.w2.shape
+        read, queries = self._classifier_bytes(classifier, heads), query.shape[:3].numel()
+        numbers = sum(part.numel() for part in classifier.tensors().values())
+        many = queries // len(classifier.w1) > FEW[min(query.dtype.itemsize, 4)]
+        kind, flops = "network" if many else "classifier", 2.0 * queries * hidden * (size + buckets)
+        launch = Launch(kind, bytes=heads * read, flops=flops, entries=numbers)
+        if self.context:
+            moments = KeyMoments.launch(query, buckets)
+            launch = replace(launch, bytes=launch.bytes + moments.bytes, flops=flops + moments.flops)
+            read += KeyMoments.read(size, buckets)
+        return Scan(buckets, read, (launch,))
 
     def _classifier_bytes(self, classifier: Classifier, heads: int) -> int:
         """Return the bytes of one of so many KV heads; where keys count as 16 bits weights count as `_used` would keep
         them then."""
         narrow, parts = self.layer_context.key_bytes == 2, classifier.tensors().values()
         return sum(part.numel() * (2 if narrow and part.ndim == 3 else part.element_size()) for part in parts) // heads
-
-    def ranking_launch(self, query: Tensor, partition: Partition) -> Launch:
-        assert partition.classifier is not None
-        (_, heads, _, size), (_, buckets, hidden) = query.shape, partition.classifier.w2.shape
-        read = heads * self._classifier_bytes(partition.classifier, heads)
-        flops = 2.0 * query.shape[:3].numel() * hidden * (size + buckets)
-        numbers = sum(part.numel() for part in partition.classifier.tensors().values())
-        many = query.shape[:3].numel() // len(partition.classifier.w1) > FEW[min(query.dtype.itemsize, 4)]
-        launch = Launch("network" if many else "classifier", bytes=read, flops=flops, entries=numbers)
-        if not self.context:
-            return launch
-        added = KeyMoments.launch(query, buckets)
-        return replace(launch, bytes=read + added.bytes, flops=flops + added.flops)
 
     def _used(self, partition: Partition, like: Tensor) -> Partition:
         classifier = partition.classifier
@@ -133,4 +129,5 @@ class PerfectBuckets(ReadsKeys, Partitioned):
         return share[..., :-1].log()
 
     def ranking_scan(self, query: Tensor, sealed: int, partition: Partition) -> Scan:
-        return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+        read = sealed * query.shape[3] * self.bytes_of(query)
+        return Scan(sealed, read, (products(query, sealed, query.shape[3], read),))
