@@ -63,9 +63,8 @@ class BenchOptions:
     selector: Annotated[
         list[str] | None,
         shared.selector_option(
-            f"{ALL}: every NAME, as it is by default; what cannot run on a trace is left out, what reads more rows at "
-            "a time than a --budget allows is measured at as many in its place, and why is said. Default: "
-            f"{' '.join(SELECTED)}; for built-in traces what was trained for their model as well."
+            f"The name {ALL} takes every method with its defaults; the output says which cannot run, and why. Default: "
+            f"{' '.join(SELECTED)}, and on built-in traces what was trained for their model."
         ),
     ] = None
     roles: shared.Roles = None
@@ -100,20 +99,17 @@ class BenchOptions:
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Compare where heads attend as many rows, those of sink, window and this --budget. A method that "
-            "attends fewer at one --budget and more at the next is mixed of the two, token by token; one that always "
-            "attends fewer is shown at its most, with its own rows, one that always attends more is left out. Default, "
-            f"with --selector {ALL} or --by-layer, {layer_tables.ROWS} or the middle one."
+            help="Compare methods at equal rows: each attends as many as sink, window and this --budget allow, "
+            f"interpolated between two budgets if need be. Default with --selector {ALL} or --by-layer: "
+            f"{layer_tables.ROWS}, or else the middle budget."
         ),
     ] = None
     bytes_read: Annotated[
         str | None,
         typer.Option(
             "--bytes",
-            help="Compare at equal bytes: the share of the cache's, what is read to choose included. A method that "
-            "reads less at one --budget and more at the next is mixed of the two, token by token, so that it reads as "
-            "much; one that always reads less is shown at its largest budget, one that always reads more is left out. "
-            f"Default, with --selector {ALL} or --by-layer, {layer_tables.BYTES:.0%}.",
+            help="Compare methods at equal bytes: each reads this share of the cache, the index included, interpolated "
+            f"between two budgets if need be. Default with --selector {ALL} or --by-layer: {layer_tables.BYTES:.0%}.",
         ),
     ] = None
     by_step: Annotated[
