@@ -77,10 +77,11 @@ class Commands(TyperGroup):
 
     def main(self, *arguments: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a command. A wrong command line ends in one line with status 2, Ctrl-C in one line with status 130."""
+        quiet = {**extra, "standalone_mode": False}
         if not standalone_mode:
-            return super().main(*arguments, standalone_mode=False, **extra)
+            return super().main(*arguments, **quiet)
         try:
-            status = super().main(*arguments, standalone_mode=False, **extra)
+            status = super().main(*arguments, **quiet)
         except UsageError as error:
             _say(f"{_sentence(error)} See `{'sparseattn' if error.ctx is None else error.ctx.command_path} --help`.")
             status = 2
