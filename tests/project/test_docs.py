@@ -260,7 +260,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_api_pages_have_every_public_name() -> None:

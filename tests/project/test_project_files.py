@@ -92,10 +92,10 @@ def test_forms_ask_something(path: Path) -> None:
     assert all("label" in field["attributes"] for field in form["body"] if field["type"] != "markdown")
 
 
-def test_the_first_offline_example_of_the_readme_is_found() -> None:
-    from scripts.release_check import first_offline_example, requirements
+def test_the_offline_examples_of_the_readme_are_found() -> None:
+    from scripts.release_check import offline_examples, requirements
 
-    code = first_offline_example((ROOT / "README.md").read_text())
+    code = offline_examples((ROOT / "README.md").read_text())
     assert "load_model" not in code
     assert "import sparseattn" in code or "from sparseattn import" in code
     assert [requirement.partition(">=")[0] for requirement in requirements("release")] == ["build", "twine"]
