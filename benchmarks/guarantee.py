@@ -18,7 +18,8 @@ from benchmarks.records import RESULTS
 from sparseattn.cli.inputs import open_trace
 from sparseattn.core.budget import budget_label, parse_budget
 from sparseattn.cost_model.environment import machine, versions
-from sparseattn.evaluation.replay import check_replay, evaluate
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.replay_settings import Replay, check_replay
 from sparseattn.selectors.combined.vattention import VAttention
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace
@@ -93,9 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = options.selector or list(SETTINGS)
     try:
         trace = open_trace(options.trace, lambda *_: None)
+        replay = Replay(options.sink, options.window, options.last)
         for text in asked:
             spec, _, cap = text.partition("@")
-            check_replay(trace, [parse_budget(cap or "all")], made(spec), options.sink, options.window, options.last)
+            check_replay(trace, [parse_budget(cap or "all")], made(spec), replay)
     except ValueError as error:
         command.error(str(error))
     results = [measured(trace, text, options) for text in asked]

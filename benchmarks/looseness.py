@@ -21,7 +21,7 @@ from sparseattn.cli.inputs import open_trace
 from sparseattn.core.context import LayerContext
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.rank_correlation import rank_correlation
-from sparseattn.evaluation.replay import usable_layers
+from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.base import PageSelector

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.core.selection import Tail as Tail
     from sparseattn.core.selection import Weighed as Weighed
     from sparseattn.core.step_cost import Scan as Scan
-    from sparseattn.evaluation.replay import Evaluation as Evaluation
     from sparseattn.evaluation.replay import evaluate as evaluate
+    from sparseattn.evaluation.result import Evaluation as Evaluation
     from sparseattn.kernels.attend.dispatch import attend as attend
     from sparseattn.kernels.attend.merge import merge as merge
     from sparseattn.kernels.attend_quantized.dispatch import attend_coded as attend_coded
@@ -85,7 +85,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Bounds": "sparseattn.core.selection",
     "CodedRows": "sparseattn.kernels.attend_quantized.reference",
-    "Evaluation": "sparseattn.evaluation.replay",
+    "Evaluation": "sparseattn.evaluation.result",
     "Fitted": "sparseattn.selectors.combined.fitted",
     "KVCache": "sparseattn.cache.kv_cache",
     "LayerContext": "sparseattn.core.context",

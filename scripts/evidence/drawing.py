@@ -15,7 +15,7 @@ from scripts.evidence.tables import matches
 from sparseattn.evaluation.attention_stats import Inspection
 from sparseattn.evaluation.by_head import Comparison, Reading
 from sparseattn.evaluation.recall_curve import Curve
-from sparseattn.evaluation.replay import Evaluation
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting import plots
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots import panels

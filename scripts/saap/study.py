@@ -28,7 +28,9 @@ from scripts.saap.prompts import others
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.builtin_traces import BYTES, builtin_trace
-from sparseattn.evaluation.replay import COUNTED, evaluate_budgets
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
+from sparseattn.evaluation.step_measures import COUNTED
 from sparseattn.selectors.parameters.saap_artefact import Artefact, locate
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace, TraceLayer
@@ -161,7 +163,7 @@ def compare(
                 known = [records.get((name, method, budget)) for budget in budgets]
                 identity = _identity(trace, spec, selector, last)
                 if any(one is None or one["identity"] != identity for one in known):
-                    measured = evaluate_budgets(trace, selector, budgets, last=last, layers=LAYERS)
+                    measured = evaluate_budgets(trace, selector, budgets, Replay(last=last, layers=LAYERS))
                     for budget, one in zip(budgets, measured, strict=True):
                         facts = {"method": method, "spec": spec, "identity": identity}
                         record = {**one.record(True), "trace": name, **facts}
@@ -281,7 +283,7 @@ def buckets_study(work: Path, paths: Mapping[str, Path], opened: Mapping[str, Tr
                 factors += [imbalance(head, held_in.centroids.shape[1]) for head in held_in.assign(keys)]
             out["imbalance"][name] = factors
             # Slots of one row, so that no row waits for others to be sealed and is counted as visited.
-            one = evaluate_budgets(trace, "saap:span=1", [None], last=8, layers=LAYERS)[0]
+            one = evaluate_budgets(trace, "saap:span=1", [None], Replay(last=8, layers=LAYERS))[0]
             dense = one.settings["sink"] + one.settings["window"]
             rows = one.heads["attended"] / one.heads["attended_share"]
             visited = (one.heads["attended"] - dense) / (rows - dense)  # alike in a group
@@ -306,7 +308,7 @@ def joint(
             each = records[name, "SAAP, each query head", budget]["far"]["mean"]
             dense = records[name, "SAAP", budget]["far"]["mean"]["distinct_rows"] - int(budget * opened[name].tokens)
             rows = round(each["distinct_rows"] - dense)
-            one = evaluate_budgets(opened[name], METHODS["SAAP"], [rows], last=last, layers=LAYERS)[0].far(FAR)
+            one = evaluate_budgets(opened[name], METHODS["SAAP"], [rows], Replay(last=last, layers=LAYERS))[0].far(FAR)
             found = {
                 way: {measure: mean[measure] for measure in SHOWN}
                 for way, mean in (("independent", each), ("joint", one.record()["mean"]))

@@ -25,7 +25,9 @@ from scripts.smollm2.windows import MODEL, TOKENS, Window, trace_of
 from sparseattn.cli.progress import model_progress, progress_bar
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.builtin_traces import BUILTIN, SPREAD, builtin_trace
-from sparseattn.evaluation.replay import Evaluation, evaluate_budgets
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.models.load import encode, load_model
 from sparseattn.selectors.parameters.saap_artefact import locate
 from sparseattn.selectors.registry import make_selector
@@ -103,7 +105,7 @@ def measured(trace: Trace, last: int, spec: str, path: Path, advance: Callable[[
     if path.is_file() and (held := json.loads(path.read_text()))["identity"] == identity:
         advance(last * len(LAYERS) * len(BUDGETS))
         return list(held["budgets"])
-    found = evaluate_budgets(trace, spec, BUDGETS, last=last, layers=LAYERS, progress=advance)
+    found = evaluate_budgets(trace, spec, BUDGETS, Replay(last=last, layers=LAYERS), progress=advance)
     budgets = [compact(one) for one in found]
     write_atomic(path, json.dumps({"identity": identity, "budgets": budgets}).encode())
     return budgets

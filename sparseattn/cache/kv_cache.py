@@ -99,7 +99,7 @@ class KVCache:
         group: with `bits`, rows of keys that share a channel's levels, a power of two; rows are sealed in multiples of
             it. KIVI's is 32.
         exact: with `bits`, whether sealed rows are kept as they came too, for comparing with full attention over them
-            (`evaluation.replay.compare`): memory grows, what a step reads does not.
+            (`evaluation.step_measures.compare`): memory grows, what a step reads does not.
         check: whether every selection is held against the contract (`selection_checks.check`), which makes the host
             wait: comparisons and tests do, decoding for its own sake does not.
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,15 +26,10 @@ from sparseattn.cli.results import RecordFile, check_figures, origin, results_fo
 from sparseattn.core.budget import Budget, budget_order
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.evaluation.by_head import JUDGED, Comparison
-from sparseattn.evaluation.replay import (
-    Evaluation,
-    check_replay,
-    check_steps,
-    evaluate,
-    evaluate_budgets,
-    replay_device,
-    usable_layers,
-)
+from sparseattn.evaluation.replay import evaluate, evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay, check_replay, replay_device, usable_layers
+from sparseattn.evaluation.result import Evaluation
+from sparseattn.evaluation.step_measures import check_steps
 from sparseattn.models.load import REFERENCE
 from sparseattn.reporting import layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
@@ -169,10 +164,10 @@ class BenchOptions:
         """The budget whose rows, and the share of the cache's bytes, at which methods are compared."""
         return layer_tables.chosen_rows(self.rows, self.budgets), layer_tables.chosen_bytes(self.bytes_read)
 
-    def replay_settings(self) -> dict[str, Any]:
-        """Return what `evaluate_budgets` takes."""
-        names = ("sink", "window", "last", "seal", "indexes", "device", "steps")
-        return {"layers": self.layer_numbers, **{name: getattr(self, name) for name in names}}
+    def replay(self, bits: int | None = None) -> Replay:
+        """Return how traces are replayed, with rows of so many bits."""
+        layers = self.layer_numbers
+        return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, bits)
 
     def check_method(self, trace: Trace, layers: list[int], method: Method, budgets: Sequence[Budget]) -> None:
         """Refuse, by a ValueError, a method that cannot be measured on a trace."""
@@ -180,7 +175,7 @@ class BenchOptions:
         refused: list[ValueError] = []
         for bits in self.rounding:
             try:
-                check_replay(trace, budgets, method, self.sink, self.window, self.last, self.seal, layers, bits)
+                check_replay(trace, budgets, method, replace(self.replay(bits), layers=layers))
             except ValueError as error:
                 refused.append(error)
         if len(refused) == len(self.rounding):  # a method that refuses rounded rows alone is measured without
@@ -266,7 +261,6 @@ def _measured(
 
     A method of `all` that refuses the rows themselves goes to what is left out, with its reason.
     """
-    settings = options.replay_settings()
     with progress_bar() as bar:
         for replay in replays:
             trace, layers = replay.trace, usable_layers(replay.trace, options.layer_numbers)
@@ -277,7 +271,9 @@ def _measured(
                 task = bar.add_task(f"{trace.name} {label}", total=options.last * len(layers) * len(rising))
                 advance = functools.partial(bar.advance, task)
                 try:
-                    results = evaluate_budgets(trace, method, rising, bits=bits, progress=advance, **settings)
+                    results = evaluate_budgets(
+                        trace, method, rising, options.replay(bits), steps=options.steps, progress=advance
+                    )
                 except ValueError as error:
                     rounded = bits is not None and len(options.rounding) > 1 and not isinstance(error, ContractError)
                     if not (rounded or chosen.forgives(method, error)):

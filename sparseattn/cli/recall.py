@@ -21,7 +21,7 @@ from sparseattn.cli.results import RecordFile, check_figures, results_folder, sa
 from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
-from sparseattn.evaluation.replay import usable_layers
+from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.reporting import recall_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.selectors.base import Selector

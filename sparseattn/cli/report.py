@@ -18,7 +18,7 @@ from sparseattn.cli.inputs import open_trace
 from sparseattn.cli.progress import model_progress, progress_bar
 from sparseattn.core.budget import Budget, budget_label, parse_budget
 from sparseattn.evaluation.builtin_traces import BUILTIN, pieces_of
-from sparseattn.evaluation.replay import usable_layers
+from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.evaluation.token_explorer import explore
 from sparseattn.models.errors import ModelError
 from sparseattn.models.pypi_models import PACKAGED

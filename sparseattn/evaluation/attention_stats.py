@@ -3,8 +3,8 @@
 Four questions, at the last tokens of a trace and for the rows beyond sink and window. How far do queries lie from the
 keys, and how far do other keys (RetrievalAttention, https://arxiv.org/abs/2409.10516, section 2.3)? How much of the
 attention do the best rows hold? Do the next tokens need the same rows? And how close are the bounds by which Quest
-(https://arxiv.org/abs/2406.10774) ranks pages to the pages' largest logits? No selector is run: what one makes of it,
-`evaluation.replay.py` measures.
+(https://arxiv.org/abs/2406.10774) ranks pages to the pages' largest logits? No selector is run:
+`evaluation.replay` measures what one makes of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.evaluation.measures import BEFORE, BEST, HELD, NEEDED
 from sparseattn.evaluation.rank_correlation import rank_correlation
-from sparseattn.evaluation.replay import check_replay, is_trace, json_number, usable_layers
+from sparseattn.evaluation.replay_settings import Replay, check_replay, is_trace, usable_layers
+from sparseattn.evaluation.result import json_number
 from sparseattn.kernels.page_bounds.reference import page_bounds
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.pages.quest import Quest
@@ -117,7 +118,7 @@ def check_inspection(trace: Trace, sink: int, window: int, last: int, layers: Se
     is_trace(trace)
     estimator()
     chosen = usable_layers(trace, layers)
-    check_replay(trace, [], Quest(max(PAGES)), sink, window, last)
+    check_replay(trace, [], Quest(max(PAGES)), Replay(sink, window, last))
     return chosen
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseattn.core.budget import Budget, Mass, budget_record, budget_rows
 from sparseattn.evaluation.rank_correlation import rank_correlation
-from sparseattn.evaluation.replay import Evaluation, json_number
+from sparseattn.evaluation.result import Evaluation, json_number
 
 JUDGED = ("recovered", "relative_error")  # what methods are compared by
 MISSED = 0.5  # a head of whose weight on indexed rows a method recovers less is missed

@@ -9,47 +9,42 @@ three things that papers call selectivity: rows scanned, rows attended, bytes re
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparseattn.cache import input_checks
-from sparseattn.cache.decode import attend_chosen
-from sparseattn.cache.kv_cache import KVCache, unit_of
-from sparseattn.core.budget import Budget, budget_of, budget_record, parse_budget
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.budget import Budget, parse_budget
 from sparseattn.core.context import Heads, LayerContext
 from sparseattn.core.layer_choices import Board
-from sparseattn.core.mass import Promise
-from sparseattn.core.selection import Bounds, Selection, Tail
-from sparseattn.evaluation import measures
-from sparseattn.kernels.attend import reference as attend_reference
-from sparseattn.roles.roles import Method, Roles, Share, as_method, rounded_label, shares_of, together
-from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
+from sparseattn.core.selection import Selection
+from sparseattn.evaluation.replay_settings import (
+    Replay,
+    ReplayOptions,
+    check_replay,
+    is_trace,
+    replay_device,
+    usable_layers,
+)
+from sparseattn.evaluation.result import Evaluation
+from sparseattn.evaluation.step_measures import COUNTED, MEASURES, check_steps, compare
+from sparseattn.roles.roles import Roles, Share, as_method, rounded_label, shares_of, together
+from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace, TraceLayer
-from sparseattn.utils.devices import usable_device
 
-RECALLS = (1, 10, 100)
-ROUNDING = 1e-5  # of sums of weights in float32
-# What `compare` gives of a step, in the order of the records; `measures.py` says what each is.
-MEASURES = (
-    *(f"recall@{k}" for k in RECALLS),
-    *("mass", "indexed_mass", "recovered", "lookups", "lookup_hits", "relative_error", "denominator_error", "mse"),
-    *("attended", "attended_share", "kept", "oracle_kept", "promised", "fulfilled", "distinct_rows", "scanned"),
-    *("scanned_share", "bytes_share"),
-)
-# Measures that are means over other things than tokens -> the measure that counts those.
-COUNTED = {"lookup_hits": "lookups"}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ReplayedStep:
     """One decoded token of a layer, or of the heads in it that share a method, as a replay measured it.
 
     Args:
@@ -71,115 +66,14 @@ class Step:
     measured: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What one selector did at one budget on one trace.
-
-    Args:
-        trace, selector, label, budget: what was measured; `selector` is its repr, `label` its short form.
-        settings: sink, window, seal, last, tokens and the rest that a repetition needs.
-        layers: model layers, in the order of the first dimension of `heads`.
-        heads: measure -> `[layers,H*G]` float64, the mean over the decoded tokens for each query head (measures of a
-            KV head are repeated for its group). See `MEASURES`.
-        steps: measure -> `[layers,H*G,T]` float32, the same token by token, of the measures that `evaluate` was asked
-            for so.
-    """
-
-    trace: str
-    selector: str
-    label: str
-    budget: Budget
-    settings: dict[str, Any]
-    layers: tuple[int, ...]
-    heads: dict[str, Tensor] = field(repr=False)
-    steps: dict[str, Tensor] = field(default_factory=dict, repr=False)
-
-    def mean(self, measure: str) -> float:
-        """Mean over layers and heads that are not NaN; of `lookup_hits` over all lookups, whichever head's they are."""
-        values = self.heads[measure]
-        weight = self.heads[COUNTED[measure]] if measure in COUNTED else torch.ones_like(values)
-        known = ~values.isnan()
-        return float((values * weight)[known].sum() / weight[known].sum())
-
-    def by_step(self, measure: str) -> Tensor:
-        """`[layers,T]` float32: the mean over heads that are not NaN at every decoded token, of one of `steps`."""
-        return self.steps[measure].nanmean(1)
-
-    def worst(self, measure: str) -> float:
-        """The head where the measure is worst, of those that are not NaN."""
-        values = self.heads[measure]
-        values = values[~values.isnan()]
-        if not len(values):
-            return math.nan
-        return float(values.min() if measures.measure(measure).better == measures.HIGH else values.max())
-
-    def far(self, share: float) -> Evaluation:
-        """The same of the heads with at least this share of their attention on indexed rows; the others become NaN.
-
-        `settings` then hold the share, `far`, and which heads these are, `far_heads`: [layer, query head] of each.
-
-        Raises:
-            ValueError: there is no such head.
-        """
-        chosen = self.heads["indexed_mass"] >= share
-        if not chosen.any():
-            most = float(self.heads["indexed_mass"].max())
-            raise ValueError(
-                f"no head of {self.trace} has {share:g} of its attention on indexed rows, the most is {most:.3f}"
-            )
-        heads = {name: values.masked_fill(~chosen, math.nan) for name, values in self.heads.items()}
-        steps = {name: values.masked_fill(~chosen[..., None], math.nan) for name, values in self.steps.items()}
-        heads_chosen = [[self.layers[i], head] for i, head in chosen.nonzero().tolist()]
-        settings = {**self.settings, "far": share, "far_heads": heads_chosen}
-        return replace(self, settings=settings, heads=heads, steps=steps)
-
-    def record(self, per_head: bool | Collection[str] = False) -> dict[str, Any]:
-        """A flat JSON-able record: settings, mean and worst head of each measure, what was measured by step as
-        `[layers][T]`, and the heads apart of every measure, or of those named, if asked."""
-        out: dict[str, Any] = {
-            "trace": self.trace,
-            "selector": self.selector,
-            "label": self.label,
-            "budget": budget_record(self.budget),
-            **self.settings,
-            "layers": list(self.layers),
-            "mean": {name: json_number(self.mean(name)) for name in self.heads},
-            "worst": {name: json_number(self.worst(name)) for name in self.heads},
-        }
-        if self.steps:
-            out["steps"] = {
-                name: [[json_number(value) for value in layer] for layer in self.by_step(name).tolist()]
-                for name in self.steps
-            }
-        if per_head:
-            out["heads"] = {
-                name: [[json_number(value) for value in layer] for layer in values.tolist()]
-                for name, values in self.heads.items()
-                if per_head is True or name in per_head
-            }
-        return out
-
-
-def json_number(value: float) -> float | None:
-    """The number, or None where it is NaN or infinite, which JSON cannot hold."""
-    return value if math.isfinite(value) else None
-
-
 def evaluate(
     trace: Trace,
     selector: Selector | Roles | str,
     budget: Budget,
     *,
-    sink: int = 4,
-    window: int = 64,
-    last: int = 32,
-    layers: Sequence[int] | None = None,
-    seal: int | None = None,
-    indexes: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
+    **settings: Unpack[ReplayOptions],
 ) -> Evaluation:
     """Replays the last tokens of a trace through a selector and compares every step with full attention.
 
@@ -191,72 +85,29 @@ def evaluate(
         selector: an instance, or a text for `make_selector`; or roles, in which the layers measured are named.
         budget: rows beyond sink and window: an int, a share of the context (float or "5%"), or None for all. Roles that
             have a budget of their own keep it.
-        sink, window: rows of the cache's dense zones; 0 or more.
-        last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
-        layers: model layers to measure, default all that attend to the whole context.
-        seal: as in `KVCache`; default the selector's unit, of roles each one's (with `bits` the least common multiple
-            with a group), so that less than that of further dense rows flatters it.
-        indexes: folder of index files, as in `KVCache`; default none are kept.
-        device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
-            in host memory. `settings` say which it was.
-        bits: as in `KVCache`: sealed rows are read in 8 or 4 bits, and compared with full attention over the rows as
-            they are. The label then says so, and bytes are those of the codes and levels read, over those of the whole
-            cache as the trace has it.
         steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
+        settings: the fields of `Replay`: `sink=4`, `window=64`, `last=32`, `layers`, `seal`, `indexes`, `device`,
+            `bits`. With `bits` the label says so, and bytes are those of the codes and levels read, over those of the
+            whole cache as the trace has it.
 
     Raises:
         ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, a
             device that is not there or that the selector cannot work on, or no measure of single tokens in `steps`.
         ContractError: the selector named rows that it must not (`selection_checks.check`).
     """
-    return evaluate_budgets(
-        trace,
-        selector,
-        [budget],
-        sink=sink,
-        window=window,
-        last=last,
-        layers=layers,
-        seal=seal,
-        indexes=indexes,
-        device=device,
-        bits=bits,
-        steps=steps,
-        progress=progress,
-    )[0]
-
-
-def check_steps(measures: Sequence[str]) -> None:
-    """ValueError for what is no measure of a single token: there may be no lookup at one, say."""
-    known = [name for name in MEASURES if name not in COUNTED]
-    unknown = [name for name in measures if name not in known]
-    if unknown or isinstance(measures, str):
-        raise ValueError(f"what can be measured step by step is {', '.join(known)}; got {measures!r}")
-
-
-def is_trace(trace: object) -> None:
-    """ValueError for anything but a trace."""
-    if not isinstance(trace, Trace):
-        raise ValueError(f"trace is a Trace (Trace.open(path), builtin_trace(name), synthetic(...)), got {trace!r}")
+    return evaluate_budgets(trace, selector, [budget], Replay(**settings), steps=steps, progress=progress)[0]
 
 
 def evaluate_budgets(
     trace: Trace,
     selector: Selector | Roles | str,
     budgets: Sequence[Budget],
+    how: Replay | None = None,
     *,
-    sink: int = 4,
-    window: int = 64,
-    last: int = 32,
-    layers: Sequence[int] | None = None,
-    seal: int | None = None,
-    indexes: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    bits: int | None = None,
     steps: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
-    watch: Callable[[Step], None] | None = None,
+    watch: Callable[[ReplayedStep], None] | None = None,
 ) -> list[Evaluation]:
     """`evaluate` at several budgets; the prefill is indexed once and cloned for each of them.
 
@@ -264,71 +115,36 @@ def evaluate_budgets(
     """
     is_trace(trace)
     check_steps(steps)
+    how = how or Replay()
     method, budgets = as_method(selector), [parse_budget(budget) for budget in budgets]
     if isinstance(method, Selector):
-        seal = unit_of(method, bits) if seal is None else seal
-    place = replay_device(method, device)
-    indices = usable_layers(trace, layers)
-    check_replay(trace, budgets, method, sink, window, last, seal, indices, bits)
-    positions, board = trace.positions.to(place), Board()
-    per_layer: list[list[dict[str, Tensor]]] = []  # [layer][budget]
-    for index in indices:
-        layer = _on(place, trace.layer(index))
-        shares = shares_of(method, index, trace.shapes[index].heads)
-        parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
-        for share in shares:
-            mine = share.fresh(
-                LayerContext(
-                    index,
-                    trace.depth,
-                    rope=layer.rope,
-                    scale=layer.scale,
-                    key_bytes=trace.dtype.itemsize,
-                    board=board,
-                )
-            )
-            cache = KVCache(
-                mine,
-                sink=sink,
-                window=window,
-                seal=unit_of(mine, bits) if seal is None else seal,
-                indexes=indexes,
-                bits=bits,
-                exact=bits is not None,
-                check=True,
-            )
-            ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
-            query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
-            part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
-            append_rows(cache, part, positions, 0, trace.tokens - last)
-            cache.seal()
-            counted = progress if share is shares[-1] else None  # a token of a layer counts once
-            parts.append(
-                _replays(
-                    cache, part, positions, [share.budget(asked) for asked in budgets], last, counted, steps, watch
-                )
-            )
-        per_layer.append([_of_layer(shares, measured) for measured in zip(*parts, strict=True)])
-    settings = {
-        "sink": sink,
-        "window": window,
-        "seal": seal,
-        "last": last,
+        how = replace(how, seal=how.seal_rows(method))
+    place = replay_device(method, how.device)
+    how = replace(how, layers=usable_layers(trace, how.layers), device=place)
+    check_replay(trace, budgets, method, how)
+    layers = list(how.layers or ())
+    run = _Run(trace, how, place, budgets, steps, progress, watch, Board())
+    per_layer = [run.layer(index, shares_of(method, index, trace.shapes[index].heads)) for index in layers]
+    facts: dict[str, Any] = {
+        "sink": how.sink,
+        "window": how.window,
+        "seal": how.seal,
+        "last": how.last,
         "tokens": trace.tokens,
         "device": str(place),
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic; bytes are counted as a cache of `trace_dtype` has them
     }
-    if bits is not None:
-        settings["bits"] = bits
+    if how.bits is not None:
+        facts["bits"] = how.bits
     return [
         Evaluation(
             trace.name,
             repr(method),
-            rounded_label(method.label(), bits),
+            rounded_label(method.label(), how.bits),
             budget,
-            settings,
-            tuple(indices),
+            facts,
+            tuple(layers),
             {name: torch.stack([heads[i][name] for heads in per_layer]) for name in MEASURES},
             {name: torch.stack([heads[i][f"{name} by step"] for heads in per_layer]) for name in steps},
         )
@@ -336,28 +152,101 @@ def evaluate_budgets(
     ]
 
 
-def _replays(
-    cache: KVCache,
-    layer: TraceLayer,
-    positions: Tensor,
-    budgets: Sequence[Budget],
-    last: int,
-    progress: Callable[[int], None] | None,
-    steps: Sequence[str],
-    watch: Callable[[Step], None] | None,
-) -> list[dict[str, Tensor]]:
-    """`_replay` at each budget, once where it is the same, as where a role has one of its own."""
-    found: list[dict[str, Tensor]] = []
-    board = cache.selector.layer_context.board
-    for i, budget in enumerate(budgets):
-        if i and repr(budget) == repr(budgets[0]) and not (board is not None and cache.selector.layer in board):
-            found.append(found[0])
-            for _ in range(last):
-                if progress is not None:
-                    progress(1)
-        else:
-            found.append(_replay(cache.clone(), layer, positions, budget, last, progress, steps, i, watch))
-    return found
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A replay of one method at several budgets. Args: as in `evaluate_budgets`; board: what its layers tell others."""
+
+    trace: Trace
+    how: Replay
+    place: torch.device
+    budgets: Sequence[Budget]
+    steps: Sequence[str]
+    progress: Callable[[int], None] | None
+    watch: Callable[[ReplayedStep], None] | None
+    board: Board
+
+    def layer(self, index: int, shares: Sequence[Share]) -> list[dict[str, Tensor]]:
+        """Return the measures of a layer at each budget, see `_of_layer`; `shares`: which heads have which method."""
+        layer = _on(self.place, self.trace.layer(index))
+        parts: list[list[dict[str, Tensor]]] = []  # [share][budget]
+        for share in shares:
+            selector = share.fresh(
+                LayerContext(
+                    index,
+                    self.trace.depth,
+                    rope=layer.rope,
+                    scale=layer.scale,
+                    key_bytes=self.trace.dtype.itemsize,
+                    board=self.board,
+                )
+            )
+            cache = self.how.cache(selector)
+            ahead = None if layer.ahead is None else share.of(layer.ahead, 0)
+            query, keys, values = (share.of(rows, 0) for rows in (layer.query, layer.keys, layer.values))
+            part = replace(layer, query=query, keys=keys, values=values, ahead=ahead)
+            append_rows(cache, part, self.positions, 0, self.trace.tokens - self.how.last)
+            cache.seal()
+            counted = self.progress if share is shares[-1] else None  # a token of a layer counts once
+            parts.append(self.each_budget(cache, part, [share.budget(asked) for asked in self.budgets], counted))
+        return [_of_layer(shares, measured) for measured in zip(*parts, strict=True)]
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """`[T]`, where tokens are replayed."""
+        return self.trace.positions.to(self.place)
+
+    def each_budget(
+        self, cache: KVCache, layer: TraceLayer, budgets: Sequence[Budget], progress: Callable[[int], None] | None
+    ) -> list[dict[str, Tensor]]:
+        """Return `decoded` at each budget, once where it is the same, as where a role has one of its own."""
+        found: list[dict[str, Tensor]] = []
+        board = cache.selector.layer_context.board
+        for i, budget in enumerate(budgets):
+            if i and repr(budget) == repr(budgets[0]) and not (board is not None and cache.selector.layer in board):
+                found.append(found[0])
+                for _ in range(self.how.last):
+                    if progress is not None:
+                        progress(1)
+            else:
+                found.append(self.decoded(cache.clone(), layer, budget, i, progress))
+        return found
+
+    def decoded(
+        self, cache: KVCache, layer: TraceLayer, budget: Budget, turn: int, progress: Callable[[int], None] | None
+    ) -> dict[str, Tensor]:
+        """Return measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32
+        of each.
+
+        turn: which of the budgets it is, by which layers find each other's choices.
+        """
+        total: dict[str, Tensor] = {}
+        series: dict[str, list[Tensor]] = {name: [] for name in self.steps}
+        tokens, last = self.trace.tokens, self.how.last
+        for t in range(tokens - last, tokens):
+            append_rows(cache, layer, self.positions, t, t + 1)
+            query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
+            input_checks.finite(query=query)
+            if cache.selector.find(LooksAhead):
+                assert layer.ahead is not None  # check_replay
+                cache.foresee(layer.ahead[None, :, :, t - tokens].float())
+            if (board := cache.selector.layer_context.board) is not None:
+                board.step = turn, t
+            selection = cache.select(query, budget)
+            step = compare(query, cache, selection, layer.scale)
+            if self.watch is not None:
+                heads = cache.selector.layer_context.heads
+                self.watch(ReplayedStep(layer.index, heads, t, query, cache, selection, layer.scale, step))
+            for name, values in series.items():
+                values.append(step[name].float())
+            for name, value in step.items():
+                if name in COUNTED:
+                    value = torch.where(step[COUNTED[name]] > 0, value * step[COUNTED[name]], 0.0)
+                total[name] = total[name] + value if name in total else value
+            if progress is not None:
+                progress(1)
+        means = {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
+        means |= {f"{name} by step": torch.stack(values, -1) for name, values in series.items()}
+        return {name: value.cpu() for name, value in means.items()}
 
 
 def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -371,109 +260,11 @@ def _of_layer(shares: Sequence[Share], parts: Sequence[dict[str, Tensor]]) -> di
     }
 
 
-def replay_device(method: Method, device: torch.device | str | None) -> torch.device:
-    """Where `evaluate` replays traces for this selector; ValueError for a device on which it cannot."""
-    if method.host and device is None:
-        return torch.device("cpu")
-    place = usable_device(device)
-    if method.host and place.type != "cpu":
-        raise ValueError(f"{method!r} works in host memory: its device is cpu, or none is named, got {place}")
-    return place
-
-
 def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
     """The layer's rows on a device."""
     ahead = None if layer.ahead is None else layer.ahead.to(device)
     query, keys, values = (tensor.to(device) for tensor in (layer.query, layer.keys, layer.values))
     return replace(layer, query=query, keys=keys, values=values, ahead=ahead)
-
-
-def usable_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
-    """The layers to measure: those asked for, or all that attend to the whole context; else ValueError."""
-    if layers is not None and (not layers or len(set(layers)) < len(layers)):
-        raise ValueError(f"layers are one or more different indices, got {list(layers)}")
-    missing = [index for index in layers or () if index not in trace.layers]
-    if missing:
-        raise ValueError(f"the trace {trace.name} holds layers {list(trace.layers)}, not {missing}")
-    chosen = list(trace.layers if layers is None else layers)
-    sliding = {index: window for index in chosen if (window := trace.shapes[index].window) is not None}
-    if layers is not None and sliding:
-        raise ValueError(
-            f"layers {list(sliding)} of {trace.name} attend to a sliding window of {next(iter(sliding.values()))} "
-            f"rows only, there is nothing to select: leave them out"
-        )
-    chosen = [index for index in chosen if index not in sliding]
-    if not chosen:
-        raise ValueError(f"the trace {trace.name} has no layer that attends to the whole context")
-    return chosen
-
-
-def check_replay(
-    trace: Trace,
-    budgets: Sequence[Budget],
-    method: Method,
-    sink: int,
-    window: int,
-    last: int,
-    seal: int | None = None,
-    layers: Sequence[int] | None = None,
-    bits: int | None = None,
-) -> None:
-    """The settings leave rows to select, the budgets fit the method, and it can serve all `layers`; else ValueError.
-
-    A method that lacks a layer, such as SAAP where its artefact was not trained for it, is refused and not measured on
-    the others: means over other layers compare with nothing.
-    """
-    which = usable_layers(trace, None) if layers is None else layers
-    each = [(index, share) for index in which for share in shares_of(method, index, trace.shapes[index].heads)]
-    methods = {share.label: share for _, share in each}  # not a layer's each, as checks of a selector take time
-    for share in methods.values():
-        own = share.selector
-        least = unit_of(own, bits)
-        KVCache(own, sink=sink, window=window, seal=least if seal is None else seal, bits=bits)  # its own checks
-    if not 1 <= last < trace.tokens:
-        raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
-    left = trace.tokens - last - sink - window
-    for share in methods.values():
-        if left < (least := unit_of(share.selector, bits)):
-            raise ValueError(
-                f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
-                f"rows before the replay to select from; {share.selector!r} needs at least {least}"
-            )
-    held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
-    if last > held:
-        raise ValueError(
-            f"{trace.name} holds the queries of its last {held} tokens, so last is at most that, got {last}"
-        )
-    for share in methods.values():
-        for budget in budgets:
-            budget_of(share.selector, share.budget(budget), trace.tokens - last)
-    if layers is not None:
-        for index, share in each:
-            shape = trace.shapes[index]
-            own = share.fresh(LayerContext(index, trace.depth, rope=trace.ropes[index], scale=shape.scale))
-            for part in own.find(FollowsLayers):
-                if (anchor := part.follows) is not None and anchor not in layers[: layers.index(index)]:
-                    raise ValueError(
-                        f"{own!r} reads in layer {index} what layer {anchor} chose, so that layer is measured too, "
-                        f"before it; got layers {list(layers)}"
-                    )
-            own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
-            lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
-            queries_share, last_queries = own.queries_wanted
-            unread = 0 if queries_share else max(trace.tokens - last - last_queries, 0)
-            if own.learns and lacking > unread:
-                raise ValueError(
-                    f"{own!r} learns from the queries of the prefill, and this trace holds only those of the last "
-                    f"{shape.queries} tokens of {trace.tokens}"
-                )
-        blind = [index for index, share in each if share.selector.find(LooksAhead) and not trace.shapes[index].ahead]
-        if blind:
-            raise ValueError(
-                f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
-                f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be "
-                f"left out"
-            )
 
 
 def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
@@ -490,175 +281,3 @@ def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int
             queries = layer.query[None, :, :, low - lacking : high - lacking].float()
         kept = layer.keys[None, :, rows].float(), layer.values[None, :, rows].float()
         cache.append(*kept, queries, positions[None, rows])
-
-
-def _replay(
-    cache: KVCache,
-    layer: TraceLayer,
-    positions: Tensor,
-    budget: Budget,
-    last: int,
-    progress: Callable[[int], None] | None,
-    steps: Sequence[str] = (),
-    turn: int = 0,
-    watch: Callable[[Step], None] | None = None,
-) -> dict[str, Tensor]:
-    """Measure -> `[H*G]` float64, the mean over the last tokens; with "by step" behind it `[H*G,T]` float32 of each.
-
-    turn: which of the budgets it is, by which layers find each other's choices.
-    """
-    total: dict[str, Tensor] = {}
-    series: dict[str, list[Tensor]] = {name: [] for name in steps}
-    tokens = len(positions)
-    for t in range(tokens - last, tokens):
-        append_rows(cache, layer, positions, t, t + 1)
-        query = layer.query[None, :, :, t - tokens].float()  # [1,H,G,D]; a trace may hold the last queries only
-        input_checks.finite(query=query)
-        if cache.selector.find(LooksAhead):
-            assert layer.ahead is not None  # check_replay
-            cache.foresee(layer.ahead[None, :, :, t - tokens].float())
-        if (board := cache.selector.layer_context.board) is not None:
-            board.step = turn, t
-        selection = cache.select(query, budget)
-        step = compare(query, cache, selection, layer.scale)
-        if watch is not None:
-            watch(Step(layer.index, cache.selector.layer_context.heads, t, query, cache, selection, layer.scale, step))
-        for name, values in series.items():
-            values.append(step[name].float())
-        for name, value in step.items():
-            if name in COUNTED:
-                value = torch.where(step[COUNTED[name]] > 0, value * step[COUNTED[name]], 0.0)
-            total[name] = total[name] + value if name in total else value
-        if progress is not None:
-            progress(1)
-    means = {name: value / (total[COUNTED[name]] if name in COUNTED else last) for name, value in total.items()}
-    means |= {f"{name} by step": torch.stack(values, -1) for name, values in series.items()}
-    return {name: value.cpu() for name, value in means.items()}
-
-
-def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
-    """Every measure of one decode step of one sequence against full attention: measure -> `[H*G]` float64.
-
-    A selector that observes is told what its selection got, as in `decode`. Rows of its tail count as rows attended and
-    read, and its biases as bytes read.
-
-    Args:
-        query: `[1,H,G,D]` float32 or float64.
-        cache: one unpadded sequence, after `select`; with `bits`, one that keeps the rows as they came too (`exact`).
-        selection: what it selected for this query.
-        scale: factor of the logits.
-    """
-    if cache.sealed_device is not None:
-        raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
-    if cache.freed:
-        raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
-    if cache.bits is not None and not cache.exact:
-        raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
-    _, heads, _, size = query.shape
-    keys, values, bounds, reads = rows_read(query, cache, selection)
-    rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
-    logits = query @ keys.mT * scale  # [1,H,G,N]
-    total = logits.logsumexp(-1)  # [1,H,G]
-    weights = logits.softmax(-1)
-    full = weights @ values  # [1,H,G,D]
-    out = attend_chosen(query, cache, selection, scale=scale)
-    error = out - full
-    far = weights[..., indexed].sum(-1)  # [1,H,G]
-    found = (weights * reads)[..., indexed].sum(-1)
-    sought = weights[..., indexed] >= measures.LOOKUP
-    hits = (sought & reads[..., indexed]).sum(-1)
-    attended = reads.sum(-1)  # [1,H,G]
-    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
-    always = int(bounds.dense(rows).sum())  # rows that every query reads
-    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
-    of_rows = (always * row_bytes + cache.bytes_named(selection))[..., None]
-    biases = selection.bias_bytes(heads)[..., None]
-    if (tail := cache.latest_tail) is not None:
-        attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
-        own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
-        distinct, of_rows = distinct + own, of_rows + own * row_bytes
-        biases = biases + tail.selection.bias_bytes(heads)[..., None]
-    unknown = torch.full(
-        (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
-    )  # a selector that does not say what it cost
-    scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
-    read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
-
-    measured = {
-        "mass": (weights * reads).sum(-1),
-        "indexed_mass": far,
-        "recovered": torch.where(far > 0, found / far, 1.0),
-        "lookups": sought.sum(-1),
-        "lookup_hits": hits / sought.sum(-1),  # NaN without any
-        "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
-        "denominator_error": (_log_sum(query, logits, reads, selection, indexed, tail, scale) - total).expm1().abs(),
-        "mse": error.square().mean(-1),
-        "attended": attended,
-        "attended_share": attended / rows,
-        "kept": reads[..., indexed].sum(-1),
-        **_promised(cache.latest_promise, weights, reads, indexed),
-        "distinct_rows": distinct,
-        "scanned": scanned.expand_as(attended),
-        "scanned_share": scanned.expand_as(attended) / rows,
-        "bytes_share": ((of_rows + biases + read) / (rows * row_bytes)).expand_as(attended),
-    }
-    top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
-    hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first
-    for k in RECALLS:
-        measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
-    return {name: measured[name].double().flatten() for name in MEASURES}
-
-
-def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tensor, Tensor, Bounds, Tensor]:
-    """The rows of a cache as `compare` has them, in stored order: keys and values `[1,H,N,D]`, their zones, and which
-    of them each query head reads, `[1,H,G,N]` bool."""
-    _, heads, group, _ = query.shape
-    keys, values, bounds = cache.keys, cache.values, cache.bounds
-    if cache.bits is not None:
-        (keys, values, _), bounds = cache.everything(), cache.all_bounds
-    reads = attend_reference.named(selection, bounds, heads, keys.shape[2]).expand(-1, -1, group, -1)
-    return keys, values, bounds, reads
-
-
-def _log_sum(
-    query: Tensor,
-    logits: Tensor,
-    reads: Tensor,
-    selection: Selection,
-    indexed: slice,
-    tail: Tail | None,
-    scale: float,
-) -> Tensor:
-    """`[1,H,G]`: log-sum-exp of the logits `[1,H,G,N]` of the rows that a step attends to, with biases and tail."""
-    heads = query.shape[1]
-    logits = logits.masked_fill(~reads, -torch.inf)
-    if selection.bias is not None:
-        bias = selection.row_bias(indexed.stop - indexed.start).unflatten(1, (heads, -1))
-        logits = torch.cat([logits[..., : indexed.start], logits[..., indexed] + bias, logits[..., indexed.stop :]], -1)
-    if tail is None:
-        return logits.logsumexp(-1)
-    own, bias = (
-        part(tail.keys.shape[2]).unflatten(1, (heads, -1)) for part in (tail.selection.mask, tail.selection.row_bias)
-    )
-    more = (query @ tail.keys.mT * scale + bias).masked_fill(~own, -torch.inf)
-    return torch.cat([logits, more], -1).logsumexp(-1)
-
-
-def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
-    """The measures `[1,H,G]` of a budget by mass; NaN for another.
-
-    Args:
-        weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.
-        indexed: the rows to choose from.
-    """
-    if promise is None:
-        none = weights.new_full(weights.shape[:3], math.nan)
-        return {"oracle_kept": none, "promised": none, "fulfilled": none}
-    far = weights[..., indexed].sort(-1, descending=True).values
-    before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
-    held = (weights * reads).sum(-1)
-    return {
-        "oracle_kept": (before < promise.wanted).sum(-1),
-        "promised": promise.held.view(held.shape),
-        "fulfilled": (held >= promise.wanted * (1 - ROUNDING)).double(),
-    }

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from sparseattn.core.budget import Budget
 from sparseattn.evaluation.attention_stats import rows_holding
-from sparseattn.evaluation.replay import Step, check_replay, evaluate_budgets, replay_device, rows_read, usable_layers
+from sparseattn.evaluation.replay import ReplayedStep, evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay, check_replay, replay_device, usable_layers
+from sparseattn.evaluation.step_measures import rows_read
 from sparseattn.roles.roles import Roles, as_method
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace
@@ -99,12 +101,13 @@ def explore(
             than `MOST` bytes of levels.
     """
     chosen = usable_layers(trace, layers)
+    how = Replay(sink, window, last=queries, layers=chosen, device=device)
     methods = [as_method(one) for one in selectors]
     if not methods or len({one.label() for one in methods}) < len(methods):
         raise ValueError(f"selectors are one or more of different labels, got {[one.label() for one in methods]}")
     for method in methods:
         replay_device(method, device)
-        check_replay(trace, [budget], method, sink, window, queries, None, chosen)
+        check_replay(trace, [budget], method, how)
     shapes = {(trace.shapes[index].heads, trace.shapes[index].group) for index in chosen}
     if len(shapes) > 1:
         raise ValueError(f"layers {chosen} have different numbers of heads, {sorted(shapes)}: name layers that agree")
@@ -126,11 +129,7 @@ def explore(
             trace,
             method,
             [budget],
-            sink=sink,
-            window=window,
-            last=queries,
-            layers=chosen,
-            device=device,
+            how,
             progress=progress,
             watch=watch,
         )
@@ -165,7 +164,7 @@ class _Noted:
         self._trace, self._layers, self._first, self._group = trace, list(layers), trace.tokens - queries, group
         self._loaded: tuple[int, Tensor] | None = None  # a layer's number and its keys and values [H,T,2D]
 
-    def watch(self, step: Step, levels: Tensor | None, needed: Tensor | None) -> None:
+    def watch(self, step: ReplayedStep, levels: Tensor | None, needed: Tensor | None) -> None:
         keys, values, _, reads = rows_read(step.query, step.cache, step.selection)
         logits = (step.query @ keys.mT * step.scale)[0]  # [H,G,N]
         places, rows = torch.cat([keys[0], values[0]], -1).cpu(), self._of_layer(step.layer)

@@ -11,7 +11,7 @@ from itertools import combinations
 from sparseattn.core.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.evaluation.by_head import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
 from sparseattn.evaluation.measures import FRACTION, measure
-from sparseattn.evaluation.replay import Evaluation
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from sparseattn.core.budget import Budget, Mass, budget_label, parse_budget
 from sparseattn.evaluation.measures import measure
-from sparseattn.evaluation.replay import COUNTED, Evaluation
+from sparseattn.evaluation.result import Evaluation
+from sparseattn.evaluation.step_measures import COUNTED
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
 from sparseattn.selectors.baselines.random import Random

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.context import LayerContext
-from sparseattn.evaluation.replay import append_rows, check_replay, usable_layers
+from sparseattn.evaluation.replay import append_rows
+from sparseattn.evaluation.replay_settings import Replay, check_replay, usable_layers
 from sparseattn.selectors.abilities import EstimatesMass
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.parameters.logit_fit import Estimates
@@ -59,7 +60,7 @@ def fit(
         raise ValueError(f"estimates are fitted on one trace or more of one model, got {', '.join(models) or 'none'}")
     indices = usable_layers(traces[0], layers)
     for trace in traces:
-        check_replay(trace, [None], made, sink, window, last, None, usable_layers(trace, indices))
+        check_replay(trace, [None], made, Replay(sink, window, last, usable_layers(trace, indices)))
     found = {}
     for index in indices:
         seen = [_seen(trace, made, index, sink, window, last, progress) for trace in traces]

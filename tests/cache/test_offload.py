@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Quest, Rows, Selection, Selector, Window, attend, decode
-from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.step_measures import compare
 from sparseattn.kernels.attend.merge import merge
 from tests.cases import CASES, Buckets, Case, SampledBuckets, by_name, full, heads, together
 

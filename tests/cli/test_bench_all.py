@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 from sparseattn.cli.app import app
 from sparseattn.core.selection import Selection
-from sparseattn.evaluation.replay import Evaluation, evaluate
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.roles.roles import Role, Roles
 from sparseattn.selectors.baselines.exact import Exact
 from sparseattn.selectors.checks import check_group

@@ -24,7 +24,9 @@ from sparseattn.cli.app import app
 from sparseattn.cli.progress import progress_bar
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation import measures
-from sparseattn.evaluation.replay import MEASURES, Evaluation, evaluate
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.result import Evaluation
+from sparseattn.evaluation.step_measures import MEASURES
 from sparseattn.models.load import reference_folder
 from sparseattn.reporting import replay_tables
 from sparseattn.reporting.terminal import WIDE

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 from sparseattn.cli.app import app
 from sparseattn.evaluation.by_head import NothingToCompare, at_bytes, at_rows
 from sparseattn.evaluation.rank_correlation import rank_correlation
-from sparseattn.evaluation.replay import Evaluation, evaluate
+from sparseattn.evaluation.replay import evaluate
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting import layer_tables
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace

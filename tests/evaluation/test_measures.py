@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sparseattn.evaluation import attention_stats, recall_curve, replay
+from sparseattn.evaluation import attention_stats, recall_curve, step_measures
 from sparseattn.evaluation.measures import COUNT, PERCENT, SIGNIFICANT, Format, measure, measures
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
@@ -16,7 +16,7 @@ from sparseattn.reporting.terminal import Screen
 EVIL = "</td><script>alert(1)</script>"
 
 
-@pytest.mark.parametrize("keys", [replay.MEASURES, attention_stats.MEASURES, recall_curve.MEASURES])
+@pytest.mark.parametrize("keys", [step_measures.MEASURES, attention_stats.MEASURES, recall_curve.MEASURES])
 def test_every_number_of_a_record_is_in_the_table(keys: tuple[str, ...]) -> None:
     for known in measures(keys):
         assert known.short

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from sparseattn import Exact, Quest, Selection, Window, evaluate
-from sparseattn.evaluation import replay
-from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
+from sparseattn.evaluation import replay_settings
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
+from sparseattn.evaluation.step_measures import MEASURES
 from sparseattn.selectors.abilities import HostOnly
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
@@ -177,7 +179,7 @@ def test_no_rows_beyond_the_stated_ones_flatter_a_method(trace: Trace) -> None:
 
 def test_budgets_share_a_prefill_and_stay_apart(trace: Trace) -> None:
     settings = {"sink": SINK, "window": WINDOW, "last": LAST}
-    together = evaluate_budgets(trace, "exact:refresh=3", [5, 0.1], **settings)
+    together = evaluate_budgets(trace, "exact:refresh=3", [5, 0.1], Replay(**settings))
     for one in together:
         alone = evaluate(trace, "exact:refresh=3", one.budget, **settings)
         for name in MEASURES:
@@ -305,7 +307,7 @@ def test_settings_are_checked_without_loading_a_layer(trace: Trace, tmp_path: Pa
     load, loaded = opened._load, []
     opened._load = lambda index: (loaded.append(index), load(index))[1]
     assert (opened.shapes, opened.dtype) == (trace.shapes, torch.float32)
-    evaluate_budgets(opened, "window", [1, 2], sink=SINK, window=WINDOW, last=LAST)
+    evaluate_budgets(opened, "window", [1, 2], Replay(SINK, WINDOW, LAST))
     assert loaded == [0, 1]
 
 
@@ -314,12 +316,12 @@ def test_a_replay_is_where_it_is_asked_for_and_a_host_selectors_in_host_memory(m
         pass
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(replay, "usable_device", lambda name=None: gpu if name is None else torch.device(name))
-    assert replay.replay_device(Quest(), None) == gpu
-    assert replay.replay_device(Quest(), "cpu") == torch.device("cpu")
-    assert replay.replay_device(OnHost(), None) == torch.device("cpu")
+    monkeypatch.setattr(replay_settings, "usable_device", lambda name=None: gpu if name is None else torch.device(name))
+    assert replay_settings.replay_device(Quest(), None) == gpu
+    assert replay_settings.replay_device(Quest(), "cpu") == torch.device("cpu")
+    assert replay_settings.replay_device(OnHost(), None) == torch.device("cpu")
     with pytest.raises(ValueError, match="works in host memory: its device is cpu, or none is named, got cuda:1"):
-        replay.replay_device(OnHost(), "cuda:1")
+        replay_settings.replay_device(OnHost(), "cuda:1")
     trace = synthetic(300, heads=2, group=2, size=32, clusters=8)
     assert evaluate(trace, OnHost(), 16, window=8, last=2).settings["device"] == "cpu"
     with pytest.raises(ValueError, match="works in host memory"):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseattn.evaluation import intervals
-from sparseattn.evaluation.replay import Evaluation
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting import line_style
 

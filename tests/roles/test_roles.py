@@ -13,7 +13,9 @@ import torch
 
 from sparseattn import SAAP, Exact, KVCache, Quest, Window, evaluate
 from sparseattn.core.context import Heads, LayerContext
-from sparseattn.evaluation.replay import MEASURES, evaluate_budgets
+from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
+from sparseattn.evaluation.step_measures import MEASURES
 from sparseattn.roles.roles import Role, Roles, duo, pyramid
 from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.traces.synthetic import synthetic
@@ -137,7 +139,7 @@ def test_mixed_heads_measure_as_each_method_alone(trace: Trace) -> None:
     order = [3, 0, 5, 1, 4, 2]  # heads of a role lie apart in one layer and in another order in the other
     roles = Roles({0: MIXED, 1: [MIXED[i] for i in order[:3]] + [MIXED[i] for i in order[:3]]})
     steps: list[int] = []
-    found = evaluate_budgets(trace, roles, [16, 64], progress=steps.append, **settings)
+    found = evaluate_budgets(trace, roles, [16, 64], Replay(**settings), progress=steps.append)
     assert sum(steps) == 2 * 2 * 5
     alone = {
         "dense": (Recent(), None),

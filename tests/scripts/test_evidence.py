@@ -28,6 +28,7 @@ from sparseattn.evaluation.attention_stats import inspect_trace
 from sparseattn.evaluation.by_head import at_bytes, at_rows
 from sparseattn.evaluation.recall_sweep import Problem, curves
 from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.recommend.candidates import METHODS
 from sparseattn.selectors import methods
 from sparseattn.selectors.registry import make_selector
@@ -466,7 +467,7 @@ def traced() -> dict[str, dict[str, Any]]:
     found = [
         one
         for name, budgets in (("exact", (256, 1024)), ("quest", (256, 1024)), ("window", (256,)))
-        for one in evaluate_budgets(trace, name, budgets, last=2)
+        for one in evaluate_budgets(trace, name, budgets, Replay(last=2))
     ]
     bench = record_of("bench", "bench.jsonl", [one.record(per_head=True) for one in found])
     bench["by_layer"] = [
@@ -633,13 +634,13 @@ def test_choices_read_again() -> None:
 def test_tables_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = synthetic(600, heads=1, group=2, size=16, gap=0.3)
     lines = [
-        evaluate_budgets(trace, name, ["mass:0.7", "mass:0.9"], last=2)[at].record()
+        evaluate_budgets(trace, name, ["mass:0.7", "mass:0.9"], Replay(last=2))[at].record()
         for name in ("exact", "lowbit:rows=16,group=each", "quest")
         for at in (0, 1)
     ]
     record = record_of("mass", "bench.jsonl", [{**one, "trace.model": "a model"} for one in lines])
     assert "| `exact`, 0.7 | 0." in table("mass", record)
-    pruned = evaluate_budgets(trace, "topp:rows=16", [None], last=2)[0].record()
+    pruned = evaluate_budgets(trace, "topp:rows=16", [None], Replay(last=2))[0].record()
     record = record_of("topp", "bench.jsonl", [{**pruned, "trace.model": "a model"}])
     assert "| `topp:rows=16` |" in table("topp", record)
 

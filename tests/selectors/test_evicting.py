@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseattn import Exact, KVCache, Selection, Selector, Window, decode
 from sparseattn.cache.selection_checks import ContractError
 from sparseattn.core.context import StepContext
-from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.step_measures import compare
 from sparseattn.selectors.abilities import Evicts, FollowsMoves
 from tests.cases import Heaviest, Same, attention
 

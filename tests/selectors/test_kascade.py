@@ -16,6 +16,7 @@ from sparseattn.cli.app import app
 from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.evaluation.replay import evaluate_budgets
+from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.roles.roles import Role, Roles
 from sparseattn.selectors.parameters.layer_similarity import Similarity, SimilarityError
 from sparseattn.traces.synthetic import synthetic
@@ -142,7 +143,7 @@ def test_a_similarity_that_is_none_is_refused(file: Path, tmp_path: Path) -> Non
 
 def test_a_layer_reads_what_its_anchor_chose_by_the_map(trace: Trace, file: Path) -> None:
     exact, mapped, plain = (
-        evaluate_budgets(trace, one, [32, "10%"], last=6)
+        evaluate_budgets(trace, one, [32, "10%"], Replay(last=6))
         for one in (Exact("softmax"), Kascade(str(file), 3), Kascade(anchors=[1, 5, 6]))
     )
     for found, own, numbered in zip(mapped, exact, plain, strict=True):

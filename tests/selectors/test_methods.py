@@ -23,7 +23,7 @@ from sparseattn import (
     make_selector,
 )
 from sparseattn.core.context import StepContext
-from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.step_measures import compare
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.kernels.page_bounds.reference import page_bounds
 from sparseattn.recommend import trials

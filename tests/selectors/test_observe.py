@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseattn import Exact, KVCache, Selection, Selector, SparQ, Tail, TwoStage, attend, decode, evaluate
 from sparseattn.core.context import StepContext
 from sparseattn.evaluation.recall_sweep import curve
-from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.step_measures import compare
 from sparseattn.selectors.abilities import HasTail, Observes
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.traces.synthetic import synthetic

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparseattn import KMeans, KVCache, Quest
-from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.step_measures import compare
 from sparseattn.selectors.parameters.saap_artefact import Artefact, Partition
 
 GIB = 2**30

@@ -19,7 +19,7 @@ from sparseattn import (
     decode,
     evaluate,
 )
-from sparseattn.evaluation.replay import compare
+from sparseattn.evaluation.step_measures import compare
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.retroinfer import clustered
 from sparseattn.traces.synthetic import synthetic

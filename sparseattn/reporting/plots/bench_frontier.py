@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparseattn.evaluation.measures import measures
-from sparseattn.evaluation.replay import Evaluation
+from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.panels import heading, logarithmic, panel_grid, save, unit
 from sparseattn.reporting.replay_tables import TOLERANCE

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from sparseattn.core.budget import budget_label
 from sparseattn.evaluation.measures import measure
-from sparseattn.evaluation.replay import RECALLS, Evaluation
+from sparseattn.evaluation.result import Evaluation
+from sparseattn.evaluation.step_measures import RECALLS
 from sparseattn.reporting.line_style import name_ends, style
 from sparseattn.reporting.plots.panels import heading, panel_grid, save, shown, unit
 

@@ -1,0 +1,164 @@
+"""Every measure of one decode step against full attention over all rows; `measures.py` says what each is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparseattn.cache.decode import attend_chosen
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.mass import Promise
+from sparseattn.core.selection import Bounds, Selection, Tail
+from sparseattn.evaluation import measures
+from sparseattn.kernels.attend import reference as attend_reference
+
+RECALLS = (1, 10, 100)
+ROUNDING = 1e-5  # of sums of weights in float32
+# What `compare` gives of a step, in the order of the records; `measures.py` says what each is.
+MEASURES = (
+    *(f"recall@{k}" for k in RECALLS),
+    *("mass", "indexed_mass", "recovered", "lookups", "lookup_hits", "relative_error", "denominator_error", "mse"),
+    *("attended", "attended_share", "kept", "oracle_kept", "promised", "fulfilled", "distinct_rows", "scanned"),
+    *("scanned_share", "bytes_share"),
+)
+# Measures that are means over other things than tokens -> the measure that counts those.
+COUNTED = {"lookup_hits": "lookups"}
+
+
+def check_steps(measures: Sequence[str]) -> None:
+    """ValueError for what is no measure of a single token: there may be no lookup at one, say."""
+    known = [name for name in MEASURES if name not in COUNTED]
+    unknown = [name for name in measures if name not in known]
+    if unknown or isinstance(measures, str):
+        raise ValueError(f"what can be measured step by step is {', '.join(known)}; got {measures!r}")
+
+
+def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -> dict[str, Tensor]:
+    """Every measure of one decode step of one sequence against full attention: measure -> `[H*G]` float64.
+
+    A selector that observes is told what its selection got, as in `decode`. Rows of its tail count as rows attended and
+    read, and its biases as bytes read.
+
+    Args:
+        query: `[1,H,G,D]` float32 or float64.
+        cache: one unpadded sequence, after `select`; with `bits`, one that keeps the rows as they came too (`exact`).
+        selection: what it selected for this query.
+        scale: factor of the logits.
+    """
+    if cache.sealed_device is not None:
+        raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
+    if cache.freed:
+        raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
+    if cache.bits is not None and not cache.exact:
+        raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
+    _, heads, _, size = query.shape
+    keys, values, bounds, reads = rows_read(query, cache, selection)
+    rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
+    logits = query @ keys.mT * scale  # [1,H,G,N]
+    total = logits.logsumexp(-1)  # [1,H,G]
+    weights = logits.softmax(-1)
+    full = weights @ values  # [1,H,G,D]
+    out = attend_chosen(query, cache, selection, scale=scale)
+    error = out - full
+    far = weights[..., indexed].sum(-1)  # [1,H,G]
+    found = (weights * reads)[..., indexed].sum(-1)
+    sought = weights[..., indexed] >= measures.LOOKUP
+    hits = (sought & reads[..., indexed]).sum(-1)
+    attended = reads.sum(-1)  # [1,H,G]
+    distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
+    always = int(bounds.dense(rows).sum())  # rows that every query reads
+    row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
+    of_rows = (always * row_bytes + cache.bytes_named(selection))[..., None]
+    biases = selection.bias_bytes(heads)[..., None]
+    if (tail := cache.latest_tail) is not None:
+        attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
+        own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
+        distinct, of_rows = distinct + own, of_rows + own * row_bytes
+        biases = biases + tail.selection.bias_bytes(heads)[..., None]
+    unknown = torch.full(
+        (1, heads, 1), torch.nan, dtype=torch.float64, device=query.device
+    )  # a selector that does not say what it cost
+    scanned = unknown if selection.scanned is None else selection.scanned.unflatten(1, (heads, -1))
+    read = unknown if selection.scan_bytes is None else selection.scan_bytes[..., None]
+
+    measured = {
+        "mass": (weights * reads).sum(-1),
+        "indexed_mass": far,
+        "recovered": torch.where(far > 0, found / far, 1.0),
+        "lookups": sought.sum(-1),
+        "lookup_hits": hits / sought.sum(-1),  # NaN without any
+        "relative_error": error.norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-30),
+        "denominator_error": (_log_sum(query, logits, reads, selection, indexed, tail, scale) - total).expm1().abs(),
+        "mse": error.square().mean(-1),
+        "attended": attended,
+        "attended_share": attended / rows,
+        "kept": reads[..., indexed].sum(-1),
+        **_promised(cache.latest_promise, weights, reads, indexed),
+        "distinct_rows": distinct,
+        "scanned": scanned.expand_as(attended),
+        "scanned_share": scanned.expand_as(attended) / rows,
+        "bytes_share": ((of_rows + biases + read) / (rows * row_bytes)).expand_as(attended),
+    }
+    top = logits[..., indexed].topk(min(max(RECALLS), indexed.stop - indexed.start), dim=-1).indices
+    hit = reads[..., indexed].gather(-1, top)  # [1,H,G,k], best first
+    for k in RECALLS:
+        measured[f"recall@{k}"] = hit[..., :k].double().mean(-1)
+    return {name: measured[name].double().flatten() for name in MEASURES}
+
+
+def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tensor, Tensor, Bounds, Tensor]:
+    """The rows of a cache as `compare` has them, in stored order: keys and values `[1,H,N,D]`, their zones, and which
+    of them each query head reads, `[1,H,G,N]` bool."""
+    _, heads, group, _ = query.shape
+    keys, values, bounds = cache.keys, cache.values, cache.bounds
+    if cache.bits is not None:
+        (keys, values, _), bounds = cache.everything(), cache.all_bounds
+    reads = attend_reference.named(selection, bounds, heads, keys.shape[2]).expand(-1, -1, group, -1)
+    return keys, values, bounds, reads
+
+
+def _log_sum(
+    query: Tensor,
+    logits: Tensor,
+    reads: Tensor,
+    selection: Selection,
+    indexed: slice,
+    tail: Tail | None,
+    scale: float,
+) -> Tensor:
+    """`[1,H,G]`: log-sum-exp of the logits `[1,H,G,N]` of the rows that a step attends to, with biases and tail."""
+    heads = query.shape[1]
+    logits = logits.masked_fill(~reads, -torch.inf)
+    if selection.bias is not None:
+        bias = selection.row_bias(indexed.stop - indexed.start).unflatten(1, (heads, -1))
+        logits = torch.cat([logits[..., : indexed.start], logits[..., indexed] + bias, logits[..., indexed.stop :]], -1)
+    if tail is None:
+        return logits.logsumexp(-1)
+    own, bias = (
+        part(tail.keys.shape[2]).unflatten(1, (heads, -1)) for part in (tail.selection.mask, tail.selection.row_bias)
+    )
+    more = (query @ tail.keys.mT * scale + bias).masked_fill(~own, -torch.inf)
+    return torch.cat([logits, more], -1).logsumexp(-1)
+
+
+def _promised(promise: Promise | None, weights: Tensor, reads: Tensor, indexed: slice) -> dict[str, Tensor]:
+    """The measures `[1,H,G]` of a budget by mass; NaN for another.
+
+    Args:
+        weights, reads: `[1,H,G,N]`, full attention's, and which rows are attended.
+        indexed: the rows to choose from.
+    """
+    if promise is None:
+        none = weights.new_full(weights.shape[:3], math.nan)
+        return {"oracle_kept": none, "promised": none, "fulfilled": none}
+    far = weights[..., indexed].sort(-1, descending=True).values
+    before = 1 - far.sum(-1, keepdim=True) + far.cumsum(-1) - far  # with sink, unsealed rows and what is heavier
+    held = (weights * reads).sum(-1)
+    return {
+        "oracle_kept": (before < promise.wanted).sum(-1),
+        "promised": promise.held.view(held.shape),
+        "fulfilled": (held >= promise.wanted * (1 - ROUNDING)).double(),
+    }
