@@ -85,7 +85,7 @@ def choose_without_numba(patch: pytest.MonkeyPatch) -> None:
 
 
 # QueryBridge at its defaults is fixed at 2,048 lists of 256 keys, all of which a replay writes again.
-@by_name([case for case in ON_DEVICE if case.name != "bridge"])
+@by_name([case for case in ON_DEVICE if case.name != "bridge"], few=True)
 def test_a_step_never_waits_and_follows_the_rows_that_come(case: Case) -> None:
     """Recorded once, replayed as tokens are appended until the next seal: what eager steps of the same cache give."""
     (queries, keys, values), cache, recording, query, out = step(case)

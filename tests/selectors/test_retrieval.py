@@ -386,7 +386,10 @@ def test_every_key_is_reachable_after_a_build(kind: str, degree: int) -> None:
 
 @KINDS
 @DEGREES
-@pytest.mark.parametrize(("step", "guides"), [(1, 10), (150, 10), (1, 0), (150, 0)])
+@pytest.mark.parametrize(
+    ("step", "guides"),
+    [(1, 10), (150, 0), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((150, 10), (1, 0)))],
+)
 def test_every_key_is_reachable_after_inserts(kind: str, degree: int, step: int, guides: int) -> None:
     """Row by row and all at once, where no guide is kept too."""
     keys = shapes()[kind]
