@@ -168,7 +168,8 @@ def kept(spec: str) -> dict[str, Any]:
 def taken(spec: str) -> dict[str, Any]:
     """Return what choosing reads of a KV head for each row, and what a step takes for one beside what is held."""
     narrow, wide = (growth(spec, dtype, choosing)["choosing"].row for dtype in (NARROW, WIDE))
-    with patch.object(implementations, "why_not_numba", lambda *_: "not asked for"):
+    choose = implementations.choose.__wrapped__  # which does not keep what it has found
+    with patch.multiple(implementations, choose=choose, why_not_numba=lambda *_: "not asked for"):
         without = growth(spec, NARROW, choosing)["choosing"].row
     rows = LONGER.get(spec.partition(":")[0], ROWS)[1]
     cache, query = filled(spec, 1, rows)
