@@ -19,8 +19,8 @@ from sparseattn.selectors.base import Selector
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparseattn"
 USE = (
-    *("index", "quickstart", "choosing", "serving", "eval", "recommend", "report", "roles", "training"),
-    *("troubleshooting", "selector"),
+    *("index", "use/quickstart", "use/choosing", "use/serving", "use/eval", "use/recommend", "use/report", "use/roles"),
+    *("use/training", "use/troubleshooting", "write/selector"),
 )
 
 
