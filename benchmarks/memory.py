@@ -26,8 +26,9 @@ from benchmarks.records import RESULTS, save
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.step_cost import Shape
+from sparseattn.cost_model import index_bytes
+from sparseattn.cost_model.index_bytes import BUDGET, ROWS, SINK, WINDOW, filled_cache, looking_ahead
 from sparseattn.kernels import implementations
-from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.methods import METHODS
@@ -36,16 +37,12 @@ from sparseattn.selectors.registry import make_selector
 
 NAME = "memory"
 HEADS, GROUP, SIZE, TOKENS = 8, 4, 128, 131_072  # a layer of Llama 3.1 8B, and its longest context
-SINK, WINDOW, BUDGET = 4, 64, 256
 LARGE = 2048  # the budget in that context
 BUCKETS = HIDDEN = 1024
-ROWS = (1024, 2048)  # sealed rows of two caches that are measured
-LONGER = {  # methods of which these rows would be too few
-    "bridge": (2048, 3072),  # 2,048 rows have all guides
-    "retrieval": (2048, 2560),
+LONGER = {  # sealed rows of two caches, of methods whose temporaries grow evenly only from there on
+    **index_bytes.LONGER,
     "fier": (2048, 4096),  # compiled code works on 2,048 rows at a time
     "lowbit": (2048, 4096),
-    "ivf": (4096, 8192),  # both have 256 lists
     "vattention": (8192, 16384),  # the certain rows are a share of the rows, up to half of the budget
 }
 FEW = 256  # sealed rows of the caches that give the share of the heads
@@ -64,15 +61,8 @@ SEALED = TOKENS - SINK - WINDOW
 def filled(spec: str, heads: int, rows: int, dtype: torch.dtype = NARROW) -> tuple[KVCache, Tensor]:
     """Return a cache of one sequence with so many sealed rows after one step, and the query of the next step."""
     draw = torch.Generator().manual_seed(0)
-    tokens = SINK + rows + WINDOW
-    queries = torch.randn(1, heads, GROUP, tokens, SIZE, generator=draw).to(dtype)
-    keys, values = torch.randn(2, 1, heads, tokens, SIZE, generator=draw).to(dtype)
     with _selector(spec, heads) as selector:
-        cache = KVCache(selector, sink=SINK, window=WINDOW, check=False)
-        cache.append(keys, values, queries)
-        cache.seal()
-    query = queries[:, :, :, -1].contiguous()
-    decode(query, _looking_ahead(cache, query), BUDGET)
+        cache = filled_cache(selector, Shape(1, heads, GROUP, SIZE, dtype), rows, draw)
     return cache, torch.randn(1, heads, GROUP, SIZE, generator=draw).to(dtype)
 
 
@@ -95,13 +85,6 @@ def partition(heads: int) -> Partition:
     weights = {name: torch.randn(heads, *shape, generator=draw) for name, shape in shapes.items()}
     centroids = torch.nn.functional.normalize(torch.randn(heads, BUCKETS, SIZE, generator=draw), dim=-1)
     return Partition(centroids, Classifier(**weights))
-
-
-def _looking_ahead(cache: KVCache, query: Tensor) -> KVCache:
-    """Return the cache, told the query of its next step where its method looks ahead."""
-    if cache.selector.find(LooksAhead):
-        cache.foresee(query)
-    return cache
 
 
 @dataclass(frozen=True)
@@ -130,7 +113,7 @@ def held(cache: KVCache, _: Tensor) -> dict[str, int]:
 def choosing(cache: KVCache, query: Tensor) -> dict[str, int]:
     """Most bytes of temporaries that live at once while rows are chosen."""
     with Temporaries() as seen:
-        _looking_ahead(cache, query).select(query, BUDGET)
+        looking_ahead(cache, query).select(query, BUDGET)
     return {"choosing": seen.peak}
 
 
@@ -174,7 +157,7 @@ def taken(spec: str) -> dict[str, Any]:
     rows = LONGER.get(spec.partition(":")[0], ROWS)[1]
     cache, query = filled(spec, 1, rows)
     with Temporaries() as step:
-        decode(query, _looking_ahead(cache, query), BUDGET)
+        decode(query, looking_ahead(cache, query), BUDGET)
     scan = cache.selector.scan(Shape(1, 1, GROUP, SIZE, NARROW).query(), SEALED, LARGE)
     return {
         "scan": None if scan is None else _number(scan.read / SEALED),

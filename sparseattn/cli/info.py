@@ -91,8 +91,8 @@ def _show(facts: Mapping[str, Any]) -> None:
         out.print(title, style="bold")
         if title == "selectors":
             table = Table("", [Column.text(head) for head in ("name", "family", "paper", "reads")])
-            for name, facts in value.items():
-                table.add(name, *facts.values())
+            for name, row in value.items():
+                table.add(name, *row.values())
             out.print(table)
         elif isinstance(value, dict):
             for name, what in value.items():

@@ -111,7 +111,8 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
         if not isinstance(wanted, Predicted):
             raise NoPlanError(f"{none} {ADVICE}") from None
         found = _by_bytes(none, functools.partial(looking, _measured_bytes(options, layers, wide)))
-        instead = f"N{str(none)[1:]} So this plan is chosen by bytes read. {_predicted_time(found, layers, wanted)}"
+        reason, time_of_it = str(none), _predicted_time(found, layers, wanted)
+        instead = f"{reason[:1].upper()}{reason[1:]} So this plan is chosen by bytes read. {time_of_it}"
     plan = make_plan(
         options,
         settings,

@@ -10,13 +10,21 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.step_cost import Shape
 from sparseattn.selectors.abilities import LooksAhead
+from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import make_selector
 
 ROWS = 1024, 2048  # sealed rows of the two caches
+LONGER = {  # methods of which these rows would be too few
+    "bridge": (2048, 3072),  # 2,048 rows have all guides
+    "retrieval": (2048, 2560),
+    "ivf": (4096, 8192),  # both have 256 lists
+}
 SINK, WINDOW, BUDGET = 4, 64, 256
 
 
@@ -44,21 +52,41 @@ def index_bytes(spec: str, num_kv_heads: int, group: int, head_dim: int, dtype: 
     Raises:
         ValueError: a method that does not serve such a layer, such as one that needs a file trained for the model.
     """
-    few, many = (_held(spec, num_kv_heads, group, head_dim, dtype, rows) for rows in ROWS)
-    token = (many - few) / (ROWS[1] - ROWS[0])
-    return IndexBytes(max(few - token * ROWS[0], 0.0), token)
+    first, second = LONGER.get(spec.partition(":")[0], ROWS)
+    shape = Shape(1, num_kv_heads, group, head_dim, dtype)
+    few, many = (_held(spec, shape, rows) for rows in (first, second))
+    token = (many - few) / (second - first)
+    return IndexBytes(max(few - token * first, 0.0), token)
 
 
-def _held(spec: str, num_kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, rows: int) -> int:
+def _held(spec: str, shape: Shape, rows: int) -> int:
     """Return the bytes of the selector after one step over so many sealed rows."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = SINK + rows + WINDOW
-    keys, values = torch.randn(2, 1, num_kv_heads, tokens, head_dim, generator=draw).to(dtype)
-    queries = torch.randn(1, num_kv_heads, group, tokens, head_dim, generator=draw).to(dtype)
-    cache = KVCache(make_selector(spec), sink=SINK, window=WINDOW, check=False)
+    cache = filled_cache(make_selector(spec), shape, rows, torch.Generator().manual_seed(0))
+    return sum(size for name, size in cache.nbytes.items() if name not in ("kv", "books"))
+
+
+def filled_cache(selector: Selector, shape: Shape, rows: int, draw: torch.Generator) -> KVCache:
+    """Return a cache of drawn keys and values, with so many sealed rows, after one step.
+
+    Args:
+        selector: serves the cache.
+        shape: B, H, G, D and the dtype of what it stores.
+        rows: sealed, beside `SINK` and `WINDOW`.
+        draw: what keys, values and queries are drawn with.
+    """
+    tokens, heads = SINK + rows + WINDOW, (shape.batch, shape.heads)
+    queries = torch.randn(*heads, shape.group, tokens, shape.size, generator=draw).to(shape.dtype)
+    keys, values = torch.randn(2, *heads, tokens, shape.size, generator=draw).to(shape.dtype)
+    cache = KVCache(selector, sink=SINK, window=WINDOW, check=False)
     cache.append(keys, values, queries)
+    cache.seal()
     query = queries[:, :, :, -1].contiguous()
+    decode(query, looking_ahead(cache, query), BUDGET)
+    return cache
+
+
+def looking_ahead(cache: KVCache, query: Tensor) -> KVCache:
+    """Return the cache, told the query of its next step if its method looks ahead."""
     if cache.selector.find(LooksAhead):
         cache.foresee(query)
-    decode(query, cache, BUDGET)
-    return sum(size for name, size in cache.nbytes.items() if name not in ("kv", "books"))
+    return cache

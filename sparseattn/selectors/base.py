@@ -397,6 +397,10 @@ def _refuse_old_form(cls: type[Selector]) -> None:
                 f"{cls.__name__} sets {name} = {own!r}: a class now names {ability} in its bases "
                 f"(sparseattn.selectors.abilities), and an instance that lacks it says so in `has`"
             )
+    if "cost" in vars(cls):
+        raise TypeError(
+            f"{cls.__name__} has cost: the Scan that scan returns names launches, lists and rows now (ranked)"
+        )
     parameters = [*inspect.signature(cls.select).parameters]
     if len(parameters) > 2 and parameters[2] == "positions":
         raise TypeError(

@@ -88,6 +88,15 @@ def written(folder: Path, **config: Any) -> Path:
     return path
 
 
+@pytest.mark.parametrize("name", ["lowbit", "hnsw", "ivf", "bridge", pytest.param("retrieval", marks=pytest.mark.slow)])
+def test_an_index_that_grows_late_is_what_was_measured(name: str) -> None:
+    """Lists and guides of these do not grow with the first rows as they do with the later ones."""
+    memory = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())
+    known = next(row["whole"] for row in memory["results"] if row["method"] == name)
+    index = index_bytes(name, memory["heads"], memory["group"], memory["size"], BFLOAT16)
+    assert index.at(memory["tokens"]) == pytest.approx(known, rel=0.02)
+
+
 def test_a_config_of_a_folder(tmp_path: Path) -> None:
     path = written(tmp_path)
     for given in (path, tmp_path):
