@@ -69,7 +69,7 @@ class H2O(ReadsKeys, Observing):
 
     def fix(self, rows: int, seal: int) -> None:
         if self.scores == "decode":
-            raise ValueError(f"{self!r} has another first step than the rest: with fixed=True, scores is 'prompt'")
+            raise ValueError(f"{self} has another first step than the rest: with fixed=True, scores is 'prompt'")
         super().fix(rows, seal)
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor] | None:

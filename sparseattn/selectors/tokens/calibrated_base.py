@@ -53,14 +53,12 @@ class Calibrated(Ranked):
             held = shared(self.artefact)
             if held.method != self.method:
                 raise CalibrationError(
-                    f"{self.artefact} is a calibration for {held.method}, {type(self).__name__} needs one for "
+                    f"{self.artefact} is a calibration for {held.method}, and {self} needs one for "
                     f"{self.method}: sparseattn calibrate --method {self.method}"
                 )
             if held.roped != self.roped:
                 found, asked = ("after", "before") if held.roped else ("before", "after")
-                raise CalibrationError(
-                    f"{self.artefact} is of keys {found} RoPE, and this {type(self).__name__} takes them {asked} it"
-                )
+                raise CalibrationError(f"{self.artefact} is of keys {found} RoPE, and {self} takes them {asked} it")
             self._held = held
         return self._held
 
@@ -83,7 +81,7 @@ class Calibrated(Ranked):
         """What takes RoPE back from keys; ValueError where it is not known."""
         if self.layer_context.rope is None:
             raise ValueError(
-                f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
+                f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
                 f"for_layer a LayerContext with it, or take keys as they are, before=False"
             )
         return self.layer_context.rope

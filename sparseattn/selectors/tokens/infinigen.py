@@ -88,7 +88,7 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if step.lookahead is None:
             raise ValueError(
-                f"{self!r} goes by a query foreseen from the input of the layer before, and none was given for layer "
+                f"{self} goes by a query foreseen from the input of the layer before, and none was given for layer "
                 f"{self.layer}: record it with `sparseattn capture --ahead` (the first attention layer has none: leave "
                 f"it out, or dense), or tell it with KVCache.foresee before each step; a SparseCache cannot"
             )
