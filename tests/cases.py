@@ -411,7 +411,7 @@ CASES = [
     Case(
         "topp-group",
         lambda: TopP(Quest(8, "each"), 0.6, 40, 16, "softmax"),
-        lambda: TopP(Quest(8, "each"), 1, 1.0, 16, "softmax"),
+        lambda: TopP(Quest(8, "each"), 1.0, 1.0, 16, "softmax"),
     ),
     # A base sample of as many draws as there are rows reads every row.
     Case("vattention", lambda: VAttention(top=5), lambda: VAttention(rate=1.0)),

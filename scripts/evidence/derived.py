@@ -190,7 +190,7 @@ def _wrapped(label: str) -> tuple[str | None, str]:
     name, given = parsed(label)
     if name not in INNER:
         return None, label
-    return name, (given.get("inner") or INNER[name]).removeprefix("[").removesuffix("]")
+    return name, (dict(given).get("inner") or INNER[name]).removeprefix("[").removesuffix("]")
 
 
 def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:

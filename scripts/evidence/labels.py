@@ -16,7 +16,7 @@ from sparseattn.selectors.registry import parsed
 LABELLED = ("label", "method", "selector")  # fields and columns that name a method
 BY_LABEL = ("left_out",)  # objects whose keys do
 NAMES = {"Fitted": "sparseattn:Fitted", **{method.kind: name for name, method in METHODS.items()}}
-ROUNDED = re.compile(r"(?P<method>.*?)(?P<bits>, \d+-bit rows)?", re.S)
+ROUNDED = re.compile(r", \d+-bit rows$")
 
 
 def relabelled(value: Any) -> Any:
@@ -45,12 +45,18 @@ def typed(label: Any) -> Any:
     """A label as one types it: `twostage:pages=[mean:bits=8],times=4`; what is no label of old stays as it is."""
     if not isinstance(label, str):
         return label
-    match = ROUNDED.fullmatch(label)
+    method, bits = _apart(label)
     try:
-        tree = ast.parse(match["method"], mode="eval").body
+        tree = ast.parse(method, mode="eval").body
     except SyntaxError:
         return label
-    return label if (text := _typed(tree)) is None else text + (match["bits"] or "")
+    return label if (text := _typed(tree)) is None else text + bits
+
+
+def _apart(label: str) -> tuple[str, str]:
+    """A method, and what a label says of the bits of its rows."""
+    found = ROUNDED.search(label)
+    return (label[: found.start()], found[0]) if found else (label, "")
 
 
 def _typed(one: ast.expr) -> str | None:
@@ -72,13 +78,13 @@ def _value(one: ast.expr) -> str:
 
 def shown(label: str) -> str:
     """A label without its artefacts, whose paths say where a run put them; what is no method's text as it is."""
-    match = ROUNDED.fullmatch(label)
+    method, bits = _apart(label)
     try:
-        name, texts = parsed(match["method"])
+        name, texts = parsed(method)
     except ValueError:
         return label
-    pairs = [f"{argument}={_inner(text or '')}" for argument, text in texts.items() if argument != "artefact"]
-    return (f"{name}:{','.join(pairs)}" if pairs else name) + (match["bits"] or "")
+    pairs = [f"{argument}={_inner(text or '')}" for argument, text in texts if argument != "artefact"]
+    return (f"{name}:{','.join(pairs)}" if pairs else name) + bits
 
 
 def _inner(text: str) -> str:

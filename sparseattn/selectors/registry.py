@@ -73,7 +73,9 @@ def make_selector(spec: str) -> Selector:
     types = get_type_hints(method.__init__)
     known = list(inspect.signature(method).parameters)
     arguments: dict[str, Any] = {}
-    for name, text in texts.items():
+    for name, text in texts:
+        if name in arguments:
+            raise ValueError(f"{spec!r} gives {name!r} twice")
         if text is None or name not in known:
             raise ValueError(
                 f"{given} has no argument {name!r}{did_you_mean(name, known)}; it takes {', '.join(known) or 'none'}"
@@ -87,12 +89,12 @@ def make_selector(spec: str) -> Selector:
     return selector
 
 
-def parsed(spec: str) -> tuple[str, dict[str, str | None]]:
-    """Return the name in a selector's text, and the texts of its arguments by name, None for one without "=".
+def parsed(spec: str) -> tuple[str, list[tuple[str, str | None]]]:
+    """Return the name in a selector's text, and its arguments: name and text of each, None for one without "=".
 
     Raises:
-        ValueError: text of no selector, brackets that do not match or are nested more than `DEEPEST` deep, an argument
-            twice, or more than `LONGEST` characters.
+        ValueError: text of no selector, brackets that do not match or are nested more than `DEEPEST` deep, or more
+            than `LONGEST` characters.
     """
     _check_size(spec)
     match = _SPEC.fullmatch(spec)
@@ -101,13 +103,8 @@ def parsed(spec: str) -> tuple[str, dict[str, str | None]]:
             f"{spec!r} is not a selector: write NAME or NAME:arg=value,arg=value, with NAME one of "
             f"{', '.join(SELECTORS)} or package.module:Class"
         )
-    texts: dict[str, str | None] = {}
-    for pair in _pairs(match["args"]) if match["args"] else []:
-        name, equals, text = pair.partition("=")
-        if name in texts:
-            raise ValueError(f"{spec!r} gives {name!r} twice")
-        texts[name] = text if equals else None
-    return match["name"], texts
+    pairs = [pair.partition("=") for pair in _pairs(match["args"])] if match["args"] else []
+    return match["name"], [(name, text if equals else None) for name, equals, text in pairs]
 
 
 def _check_size(spec: str) -> None:

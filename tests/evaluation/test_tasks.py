@@ -436,7 +436,7 @@ RECORD = {
     "task": "kv",
     "prompt": "p",
     "protocol": "question",
-    "method": "Quest",
+    "method": "quest",
     "budget": "64",
     "source": "quest",
     "score": 1.0,
@@ -450,7 +450,7 @@ def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
     kept = first.add(RECORD)
     assert kept == {**RECORD, "settings": {"model": "m", "sink": 4}}
     again = Records(path, {"model": "m", "sink": 4})
-    key = ("kv", "p", "question", "Quest", "64", RECORD["source"], None)  # records of before name no layers: all
+    key = ("kv", "p", "question", "quest", "64", RECORD["source"], None)  # records of before name no layers: all
     assert again.found == {key: kept}
 
 

@@ -232,7 +232,7 @@ def test_counters(llama: Any) -> None:
     with SparseCache(llama, "exact", 8, sink=2, window=8, seal=1, dense_layers=[1]) as cache:
         generate(llama, cache, inputs)
         stats = cache.stats()
-        assert [layer.selector for layer in stats.layers] == ["Exact", None, "Exact"]
+        assert [layer.selector for layer in stats.layers] == ["exact", None, "exact"]
         assert [layer.sparse_calls for layer in stats.layers] == [NEW - 1, 0, NEW - 1]
         assert [layer.dense_calls for layer in stats.layers] == [1, NEW, 1]
         assert (stats.sparse_calls, stats.dense_calls) == (2 * (NEW - 1), NEW + 2)

@@ -236,9 +236,9 @@ def test_the_command_writes_what_the_selector_reads(traces: list[Path], tmp_path
     make_selector(f"loki:artefact={file},before=True").for_layer(1)
     shown = CliRunner().invoke(app, ["info", str(file)])
     assert "de-roped" in shown.stdout
-    with pytest.raises(ValueError, match="is of keys before RoPE, and this Loki takes them after it"):
+    with pytest.raises(ValueError, match="is of keys before RoPE, and loki takes them after it"):
         make_selector(f"loki:artefact={file}")
-    with pytest.raises(ValueError, match="is a calibration for loki, DoubleSparsity needs one for doublesparsity"):
+    with pytest.raises(ValueError, match="is a calibration for loki, and doublesparsity needs one for doublesparsity"):
         make_selector(f"doublesparsity:artefact={file}")
     with pytest.raises(CalibrationError, match=r"holds layers 0, 1, layer 5 is asked for"):
         Loki(artefact=str(file), before=True).for_layer(5)

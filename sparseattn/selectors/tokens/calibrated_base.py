@@ -11,6 +11,7 @@ from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.base import LayerContext, Rows
 from sparseattn.selectors.checks import warn_of_keys_as_queries
+from sparseattn.selectors.identity import identity
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError, shared
 from sparseattn.selectors.tokens.base import Ranked
 from sparseattn.utils.hashing import file_hash
@@ -53,12 +54,14 @@ class Calibrated(Ranked):
             held = shared(self.artefact)
             if held.method != self.method:
                 raise CalibrationError(
-                    f"{self.artefact} is a calibration for {held.method}, and {self} needs one for "
+                    f"{self.artefact} is a calibration for {held.method}, and {identity(type(self))} needs one for "
                     f"{self.method}: sparseattn calibrate --method {self.method}"
                 )
             if held.roped != self.roped:
                 found, asked = ("after", "before") if held.roped else ("before", "after")
-                raise CalibrationError(f"{self.artefact} is of keys {found} RoPE, and {self} takes them {asked} it")
+                raise CalibrationError(
+                    f"{self.artefact} is of keys {found} RoPE, and {identity(type(self))} takes them {asked} it"
+                )
             self._held = held
         return self._held
 
