@@ -300,9 +300,6 @@ class Roles:
         """Its name in tables."""
         return f"roles {self.name}"
 
-    def __str__(self) -> str:
-        return self.label()
-
     def source(self) -> str:
         """What results depend on: a hash of the roles, and the sources of their selectors."""
         text = json.dumps(self.record()["layers"], sort_keys=True)

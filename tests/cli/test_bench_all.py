@@ -18,6 +18,7 @@ from sparseattn.evaluation.result import Evaluation
 from sparseattn.roles.roles import Role, Roles
 from sparseattn.selectors.baselines.exact import Exact
 from sparseattn.selectors.checks import check_group
+from sparseattn.selectors.identity import identity
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.traces.synthetic import synthetic
@@ -150,8 +151,8 @@ def test_what_a_method_refuses_when_it_sees_rows_is_said_and_a_fault_ends_the_ru
     done = run(trace, tmp_path, "--selector", "all")
     assert (done.exit_code == 0) == left_out, done.output
     if left_out:
-        assert "small: Refusing is not measured: group is one of" in " ".join(done.output.split())
-        assert records(tmp_path / "by-layer.jsonl")[0]["left_out"]["Refusing"].startswith("group is one of")
+        assert "Refusing is not measured: group is one of" in " ".join(done.output.split())
+        assert records(tmp_path / "by-layer.jsonl")[0]["left_out"][identity(Refusing)].startswith("group is one of")
     else:
         assert "Greedy" in done.stderr or "reshape" in str(done.exception)
 

@@ -270,7 +270,7 @@ def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -
     assert report.verdicts(records) == [
         "agreement at 4,096 tokens (t; 2 windows): fewest rows within 0.02 nats a token of full attention: exact at "
         "budget 64, 132 rows, 0.016 nats, 90% of the likeliest tokens the same. Fewest bytes: quest at budget 1024, "
-        "27% of a sparse layer's. Farthest: Window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
+        "27% of a sparse layer's. Farthest: window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
     ]
     other = [{**one, "text": "u", "prompt": "q", "kl": 2 * one["kl"]} for one in records]
     (line,) = report.verdicts([*records, *other])

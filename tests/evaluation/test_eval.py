@@ -370,7 +370,7 @@ def test_more_methods_come_on_top_and_other_settings_do_not(folder: Path, tmp_pa
     done = run(*options, "--selector", "quest", "--budget", "32")
     assert done.exit_code == 0, done.output
     assert [one["method"] for one in lines(tmp_path)] == ["full", "window", "quest"]
-    assert "window" not in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.strip().startswith("window")]
     before = (tmp_path / "eval.jsonl").read_bytes()
     for option in (["--sink", "0"], ["--dense-layers", "1"], ["--answer-tokens", "3"], ["--seal", "64"]):
         done = run(*options, "--selector", "window", *option)
@@ -433,7 +433,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--lengths", "100"], "a passkey prompt with seed 0 has at least"),
         (["--lengths", "560,1010"], "has 1024 positions, --lengths 1010 with an answer of 22 tokens takes 1032"),
         (["--seal", "0"], "--seal is 1 or more, got 0"),
-        (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of InfLLM("),
+        (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of infllm:"),
         (["--depths", "2"], "a depth lies between 0 (first) and 1 (last), got 2"),
         (["--dense-layers", "2"], "the model has 2 layers: of them 0 to 1 may be dense, got 2"),
         (["--selector", "quests"], "no selector is called 'quests'"),

@@ -222,7 +222,7 @@ def test_records_hold_a_point_each_and_are_json(tasks: dict[str, list[Problem]])
     assert [record["value"] for record in records] == [4, 8]
     for record, point in zip(records, one.points, strict=True):
         assert record["knob"] == "probes"
-        assert record["selector"] == f"IVF(lists=0, probes={record['value']}, seed=0)"
+        assert record["selector"] == f"ivf:lists=0,probes={record['value']},seed=0"
         assert record["mean"]["recall"] == point.mean("recall")
         assert record["worst"]["recall"] == float(point.heads["recall"].min()) <= record["mean"]["recall"]
         assert record["worst"]["scanned_share"] == float(point.heads["scanned_share"].max())

@@ -104,15 +104,15 @@ def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: 
     page = opened(width)
     if width < 800:
         page.locator(".methods summary").click()  # folded away where there is no room beside
-    switch = page.locator("input[data-method=Exact]")
+    switch = page.locator("input[data-method=exact]")
     rows = page.locator("#frontier tbody tr")
     assert lines_of(page) == ["quest", "exact", "window"]
     assert rows.count() == 5
     switch.uncheck()
     assert lines_of(page) == ["quest", "window"]
     assert rows.count() == 3
-    assert page.locator("#frontier .panel[data-method=Exact]").count() == 0
-    assert page.locator("#frontier .panel[data-method=Quest]").count() == 1
+    assert page.locator("#frontier .panel[data-method=exact]").count() == 0
+    assert page.locator("#frontier .panel[data-method=quest]").count() == 1
     assert "exact" not in page.locator("#explorer .facts-of").inner_text()
     assert page.locator(".methods summary").inner_text() == "Methods, 3 of 4 shown"
     page.get_by_role("button", name="none").click()
@@ -120,7 +120,7 @@ def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: 
     page.get_by_role("button", name="all", exact=True).click()
     assert lines_of(page) == ["quest", "exact", "window"]
     assert page.locator("#plan figure.given g[aria-label=cell] rect").count() == 4
-    page.locator("input[data-method=Quest]").uncheck()
+    page.locator("input[data-method=quest]").uncheck()
     assert page.locator("#plan figure.given g[aria-label=cell] rect").count() == 4, "a plan is shown whole"
 
 
@@ -145,7 +145,7 @@ def test_a_plot_rescales_to_the_methods_that_are_on(width: int, opened: Callable
         view.get_by_role("button", name="window").click()
         assert view.get_by_role("button", name="window").get_attribute("aria-pressed") == "false"
     else:
-        page.locator("input[data-method=Window]").uncheck()
+        page.locator("input[data-method=window]").uncheck()
     assert ticks("x") != everything
     plan = page.locator("#plan figure.lines g.plan")
     assert plan.locator("text").first.text_content().startswith("plan made up-1%: ")
@@ -174,8 +174,8 @@ def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None
     view.locator("select").first.select_option("recovered")
     assert "share recovered of the far attention" in view.locator("svg").first.inner_html()
     plot = view.locator(".plot")
-    plot.locator("g[data-method=Quest][aria-label=dot] > *").first.hover(force=True)
-    assert plot.locator(".tip").inner_text().startswith("Quest\nbudget ")
+    plot.locator("g[data-method=quest][aria-label=dot] > *").first.hover(force=True)
+    assert plot.locator(".tip").inner_text().startswith("quest\nbudget ")
     heat = page.locator("#frontier figure.heat")
     first = heat.locator("g[aria-label=cell] rect").first.get_attribute("fill")
     heat.get_by_label("Budget").select_option("64")
@@ -304,7 +304,7 @@ def test_everything_is_reached_by_keys(width: int, opened: Callable[..., Any]) -
     ):
         assert part in reached, part
 
-    page.locator("input[data-method=Exact]").focus()
+    page.locator("input[data-method=exact]").focus()
     page.keyboard.press("Space")
     assert lines_of(page) == ["quest", "window"]
     plot = page.locator("#frontier .plot").first
