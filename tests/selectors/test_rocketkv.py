@@ -62,7 +62,7 @@ def test_rows_are_those_of_the_best_pages_and_the_last_page_is_cut() -> None:
 
 @pytest.mark.parametrize("page", [3, 5])
 def test_pages_of_any_size_are_found_and_read_whole(page: int) -> None:
-    queries, keys, values = heads(2, 2, 3, 20 * page, 16)
+    queries, keys, _ = heads(2, 2, 3, 20 * page, 16)
     query, rocket = queries[:, :, :, -1].contiguous(), RocketKV(16, page=page, channels=16, group="each")
     cache = filled(rocket, keys, seal=page)
     assert rocket.bounds.rows == 20

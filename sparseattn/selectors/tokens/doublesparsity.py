@@ -36,8 +36,8 @@ class DoubleSparsity(LearnsFromQueries, Calibrated):
     Departures, from its code (andy-yang-1/DoubleSparse). There every query head has its own channels, and so a label
     cache of its own; here the query heads of a KV head share them, by the mean of their products. It has the channels
     of q or of k alone as well. It rounds the query as it does keys, too, and its levels are not rounded to 16 bits.
-    Logits are divided by `sqrt(D)`, there by the root of the kept channels, which only the vote of a group can tell. The
-    default, without a file, is ours.
+    Logits are divided by `sqrt(D)`, there by the root of the kept channels, which only the vote of a group can tell.
+    The default, without a file, is ours.
 
     `scan_bytes`: the labels and levels of every row.
     """
