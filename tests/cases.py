@@ -571,10 +571,10 @@ def together(cache: KVCache) -> tuple[Tensor, Tensor, Bounds]:
     """Keys, values and bounds of every row as one storage, `sink | sealed | recent`, wherever they lie."""
     if cache.sealed_device is None:
         return cache.keys, cache.values, cache.bounds
-    sink, bounds, zone = cache.sink, cache.bounds, cache.sealed_keys.shape[2]
+    sink, bounds, zone = cache.sink, cache.bounds, cache.stored.sealed_keys.shape[2]
     assert bounds.base == sink
     assert bool((bounds.sealed == sink).all()), "no row beside sink and recent ones is left on the cache's device"
-    near, far = (cache.keys, cache.values), (cache.sealed_keys, cache.sealed_values)
+    near, far = (cache.keys, cache.values), (cache.stored.sealed_keys, cache.stored.sealed_values)
     keys, values = (
         torch.cat([a[:, :, :sink], b.to(a.device), a[:, :, sink:]], 2) for a, b in zip(near, far, strict=True)
     )

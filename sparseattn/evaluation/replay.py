@@ -228,7 +228,7 @@ class _Run:
             input_checks.finite(query=query)
             if cache.selector.find(LooksAhead):
                 assert layer.ahead is not None  # check_replay
-                cache.foresee(layer.ahead[None, :, :, t - tokens].float())
+                cache.search.foresee(layer.ahead[None, :, :, t - tokens].float())
             if (board := cache.selector.layer_context.board) is not None:
                 board.step = turn, t
             selection = cache.select(query, budget)

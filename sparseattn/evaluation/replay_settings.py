@@ -9,7 +9,8 @@ from typing import TypedDict
 
 import torch
 
-from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.budget import Budget, budget_of
 from sparseattn.core.context import LayerContext
 from sparseattn.roles.roles import Method, Share, shares_of

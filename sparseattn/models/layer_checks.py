@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from sparseattn.cache.decode import decode
-from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import GROUP, unit_of
 from sparseattn.core.budget import Budget, budget_of
 from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import GROUP, unit_of
 from sparseattn.core.budget import Budget
 from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
@@ -245,7 +246,7 @@ class SparseCache(Cache):
         evicting = [rows for rows in parts if rows.selector.find(Evicts)]
         if not evicting:
             raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
-        return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in evicting)
+        return sum(rows.compact() * rows.stored.sealed_keys.shape[1] for rows in evicting)
 
     def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
         """Return an independent copy that counts anew, with another `budget` if given; one index serves many questions.

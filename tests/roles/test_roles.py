@@ -175,7 +175,7 @@ def test_trained_parameters_follow_their_heads() -> None:
         cache = KVCache(selector, sink=0, window=4, seal=16)
         cache.append(keys[:, own], values[:, own], queries[:, own])
         chosen = cache.select(queries[:, own, :, -1], 64)
-        rows = cache.sealed_keys.gather(2, chosen.rows.clamp(min=0)[..., None].expand(-1, -1, -1, 16))
+        rows = cache.stored.sealed_keys.gather(2, chosen.rows.clamp(min=0)[..., None].expand(-1, -1, -1, 16))
         found.append((rows * (chosen.rows >= 0)[..., None]).sum(2))
     torch.testing.assert_close(found[0][:, [0, 2]], found[1])
 

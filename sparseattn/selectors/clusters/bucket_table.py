@@ -79,7 +79,7 @@ class Edges(RowBuffer):
         twin._slots = self._slots  # replaced, never changed in place
         return twin
 
-    def resize(self, rows: int, like: Tensor) -> Tensor:
+    def resize(self, rows: int, like: Tensor | None = None) -> Tensor:
         self._slots = []
         return super().resize(rows, like)
 
@@ -238,7 +238,7 @@ class Partitioned(Selector):
         kept, low = _kept(starts, new)
         if kept < self.edges.rows:
             bucket = torch.cat([self._stored(kept), bucket], 2)
-            self.edges.resize(kept, self.edges.full)
+            self.edges.resize(kept)
         sizes = torch.zeros(*bucket.shape[:2], own.buckets + 1, dtype=torch.int64, device=bucket.device)
         ends = low + sizes.scatter_add_(2, bucket, torch.ones_like(bucket)).cumsum(2)  # [B,H,C+1]
         edges = torch.nn.functional.pad(ends, (1, 0), value=low)
