@@ -47,6 +47,14 @@ def reachable(selector: Selector, device: torch.device, sealed_device: torch.dev
         )
 
 
+def tensors(keys: object, values: object, queries: object, positions: object) -> None:
+    """Keys and values are tensors, and queries and positions where they are given; else ValueError."""
+    given = {"keys": keys, "values": values, "queries": queries, "positions": positions}
+    for name, part in given.items():
+        if not isinstance(part, Tensor) and (part is not None or name in ("keys", "values")):
+            only_tensors(**{name: part})
+
+
 def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
     """New rows fit each other and the stored keys `held` `[B,H,N,D]`, and are finite; else ValueError."""
     if keys.ndim != 4 or keys.shape != values.shape or not (keys.shape[0] and keys.shape[1]):
@@ -254,7 +262,8 @@ def sealed_device(given: torch.device | str | None) -> torch.device | None:
 
 def query(asked: Tensor, held: Tensor) -> None:
     """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
-    only_tensors(query=asked)
+    if not isinstance(asked, Tensor):
+        only_tensors(query=asked)
     if (
         asked.ndim != 4
         or asked.shape[:2] != held.shape[:2]

@@ -26,7 +26,6 @@ from sparseattn.core.budget import Allowance, Budget, allowance
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import as_selector
-from sparseattn.utils.tensors import only_tensors
 
 
 class KVCache:
@@ -210,12 +209,7 @@ class KVCache:
                 queries; a selector that serves another cache, or that cannot serve such keys or lacks the layer's RoPE
                 (`Selector.check_shape`); more rows than a `fixed` cache has. Nothing is stored then.
         """
-        given = {"keys": keys, "values": values}
-        if queries is not None:
-            given["queries"] = queries
-        if positions is not None:
-            given["positions"] = positions
-        only_tensors(**given)
+        input_checks.tensors(keys, values, queries, positions)
         stored, first = self.stored, not self.stored.zones.count
         if first:
             input_checks.unused(self.selector)
@@ -240,7 +234,8 @@ class KVCache:
             self._shown.claim()
         stored.broken = "storing rows was cut short"
         stored.store(keys, values, queries, at, self.window + self.rollback)
-        self._shown.refresh()
+        if self._shown.views:
+            self._shown.refresh()
         stored.broken = ""
 
     # -- sealing -----------------------------------------------------------------------------------------------------

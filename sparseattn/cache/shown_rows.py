@@ -36,12 +36,16 @@ class ShownRows:
         abilities: which parts of it can do what.
         stored: the rows of the cache.
         indexes: folder of index files, see `KVCache`.
+
+    Attributes:
+        views: whether the selector has a view of the stored keys or their codes.
     """
 
     def __init__(
         self, selector: Selector, abilities: Abilities, stored: StoredRows, indexes: Path | None = None
     ) -> None:
         self.selector, self.abilities, self.stored, self.indexes = selector, abilities, stored, indexes
+        self.views = bool(abilities.key_readers or abilities.rounded_readers)
         self._storage: Tensor | None = None  # of which the selector has a view
 
     def fix(self, capacity: int, seal: int) -> None:
