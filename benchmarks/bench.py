@@ -22,7 +22,7 @@ from sparseattn.cache.all_rows import everything
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import budget_record
-from sparseattn.roles.roles import rounded_label
+from sparseattn.roles.role import rounded_label
 
 
 @dataclass

@@ -85,7 +85,8 @@ from sparseattn.selectors.abilities import (
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.saved_state import Loaded, of_parts
 from sparseattn.traces.synthetic import synthetic
 

@@ -34,7 +34,8 @@ from sparseattn.evaluation.replay_settings import (
 )
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.step_measures import COUNTED, MEASURES, check_steps, compare
-from sparseattn.roles.roles import Roles, Share, as_method, rounded_label, shares_of, together
+from sparseattn.roles.role import Share, rounded_label, together
+from sparseattn.roles.roles import Roles, as_method, shares_of
 from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace, TraceLayer

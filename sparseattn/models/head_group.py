@@ -13,7 +13,7 @@ from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
-from sparseattn.roles.roles import Share
+from sparseattn.roles.role import Share
 
 
 class SparseHeads:

@@ -18,7 +18,7 @@ from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
 from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.transformers_classes import CacheLayerMixin
-from sparseattn.roles.roles import together
+from sparseattn.roles.role import together
 
 
 @dataclass(frozen=True, eq=False)

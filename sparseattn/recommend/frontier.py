@@ -15,7 +15,7 @@ from sparseattn.core.layer_choices import Board
 from sparseattn.models.error_sensitivity import LayerSeen
 from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.prefill import Prefill
-from sparseattn.roles.roles import Role, Share
+from sparseattn.roles.role import Role, Share
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from sparseattn.core.context import Heads, LayerContext
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.evaluation.step_measures import MEASURES
-from sparseattn.roles.roles import Role, Roles, duo, pyramid
+from sparseattn.roles.papers import duo, pyramid
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace

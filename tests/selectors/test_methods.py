@@ -27,7 +27,8 @@ from sparseattn.evaluation.step_measures import compare
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.kernels.page_bounds.reference import page_bounds
 from sparseattn.recommend import trials
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors import methods
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.identity import identity

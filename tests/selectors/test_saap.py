@@ -20,7 +20,8 @@ from sparseattn.evaluation.replay import evaluate
 from sparseattn.selectors.clusters import bucket_table as table
 from sparseattn.selectors.clusters import moments
 from sparseattn.selectors.clusters.bucket_table import Partitioned
-from sparseattn.selectors.parameters.saap_artefact import Artefact, ArtefactError, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import ArtefactError, Classifier, Partition
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
 from tests.cases import heads, partition

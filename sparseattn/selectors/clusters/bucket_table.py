@@ -22,15 +22,8 @@ from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
 from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
-from sparseattn.selectors.parameters.saap_artefact import (
-    AUTO,
-    SHIPPED,
-    Artefact,
-    Partition,
-    locate,
-    shared,
-    shipped_for,
-)
+from sparseattn.selectors.parameters.saap_artefact import AUTO, SHIPPED, Artefact, locate, shared, shipped_for
+from sparseattn.selectors.parameters.saap_partition import Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_tensors
 from sparseattn.utils.hashing import file_hash, tensors_hash
 
