@@ -106,12 +106,12 @@ def test_reformer_decodes_as_its_authors_do(seal: int) -> None:
     positions = torch.arange(200).expand(2, -1) - torch.tensor([[0], [30]])  # sequence 1 has 30 rows of padding
     cache.append(keys, values, positions=positions.clamp(min=-1))
     cache.seal()
-    stored = cache.sealed_keys.shape[2]
+    stored = cache.stored.sealed_keys.shape[2]
     for t in (5, 77, 199):
         query = queries[:, :, :, t].contiguous()
         found = cache.select(query, 25).mask(stored)
         real = cache.search.step().valid
-        same = selector.hashed(cache.sealed_keys)[:, :, None] == selector.hashed(query)[..., None]  # [B,H,G,N]
+        same = selector.hashed(cache.stored.sealed_keys)[:, :, None] == selector.hashed(query)[..., None]  # [B,H,G,N]
         rank = (torch.arange(stored) + stored * same).masked_fill(~real[:, None, None], -1)
         expected = torch.zeros_like(same).scatter_(3, rank.topk(25).indices, True)
         assert torch.equal(found, expected.flatten(1, 2))
