@@ -1,0 +1,82 @@
+"""RULER's tasks in `eval`: what they are made of, opened, and their prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from sparseattn.cli.eval_options import EvalOptions
+from sparseattn.cli.inputs import open_text
+from sparseattn.cli.progress import model_progress
+from sparseattn.evaluation.ruler.tasks import ESSAYS, TEMPLATES, Material, examples
+from sparseattn.evaluation.ruler.words import WordLists
+from sparseattn.evaluation.tasks.engines import Engine
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.tokens import Tokens
+
+HAYSTACK = "alice"  # the text that needles lie in where none is given, in place of essays that the package may not ship
+
+
+def open_filler(name: str) -> tuple[str, str]:
+    """Return name and words of a text to hide needles in: a file, a text by name, or RULER's PaulGrahamEssays.json.
+
+    Raises:
+        ValueError: as `open_text`; a .json file without a text under "text".
+        OSError: as `open_text`.
+    """
+    called, words = open_text(name)
+    if not called.endswith(".json"):
+        return called, words
+    try:
+        held = json.loads(words)
+    except ValueError as error:
+        raise ValueError(f"--filler {name} is no JSON: {error}") from None
+    if not isinstance(held, dict) or not isinstance(held.get("text"), str):
+        raise ValueError(f'--filler {name}: a .json file holds {{"text": "..."}}, as RULER\'s PaulGrahamEssays.json')
+    return called, held["text"]
+
+
+def open_material(options: EvalOptions) -> Material | None:
+    """Return what the chosen tasks of RULER need, None where none is chosen.
+
+    Raises:
+        OSError, ValueError: a file that cannot be had or is none of its kind.
+    """
+    chosen = [task for task in options.tasks if task in TEMPLATES]
+    if not chosen:
+        return None
+    with model_progress() as progress:
+        lists = WordLists.read(progress)
+    name, text = open_filler(options.filler or HAYSTACK) if set(chosen) & set(ESSAYS) else ("", "")
+    return Material(lists, text, name)
+
+
+def ruler_prompts(
+    task: str, options: EvalOptions, material: Material, engine: Engine, tokens: Tokens
+) -> Callable[[], Iterator[Prompt]]:
+    """Return what makes the prompts of a task: `--samples` for each length.
+
+    Raises:
+        ValueError: naming the option, a length that is too short for the task or too long for the model.
+    """
+
+    def of_length(length: int) -> Iterator[Prompt]:
+        answer, spare = options.answer_tokens, tokens.spare
+        made = examples(
+            task, length, material, count=tokens.count, seed=options.ruler_seed, spare=spare, answer_tokens=answer
+        )
+        for example in islice(made, options.samples):
+            yield Prompt.of(example, tokens)
+
+    engine.check(options.prompt_lengths[-1], f"--lengths {options.prompt_lengths[-1]} of {task}, answer and all,")
+    try:
+        next(of_length(options.prompt_lengths[0]))
+    except ValueError as error:
+        raise ValueError(f"--lengths: {error}") from None
+
+    def make() -> Iterator[Prompt]:
+        for length in options.prompt_lengths:
+            yield from of_length(length)
+
+    return make
