@@ -15,7 +15,7 @@ from sparseattn.cli import options as shared
 from sparseattn.cli import values
 from sparseattn.cli.eval_methods import ALL_LAYERS, methods
 from sparseattn.cli.inputs import LEAD, open_roles
-from sparseattn.evaluation.ruler.tasks import SEED, TEMPLATES
+from sparseattn.evaluation.ruler.tasks import CWE, QA, SEED, TEMPLATES
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.compared import PROTOCOLS
 from sparseattn.evaluation.tasks.prompts import TAIL, TEMPLATE
@@ -121,6 +121,14 @@ class EvalOptions:
     filler: Annotated[
         str | None, typer.Option(help=f"To hide needles in: {shared.TEXT_HELP} Default: made-up sentences.")
     ] = None
+    qa: Annotated[
+        Path | None,
+        typer.Option(help=f"Questions and documents for {QA}: a JSON file in the form of SQuAD or HotpotQA."),
+    ] = None
+    ruler_words: Annotated[
+        Path | None,
+        typer.Option(help=f"More words for {CWE}: RULER's english_words.json, for lists longer than wonderwords'."),
+    ] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -193,6 +201,10 @@ class EvalOptions:
             raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
         if bool(self.text) != (AGREEMENT in self.tasks):
             raise ValueError(f"--task {AGREEMENT} and --text go together")
+        if (self.qa is not None) != (QA in self.tasks):
+            raise ValueError(f"--task {QA} and --qa go together")
+        if self.ruler_words is not None and CWE not in self.tasks:
+            raise ValueError(f"--ruler-words are for --task {CWE}")
 
     @cached_property
     def given(self) -> set[str]:
@@ -203,7 +215,7 @@ class EvalOptions:
     def tasks(self) -> list[str]:
         """Names in `TASKS`, RULER's, and `AGREEMENT`."""
         task = self.task or ("" if self.prompts else GENERATED)
-        return values.names(task, "--task", (*TASKS, *TEMPLATES, AGREEMENT))
+        return values.names(task, "--task", (*TASKS, AGREEMENT, *TEMPLATES))
 
     @cached_property
     def prompt_lengths(self) -> list[int]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from sparseattn.cli.eval_options import EvalOptions
 from sparseattn.cli.inputs import open_text
 from sparseattn.cli.progress import model_progress
-from sparseattn.evaluation.ruler.tasks import ESSAYS, TEMPLATES, Material, examples
+from sparseattn.evaluation.ruler.documents import read_questions
+from sparseattn.evaluation.ruler.tasks import ESSAYS, FWE, QA, TEMPLATES, VT, Material, examples
 from sparseattn.evaluation.ruler.words import WordLists
 from sparseattn.evaluation.tasks.engines import Engine
 from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.prompts import read_text
 from sparseattn.evaluation.tasks.tokens import Tokens
 
 HAYSTACK = "alice"  # the text that needles lie in where none is given, in place of essays that the package may not ship
@@ -46,10 +49,35 @@ def open_material(options: EvalOptions) -> Material | None:
     chosen = [task for task in options.tasks if task in TEMPLATES]
     if not chosen:
         return None
-    with model_progress() as progress:
-        lists = WordLists.read(progress)
+    lists = None
+    if set(chosen) - {VT, FWE, QA}:
+        with model_progress() as progress:
+            lists = WordLists.read(progress)
     name, text = open_filler(options.filler or HAYSTACK) if set(chosen) & set(ESSAYS) else ("", "")
-    return Material(lists, text, name)
+    return Material(
+        lists,
+        text,
+        name,
+        () if options.ruler_words is None else read_words(options.ruler_words),
+        None if options.qa is None else read_questions(options.qa),
+    )
+
+
+def read_words(path: Path) -> list[str]:
+    """Return the words of a JSON file: a list, or the values of an object, as RULER's english_words.json has them.
+
+    Raises:
+        OSError: no such file.
+        ValueError: no such JSON.
+    """
+    try:
+        held = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--ruler-words {path} is no JSON: {error}") from None
+    words = list(held.values()) if isinstance(held, dict) else held
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+        raise ValueError(f"--ruler-words {path} holds a list of words, or an object whose values are words")
+    return words
 
 
 def ruler_prompts(
@@ -70,10 +98,13 @@ def ruler_prompts(
             yield Prompt.of(example, tokens)
 
     engine.check(options.prompt_lengths[-1], f"--lengths {options.prompt_lengths[-1]} of {task}, answer and all,")
-    try:
-        next(of_length(options.prompt_lengths[0]))
-    except ValueError as error:
-        raise ValueError(f"--lengths: {error}") from None
+    if task == QA and material.questions is not None and options.samples > (there := len(material.questions.questions)):
+        raise ValueError(f"--qa {options.qa} holds {there} questions with answers, got --samples {options.samples}")
+    for length in dict.fromkeys((options.prompt_lengths[0], options.prompt_lengths[-1])):
+        try:
+            next(of_length(length))
+        except ValueError as error:
+            raise ValueError(f"--lengths {length}: {error}") from None
 
     def make() -> Iterator[Prompt]:
         for length in options.prompt_lengths:

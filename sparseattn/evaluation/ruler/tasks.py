@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from sparseattn.evaluation.ruler.common_words import CommonWords
+from sparseattn.evaluation.ruler.documents import Documents, Questions
+from sparseattn.evaluation.ruler.frequent_words import FrequentWords
 from sparseattn.evaluation.ruler.needles import Needles
 from sparseattn.evaluation.ruler.room import Drawn, Room
-from sparseattn.evaluation.ruler.templates import HIDDEN, NEEDLES, Template
+from sparseattn.evaluation.ruler.templates import (
+    COMMON_WORDS,
+    FREQUENT_WORDS,
+    HIDDEN,
+    NEEDLES,
+    QUESTIONS,
+    VARIABLES,
+    Template,
+)
+from sparseattn.evaluation.ruler.variables import Variables
 from sparseattn.evaluation.ruler.words import WordLists
 from sparseattn.evaluation.tasks.base import Count, Example
 
 SEED = 42  # RULER's
 PREFIX = "ruler/"
-TEMPLATES: dict[str, Template] = {PREFIX + name: NEEDLES for name in HIDDEN}
-SCORING = dict.fromkeys(TEMPLATES, "ruler/all")
+VT, CWE, FWE, QA = (PREFIX + name for name in ("vt", "cwe", "fwe", "qa"))
+TEMPLATES: dict[str, Template] = {
+    **{PREFIX + name: NEEDLES for name in HIDDEN},
+    VT: VARIABLES,
+    CWE: COMMON_WORDS,
+    FWE: FREQUENT_WORDS,
+    QA: QUESTIONS,
+}
+SCORING = {**dict.fromkeys(TEMPLATES, "ruler/all"), QA: "ruler/part"}
 ESSAYS = tuple(PREFIX + name for name, hidden in HIDDEN.items() if hidden.haystack == "essay")
 
 
@@ -24,14 +43,18 @@ class Material:
     """What prompts are made of.
 
     Args:
-        lists: words.
+        lists: words, of needles and `CWE`.
         text: that needles are hidden in.
         text_name: as records call it.
+        more_words: of `CWE`, for lists longer than all of `lists`.
+        questions: of `QA`.
     """
 
-    lists: WordLists
+    lists: WordLists | None = None
     text: str = ""
     text_name: str = ""
+    more_words: Sequence[str] = ()
+    questions: Questions | None = None
 
 
 def examples(
@@ -65,12 +88,32 @@ def examples(
     meta: dict[str, Any] = {"length": length, "depth": None, "seed": seed}
     if task in ESSAYS:
         meta["haystack"] = material.text_name
-    for sample, drawn in enumerate(_drawn(task, material, seed, room)):
+    if task == QA and material.questions is not None:
+        meta["file"] = material.questions.name
+    for sample, drawn in enumerate(_maker(task, material, seed).prompts(room)):
         facts = {**meta, "sample": sample, "distractors": drawn.distractors}
         parts = drawn.context, drawn.question, drawn.answers
         yield Example(task, *parts, SCORING[task], facts, lead=drawn.lead, limit=limit, one_line=False)
 
 
-def _drawn(task: str, material: Material, seed: int, room: Room) -> Iterator[Drawn]:
-    kind = task.removeprefix(PREFIX)
-    return Needles(HIDDEN[kind], seed, material.lists.names, material.text).prompts(room)
+class Maker(Protocol):
+    """What draws the prompts of one task, all from one seed."""
+
+    def prompts(self, room: Room) -> Iterator[Drawn]:
+        """Make prompts for a length, one after the other."""
+
+
+def _maker(task: str, material: Material, seed: int) -> Maker:
+    if task == VT:
+        return Variables(seed)
+    if task == FWE:
+        return FrequentWords(seed)
+    if task == QA:
+        if material.questions is None:
+            raise ValueError(f"{QA} needs a file of questions")
+        return Documents(seed, material.questions)
+    if material.lists is None:
+        raise ValueError(f"{task} needs word lists")
+    if task == CWE:
+        return CommonWords(seed, material.lists.all, material.more_words)
+    return Needles(HIDDEN[task.removeprefix(PREFIX)], seed, material.lists.names, material.text)
