@@ -37,7 +37,24 @@ def made(task: str, length: int, of: Material, n: int = 3, seed: int = 42) -> li
 
 
 # Digests of what RULER's scripts (commit c3f5e3b) wrote with the tokenizer, words, text and questions of these tests.
-THEIRS = {}
+THEIRS = {
+    ("niah_single_1", 2048, 42): "6965951e295034d6",
+    ("niah_single_2", 2048, 42): "0c5f1c6e09a58b4c",
+    ("niah_single_3", 2048, 42): "bbdd650b8874a65f",
+    ("niah_multikey_1", 2048, 42): "3d6e61d5b7391441",
+    ("niah_multikey_2", 2048, 42): "914082abf2ea47d0",
+    ("niah_multikey_3", 2048, 42): "b5a80826a280fa3b",
+    ("niah_multivalue", 2048, 42): "84eac251e662546e",
+    ("niah_multiquery", 2048, 42): "0d3e3ca897674478",
+    ("vt", 2048, 42): "e7aea06c8df4c90c",
+    ("cwe", 2048, 42): "2471079478d88004",
+    ("fwe", 2048, 42): "e05d064f5d3ba6ef",
+    ("qa_1", 2048, 42): "49121faa207eb6d7",
+    ("qa_2", 2048, 42): "4f1997e05f5ae657",
+    ("niah_single_1", 4096, 7): "0fb38593a5783cce",
+    ("niah_single_2", 4096, 7): "55368d1073e25093",
+    ("niah_single_3", 4096, 7): "4e9473e3915a3b79",
+}
 
 
 @pytest.mark.parametrize(("task", "length", "seed"), THEIRS)
