@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from sparseattn.evaluation.ruler.tasks import ESSAYS, FWE, QA, TEMPLATES, VT, Ma
 from sparseattn.evaluation.ruler.words import WordLists
 from sparseattn.evaluation.tasks.engines import Engine
 from sparseattn.evaluation.tasks.prompt import Prompt
-from sparseattn.evaluation.tasks.prompts import read_text
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.utils.json_text import JsonError, parse
 
 HAYSTACK = "alice"  # the text that needles lie in where none is given, in place of essays that the package may not ship
 
@@ -32,9 +31,9 @@ def open_filler(name: str) -> tuple[str, str]:
     if not called.endswith(".json"):
         return called, words
     try:
-        held = json.loads(words)
-    except ValueError as error:
-        raise ValueError(f"--filler {name} is no JSON: {error}") from None
+        held = parse(words, finite=False, once=False)
+    except JsonError as error:
+        raise ValueError(f"--filler {name}: {error}") from None
     if not isinstance(held, dict) or not isinstance(held.get("text"), str):
         raise ValueError(f'--filler {name}: a .json file holds {{"text": "..."}}, as RULER\'s PaulGrahamEssays.json')
     return called, held["text"]
@@ -49,18 +48,14 @@ def open_material(options: EvalOptions) -> Material | None:
     chosen = [task for task in options.tasks if task in TEMPLATES]
     if not chosen:
         return None
+    more_words: Sequence[str] = () if options.ruler_words is None else read_words(options.ruler_words)
+    questions = None if options.qa is None else read_questions(options.qa)
+    name, text = open_filler(options.filler or HAYSTACK) if set(chosen) & set(ESSAYS) else ("", "")
     lists = None
     if set(chosen) - {VT, FWE, QA}:
         with model_progress() as progress:
             lists = WordLists.read(progress)
-    name, text = open_filler(options.filler or HAYSTACK) if set(chosen) & set(ESSAYS) else ("", "")
-    return Material(
-        lists,
-        text,
-        name,
-        () if options.ruler_words is None else read_words(options.ruler_words),
-        None if options.qa is None else read_questions(options.qa),
-    )
+    return Material(lists, text, name, more_words, questions)
 
 
 def read_words(path: Path) -> list[str]:
@@ -71,9 +66,9 @@ def read_words(path: Path) -> list[str]:
         ValueError: no such JSON.
     """
     try:
-        held = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--ruler-words {path} is no JSON: {error}") from None
+        held = parse(path.read_bytes(), finite=False, once=False)
+    except JsonError as error:
+        raise ValueError(f"--ruler-words {path}: {error}") from None
     words = list(held.values()) if isinstance(held, dict) else held
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"--ruler-words {path} holds a list of words, or an object whose values are words")

@@ -189,7 +189,10 @@ def test_no_more_questions_than_the_file_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("held", "sentence"),
     [
-        ('{"data": [', "is no JSON"),
+        ('{"data": [', "it is not JSON at column 11"),
+        ('[{"question": "\\ud800"}]', "half of a surrogate pair"),
+        ("[" * 200, "nested more than 100 deep"),
+        ('{"data": [{"paragraphs": [{"context": 1, "qas": []}]}]}', "a document is text"),
         ('{"text": "an essay"}', "it is neither"),
         ('{"data": [{"paragraphs": [{"qas": []}]}]}', "a part of it has no 'context'"),
         ('[{"question": "who?", "answer": "", "context": []}]', "a question is text with one answer or more"),
@@ -278,7 +281,9 @@ def test_eval_records_rulers_score_and_seed(tmp_path: Path) -> None:
         ("--task ruler/fwe --lengths 300", "--lengths 300: no prompt of ruler/fwe with 50 tokens for its answer fits"),
         ("--task ruler/qa --qa qa.json --samples 999", "questions with answers, got --samples 999"),
         ("--task passkey --filler text.json", 'a .json file holds {"text": "..."}'),
-        ("--task passkey --filler none.json", "--filler none.json is no JSON"),
+        ("--task ruler/cwe --ruler-words words.json", "--ruler-words words.json holds a list of words, or an object"),
+        ("--task ruler/cwe --ruler-words none.json", "--ruler-words none.json: it is not JSON at column 2"),
+        ("--task passkey --filler none.json", "--filler none.json: it is not JSON at column 2"),
     ],
 )
 def test_what_cannot_be_run_is_a_sentence(
@@ -288,6 +293,7 @@ def test_what_cannot_be_run_is_a_sentence(
     (tmp_path / "qa.json").write_text(json.dumps(squad()))
     (tmp_path / "text.json").write_text('{"words": "no text"}')
     (tmp_path / "none.json").write_text("{")
+    (tmp_path / "words.json").write_text("[]")
     done = run(f"eval --model reference --out out {options}")
     assert done.exit_code == 2, done.output
     assert sentence in " ".join(done.output.split())

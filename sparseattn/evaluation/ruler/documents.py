@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from sparseattn.evaluation.ruler.room import Drawn, Room, fitted, largest
 from sparseattn.evaluation.ruler.templates import DOCUMENT, QUESTIONS
-from sparseattn.evaluation.tasks.prompts import read_text
+from sparseattn.utils.json_text import JsonError, parse
 
 STEP = 10  # documents
 
@@ -50,22 +49,24 @@ def read_questions(path: str | os.PathLike[str]) -> Questions:
 
     Raises:
         OSError: no such file.
-        ValueError: none of the two forms; names the file and the place in it.
+        ValueError: no JSON, or none of the two forms.
     """
     try:
-        held = json.loads(read_text(path))
+        held = parse(Path(path).read_bytes(), finite=False, once=False)
         if isinstance(held, Mapping) and isinstance(held.get("data"), list):
             documents, questions = _squad(held["data"])
         elif isinstance(held, list):
             documents, questions = _hotpotqa(held)
         else:
             raise ValueError('an object with a list "data" (SQuAD) or a list of questions (HotpotQA), it is neither')
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+    except JsonError as error:
+        raise ValueError(f"{path}: {error}") from None
     except KeyError as error:
         raise ValueError(f"{path} is none of SQuAD's form nor of HotpotQA's: a part of it has no {error}") from None
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is none of SQuAD's form nor of HotpotQA's: {error}") from None
+    if not all(isinstance(document, str) for document in documents):
+        raise ValueError(f"{path}: a document is text, under context")
     if not questions:
         raise ValueError(f"{path} holds no question that has an answer")
     return Questions(Path(path).name, questions, documents)
