@@ -6,12 +6,15 @@ import hashlib
 import json
 import re
 import sys
+import zipfile
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from sparseattn.evaluation.ruler import words as words_module
 from sparseattn.evaluation.ruler.documents import read_questions
 from sparseattn.evaluation.ruler.metric import match_all, match_part
 from sparseattn.evaluation.ruler.needles import PLACES
@@ -21,6 +24,7 @@ from sparseattn.evaluation.ruler.templates import HIDDEN
 from sparseattn.evaluation.ruler.words import Names, WordLists
 from sparseattn.evaluation.tasks.base import Example
 from sparseattn.evaluation.tasks.run import ending
+from sparseattn.traces import texts
 from tests.command import run
 from tests.evaluation.ruler_material import hotpotqa, material, squad, words
 
@@ -215,6 +219,29 @@ def test_names_are_those_of_all_pairs_sorted() -> None:
     assert names[3:5] == [names[3], names[4]]
     with pytest.raises(IndexError):
         names[len(names)]
+
+
+def test_word_lists_are_those_of_the_pinned_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {"verb": "run\ngo\n", "adjective": "old \nblue-eyed\n", "profanity": "bother\n", "noun": "owl\n"}
+
+    def fetched(package: str, version: str, size: int, work: Path, *told: object) -> Path:
+        assert (package, version) == ("wonderwords", "2.2.0")
+        with zipfile.ZipFile(work / "words.whl", "w") as file:
+            for name, held in lists.items():
+                file.writestr(f"wonderwords/assets/{name}list.txt", held)
+        return work / "words.whl"
+
+    monkeypatch.setenv("SPARSEATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(texts, "wheel", fetched)
+    with pytest.raises(ValueError, match="from the package index gives a text of SHA-256"):
+        WordLists.read()
+    joined = "\n".join((lists["adjective"], lists["noun"], lists["verb"]))
+    pinned = replace(words_module.LISTS, sha256=hashlib.sha256(joined.encode()).hexdigest())
+    monkeypatch.setattr(words_module, "LISTS", pinned)
+    read = WordLists.read()
+    assert (read.adjectives, read.nouns, read.verbs) == (["old", "blue-eyed"], ["owl"], ["run", "go"])
+    assert read.all == ["blue-eyed", "go", "old", "owl", "run"]
+    assert list(read.names) == ["blue-eyed-owl", "old-owl"]
 
 
 def test_the_metric_counts_what_stands_in_the_whole_response() -> None:
