@@ -15,6 +15,7 @@ from sparseattn.cli import options as shared
 from sparseattn.cli import values
 from sparseattn.cli.eval_methods import ALL_LAYERS, methods
 from sparseattn.cli.inputs import LEAD, open_roles
+from sparseattn.evaluation.ruler.tasks import CWE, QA, SEED, TEMPLATES
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.compared import PROTOCOLS
 from sparseattn.evaluation.tasks.prompts import TAIL, TEMPLATE
@@ -70,14 +71,21 @@ class EvalOptions:
     task: Annotated[
         str | None,
         typer.Option(
-            help=f"Of {', '.join(TASKS)}, and {AGREEMENT}: how far predictions of --text are from full attention's; "
-            f"several with commas. Default: {GENERATED}, or none where --prompts are given."
+            help=f"Of {', '.join(TASKS)}; RULER's own, {', '.join(TEMPLATES)}; and {AGREEMENT}: how far predictions of "
+            f"--text are from full attention's; several with commas. Default: {GENERATED}, or none where "
+            "--prompts are given."
         ),
     ] = None
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, or of a window of --text.")] = "1024,4096"
     depths: Annotated[str, typer.Option(help="Where the needle lies: 0 is the beginning, 1 the end.")] = "0,0.5,1"
     samples: Annotated[int, typer.Option(help="Prompts for each length and depth, or windows of --text.")] = 2
-    seed: Annotated[int, typer.Option(help="Seed of the first prompt; each next one adds one.")] = 0
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the first prompt; each next one adds one. RULER draws all prompts of a task from one seed, "
+            f"{SEED} unless this is given."
+        ),
+    ] = 0
     selector: Annotated[
         list[str] | None,
         shared.selector_option(f"Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
@@ -112,6 +120,14 @@ class EvalOptions:
     last: Annotated[int, typer.Option(help=f"Tokens at the end of each window that {AGREEMENT} looks at.")] = 64
     filler: Annotated[
         str | None, typer.Option(help=f"To hide needles in: {shared.TEXT_HELP} Default: made-up sentences.")
+    ] = None
+    qa: Annotated[
+        Path | None,
+        typer.Option(help=f"Questions and documents for {QA}: a JSON file in the form of SQuAD or HotpotQA."),
+    ] = None
+    ruler_words: Annotated[
+        Path | None,
+        typer.Option(help=f"More words for {CWE}: RULER's english_words.json, for lists longer than wonderwords'."),
     ] = None
     prompts: Annotated[
         list[Path] | None,
@@ -185,6 +201,10 @@ class EvalOptions:
             raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
         if bool(self.text) != (AGREEMENT in self.tasks):
             raise ValueError(f"--task {AGREEMENT} and --text go together")
+        if (self.qa is not None) != (QA in self.tasks):
+            raise ValueError(f"--task {QA} and --qa go together")
+        if self.ruler_words is not None and CWE not in self.tasks:
+            raise ValueError(f"--ruler-words are for --task {CWE}")
 
     @cached_property
     def given(self) -> set[str]:
@@ -193,9 +213,9 @@ class EvalOptions:
 
     @cached_property
     def tasks(self) -> list[str]:
-        """Names in `TASKS`, and `AGREEMENT`."""
+        """Names in `TASKS`, RULER's, and `AGREEMENT`."""
         task = self.task or ("" if self.prompts else GENERATED)
-        return values.names(task, "--task", (*TASKS, AGREEMENT))
+        return values.names(task, "--task", (*TASKS, AGREEMENT, *TEMPLATES))
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
@@ -211,6 +231,11 @@ class EvalOptions:
     def seeds(self) -> range:
         """A seed for each sample."""
         return range(self.seed, self.seed + self.samples)
+
+    @property
+    def ruler_seed(self) -> int:
+        """The seed of all prompts of one of RULER's tasks."""
+        return self.seed if "seed" in self.given else SEED
 
     @cached_property
     def protocols(self) -> list[str]:

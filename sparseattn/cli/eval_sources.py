@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sparseattn.cli.eval_options import OWN_TOKENS, EvalOptions
-from sparseattn.cli.inputs import Text, open_text, open_texts
+from sparseattn.cli.eval_ruler import open_filler, open_material, ruler_prompts
+from sparseattn.cli.inputs import Text, open_texts
+from sparseattn.evaluation.ruler.tasks import TEMPLATES, Material
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.base import Example, Filler
 from sparseattn.evaluation.tasks.engines import Engine
@@ -25,11 +27,13 @@ class Files:
     Args:
         prompts: the examples of each file of prompts.
         filler: makes the sentences that needles are hidden in.
+        material: of RULER's tasks; None where none is asked for.
         texts: those to predict.
     """
 
     prompts: Sequence[Sequence[Example]]
     filler: Filler
+    material: Material | None
     texts: Sequence[Text]
 
     @classmethod
@@ -47,7 +51,8 @@ class Files:
                 read_prompts(path, options.scoring, layout, options.tail)
                 for path in dict.fromkeys(options.prompts or ())
             ],
-            made_up if options.filler is None else from_text(open_text(options.filler)[1]),
+            made_up if options.filler is None else from_text(open_filler(options.filler)[1]),
+            open_material(options),
             open_texts(options.text or ()),
         )
 
@@ -73,7 +78,13 @@ def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens) 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
-    prompts = [_generated(name, options, files.filler, engine, tokens) for name in options.tasks if name != AGREEMENT]
+    prompts = []
+    for name in options.tasks:
+        if name in TASKS:
+            prompts.append(_generated(name, options, files.filler, engine, tokens))
+        elif files.material is not None and name in TEMPLATES:
+            make = ruler_prompts(name, options, files.material, engine, tokens)
+            prompts.append(Source(name, len(options.prompt_lengths) * options.samples, make))
     prompts += [_own(examples, options, engine, tokens) for examples in files.prompts]
     if files.texts:
         engine.check(options.prompt_lengths[-1], "--lengths")

@@ -27,6 +27,7 @@ OPTIONAL = (
     "openai",
     "anyio",
     "playwright",
+    "punkt",
 )
 
 # A folder -> the folders of the package that it may import. In the order of docs/write/design.md, from the ground up.
@@ -86,6 +87,7 @@ HOMES = {
     "jinja2": ("reporting/html/html.py",),
     "matplotlib": ("reporting/plots/panels.py",),
     "sklearn": ("evaluation/attention_stats.py",),
+    "punkt": ("evaluation/ruler/sentences.py",),
     "openai": ("serving/openai_client.py",),
     "anyio": ("serving/openai_client.py",),
     "faiss": ("kernels/nearest.py", "training/kmeans.py"),

@@ -24,10 +24,12 @@ class Example:
         context: the long part, always read at once.
         question: what follows the context; `context + question` is the prompt.
         answers: the right answers.
-        scoring: a name in `scoring.SCORINGS`.
+        scoring: a name in `scoring.SCORINGS`, or in `ruler.metric.MATCHES`.
         meta: length, depth, seed, or where it was read from.
         others: where several values are asked for, those of the same kind in the context that are not.
         lead: the end of the question that begins the answer, such as "The pass key is".
+        limit: tokens of an answer at most; None: nobody says.
+        one_line: whether a response ends where a line with text does.
     """
 
     task: str
@@ -38,6 +40,8 @@ class Example:
     meta: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     lead: str = ""
+    limit: int | None = None
+    one_line: bool = True
 
     @property
     def target(self) -> str:

@@ -35,9 +35,9 @@ class Prompt:
 
     @classmethod
     def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
-        """The prompt of an example; `limit` None: twice the tokens of the answers and 8."""
+        """The prompt of an example; `limit` None: its own, or twice the tokens of the answers and 8."""
         question = tokens.asked(example.question, example.lead)
-        limit = limit or 2 * tokens.count(example.target) + 8
+        limit = limit or example.limit or 2 * tokens.count(example.target) + 8
         context = [*tokens.before, *tokens.ids(example.context)]
         return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
 
@@ -79,7 +79,7 @@ class Prompt:
         """What the sentences of errors call it."""
         where = [
             f"{name} {self.facts[name]}"
-            for name in ("file", "line", "text", "length", "start", "depth", "seed")
+            for name in ("file", "line", "text", "length", "start", "depth", "seed", "sample")
             if name in self.facts
         ]
         return f"a prompt of {self.facts['task']} ({', '.join(where)})"
