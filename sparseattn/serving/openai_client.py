@@ -91,6 +91,7 @@ class Question:
         begun: None: `prompt` is plain text. Else it is the turn of a user in a chat, and the answer begins so.
         limit: tokens of an answer at most. A server that sends more pieces of text is cut there.
         ended: whether an answer so far is whole, though the server goes on.
+        before: turns of a chat before the user's, each a role and its content.
     """
 
     what: str
@@ -98,6 +99,7 @@ class Question:
     begun: str | None
     limit: int
     ended: Callable[[str], bool]
+    before: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -488,7 +490,8 @@ def _begin(client: Any, model: str, question: Question) -> Awaitable[Any]:
     if question.begun is None:
         started: Awaitable[Any] = client.completions.create(prompt=question.prompt, **options, extra_body=more)
         return started
-    messages = [{"role": "user", "content": question.prompt}]
+    turns = (*question.before, ("user", question.prompt))
+    messages = [{"role": role, "content": content} for role, content in turns]
     if question.begun:  # the server's template must not close the turn that the model is to go on with
         messages.append({"role": "assistant", "content": question.begun})
         more |= {"continue_final_message": True, "add_generation_prompt": False}
