@@ -51,7 +51,8 @@ class Setup:
     tail: int = TAIL
 
 
-Reader: TypeAlias = Callable[[Line], Example]  # raises ValueError in a sentence without the place, which `read` adds
+# None: the benchmark leaves the line out. Raises ValueError in a sentence without the place, which `read_prompts` adds.
+Reader: TypeAlias = Callable[[Line], "Example | None"]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sparseattn.utils.suggest import did_you_mean
@@ -59,6 +60,12 @@ def answers(fields: Mapping[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(map(str, held))
 
 
+def names_of(path: Path) -> list[str]:
+    """Return what a file may be called after: its name, that without what follows "-" or ".", and its folders."""
+    stem = path.name.partition(".")[0]
+    return [stem, stem.partition("-")[0], path.parent.name, path.parent.parent.name]
+
+
 def task_of(given: str | None, named: Iterable[str | None], known: Sequence[str], layout: str) -> str:
     """Return the benchmark's task of a line.
 
@@ -75,7 +82,7 @@ def task_of(given: str | None, named: Iterable[str | None], known: Sequence[str]
         if given not in known:
             raise ValueError(f"{layout} has no task {given!r}{did_you_mean(given, known)}, it has {', '.join(known)}")
         return given
-    found = [name for name in named if name]
+    found = list(dict.fromkeys(name for name in named if name))
     for name in found:
         if name in known:
             return name

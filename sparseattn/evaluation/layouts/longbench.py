@@ -11,7 +11,7 @@ import string
 from typing import Any
 
 from sparseattn.evaluation.layouts.base import Layout, Line, Reader, Setup
-from sparseattn.evaluation.layouts.fields import answers, optional_text, task_of, text, texts
+from sparseattn.evaluation.layouts.fields import answers, names_of, optional_text, task_of, text, texts
 from sparseattn.evaluation.layouts.templates import Published, load
 from sparseattn.evaluation.tasks.base import Chat, Example
 from sparseattn.utils.json_text import parse_object
@@ -70,7 +70,7 @@ def _open(setup: Setup) -> Reader:
     def read(line: Line) -> Example:
         fields = line.fields
         named = fields.get("dataset") if isinstance(fields.get("dataset"), str) else None
-        names = [name for name in (named, line.path.stem, line.path.parent.name) if name]
+        names = [name for name in (named, *names_of(line.path)) if name]
         given = setup.task and setup.task.removesuffix("_e")
         task = task_of(given, [name.removesuffix("_e") for name in names], list(TASKS), "longbench")
         even = "_e" if f"{task}_e" in (setup.task, *names) else ""  # LongBench-E, of even lengths

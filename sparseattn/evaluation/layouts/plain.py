@@ -81,7 +81,7 @@ LAYOUT = Layout(
     "lines of your own: prompt, or context and question, and answers",
     frozenset({"prompt", "context", "question", "input", *ANSWERS, *LEADS, "max_new_tokens"}),
     # What only names a metric or a place in a data set: `--scoring` is the metric of such lines.
-    frozenset({"task", "dataset", "language", "length", "max_length", "index", "id", "_id", "target", "query"}),
+    frozenset({"task", "dataset", "language", "length", "max_length", "index", "id", "_id"}),
     lambda line: True,
     _open,
 )

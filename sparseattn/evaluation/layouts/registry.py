@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparseattn.evaluation.layouts import longbench, plain
+from sparseattn.evaluation.layouts import (
+    babilong,
+    helmet,
+    infinitebench,
+    kvpress,
+    longbench,
+    longbench2,
+    mrcr,
+    plain,
+    ruler,
+)
 from sparseattn.evaluation.layouts.base import Layout, Line, Setup
 from sparseattn.evaluation.layouts.files import lines
 from sparseattn.evaluation.metrics.registry import check_metrics
@@ -19,7 +29,14 @@ from sparseattn.utils.suggest import did_you_mean
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
+        kvpress.LAYOUT,
         longbench.LAYOUT,
+        longbench2.LAYOUT,
+        mrcr.LAYOUT,
+        helmet.LAYOUT,
+        infinitebench.LAYOUT,
+        babilong.LAYOUT,
+        ruler.LAYOUT,
         plain.LAYOUT,
     )
 }
@@ -39,12 +56,14 @@ class PromptFile:
         layout: its name.
         guessed: whether the layout was told from the fields.
         examples: one a line.
+        left_out: lines that the benchmark leaves out.
     """
 
     path: Path
     layout: str
     guessed: bool
     examples: Sequence[Example]
+    left_out: int = 0
 
 
 def layout_named(name: str) -> tuple[Layout, str | None]:
@@ -88,10 +107,14 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
             made = reader(line)
         except ValueError as error:
             raise ValueError(f"{line.path}, line {line.number}: {error}") from None
-        place = {"file": line.path.name, "line": line.number, "layout": used.name}
-        examples.append(replace(made, meta={**place, **made.meta}))
+        if made is not None:
+            place = {"file": line.path.name, "line": line.number, "layout": used.name}
+            rest = {name: value for name, value in line.fields.items() if name != "context"}
+            examples.append(replace(made, meta={**place, **made.meta}, fields=rest))
+    if not examples:
+        raise ValueError(f"{path} holds no prompt of the layout {used.name}: it leaves all {len(found)} lines out")
     check_metrics({example.scoring for example in examples})
-    return PromptFile(path, used.name, known is None, examples)
+    return PromptFile(path, used.name, known is None, examples, len(found) - len(examples))
 
 
 def layout_of(line: Line) -> Layout:

@@ -7,6 +7,7 @@ every record. A file of Python is read as a syntax tree; nothing in it runs.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,18 +108,21 @@ def tree(text: str) -> ast.Module:
 
 
 def assignments(node: ast.AST) -> list[tuple[str, Any]]:
-    """Return the names of a body, in order, with the literals that are assigned to them."""
+    """Return the names of a body with the literals that are assigned to them, outer ones first, in order.
+
+    Of `a if b else c` both literals are given, one behind the other.
+    """
     known: dict[str, Any] = {}
     found = []
     for statement in ast.walk(node):
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = statement.targets[0]
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            continue
+        target, value = statement.targets[0], statement.value
+        for part in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
             if isinstance(target, ast.Name):
-                try:
-                    known[target.id] = _literal(statement.value, known)
-                except ValueError:
-                    continue
-                found.append((target.id, known[target.id]))
+                with contextlib.suppress(ValueError):
+                    known[target.id] = _literal(part, known)
+                    found.append((target.id, known[target.id]))
     return found
 
 

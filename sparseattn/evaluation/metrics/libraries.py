@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from sparseattn.evaluation.metrics.text import chinese_text
+from sparseattn.utils.cache_folder import cache_folder
 
 
 def needed(package: str) -> ImportError:
@@ -44,6 +45,9 @@ def jieba() -> Any:
     except ImportError as error:
         raise needed("jieba") from error
     module.setLogLevel("WARNING")
+    own = cache_folder()
+    own.mkdir(parents=True, exist_ok=True)
+    module.dt.tmp_dir = str(own)  # it keeps its dictionary there, else in /tmp, where others can write
     return module
 
 
