@@ -18,27 +18,34 @@ PUBLISHED = Published(
     "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950",
 )
 CHOICES = {"choice_A": "$C_A$", "choice_B": "$C_B$", "choice_C": "$C_C$", "choice_D": "$C_D$"}
+MARKS = {"question": "$Q$", **CHOICES}  # of its template besides the context's, in the order of its code
 LIMIT = 128
 
 
 def _open(setup: Setup) -> Reader:
     published = load(PUBLISHED, setup)
-    for mark in ("$DOC$", "$Q$", *CHOICES.values()):
+    for mark in ("$DOC$", *MARKS.values()):
         if published.text.count(mark) != 1 or published.text.index(mark) < published.text.find("$DOC$"):
             raise ValueError(f"the file of prompts has {mark} once, and none of the marks before $DOC$")
     before, _, behind = published.text.partition("$DOC$")
 
     def read(line: Line) -> Example:
         fields = line.fields
-        question = behind.replace("$Q$", text(fields, "question").strip())
-        for name, mark in CHOICES.items():
-            question = question.replace(mark, text(fields, name).strip())
+        values = {mark: text(fields, name).strip() for name, mark in MARKS.items()}
+
+        def filled(words: str) -> str:
+            """With marks replaced one after the other, those that stand in the context too, as its code does."""
+            for mark, value in values.items():
+                words = words.replace(mark, value)
+            return words
+
+        question = filled(behind)
         if (right := text(fields, "answer")) not in ("A", "B", "C", "D"):
             raise ValueError(f"the answer is one of the letters A, B, C, D, got {right!r}")
         facts = {name: fields[name] for name in ("difficulty", "domain") if isinstance(fields.get(name), str)}
         return Example(
             "longbench2",
-            before + text(fields, "context").strip(),
+            before + filled(text(fields, "context").strip()),
             question,
             (right,),
             "longbench2/accuracy",

@@ -66,8 +66,6 @@ def test_every_task_has_a_limit_and_a_metric() -> None:
     ],
 )
 def test_unusable_lines_are_named(folder: Path, change: dict[str, object], sentence: str) -> None:
-    if "options" in change:
-        pytest.importorskip("sparseattn.evaluation.layouts.infinitebench")
     with pytest.raises(ValueError, match=sentence):
         read(write(folder / "data.jsonl", {**LONGBENCH, **change}))
 
