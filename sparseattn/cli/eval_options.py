@@ -14,7 +14,7 @@ import typer
 from sparseattn.cli import options as shared
 from sparseattn.cli import values
 from sparseattn.cli.eval_methods import ALL_LAYERS, methods
-from sparseattn.cli.inputs import LEAD, open_roles
+from sparseattn.cli.inputs import LEAD, leading_model, open_roles
 from sparseattn.evaluation.layouts.base import TAIL, TEMPLATE
 from sparseattn.evaluation.layouts.registry import LAYOUTS, layout_named
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
@@ -212,6 +212,11 @@ class EvalOptions:
     def given(self) -> set[str]:
         """The parameters that the user gave."""
         return shared.given_options(self.context)
+
+    @cached_property
+    def model_name(self) -> str:
+        """The model here: the one that is named, or `inputs.leading_model`."""
+        return leading_model() if self.model is None else self.model
 
     @cached_property
     def tasks(self) -> list[str]:

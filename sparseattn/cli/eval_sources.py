@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from sparseattn.cli import options as shared
-from sparseattn.cli.command import say
-from sparseattn.cli.eval_options import OWN_TOKENS, EvalOptions
+from sparseattn.cli.eval_options import EvalOptions
+from sparseattn.cli.eval_prompts import own_prompts, prompt_file
 from sparseattn.cli.inputs import Text, open_text, open_texts
-from sparseattn.evaluation.layouts.base import Setup
-from sparseattn.evaluation.layouts.registry import PromptFile, read_prompts
+from sparseattn.evaluation.layouts.registry import PromptFile
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
-from sparseattn.evaluation.tasks.base import Example, Filler
+from sparseattn.evaluation.tasks.base import Filler
 from sparseattn.evaluation.tasks.engines import Engine
 from sparseattn.evaluation.tasks.filler import from_text, made_up
 from sparseattn.evaluation.tasks.prompt import Prompt
@@ -48,33 +44,10 @@ class Files:
                 of one name.
         """
         return cls(
-            [_prompt_file(path, options) for path in dict.fromkeys(options.prompts or ())],
+            [prompt_file(path, options) for path in dict.fromkeys(options.prompts or ())],
             made_up if options.filler is None else from_text(open_text(options.filler)[1]),
             open_texts(options.text or ()),
         )
-
-
-def _prompt_file(path: Path, options: EvalOptions) -> PromptFile:
-    """Return a file of prompts and say what it was read as. Raises as `Files.read`."""
-    setup = Setup(
-        path,
-        templates=options.templates,
-        demos=options.demos,
-        chat=options.chat,
-        scoring=options.scoring,
-        template=options.template.replace("\\n", "\n"),
-        tail=options.tail,
-    )
-    file = read_prompts(path, setup, options.layout)
-    own = shared.spelled(name for name in ("scoring", "template", "tail") if name in options.given)
-    if own and file.layout != "plain":
-        raise ValueError(
-            f"{path} is of the layout {file.layout}, which asks and scores by its own rules: leave out {own}"
-        )
-    tasks = Counter(example.task for example in file.examples)
-    kinds = ", ".join(f"{task} {count}" for task, count in tasks.items())
-    say(f"{path}: layout {file.layout}{' (told from its fields)' if file.guessed else ''}, prompts: {kinds}")
-    return file
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +65,25 @@ class Source:
     make: Callable[[], Iterable[Prompt]]
 
 
-def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
+def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens, checked: bool = False) -> list[Source]:
     """Return all that is asked; what does not fit the model is refused here, before anything is measured.
+
+    Args:
+        options: of the command.
+        files: what the user's files hold.
+        engine: what answers.
+        tokens: what prompts are counted in.
+        checked: the user's own prompts are known to fit the model.
 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
     prompts = [_generated(name, options, files.filler, engine, tokens) for name in options.tasks if name != AGREEMENT]
-    for file in files.prompts:
-        for _, examples in by_task(file.examples):
-            prompts.append(_own(examples, options, engine, tokens))
+    prompts += [
+        Source(task, len(examples), made)
+        for file in files.prompts
+        for task, examples, made in own_prompts(file, options, engine, tokens, check=not checked)
+    ]
     if files.texts:
         engine.check(options.prompt_lengths[-1], "--lengths")
         prompts += [_windows(text, options, tokens) for text in files.texts]
@@ -124,35 +106,6 @@ def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, 
                     yield Prompt.of(make_one(length, depth, seed), tokens, options.answer_tokens)
 
     return Source(name, len(options.prompt_lengths) * len(depths) * options.samples, make)
-
-
-def _own(examples: Sequence[Example], options: EvalOptions, engine: Engine, tokens: Tokens) -> Source:
-    """Return a file of the user's, cut to `--max-length` where that is given."""
-    longest, most = options.max_length, engine.positions
-    if longest is not None and most is not None and longest > most:
-        raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
-
-    def make() -> Iterator[Prompt]:
-        for own_example in examples:
-            limit = options.answer_tokens or own_example.limit or OWN_TOKENS
-            prompt = Prompt.of(own_example, tokens, limit)
-            if longest is not None:
-                prompt = prompt.shortened(longest, tokens, "--max-length")
-            what = f"{prompt.name} with its answer"
-            engine.check(prompt.tokens + limit, what, f"; --max-length {most} cuts the middle out of its context")
-            yield prompt
-
-    for _ in make():  # not kept: lists of a million tokens take more memory than tokenizing twice takes time
-        pass
-    return Source(examples[0].task, len(examples), make)
-
-
-def by_task(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
-    """Return the examples of each task of a file, in the order in which the tasks come first."""
-    held: dict[str, list[Example]] = {}
-    for one in examples:
-        held.setdefault(one.task, []).append(one)
-    return list(held.items())
 
 
 def _windows(text: Text, options: EvalOptions, tokens: Tokens) -> Source:
