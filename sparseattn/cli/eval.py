@@ -14,6 +14,7 @@ from sparseattn.cli.command import command
 from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
 from sparseattn.cli.eval_measure import measured
 from sparseattn.cli.eval_options import EngineName, EvalOptions
+from sparseattn.cli.eval_prompts import check_before_loading
 from sparseattn.cli.eval_show import show
 from sparseattn.cli.eval_sources import Files, sources
 from sparseattn.cli.results import check_figures, results_folder
@@ -44,13 +45,14 @@ def run(options: EvalOptions) -> None:
     with contextlib.ExitStack() as stack:
         # Of two runs, each would write every record.
         stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
+        checked = not servers and check_before_loading(options.model_name, files.prompts, options)
         if servers:
             opened = stack.enter_context(served(options, servers))
         elif vllm:
             opened = stack.enter_context(switched(options, settings_in_vllm))
         else:
             opened = local(options, place)
-        prompts = sources(options, files, opened.engine, opened.tokens)
+        prompts = sources(options, files, opened.engine, opened.tokens, checked and not vllm)
         settings = {
             **opened.settings,
             "chat": options.chat,
