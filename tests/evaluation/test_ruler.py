@@ -58,6 +58,16 @@ THEIRS = {
     ("niah_single_1", 4096, 7): "0fb38593a5783cce",
     ("niah_single_2", 4096, 7): "55368d1073e25093",
     ("niah_single_3", 4096, 7): "4e9473e3915a3b79",
+    ("niah_multikey_1", 4096, 7): "c2a5f643d7497cb1",
+    ("niah_multikey_2", 4096, 7): "a52f99a8e26c1f11",
+    ("niah_multikey_3", 4096, 7): "f88fcd318e524b79",
+    ("niah_multivalue", 4096, 7): "03b70bc12f38626d",
+    ("niah_multiquery", 4096, 7): "5eb28c706862f4a2",
+    ("vt", 4096, 7): "28dc9a8e6000415a",
+    ("cwe", 4096, 7): "0cdf5c2cb0a2d48e",
+    ("fwe", 4096, 7): "57ebedb5a1d28f37",
+    ("qa_1", 4096, 7): "f0ebbb57159532bd",
+    ("qa_2", 4096, 7): "709e1bcc8e5dad22",
 }
 
 
