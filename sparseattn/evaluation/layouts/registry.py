@@ -109,6 +109,7 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
             raise ValueError(f"{line.path}, line {line.number}: {error}") from None
         if made is not None:
             place = {"file": line.path.name, "line": line.number, "layout": used.name}
+            place |= {} if made.limit is None else {"limit": made.limit}
             rest = {name: value for name, value in line.fields.items() if name != "context"}
             examples.append(replace(made, meta={**place, **made.meta}, fields=rest))
     if not examples:
