@@ -31,7 +31,13 @@ SELECTED = ("exact", "quest", "lowbit", "random", "window")
 SERVED = (DEFAULT, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
-OF_PROMPTS = ("layout", "templates", "demos")
+OF_PROMPTS = ("layout", "templates", "demos", "results")
+
+
+class ResultsForm(str, Enum):
+    """A form that results are written in besides `eval.jsonl`."""
+
+    kvpress = "kvpress"
 
 
 class EngineName(str, Enum):
@@ -193,6 +199,13 @@ class EvalOptions:
             help="Folder for the records, eval.jsonl, and the figures; what is there already is not measured again."
         ),
     ] = Path("eval")
+    results: Annotated[
+        ResultsForm | None,
+        typer.Option(
+            help="kvpress: write predictions.csv, metrics.json and config.yaml of every method and budget too, as "
+            "kvpress' leaderboard has them; of --prompts of its layout."
+        ),
+    ] = None
     json: shared.JsonLines = False
     figures: shared.Figures = True
 
@@ -217,6 +230,8 @@ class EvalOptions:
         """Refuse options that exclude each other, or that need another."""
         if self.endpoint and self.engine is not EngineName.local:
             raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
+        if self.results is not None and self.endpoint:
+            raise ValueError("--results kvpress needs the rows that were read, which no server of --endpoint says")
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
             raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
         if bool(self.text) != (AGREEMENT in self.tasks):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from sparseattn.cli import options as shared
 from sparseattn.cli.command import say
@@ -51,6 +51,24 @@ def prompt_file(path: Path, options: EvalOptions) -> PromptFile:
             "yellow",
         )
     return file
+
+
+def lines_of(files: Sequence[PromptFile]) -> dict[tuple[str, int], Mapping[str, Any]]:
+    """Return what was read of the layout kvpress, by the file's name and the line's number, for its form of results.
+
+    Raises:
+        ValueError: a file of another layout, or two files of one name.
+    """
+    found: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for file in files:
+        if file.layout != "kvpress":
+            raise ValueError(f"--results kvpress is of its own data sets, and {file.path} is of {file.layout}")
+        for example in file.examples:
+            place = (example.meta["file"], example.meta["line"])
+            if place in found:
+                raise ValueError(f"--results kvpress tells lines apart by their file, and two are called {place[0]}")
+            found[place] = example.fields
+    return found
 
 
 class Unopened:

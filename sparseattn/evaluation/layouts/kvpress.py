@@ -64,7 +64,11 @@ def _metric(name: str, fields: Mapping[str, Any]) -> tuple[str, str, dict[str, A
     reference: dict[str, Any] = {"first_line": known in longbench.FIRST_LINE}
     if metric == "longbench/classification":
         reference["all_classes"] = list(texts(fields, "all_classes"))
-    return task, f"kvpress/{metric}", reference
+    return (
+        task,
+        metric if name == LONGBENCH_E else f"kvpress/{metric}",
+        reference,
+    )  # its scorer of -e is LongBench's own
 
 
 def _open(setup: Setup) -> Reader:
@@ -89,6 +93,7 @@ def _open(setup: Setup) -> Reader:
             one_line=False,
             chat=Chat(question, lead),
             reference=reference,
+            fields={field: value for field, value in fields.items() if field != "context"},
         )
 
     return read

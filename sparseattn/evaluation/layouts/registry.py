@@ -109,8 +109,8 @@ def read_prompts(path: Path, setup: Setup | None = None, layout: str | None = No
             raise ValueError(f"{line.path}, line {line.number}: {error}") from None
         if made is not None:
             place = {"file": line.path.name, "line": line.number, "layout": used.name}
-            rest = {name: value for name, value in line.fields.items() if name != "context"}
-            examples.append(replace(made, meta={**place, **made.meta}, fields=rest))
+            place |= {} if made.limit is None else {"limit": made.limit}
+            examples.append(replace(made, meta={**place, **made.meta}))
     if not examples:
         raise ValueError(f"{path} holds no prompt of the layout {used.name}: it leaves all {len(found)} lines out")
     check_metrics({example.scoring for example in examples})

@@ -1,8 +1,8 @@
 """kvpress' own forms of benchmarks' metrics (its folder `evaluation/benchmarks`), as far as they differ from theirs.
 
-LongBench: white space before a response is dropped. RULER: control characters are dropped. LongBench v2: a response
-that says so of the right letter anywhere is right. InfiniteBench: choices go by the last letter that stands alone, and
-a name of a dialogue may stand within a word.
+LongBench, but not LongBench-E: white space before a response is dropped. RULER: control characters are dropped.
+LongBench v2: a response that says so of the right letter anywhere is right. InfiniteBench: choices go by the last
+letter that stands alone, and a name of a dialogue may stand within a word.
 """
 
 from __future__ import annotations

@@ -36,6 +36,12 @@ METRICS: dict[str, Metric] = {
     "helmet/ndcg": helmet.ndcg,
     **{f"kvpress/{name}": metric for name, metric in kvpress.METRICS.items()},
 }
+# Metrics of similarity, which even good answers do not bring near 1.
+_GRADED = (
+    *("longbench/f1", "longbench/f1_zh", "longbench/rouge", "longbench/rouge_zh", "longbench/code", "mrcr/similarity"),
+    *("infinitebench/longbook_qa_eng", "infinitebench/longbook_qa_chn", "infinitebench/longbook_sum_eng"),
+)
+GRADED = frozenset({*_GRADED, *(f"kvpress/{name}" for name in _GRADED)})
 # A metric -> what gives the library that it needs, and raises ImportError where that is missing.
 LIBRARIES: dict[str, Sequence[Callable[[], Any]]] = {
     "longbench/rouge": (libraries.rouge,),

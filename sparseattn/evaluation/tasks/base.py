@@ -50,7 +50,7 @@ class Example:
         one_line: whether a response ends where a line with text does.
         chat: how it is put in a chat; None: a benchmark's prompt that is none; `OWN`: by `lead`.
         reference: what a benchmark's metric looks at besides the answers.
-        fields: the line that it was read from, without the context.
+        fields: of the layout kvpress, the line that it was read from, without the context: its form of results has it.
     """
 
     task: str
