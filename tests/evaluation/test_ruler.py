@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from sparseattn.evaluation.metrics.registry import METRICS
 from sparseattn.evaluation.ruler import words as words_module
 from sparseattn.evaluation.ruler.documents import read_questions
-from sparseattn.evaluation.ruler.metric import match_all, match_part
 from sparseattn.evaluation.ruler.needles import PLACES
 from sparseattn.evaluation.ruler.sentences import Sentences
 from sparseattn.evaluation.ruler.tasks import CWE, ESSAYS, FWE, QA, TEMPLATES, VT, Material, examples
 from sparseattn.evaluation.ruler.templates import HIDDEN
 from sparseattn.evaluation.ruler.words import Names, WordLists
 from sparseattn.evaluation.tasks.base import Example
-from sparseattn.evaluation.tasks.run import ending
+from sparseattn.evaluation.tasks.run import ending, scored
 from sparseattn.traces import texts
 from tests.command import run
 from tests.evaluation.ruler_material import hotpotqa, material, squad, words
@@ -254,14 +254,11 @@ def test_word_lists_are_those_of_the_pinned_wheel(tmp_path: Path, monkeypatch: p
     assert list(read.names) == ["blue-eyed-owl", "old-owl"]
 
 
-def test_the_metric_counts_what_stands_in_the_whole_response() -> None:
-    assert match_all("ABC, def", ("abc", "DEF", "g", "h")) == 0.5
-    assert match_all("xabcx\n\nlater: def", ("abc", "def")) == 1.0
-    assert match_all("one\ttwo", ("one\ntwo",)) == 1.0  # control characters are line ends
-    assert match_part("nothing but def", ("abc", "def")) == 1.0
-    assert match_part("nothing", ("abc", "def")) == 0.0
-    with pytest.raises(ValueError, match="one answer or more, got none"):
-        match_part("", ())
+def test_the_metric_is_rulers(all_material: Material) -> None:
+    for task in TEMPLATES:
+        assert made(task, 2048, all_material, 1)[0].scoring in METRICS
+    one = made(VT, 2048, all_material, 1)[0]
+    assert scored(one, f"x{one.answers[0].lower()}x\n\n{one.answers[1]}")["score"] == 0.4
 
 
 def test_responses_go_on_behind_a_line(all_material: Material) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sparseattn.core.budget import Budget
-from sparseattn.evaluation.ruler.metric import MATCHES
+from sparseattn.evaluation.metrics.registry import METRICS, metric_score
 from sparseattn.evaluation.tasks.agreement import agreement
 from sparseattn.evaluation.tasks.base import Example
 from sparseattn.evaluation.tasks.compared import FORCED, FULL
@@ -182,14 +182,14 @@ def line_ended(response: str) -> bool:
 
 
 def ending(example: Example) -> Callable[[str], bool]:
-    """What says of a response so far that it is whole."""
+    """What says whether a response so far is whole: `line_ended`, or nothing where a benchmark lets responses go on."""
     return line_ended if example.one_line else lambda response: False
 
 
 def scored(example: Example, response: str) -> dict[str, Any]:
     """A response and its scores, for a record."""
-    if example.scoring in MATCHES:
-        value = MATCHES[example.scoring](response, example.answers)
+    if example.scoring in METRICS:
+        value = metric_score(example.scoring, response, example.answers, example.reference)
     else:
         value = score(example.scoring, response, example.answers, example.others)
     return {
