@@ -8,7 +8,6 @@ tokenizer, or scored by a model. Every line of a file is asked; HELMET draws 100
 from __future__ import annotations
 
 import ast
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -96,7 +95,7 @@ def reader(setup: Setup, published: Templates) -> Reader:
     def read(line: Line) -> Example | None:
         data_set = data_set_of(setup, line)
         fields = dict(line.fields)
-        if data_set == "kilt_popqa_3" and math.log10(fields["s_pop"]) >= POPULAR:
+        if data_set == "kilt_popqa_3" and helmet_demos.popularity(fields) >= POPULAR:
             return None
         if data_set == RERANK:
             filled = demos.rerank(fields, *rerank)
@@ -145,12 +144,12 @@ def _example(
     """The example of a line whose template is filled with `filled`, of which `right` are the answers."""
     try:
         user, begun = (one.format(**{**filled, "context": HOLE}) for one in templates)
-    except KeyError as error:
-        raise ValueError(f"a line of {data_set} has the field {error.args[0]}") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a line of {data_set} has what its template names: {error}") from None
     before, _, question = user.partition(HOLE)
     reference: dict[str, Any] = {"begun": "" if chat else begun}
     if data_set == RERANK:
-        reference["labels"] = {one["id"]: int(one["label"]) for one in fields["ctxs"]}
+        reference["labels"] = helmet_demos.relevance(fields)
     reference["lead"] = "corresponding value:" if data_set == "json_kv" else "Answer:"
     return Example(
         f"helmet/{data_set}",

@@ -4,6 +4,7 @@ with open weights (`yarn_mistral_templates`)."""
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,10 +74,16 @@ def label_of(task: str, fields: Mapping[str, Any]) -> Any:
             raise ValueError(f"the answer of {task} is one of the options, got {value!r}")
         return [held[0], "ABCD"[options.index(held[0])]]
     if task in NUMBERS:
-        return _numbers(value)
-    if task == "kv_retrieval" and isinstance(value, list) and len(value) == 1:
-        return value[0]
-    return [value] if isinstance(value, str) and task.startswith("long") else value
+        numbers = _numbers(value)
+        if task == "math_calc" and (not isinstance(numbers, list) or not numbers or numbers[0] in (None, [])):
+            raise ValueError(f"the answer of math_calc is a list of numbers, got {reprlib.repr(value)}")
+        return numbers
+    right = list(answers(fields, "answer"))
+    if task.startswith("long"):
+        return right
+    if len(right) > 1:
+        raise ValueError(f"the answer of {task} is one text, got {reprlib.repr(value)}")
+    return right[0]
 
 
 def _numbers(value: Any) -> Any:

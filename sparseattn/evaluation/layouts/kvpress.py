@@ -14,6 +14,7 @@ from sparseattn.evaluation.layouts.base import Layout, Line, Reader, Setup
 from sparseattn.evaluation.layouts.fields import answers, number, optional_text, task_of, text, texts
 from sparseattn.evaluation.metrics import infinitebench
 from sparseattn.evaluation.metrics.kvpress import UNSCORED
+from sparseattn.evaluation.metrics.longbench import check_answers
 from sparseattn.evaluation.tasks.base import Chat, Example
 
 # Data sets by the names that kvpress gives them.
@@ -58,9 +59,11 @@ def _metric(name: str, fields: Mapping[str, Any]) -> tuple[str, str, dict[str, A
         known = task_of(None, [task], list(infinitebench.BY_TASK), "kvpress:infinitebench")
         if known in UNSCORED:
             raise ValueError(f"kvpress has no score for InfiniteBench's {task}: its code fails or gives 0 to all")
-        return task, f"kvpress/infinitebench/{known}", {"label": fields.get("answer")}
+        return task, f"kvpress/infinitebench/{known}", {"label": list(answers(fields, "answer"))}
     known = task.removesuffix("_e").removesuffix("-e")
     metric = longbench.TASKS[task_of(None, [known], list(longbench.TASKS), f"kvpress:{name}")][1]
+    if name == LONGBENCH_E:
+        number(fields, "length", least=0)
     reference: dict[str, Any] = {"first_line": known in longbench.FIRST_LINE}
     if metric == "longbench/classification":
         reference["all_classes"] = list(texts(fields, "all_classes"))
@@ -81,6 +84,7 @@ def _open(setup: Setup) -> Reader:
         task, metric, reference = _metric(name, fields)
         question, lead = optional_text(fields, "question"), optional_text(fields, "answer_prefix")
         right = answers(fields, "answers" if name in (LONGBENCH, LONGBENCH_E) else "answer", "answer", "answers")
+        check_answers(metric.removeprefix("kvpress/"), right)
         return Example(
             f"{name}/{task}" if task else name,
             text(fields, "context"),

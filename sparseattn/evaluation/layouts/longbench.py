@@ -13,6 +13,7 @@ from typing import Any
 from sparseattn.evaluation.layouts.base import Layout, Line, Reader, Setup
 from sparseattn.evaluation.layouts.fields import answers, names_of, optional_text, task_of, text, texts
 from sparseattn.evaluation.layouts.templates import Published, load
+from sparseattn.evaluation.metrics.longbench import check_answers
 from sparseattn.evaluation.tasks.base import Chat, Example
 from sparseattn.utils.json_text import parse_object
 
@@ -80,11 +81,13 @@ def _open(setup: Setup) -> Reader:
         reference: dict[str, Any] = {"first_line": task in FIRST_LINE}
         if metric == "longbench/classification":
             reference["all_classes"] = list(texts(fields, "all_classes"))
+        right = answers(fields, "answers")
+        check_answers(metric, right)
         return Example(
             f"longbench/{task}{even}",
             before + text(fields, "context"),
             question,
-            answers(fields, "answers"),
+            right,
             metric,
             dict(published.facts),
             limit=limit,

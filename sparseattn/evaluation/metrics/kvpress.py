@@ -21,6 +21,11 @@ UNSCORED = ("code_debug", "longbook_sum_eng", "math_find", "math_calc", "code_ru
 _LAST_LETTER = re.compile(r"\b[A-D]\b(?!.*\b[A-D]\b)")
 
 
+def kv_retrieval(response: str, label: Any) -> float:
+    """1 if the first value is a word of the response."""
+    return infinitebench.kv_retrieval(response, label[0] if isinstance(label, list) else label)
+
+
 def longdialogue_qa_eng(response: str, label: Any) -> float:
     """1 if a response holds any name, in upper case."""
     said = response.strip().upper()
@@ -47,6 +52,7 @@ METRICS: dict[str, Metric] = {
         f"infinitebench/{task}": functools.partial(infinitebench.by_label, metric)
         for task, metric in {
             **infinitebench.BY_TASK,
+            "kv_retrieval": kv_retrieval,
             "longdialogue_qa_eng": longdialogue_qa_eng,
             "longbook_choice_eng": longbook_choice_eng,
         }.items()

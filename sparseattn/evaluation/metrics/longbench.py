@@ -45,16 +45,21 @@ def count(response: str, answer: str) -> float:
     return sum(number == answer for number in numbers) / len(numbers) if numbers else 0.0
 
 
-def retrieval(response: str, answer: str, word: str = "Paragraph ") -> float:
-    """`count` for the number behind `word` in the answer."""
-    named = re.search(rf"{word}(\d+)", answer)
-    if named is None:
-        raise ValueError(f"an answer of passage retrieval holds {word!r} and a number, got {answer!r}")
-    return count(response, named[1])
+def retrieval(response: str, answer: str) -> float:
+    """`count` for the number of the paragraph in the answer."""
+    return count(response, _paragraph(answer, "Paragraph "))
 
 
 def retrieval_zh(response: str, answer: str) -> float:
-    return retrieval(response, answer, "段落")
+    """`count` for the number of the paragraph in a Chinese answer."""
+    return count(response, _paragraph(answer, "段落"))
+
+
+def _paragraph(answer: str, word: str) -> str:
+    named = re.search(rf"{word}(\d+)", answer)
+    if named is None:
+        raise ValueError(f"an answer of passage retrieval holds {word!r} and a number, got {answer!r}")
+    return named[1]
 
 
 def code(response: str, answer: str) -> float:
@@ -100,6 +105,14 @@ def best(
     response = response.lstrip() if bare else response
     more = [reference["all_classes"]] if metric is classification else []
     return max(0.0, *(metric(response, answer, *more) for answer in answers))
+
+
+def check_answers(metric: str, answers: Sequence[str]) -> None:
+    """ValueError for answers that a metric cannot compare with, such as "longbench/retrieval" ones without a number."""
+    name = metric.partition("/")[2]
+    if name in ("retrieval", "retrieval_zh"):
+        for answer in answers:
+            BY_NAME[name]("", answer)
 
 
 BY_NAME: dict[str, Callable[..., float]] = {

@@ -23,6 +23,7 @@ LONGBENCH_TEMPLATES = {
     "qasper": "Article: {context}\n\nQ: {input}\nA:",
     "trec": "Kinds.\n{context}\n{input}",
     "samsum": "Sum up. {context}\n\n{input}",
+    "passage_retrieval_en": "{context}\n{input}\nIt is: ",
     "lcc": "Go on.\n{context}Next:\n",
 }
 
@@ -105,6 +106,9 @@ yarn_mistral_templates = {
     "longbook_choice_eng": "Book.\\n{context}\\nQ: {question} A. {OPTION_A} B. {OPTION_B} C. {OPTION_C} D. {OPTION_D}:",
     "code_run": "There is {func}.\\n{context}\\nThe value of {func_call} is",
     "math_find": "{prefix}\\n{context}\\n{input}",
+    "math_calc": "Count. {context}:",
+    "longbook_qa_eng": "{context}\\nQ: {question} A:",
+    "kv_retrieval": "{context}\\n{input}",
     "passkey": "Find it.\\n" + "{context}\\n{input} It is",
 }
 """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +309,83 @@ def test_unusable_lines_are_named(layout: str, line: Any, sentence: str, tmp_pat
 def test_unknown_layouts_and_tasks_are_a_sentence(layout: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=sentence):
         read(write(tmp_path / "data.jsonl", lines.RULER), layout)
+
+
+def more_lines() -> list[tuple[str, str, dict[str, Any]]]:
+    """Lines of every kind that a layout has: layout, name of the file, fields."""
+    asked = {"question": "q", "answers": ["a"], "ctxs": passages("x", "y"), "s_pop": 10, "id": "7"}
+    helmets = {"context": "C", "query": "7", "type_needle_v": "n", "num_v": 1, "example": "E", "outputs": ["A"]}
+    return [
+        *((layout, *held) for layout, held in ALL.items()),
+        ("longbench", "trec.jsonl", {**lines.LONGBENCH, "dataset": "trec", "all_classes": ["a", "b"]}),
+        ("kvpress", "l.jsonl", {**lines.KVPRESS, "task": "trec", "answers": ["a"], "all_classes": ["a"]}),
+        ("kvpress", "i.jsonl", {**lines.KVPRESS, "task": "passkey"}),
+        ("kvpress", "v.jsonl", {**lines.KVPRESS, **{f"choice_{letter}": "c" for letter in "ABCD"}}),
+        ("infinitebench", "code_run.jsonl", {**lines.INFINITEBENCH, "input": "func_3(-2)", "answer": 4}),
+        ("infinitebench", "math_find.jsonl", {**lines.INFINITEBENCH, "input": "The first of", "answer": [4.5]}),
+        ("infinitebench", "math_calc.jsonl", {**lines.INFINITEBENCH, "answer": [[1, 2]], "options": []}),
+        ("infinitebench", "longbook_qa_eng.jsonl", {**lines.INFINITEBENCH, "options": []}),
+        ("infinitebench", "kv_retrieval.jsonl", {**lines.INFINITEBENCH, "options": []}),
+        ("longbench", "p.jsonl", {**lines.LONGBENCH, "dataset": "passage_retrieval_en", "answers": ["Paragraph 3"]}),
+        ("infinitebench", "passkey.jsonl", {**lines.INFINITEBENCH, "answer": "71432"}),
+        ("helmet", "vt/v.jsonl", helmets),
+        ("helmet", "niah_multivalue/v.jsonl", helmets),
+        ("helmet", "kilt/popqa_test_1.jsonl", asked),
+        ("helmet", "kilt/nq-dev.jsonl", asked),
+        ("helmet", "msmarco/m.jsonl", {"qid": "7", "query": "q", "ctxs": passages("x", "y")}),
+    ]
+
+
+ODD = (
+    None,
+    "",
+    " ",
+    "x",
+    0,
+    -1,
+    2.5,
+    float("nan"),
+    10**400,
+    True,
+    [],
+    [None],
+    [1],
+    ["x"],
+    [[]],
+    [{}],
+    {},
+    {"a": 1},
+    "\0",
+)
+
+
+@pytest.mark.parametrize(("layout", "name", "line"), more_lines())
+def test_odd_fields_are_an_example_or_a_sentence(
+    layout: str, name: str, line: dict[str, Any], tmp_path: Path, clones: Path
+) -> None:
+    """Whatever a field holds: no other error, neither where a line is read nor where a response is scored."""
+    shown = [
+        {
+            "question": f"d{i}",
+            "qid": f"d{i}",
+            "id": f"d{i}",
+            "query": "q",
+            "answers": ["b"],
+            "ctxs": passages("z"),
+            "s_pop": 1,
+        }
+        for i in range(3)
+    ]
+    demos = write(tmp_path / "demos.jsonl", *shown)
+    made = 0
+    for field, value in itertools.product(line, ODD):
+        path = write(tmp_path / name, {**line, field: value})
+        examples: Sequence[Example] = ()
+        with contextlib.suppress(ValueError):
+            examples = read(path, layout, templates=clones, demos=demos, chat=True).examples
+        for example in examples:
+            made += 1
+            for response in ("", "x", "A > 1 2.5 (A)", "Paragraph 7") if example.scoring in METRICS else ():
+                score = metric_score(example.scoring, response, example.answers, example.reference)
+                assert 0 <= score <= 1, (field, value)
+    assert made, "some changes leave a usable line"
