@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -557,9 +558,14 @@ def heads(batch: int, kv: int, group: int, rows: int, size: int, dtype: torch.dt
 
 def attention(batch: int, kv: int, group: int, rows: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `heads`, from the synthetic generator: clustered keys, queries that aim at some of them, sinks, RoPE."""
+    return tuple(x.clone() for x in _drawn_attention(batch, kv, group, rows, size))  # type: ignore[return-value]
+
+
+@functools.cache  # a law over all methods draws the same each time, which takes as long as many a law
+def _drawn_attention(batch: int, kv: int, group: int, rows: int, size: int) -> tuple[Tensor, ...]:
     layer = synthetic(rows, heads=batch * kv, group=group, size=size, clusters=8, rope=True).layer(0)
     split = (layer.query, layer.keys, layer.values)
-    return tuple(x.unflatten(0, (batch, kv)) for x in split)  # type: ignore[return-value]
+    return tuple(x.unflatten(0, (batch, kv)) for x in split)
 
 
 def full(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
