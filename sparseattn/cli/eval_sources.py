@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sparseattn.cli.eval_options import OWN_TOKENS, EvalOptions
-from sparseattn.cli.inputs import Text, open_text, open_texts
+from sparseattn.cli.inputs import InputText, open_text, open_texts
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.base import Example, Filler
 from sparseattn.evaluation.tasks.engines import Engine
@@ -30,7 +30,7 @@ class Files:
 
     prompts: Sequence[Sequence[Example]]
     filler: Filler
-    texts: Sequence[Text]
+    texts: Sequence[InputText]
 
     @classmethod
     def read(cls, options: EvalOptions) -> Files:
@@ -119,7 +119,7 @@ def _own(examples: Sequence[Example], options: EvalOptions, engine: Engine, toke
     return Source(examples[0].task, len(examples), make)
 
 
-def _windows(text: Text, options: EvalOptions, tokens: Tokens) -> Source:
+def _windows(text: InputText, options: EvalOptions, tokens: Tokens) -> Source:
     """Return windows of a text, evenly spread over it."""
     ids = tokens.ids(text.words)
     spare = len(tokens.start)
