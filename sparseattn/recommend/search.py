@@ -29,7 +29,7 @@ class LayerOption:
 
     Args:
         role: method and budget.
-        kl, kl_heads: as of `frontier.Point`.
+        kl, kl_heads: as of `frontier.RolePoint`.
         cost_heads: what a step costs, of each KV head.
     """
 
