@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.measure import Clock, median
 from sparseattn.cache import decode
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.search import Search
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_layer import SparseLayer
@@ -37,7 +38,7 @@ WARM = 4  # steps of every way that do not count: caches fill, compilers run
 LOOKED_INTO = 16  # steps of every sparse way whose parts are timed
 PARTS: dict[str, tuple[Any, str]] = {
     "store": (KVCache, "append"),
-    "select": (KVCache, "search"),
+    "select": (Search, "choose"),
     "attend": (decode, "attend"),
     "layer": (SparseLayer, "attend"),  # the three above, checks, counters
 }

@@ -50,7 +50,7 @@ from sparseattn.evaluation.builtin_traces import pieces_of  # noqa: E402
 from sparseattn.evaluation.layouts.registry import read_prompts  # noqa: E402
 from sparseattn.evaluation.tasks.records import Records as EvalRecords  # noqa: E402
 from sparseattn.models.gguf import convert, folder_of  # noqa: E402
-from sparseattn.recommend.records import Records as RecommendRecords  # noqa: E402
+from sparseattn.recommend.records import TrialRecords as RecommendRecords  # noqa: E402
 from sparseattn.roles.plan import Plan  # noqa: E402
 from sparseattn.roles.role import Role  # noqa: E402
 from sparseattn.roles.roles import Roles  # noqa: E402

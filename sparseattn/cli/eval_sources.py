@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sparseattn.cli.eval_options import EvalOptions
 from sparseattn.cli.eval_prompts import own_prompts, prompt_file
 from sparseattn.cli.eval_ruler import open_filler, open_material, ruler_prompts
-from sparseattn.cli.inputs import Text, open_texts
+from sparseattn.cli.inputs import InputText, open_texts
 from sparseattn.evaluation.layouts.registry import PromptFile
 from sparseattn.evaluation.ruler.tasks import TEMPLATES, Material
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
@@ -35,7 +35,7 @@ class Files:
     prompts: Sequence[PromptFile]
     filler: Filler
     material: Material | None
-    texts: Sequence[Text]
+    texts: Sequence[InputText]
 
     @classmethod
     def read(cls, options: EvalOptions) -> Files:
@@ -119,7 +119,7 @@ def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, 
     return Source(name, len(options.prompt_lengths) * len(depths) * options.samples, make)
 
 
-def _windows(text: Text, options: EvalOptions, tokens: Tokens) -> Source:
+def _windows(text: InputText, options: EvalOptions, tokens: Tokens) -> Source:
     """Return windows of a text, evenly spread over it."""
     ids = tokens.ids(text.words)
     spare = len(tokens.start)

@@ -29,7 +29,7 @@ OWN_KIND = "a file"  # the kind of a text that is not known by name
 
 
 @dataclass(frozen=True)
-class Text:
+class InputText:
     """A text.
 
     Args:
@@ -131,7 +131,7 @@ def open_text(name: str) -> tuple[str, str]:
         return source, read_named(source, progress)
 
 
-def open_texts(names: Iterable[str]) -> list[Text]:
+def open_texts(names: Iterable[str]) -> list[InputText]:
     """Return texts by name, each once; a folder stands for its files.
 
     Raises:
@@ -147,12 +147,12 @@ def open_texts(names: Iterable[str]) -> list[Text]:
             paths += map(str, files)
         else:
             paths.append(name)
-    texts: dict[str, Text] = {}
+    texts: dict[str, InputText] = {}
     for path in dict.fromkeys(paths):
         name, words = open_text(path)
         if name in texts:
             raise ValueError(f"two texts are called {name}: rename a file")
-        texts[name] = Text(name, TEXTS[path].kind if path in TEXTS else OWN_KIND, words)
+        texts[name] = InputText(name, TEXTS[path].kind if path in TEXTS else OWN_KIND, words)
     return list(texts.values())
 
 

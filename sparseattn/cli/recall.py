@@ -37,7 +37,7 @@ DIRECTIONS = ("queries to keys", CONTROL)
 
 
 @dataclass(frozen=True)
-class Source:
+class KeySource:
     """Keys, and what looks for them.
 
     Args:
@@ -163,7 +163,7 @@ def run(options: RecallOptions) -> None:
         (errors if options.json else Screen()).print(recall_tables.verdict(column), soft_wrap=True)
 
 
-def _records(source: Source, label: str, curve_of_task: dict[str, Curve]) -> Iterator[dict[str, Any]]:
+def _records(source: KeySource, label: str, curve_of_task: dict[str, Curve]) -> Iterator[dict[str, Any]]:
     """Yield the points of an index's curves, each with what it is of."""
     for task, curve in curve_of_task.items():
         facts = {"source": source.name, "direction": DIRECTIONS[task == CONTROL], "label": label}
@@ -172,7 +172,7 @@ def _records(source: Source, label: str, curve_of_task: dict[str, Curve]) -> Ite
 
 
 def _show_tables(
-    sources: Sequence[Source],
+    sources: Sequence[KeySource],
     measured: Sequence[dict[str, dict[str, Curve]]],
     columns: Sequence[Sequence[recall_tables.Recalled]],
 ) -> None:
@@ -187,7 +187,7 @@ def _show_tables(
 
 def _draw(
     options: RecallOptions,
-    sources: Sequence[Source],
+    sources: Sequence[KeySource],
     measured: Sequence[dict[str, dict[str, Curve]]],
     columns: Sequence[Sequence[recall_tables.Recalled]],
 ) -> None:
@@ -229,7 +229,7 @@ def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
 
 
 def _measure(
-    sources: Sequence[Source], methods: Sequence[tuple[str, Selector]], k: int, values: list[int] | None
+    sources: Sequence[KeySource], methods: Sequence[tuple[str, Selector]], k: int, values: list[int] | None
 ) -> Iterator[tuple[int, str, dict[str, Curve]]]:
     """Yield (number of the source, label, task -> curve) for every source and method, with a progress bar."""
     with progress_bar() as bar:
@@ -249,7 +249,7 @@ def _show(bar: Any, task: Any, title: str, what: str, done: int, total: int) -> 
     bar.update(task, description=f"{title}: {what}", completed=done, total=total)
 
 
-def _synthetic_sources(options: RecallOptions) -> list[Source]:
+def _synthetic_sources(options: RecallOptions) -> list[KeySource]:
     """Return synthetic keys, a source for each number of them."""
     recipe = {"size": options.size, "spread": options.spread}
     gaps = list(dict.fromkeys(values.decimals(options.gap, "--gap")))
@@ -258,7 +258,7 @@ def _synthetic_sources(options: RecallOptions) -> list[Source]:
     return [_synthetic(count, options.queries, gaps, seeds, recipe) for count in counts]
 
 
-def _trace_sources(options: RecallOptions) -> list[Source]:
+def _trace_sources(options: RecallOptions) -> list[KeySource]:
     """Return traces as they are named or, where nothing is named, the leading one, cut to each number of tokens."""
     layers = values.integers(options.layers, "--layers")
     if options.keys and not options.traces:
@@ -276,7 +276,7 @@ def _trace_sources(options: RecallOptions) -> list[Source]:
     return sources
 
 
-def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], recipe: dict[str, Any]) -> Source:
+def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], recipe: dict[str, Any]) -> KeySource:
     """Return synthetic keys; queries at every gap look for the same ones. A seed stands for a layer."""
     if keys < 1:
         raise ValueError(f"--keys is 1 or more, got {keys}")
@@ -292,7 +292,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
             tasks[CONTROL].append(Problem.of(trace.layer(0), trace.positions, queries, held_out=True))
         return tasks
 
-    return Source(
+    return KeySource(
         "synthetic",
         "scaling.png",
         {f"gap {gap:g}": f"gap {gap:g}, {keys:,} keys" for gap in gaps},
@@ -305,7 +305,7 @@ def _synthetic(keys: int, queries: int, gaps: list[float], seeds: list[int], rec
 
 def _trace(
     trace: Trace, growth: str, queries: int, sink: int, layers: list[int] | None, learners: Sequence[Selector], k: int
-) -> Source:
+) -> KeySource:
     """Return the end of a trace, which looks for the keys before it."""
     chosen = usable_layers(trace, layers)
     keys = trace.tokens - queries - sink
@@ -333,4 +333,4 @@ def _trace(
 
     facts = {"sink": sink, "tokens": trace.tokens, "trace_meta": trace.meta}
     titles = {DIRECTIONS[0]: f"trace {plain(trace.name)}, {keys:,} keys"}
-    return Source(trace.name, growth, titles, facts, {}, keys, load)
+    return KeySource(trace.name, growth, titles, facts, {}, keys, load)

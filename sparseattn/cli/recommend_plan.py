@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparseattn.cli.inputs import Text
+from sparseattn.cli.inputs import InputText
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.core.budget import budget_record
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.recommend.objective import Layer, Objective, Predicted
-from sparseattn.recommend.records import Records
+from sparseattn.recommend.records import TrialRecords
 from sparseattn.recommend.search import Proposal
 from sparseattn.roles.plan import Plan
 
@@ -26,7 +26,7 @@ PLAN, MADE = "plan", "made"  # kinds of a record
 
 def settings_of(
     options: RecommendOptions,
-    texts: Sequence[Text],
+    texts: Sequence[InputText],
     decoder: ModelDecoder,
     wide: bool,
     layers: Sequence[Layer],
@@ -131,14 +131,14 @@ def make_plan(
     )
 
 
-def record_origin(records: Records) -> None:
+def record_origin(records: TrialRecords) -> None:
     """Leave in the records what measures from here on: versions and machine, unless what was measured last says so."""
     where = json.loads(json.dumps({"versions": versions(), "machine": machine()}))
     if not any(all(one[name] == where[name] for name in where) for one in records.of(MADE)[-1:]):
         records.add(MADE, {"date": datetime.date.today().isoformat(), **where})
 
 
-def keep(records: Records, plan: Plan) -> None:
+def keep(records: TrialRecords, plan: Plan) -> None:
     """Leave the plan in the records, once."""
     chosen = {"name": plan.name, "layers": plan.records()}
     chosen |= {name: plan.made[name] for name in ("bound", "cost", "predicted", "rounds", "verified")}

@@ -24,11 +24,11 @@ from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.objective import Layer, MeasuredBytes, Objective, Predicted
-from sparseattn.recommend.records import Records
-from sparseattn.recommend.search import Choice, Proposal, propose
+from sparseattn.recommend.records import TrialRecords
+from sparseattn.recommend.search import LayerOption, Proposal, propose
 from sparseattn.recommend.settling import settle
-from sparseattn.recommend.trials import Settings, Trials, averaged
-from sparseattn.recommend.windows import Window, windows
+from sparseattn.recommend.trials import Trials, TrialSettings, averaged
+from sparseattn.recommend.windows import TextWindow, windows
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import DENSE, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
@@ -57,7 +57,7 @@ class Recommendation:
 
     plan: Plan
     layers: Sequence[Layer]
-    choices: dict[int, list[Choice]]
+    choices: dict[int, list[LayerOption]]
     proposal: Proposal
     objective: Objective
     rounds: list[dict[str, Any]]
@@ -91,12 +91,12 @@ def search(options: RecommendOptions, path: Path) -> Recommendation:
     wide = dtype is torch.float32  # computed so on purpose, of a model that keeps 16 bits
     layers = _layers(decoder, wide)
     settings = settings_of(options, texts, decoder, wide, layers)
-    records = Records(path, settings)
+    records = TrialRecords(path, settings)
     trials = Trials(
         decoder,
         tokens,
         records,
-        Settings(options.sink, options.window, options.draws, 2 if wide else None),
+        TrialSettings(options.sink, options.window, options.draws, 2 if wide else None),
         quarter_of_memory(options.place),
         record_origin,
     )
@@ -134,7 +134,7 @@ class _Found:
     """A configuration that keeps the bound, as in `Recommendation`, and what the held-out windows said of it."""
 
     objective: Objective
-    choices: dict[int, list[Choice]]
+    choices: dict[int, list[LayerOption]]
     proposal: Proposal
     verified: list[dict[str, Any]]
     rounds: list[dict[str, Any]]
@@ -143,7 +143,7 @@ class _Found:
 def _found(
     options: RecommendOptions,
     trials: Trials,
-    every: Sequence[Window],
+    every: Sequence[TextWindow],
     layers: Sequence[Layer],
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
@@ -233,7 +233,7 @@ def _check_costs(objective: Predicted, layers: Sequence[Layer], groups: Sequence
 
 
 def _measure_frontiers(
-    trials: Trials, searched: Sequence[Window], groups: Sequence[Sequence[Role]], layers: int
+    trials: Trials, searched: Sequence[TextWindow], groups: Sequence[Sequence[Role]], layers: int
 ) -> None:
     with progress_bar() as bar:
         task = bar.add_task("layers", total=len(searched) * layers * len(groups))
@@ -247,27 +247,27 @@ def _choices(
     means: dict[int, dict[Role, dict[str, Any]]],
     groups: Sequence[Sequence[Role]],
     objective: Objective,
-) -> dict[int, list[Choice]]:
+) -> dict[int, list[LayerOption]]:
     """Return, by layer, what each role was measured to do there, full attention first."""
     roles = {role for group in groups for role in group}
-    choices: dict[int, list[Choice]] = {}
+    choices: dict[int, list[LayerOption]] = {}
     for layer in layers:
         nothing = [0.0] * layer.heads
         dense = Role(DENSE)
-        choices[layer.index] = [Choice(dense, 0.0, nothing, objective.heads(layer, dense, [1.0] * layer.heads))]
+        choices[layer.index] = [LayerOption(dense, 0.0, nothing, objective.heads(layer, dense, [1.0] * layer.heads))]
         for role, point in means[layer.index].items():
             costs = objective.heads(layer, role, point["bytes_heads"])
             if role in roles and all(map(math.isfinite, costs)):
-                choices[layer.index].append(Choice(role, point["kl"], point["kl_heads"], costs))
+                choices[layer.index].append(LayerOption(role, point["kl"], point["kl_heads"], costs))
     return choices
 
 
-def _full_cost(layers: Sequence[Layer], choices: dict[int, list[Choice]]) -> float:
+def _full_cost(layers: Sequence[Layer], choices: dict[int, list[LayerOption]]) -> float:
     """Return what full attention, the first choice of each layer, costs."""
     return sum(sum(choices[layer.index][0].cost_heads) for layer in layers)
 
 
-def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]:
+def _families(choices: dict[int, list[LayerOption]]) -> list[dict[int, list[LayerOption]]]:
     """Return the choices that an engine can serve together: of one size of pages and of entries."""
     shapes: dict[str, tuple[int, int] | None] = {}
     for every in choices.values():
@@ -286,9 +286,9 @@ def _families(choices: dict[int, list[Choice]]) -> list[dict[int, list[Choice]]]
 def _verified(
     options: RecommendOptions,
     trials: Trials,
-    every: Sequence[Window],
+    every: Sequence[TextWindow],
     layers: Sequence[Layer],
-    families: Sequence[dict[int, list[Choice]]],
+    families: Sequence[dict[int, list[LayerOption]]],
     objective: Objective,
 ) -> tuple[Proposal, list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the configuration that keeps the bound on windows held out, what was measured of it there, and the rounds.
@@ -300,7 +300,7 @@ def _verified(
     searched, held_out = ([window for window in every if window.held_out == out] for out in (False, True))
     verified: list[dict[str, Any]] = []  # of the newest proposal
 
-    def losses(proposal: Proposal, where: Sequence[Window], what: str) -> list[dict[str, Any]]:
+    def losses(proposal: Proposal, where: Sequence[TextWindow], what: str) -> list[dict[str, Any]]:
         records = []
         with progress_bar() as bar:
             task = bar.add_task(what, total=len(where))

@@ -153,7 +153,9 @@ def write_report(
     return out
 
 
-def _sections(sources: Sequence[reading.Source], make: Callable[[Sequence[reading.Record]], Section]) -> list[Section]:
+def _sections(
+    sources: Sequence[reading.RecordSource], make: Callable[[Sequence[reading.Record]], Section]
+) -> list[Section]:
     """Return a section of each source; several of a kind are told apart by their folders."""
     made = [make(source.records) for source in sources]
     if len(made) < 2:

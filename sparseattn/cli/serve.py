@@ -114,9 +114,9 @@ class ServeOptions:
             settings = parse({name: getattr(self, name) for name in names})
         return replace(settings, modules=os.getcwd()) if self.modules else settings
 
-    def server(self) -> serving.Server:
+    def server(self) -> serving.ServedModel:
         """Return the server that is wanted, its model by name still."""
-        return serving.Server(
+        return serving.ServedModel(
             model=self.model,
             name=self.name or self.model,
             settings=self.settings,

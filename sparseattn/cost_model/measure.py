@@ -23,7 +23,7 @@ import torch
 from sparseattn.core.step_cost import Launch, Shape
 from sparseattn.cost_model import environment
 from sparseattn.cost_model.machine import CPU, Machine, Speed
-from sparseattn.cost_model.probes import Probe, Step, chained, probes_of, steps_of
+from sparseattn.cost_model.probes import Probe, ProbedStep, chained, probes_of, steps_of
 from sparseattn.cost_model.timer import Timer, last_cache
 
 SHAPE = Shape(1, 8, 4, 128)  # of a layer of Llama 3 8B
@@ -96,7 +96,7 @@ class _Part:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.probes: list[Probe] = probes_of(shape)
-        self.steps: list[Step] = steps_of(shape)
+        self.steps: list[ProbedStep] = steps_of(shape)
         self.places = chained(self.probes)
         chain = [self.probes[k].call for k in self.places]
         self.calls: list[Callable[[], Any]] = [

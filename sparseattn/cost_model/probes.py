@@ -49,14 +49,14 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProbedStep:
     """A whole decode step, and what it is made of by formula."""
 
     cost: Cost
     call: Callable[[], Any]
 
 
-def steps_of(shape: Shape) -> list[Step]:
+def steps_of(shape: Shape) -> list[ProbedStep]:
     """Steps in which the memory does not bind."""
     made, query = [], _query(shape)
     keys, values = _rows(shape, CONTEXT), _rows(shape, CONTEXT)
@@ -68,7 +68,7 @@ def steps_of(shape: Shape) -> list[Step]:
         def call(cache: KVCache = cache) -> Tensor:
             return decode(query, cache, BUDGET)
 
-        made.append(Step(cost, call))
+        made.append(ProbedStep(cost, call))
     return made
 
 

@@ -29,7 +29,7 @@ TOLD = ("relative_error", "mass", "indexed_mass", "recovered", "attended")  # me
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class TokenReading:
     """What one method read at every token.
 
     Args:
@@ -71,7 +71,7 @@ class Exploration:
     budget: Budget
     levels: Tensor = field(repr=False)
     needed: Tensor = field(repr=False)
-    readings: tuple[Reading, ...] = field(repr=False)
+    readings: tuple[TokenReading, ...] = field(repr=False)
 
 
 def explore(
@@ -133,7 +133,7 @@ def explore(
             progress=progress,
             watch=watch,
         )
-        readings.append(Reading(method.label(), noted.rows, noted.measured, noted.page or 1))
+        readings.append(TokenReading(method.label(), noted.rows, noted.measured, noted.page or 1))
     asked = tuple(range(trace.tokens - queries, trace.tokens))
     return Exploration(
         trace.name, asked, tuple(chosen), heads * group, group, sink, window, budget, levels, needed, tuple(readings)

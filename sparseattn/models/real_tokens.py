@@ -35,18 +35,22 @@ class RealTokens:
         """Go back to before the pass in progress."""
         self.real = self._before
 
-    def take_in(self, mask: Any, held: int, batch: int, new: int) -> Tensor | None:
+    def take_in(self, mask: Any, position_ids: Tensor | None, held: int, batch: int, new: int) -> Tensor | None:
         """Take `new` tokens of `batch` sequences in, behind `held` ones.
 
         Args:
             mask: the model's attention_mask, `[B,T]` over all tokens; None: no padding.
+            position_ids: of the model, `[B,n]` or `[1,n]`; None: they count on.
 
         Returns:
-            `[B,n]` bool, which new tokens are valid; None while no token ever was padding.
+            `[B,n]` int64 on the CPU, the positions of the new tokens, negative for padding; None: no padding, and they
+            count on.
 
         Raises:
-            ModelError: another mask.
+            ModelError: another mask, or position_ids of another shape.
         """
+        if position_ids is not None and position_ids.ndim != 2:
+            raise ModelError(f"position_ids are [B,n], one position for a token, got {list(position_ids.shape)}")
         real = torch.ones(batch, new, dtype=torch.bool)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new:
@@ -55,11 +59,13 @@ class RealTokens:
                     f"sparse attention takes an attention_mask [B,T] over all {held + new} tokens, got {shape}"
                 )
             real = mask[:, held : held + new].to("cpu", torch.bool)
+        counted = torch.arange(held, held + new)[None]
+        at = (counted if position_ids is None else position_ids.to("cpu", torch.int64)).expand(batch, -1)
         if self.real is None and bool(real.all()):
-            return None
+            return None if torch.equal(at, counted.expand_as(at)) else at
         before = torch.ones(batch, held, dtype=torch.bool) if self.real is None else self.real[:, :held]
         self.real = torch.cat([before, real], 1)
-        return real
+        return at.masked_fill(~real, -1)
 
     def count(self, first: int, last: int) -> Tensor:
         """Return how many of the columns from `first` up to `last` are real: `[B]`, or one number for all sequences."""
@@ -76,25 +82,3 @@ class RealTokens:
     def repeat(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
         self.real = None if self.real is None else self.real.repeat_interleave(repeats, 0)
-
-
-def positions_of(given: Tensor | None, real: Tensor | None, held: int, batch: int, new: int) -> Tensor | None:
-    """Return the positions of `new` tokens of `batch` sequences behind `held` ones, negative for padding.
-
-    Args:
-        given: the model's position_ids, `[B,n]` or `[1,n]`; None: they count on.
-        real: what `RealTokens.take_in` returned.
-
-    Returns:
-        `[B,n]` int64 on the CPU; None: no padding, counting on.
-
-    Raises:
-        ModelError: position_ids of another shape.
-    """
-    if given is not None and given.ndim != 2:
-        raise ModelError(f"position_ids are [B,n], one position for a token, got {list(given.shape)}")
-    counted = torch.arange(held, held + new)[None]
-    at = (counted if given is None else given.to("cpu", torch.int64)).expand(batch, -1)
-    if real is not None:
-        return at.masked_fill(~real, -1)
-    return None if torch.equal(at, counted.expand_as(at)) else at

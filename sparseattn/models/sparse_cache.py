@@ -29,7 +29,7 @@ from sparseattn.models.errors import ModelError
 from sparseattn.models.layer_maker import LayerMaker
 from sparseattn.models.model_hooks import leave, prepare, restore
 from sparseattn.models.passes import Passes, sparse_tokens
-from sparseattn.models.real_tokens import RealTokens, positions_of
+from sparseattn.models.real_tokens import RealTokens
 from sparseattn.models.sparse_layer import Run, SparseLayer, another_dtype
 from sparseattn.models.stats import LayerStats, Stats
 from sparseattn.models.transformers_classes import Cache, DynamicCache
@@ -352,8 +352,7 @@ class SparseCache(Cache):
             self._dtype = self.model.dtype
         elif self._dtype != self.model.dtype:
             raise ValueError(another_dtype(self._dtype, self.model.dtype))
-        real = self._real.take_in(inputs.get("attention_mask"), held, batch, new)
-        positions = positions_of(inputs.get("position_ids"), real, held, batch, new)
+        positions = self._real.take_in(inputs.get("attention_mask"), inputs.get("position_ids"), held, batch, new)
         self.board.clear()
         if (drafts := min(logits, new) - 1) > 0:  # which may be rejected
             for layer in self.sparse_layers.values():

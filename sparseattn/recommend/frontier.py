@@ -19,7 +19,7 @@ from sparseattn.roles.role import Role, Share
 
 
 @dataclass(frozen=True)
-class Point:
+class RolePoint:
     """What a role does in one layer, in the mean over the tokens of one window.
 
     Args:
@@ -39,7 +39,7 @@ class Point:
 
 def measured(
     prefill: Prefill, seen: LayerSeen, layer: int, roles: Sequence[Role], *, sink: int, window: int, depth: int
-) -> list[Point]:
+) -> list[RolePoint]:
     """One method at several budgets in one layer: the tokens seen are decoded over the prompt's rows.
 
     Args:
@@ -59,7 +59,7 @@ def measured(
     return [_point(heads, seen, role) for role in roles]
 
 
-def _point(heads: SparseHeads, seen: LayerSeen, role: Role) -> Point:
+def _point(heads: SparseHeads, seen: LayerSeen, role: Role) -> RolePoint:
     twin = heads.clone()
     twin.assign(Share(heads.share.selector, None, role), None)
     outs = []
@@ -70,7 +70,7 @@ def _point(heads: SparseHeads, seen: LayerSeen, role: Role) -> Point:
     out, full = torch.stack(outs, 3).float()[0], seen.out.float()[0]  # [H,G,n,D]
     error = out - full
     moved = (seen.gradients * error).sum((2, 4))  # [S,H,n]
-    return Point(
+    return RolePoint(
         role,
         0.5 * float(moved.sum(1).square().mean()),
         (0.5 * moved.square().mean((0, 2))).tolist(),

@@ -69,7 +69,7 @@ def check_line(one: Mapping[str, Any]) -> None:
     _LINES[one[KEY]].check(one, "")
 
 
-class Records:
+class TrialRecords:
     """A file of lines that are appended one by one, the first of which holds what all depend on.
 
     Args:

@@ -24,12 +24,12 @@ CLOSE = 0.99  # of a limit: from there on another configuration may be proposed
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerOption:
     """What a layer may do, in the mean over windows.
 
     Args:
         role: method and budget.
-        kl, kl_heads: as of `frontier.Point`.
+        kl, kl_heads: as of `frontier.RolePoint`.
         cost_heads: what a step costs, of each KV head.
     """
 
@@ -66,7 +66,7 @@ class Proposal:
 
 def propose(
     layers: Sequence[Layer],
-    families: Sequence[Mapping[int, Sequence[Choice]]],
+    families: Sequence[Mapping[int, Sequence[LayerOption]]],
     limit: float,
     by_head: bool,
     objective: Objective,
@@ -90,7 +90,11 @@ def propose(
 
 
 def _proposed(
-    layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], limit: float, by_head: bool, objective: Objective
+    layers: Sequence[Layer],
+    choices: Mapping[int, Sequence[LayerOption]],
+    limit: float,
+    by_head: bool,
+    objective: Objective,
 ) -> Proposal:
     units: list[list[Option]] = []
     for layer in layers:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from sparseattn.recommend.objective import Layer
-from sparseattn.recommend.search import Choice
+from sparseattn.recommend.search import LayerOption
 
 
 def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
@@ -22,7 +22,9 @@ def between(points: Iterable[tuple[float, float]], at: float) -> float | None:
     return min(found, default=None)
 
 
-def singles(layers: Sequence[Layer], choices: Mapping[int, Sequence[Choice]], kl: float) -> dict[str, float | None]:
+def singles(
+    layers: Sequence[Layer], choices: Mapping[int, Sequence[LayerOption]], kl: float
+) -> dict[str, float | None]:
     """Method -> what it costs in all layers with the budget at which their losses add up to `kl`, by rising cost; None
     where all its budgets lose more."""
     first = choices[layers[0].index]

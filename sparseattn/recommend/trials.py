@@ -17,8 +17,8 @@ from sparseattn.evaluation.tasks.run import Method, measure
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.models.error_sensitivity import LayerSeen, observe
 from sparseattn.recommend.frontier import measured
-from sparseattn.recommend.records import Records
-from sparseattn.recommend.windows import Window
+from sparseattn.recommend.records import TrialRecords
+from sparseattn.recommend.windows import TextWindow
 from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
 
@@ -27,7 +27,7 @@ KEPT = ("kl", "same_top", "nll", "nll_difference", "scored_tokens", "rows", "con
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """How windows are decoded.
 
     Args:
@@ -58,10 +58,10 @@ class Trials:
         self,
         decoder: ModelDecoder,
         tokens: Tokens,
-        records: Records,
-        settings: Settings,
+        records: TrialRecords,
+        settings: TrialSettings,
         memory: int = 0,
-        begin: Callable[[Records], None] = lambda records: None,
+        begin: Callable[[TrialRecords], None] = lambda records: None,
     ) -> None:
         self.decoder, self.tokens, self.records, self.settings = decoder, tokens, records, settings
         self._memory, self._held = memory, dict[tuple[int, ...], Any]()
@@ -69,7 +69,7 @@ class Trials:
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def frontier(self, window: Window, groups: Sequence[Sequence[Role]], done: Callable[[int], None]) -> None:
+    def frontier(self, window: TextWindow, groups: Sequence[Sequence[Role]], done: Callable[[int], None]) -> None:
         """Records every role in every layer, for a window; `groups` are of one method each.
 
         Args:
@@ -98,7 +98,7 @@ class Trials:
         asked = {_measured_as(group) for group in groups}
         return [one for one in self.records.of(FRONTIER) if (one["method"], one["source"]) in asked]
 
-    def _layer(self, prefill: Any, window: Window, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
+    def _layer(self, prefill: Any, window: TextWindow, layer: int, seen: LayerSeen, group: Sequence[Role]) -> None:
         for role in group:
             role.selector.count_in(self.settings.width)
         points = measured(
@@ -121,7 +121,7 @@ class Trials:
 
     # -- configurations ----------------------------------------------------------------------------------------------
 
-    def agreement(self, window: Window, roles: Roles) -> dict[str, Any]:
+    def agreement(self, window: TextWindow, roles: Roles) -> dict[str, Any]:
         """How far the predictions of a window by a configuration are from full attention's (`tasks.agreement`)."""
         source = roles.source()
         for one in self.records.of(TRIAL):

@@ -10,7 +10,7 @@ from sparseattn.evaluation.tasks.prompt import Prompt
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class TextWindow:
     """A stretch of a text, the end of which is predicted.
 
     Args:
@@ -31,7 +31,7 @@ def windows(
     last: int,
     search: int,
     held_out: int,
-) -> list[Window]:
+) -> list[TextWindow]:
     """`search` and `held_out` windows, in turns and evenly spread over the texts, no two of which overlap.
 
     Args:
@@ -53,14 +53,14 @@ def windows(
             f"{search} windows to choose by and {held_out} to verify on, of {length} tokens each, need {wanted * body} "
             f"tokens, and the texts hold {sum(room)} such windows: give more text, shorter or fewer windows"
         )
-    found: list[Window] = []
+    found: list[TextWindow] = []
     for (name, kind, ids), count in zip(texts, shared(room, wanted), strict=True):
         for i in range(count):
             at = round(i * (len(ids) - body) / max(count - 1, 1))
             facts = {"task": AGREEMENT, "text": name, "kind": kind, "length": length, "start": at}
             n = len(found)
             searched = (n + 1) * search // wanted > n * search // wanted
-            found.append(Window(n, not searched, Prompt.passage(facts, [*start, *ids[at : at + body]], last)))
+            found.append(TextWindow(n, not searched, Prompt.passage(facts, [*start, *ids[at : at + body]], last)))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 BASE = "sparseattn.selectors."
 
 
-class Method(NamedTuple):
+class MethodRow(NamedTuple):
     """What there is to say of a method in a phrase each; docs/reference/methods.md describes it at length.
 
     Args:
@@ -54,7 +54,7 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "quest": Method(
+    "quest": MethodRow(
         "pages.quest:Quest",
         "2406.10774",
         reads="the pages whose key bounds promise the largest logit",
@@ -63,7 +63,7 @@ METHODS = {
         scans="the bounds of every page",
         builds="the smallest and the largest key of each page, per channel",
     ),
-    "mean": Method(
+    "mean": MethodRow(
         "pages.mean:Mean",
         "in 2502.13189 and others",
         reads="the pages whose mean key has the largest product with the query",
@@ -73,7 +73,7 @@ METHODS = {
         builds="the mean key of each page",
         section="scores-of-pages",
     ),
-    "unique": Method(
+    "unique": MethodRow(
         "pages.unique:Unique",
         "2605.27740",
         reads="the pages with the largest mean plus deviation, per channel",
@@ -83,7 +83,7 @@ METHODS = {
         builds="mean and deviation of each page",
         section="scores-of-pages",
     ),
-    "quad": Method(
+    "quad": MethodRow(
         "pages.quad:Quad",
         "amass-kv, https://pypi.org/project/amass-kv/",
         reads="the pages ranked by their mean and the variance along two principal directions",
@@ -94,7 +94,7 @@ METHODS = {
         builds="eigenvectors of each page's Gram matrix",
         section="scores-of-pages",
     ),
-    "clse": Method(
+    "clse": MethodRow(
         "pages.clse:Clse",
         "amass-kv, https://pypi.org/project/amass-kv/",
         reads="the pages with the largest log-sum-exp of their rows along two principal directions",
@@ -105,7 +105,7 @@ METHODS = {
         builds="eigenvectors of each page's Gram matrix",
         section="scores-of-pages",
     ),
-    "ellipsoid": Method(
+    "ellipsoid": MethodRow(
         "pages.ellipsoid:Ellipsoid",
         "ours",
         reads="the pages with the largest logit on an ellipsoid about their mean, of four principal directions",
@@ -113,7 +113,7 @@ METHODS = {
         builds="eigenvectors of each page's Gram matrix",
         section="scores-of-pages",
     ),
-    "infllm": Method(
+    "infllm": MethodRow(
         "pages.infllm:InfLLM",
         "2402.04617",
         reads="the blocks whose representative keys have the largest products with the query",
@@ -125,7 +125,7 @@ METHODS = {
         needs="the prompt's queries",
         runs="torch",
     ),
-    "fier": Method(
+    "fier": MethodRow(
         "tokens.fier:Fier",
         "2508.08256",
         reads="the tokens whose 1-bit keys have the largest logits",
@@ -134,7 +134,7 @@ METHODS = {
         scans="one bit per channel of every row, and the levels",
         builds="the smallest and the largest number of 32 rows, per channel",
     ),
-    "lowbit": Method(
+    "lowbit": MethodRow(
         "tokens.lowbit:LowBit",
         "ours, over KIVI, 2402.02750",
         reads="the tokens whose keys, rounded to 1, 2 or 4 bits, have the largest logits",
@@ -143,7 +143,7 @@ METHODS = {
         scans="two bits per channel of every row, and the levels",
         builds="the smallest and the largest number of 64 rows, per channel",
     ),
-    "selfindex": Method(
+    "selfindex": MethodRow(
         "tokens.selfindex:SelfIndex",
         "2603.14224",
         reads="the tokens whose sign patterns have the largest logits",
@@ -154,7 +154,7 @@ METHODS = {
         builds="the median key, and the mean of each pattern",
         runs="torch, simulated",
     ),
-    "pq": Method(
+    "pq": MethodRow(
         "tokens.pq:PQ",
         "product quantisation, https://doi.org/10.1109/TPAMI.2010.57",
         reads="the tokens whose product-quantised keys have the largest logits",
@@ -165,7 +165,7 @@ METHODS = {
         needs="faiss",
         runs="torch, simulated",
     ),
-    "pqcache": Method(
+    "pqcache": MethodRow(
         "tokens.pqcache:PQCache",
         "2407.12820",
         reads="the tokens whose keys, quantised to two 6-bit codes, have the largest logits",
@@ -177,7 +177,7 @@ METHODS = {
         needs="faiss",
         runs="torch, simulated",
     ),
-    "sparq": Method(
+    "sparq": MethodRow(
         "tokens.sparq:SparQ",
         "2312.04985",
         reads="the tokens with the largest logits over the channels in which the query is largest",
@@ -188,7 +188,7 @@ METHODS = {
         builds="a copy of the keys, stored per channel",
         runs="torch, simulated",
     ),
-    "rocketkv": Method(
+    "rocketkv": MethodRow(
         "tokens.rocketkv:RocketKV",
         "2502.14051",
         reads="the tokens of small pages whose bounds over few channels promise the largest logits",
@@ -200,7 +200,7 @@ METHODS = {
         needs="nothing; with `prompt=` the prompt's last queries",
         runs="torch, simulated",
     ),
-    "pariskv": Method(
+    "pariskv": MethodRow(
         "tokens.pariskv:ParisKV",
         "2602.07721",
         reads="the tokens whose sign patterns collide most with the query's, re-ranked by 4-bit codes",
@@ -211,7 +211,7 @@ METHODS = {
         builds="the rotation of each key, its signs and levels",
         runs="torch, simulated",
     ),
-    "doublesparsity": Method(
+    "doublesparsity": MethodRow(
         "tokens.doublesparsity:DoubleSparsity",
         "2408.07092",
         reads="the tokens with the largest products over channels calibrated beforehand",
@@ -223,7 +223,7 @@ METHODS = {
         needs="a calibration, or the prompt's queries",
         runs="torch, simulated",
     ),
-    "loki": Method(
+    "loki": MethodRow(
         "tokens.loki:Loki",
         "2406.02542",
         reads="the tokens with the largest logits in few principal components of the keys",
@@ -235,7 +235,7 @@ METHODS = {
         needs="a calibration, or nothing",
         runs="torch, simulated",
     ),
-    "infinigen": Method(
+    "infinigen": MethodRow(
         "tokens.infinigen:InfiniGen",
         "2406.19707",
         reads="the tokens that a few skewed channels select for a query predicted one layer ahead",
@@ -247,7 +247,7 @@ METHODS = {
         needs="the prompt's queries, and each query predicted; a model in `SparseCache` has none",
         runs="torch, simulated",
     ),
-    "kmeans": Method(
+    "kmeans": MethodRow(
         "clusters.kmeans:KMeans",
         "baseline of SAAP, 2502.08246",
         reads="the buckets with the nearest centroids",
@@ -257,7 +257,7 @@ METHODS = {
         builds="the nearest centroid of each key",
         needs="centroids of an artefact",
     ),
-    "saap": Method(
+    "saap": MethodRow(
         "clusters.saap:SAAP",
         "2502.08246",
         reads="the buckets that a trained classifier picks",
@@ -268,7 +268,7 @@ METHODS = {
         builds="the nearest centroid of each key",
         needs="an artefact trained for the model",
     ),
-    "moments": Method(
+    "moments": MethodRow(
         "clusters.moments:Moments",
         "ours, after SAAP, 2502.08246",
         reads="the buckets whose keys in this context promise the largest logits",
@@ -278,7 +278,7 @@ METHODS = {
         builds="the nearest centroid of each key, mean and variance of each bucket",
         needs="centroids of an artefact",
     ),
-    "retroinfer": Method(
+    "retroinfer": MethodRow(
         "clusters.retroinfer:RetroInfer",
         "2505.02922",
         reads="clusters of this prompt's keys; the next clusters are approximated by their means",
@@ -290,7 +290,7 @@ METHODS = {
         builds="10 rounds of k-means in each segment",
         runs="torch",
     ),
-    "retrieval": Method(
+    "retrieval": MethodRow(
         "graphs.retrieval:RetrievalAttention",
         "2409.10516",
         reads="what a search finds in a graph built with the prompt's queries",
@@ -301,7 +301,7 @@ METHODS = {
         needs="the prompt's queries",
         runs="numba",
     ),
-    "robustvamana": Method(
+    "robustvamana": MethodRow(
         "graphs.robustvamana:RobustVamana",
         "OOD-DiskANN, 2211.12850",
         reads="what a search finds in a graph of neighbouring keys, stitched by queries",
@@ -312,7 +312,7 @@ METHODS = {
         needs="a hundredth of the prompt's queries",
         runs="numba",
     ),
-    "bridge": Method(
+    "bridge": MethodRow(
         "graphs.bridge:QueryBridge",
         "ours, after RetrievalAttention, 2409.10516",
         reads="keys that similar earlier queries retrieved",
@@ -322,7 +322,7 @@ METHODS = {
         builds="exact neighbours of sampled queries",
         needs="the prompt's queries",
     ),
-    "flat": Method(
+    "flat": MethodRow(
         "graphs.faiss_indexes:Flat",
         "faiss, in 2409.10516",
         reads="what faiss finds among all keys",
@@ -333,7 +333,7 @@ METHODS = {
         runs="faiss",
         section="flat-ivf-hnsw",
     ),
-    "ivf": Method(
+    "ivf": MethodRow(
         "graphs.faiss_indexes:IVF",
         "faiss, in 2409.10516",
         reads="what faiss finds in the nearest lists",
@@ -345,7 +345,7 @@ METHODS = {
         runs="faiss",
         section="flat-ivf-hnsw",
     ),
-    "hnsw": Method(
+    "hnsw": MethodRow(
         "graphs.faiss_indexes:HNSW",
         "1603.09320, in 2409.10516",
         reads="what faiss finds in a hierarchical graph",
@@ -357,7 +357,7 @@ METHODS = {
         runs="faiss",
         section="flat-ivf-hnsw",
     ),
-    "magicpig": Method(
+    "magicpig": MethodRow(
         "hashing.magicpig:MagicPIG",
         "2410.16179",
         reads="tokens sampled by colliding hashes, weighted by their probability",
@@ -368,7 +368,7 @@ METHODS = {
         builds="N products with K L directions",
         runs="torch, simulated",
     ),
-    "kdeformer": Method(
+    "kdeformer": MethodRow(
         "hashing.kdeformer:KDEformer",
         "2302.02451",
         reads="a bin of rows in the order of Gray-coded signs",
@@ -379,7 +379,7 @@ METHODS = {
         runs="torch",
         section="kdeformer-and-reformer",
     ),
-    "reformer": Method(
+    "reformer": MethodRow(
         "hashing.reformer:Reformer",
         "2001.04451",
         reads="the newest rows of the query's bucket, then the newest of all others",
@@ -390,7 +390,7 @@ METHODS = {
         runs="torch",
         section="kdeformer-and-reformer",
     ),
-    "h2o": Method(
+    "h2o": MethodRow(
         "eviction.h2o:H2O",
         "2306.14048",
         reads="the tokens with the most attention so far, and the newest; others are dropped",
@@ -402,7 +402,7 @@ METHODS = {
         needs="the prompt's queries, the weights of each step",
         runs="torch",
     ),
-    "tova": Method(
+    "tova": MethodRow(
         "eviction.tova:TOVA",
         "2401.06104",
         reads="the tokens with the most attention from the newest query; others are dropped",
@@ -413,7 +413,7 @@ METHODS = {
         needs="the prompt's last query, the weights of each step",
         runs="torch",
     ),
-    "snapkv": Method(
+    "snapkv": MethodRow(
         "eviction.snapkv:SnapKV",
         "2404.14469",
         reads="the prompt's tokens that its last queries vote for; others are dropped",
@@ -424,7 +424,7 @@ METHODS = {
         needs="the prompt's last queries",
         runs="torch",
     ),
-    "pyramidkv": Method(
+    "pyramidkv": MethodRow(
         "eviction.pyramidkv:PyramidKV",
         "2406.02069",
         reads="like `snapkv`, with fewer tokens in higher layers",
@@ -435,14 +435,14 @@ METHODS = {
         needs="the number of layers, the prompt's last queries",
         runs="torch",
     ),
-    "twostage": Method(
+    "twostage": MethodRow(
         "combined.twostage:TwoStage",
         "ours",
         reads="of the tokens that another method proposes, those that `lowbit`'s codes rank first",
         scans="what the first stage reads (`quest`), then two bits per channel of the tokens proposed",
         builds="both indexes",
     ),
-    "topp": Method(
+    "topp": MethodRow(
         "combined.topp:TopP",
         "Twilight, 2502.02770",
         reads="of the tokens that another method proposes, the fewest that hold a share p of their weight",
@@ -452,7 +452,7 @@ METHODS = {
         scans="what the first stage reads (`quest`), then four bits per channel of the tokens proposed",
         builds="both indexes",
     ),
-    "vattention": Method(
+    "vattention": MethodRow(
         "combined.vattention:VAttention",
         "2510.05688",
         reads="tokens that another method chooses, and a sample of the others as large as an error bound needs",
@@ -463,7 +463,7 @@ METHODS = {
         builds="what `inner` builds",
         runs="torch",
     ),
-    "tailed": Method(
+    "tailed": MethodRow(
         "combined.tailed:Tailed",
         "estimation zone of 2505.02922 and 2602.05191, for any method",
         reads="what another method reads, and one mean row for the rest of each group",
@@ -475,7 +475,7 @@ METHODS = {
         needs="what `inner` needs",
         runs="as `inner`",
     ),
-    "freekv": Method(
+    "freekv": MethodRow(
         "combined.freekv:FreeKV",
         "2505.13109",
         reads="the previous choice, for each KV head whose queries have stayed similar; otherwise a new one",
@@ -486,7 +486,7 @@ METHODS = {
         builds="what `inner` builds",
         runs="as `inner`; the host waits",
     ),
-    "kascade": Method(
+    "kascade": MethodRow(
         "combined.kascade:Kascade",
         "2512.16391",
         reads="in anchor layers, what another method chooses; in later layers the same rows, through a map of heads",
@@ -496,13 +496,13 @@ METHODS = {
         scans="every key in an anchor; nothing elsewhere",
         needs="a calibration, or anchors by number; the layers of a model",
     ),
-    "exact": Method(
+    "exact": MethodRow(
         "baselines.exact:Exact",
         "none: the oracle",
         reads="the tokens with the largest logits",
         scans="every key",
     ),
-    "pagemass": Method(
+    "pagemass": MethodRow(
         "baselines.pagemass:PageMass",
         "none: the oracle of page scores",
         reads="the pages with the most attention",
@@ -510,7 +510,7 @@ METHODS = {
         runs="torch",
         section="scores-of-pages",
     ),
-    "recent": Method(
+    "recent": MethodRow(
         "baselines.recent:Recent",
         "StreamingLLM, 2309.17453, at equal rows",
         reads="the newest tokens",
@@ -519,7 +519,7 @@ METHODS = {
         runs="torch",
         section="window-and-random",
     ),
-    "random": Method(
+    "random": MethodRow(
         "baselines.random:Random",
         "control of SAAP, 2502.08246",
         reads="tokens drawn uniformly",
@@ -528,7 +528,7 @@ METHODS = {
         runs="torch",
         section="window-and-random",
     ),
-    "window": Method(
+    "window": MethodRow(
         "baselines.window:Window",
         "StreamingLLM, 2309.17453",
         reads="sink and window alone",

@@ -15,7 +15,7 @@ EVENT = 1 << 20  # bytes of one event of a stream
 
 
 @dataclass
-class Bounds:
+class ReplyBounds:
     """What is read of a reply: whom it is of, whether it is a stream of events, until when, and what is said then."""
 
     who: str
@@ -43,7 +43,7 @@ class Bounds:
         return data
 
 
-def bounded(reply: Any, bounds: Bounds) -> Any:
+def bounded(reply: Any, bounds: ReplyBounds) -> Any:
     """The stream of a reply's bytes within bounds. Older releases of openai go by httpx, newer ones by httpx2."""
     library, inner = sys.modules[type(reply).__module__.partition(".")[0]], reply.stream
 

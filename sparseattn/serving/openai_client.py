@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from sparseattn.serving.bounded_replies import Bounds, bounded
+from sparseattn.serving.bounded_replies import ReplyBounds, bounded
 from sparseattn.serving.questions import Address, Answer, Question, ServerError
 
 ATTEMPTS = 5  # at an answer, where what failed may pass
@@ -251,7 +251,7 @@ class Server:
         if packing != "identity":
             raise ServerError(f"{self._who} packs its reply ({packing[:SENTENCE]}), which it was asked not to")
         stream = "text/event-stream" in reply.headers.get("content-type", "")
-        reply.stream = bounded(reply, Bounds(self._who, stream, time.monotonic() + seconds, self._late(seconds)))
+        reply.stream = bounded(reply, ReplyBounds(self._who, stream, time.monotonic() + seconds, self._late(seconds)))
 
     @property
     def _who(self) -> str:

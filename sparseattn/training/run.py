@@ -29,7 +29,7 @@ from sparseattn.training.examples import pool_of, sample_keys
 from sparseattn.training.fit import Fit, over_distances
 from sparseattn.training.kmeans import balance, mean_lengths, spherical_kmeans
 from sparseattn.training.partial import Partial, Progress, identity
-from sparseattn.training.prompts import Prompt, Prompts, load, open_prompts, quota
+from sparseattn.training.prompts import Prompts, TracedPrompt, load, open_prompts, quota
 from sparseattn.training.recipe import Recipe, TrainingError, bucket_stream
 from sparseattn.training.validation import classifier_scores, held_of, recovered, symmetric_scores
 from sparseattn.utils.devices import usable_device
@@ -246,7 +246,7 @@ def _assembled(prompts: Prompts, recipe: Recipe, folder: Partial) -> Artefact:
         layers[index] = Partition(centroids, Classifier(**parts) if parts else None)
     shape = next(iter(prompts.shapes.values()))
 
-    def listed(some: Sequence[Prompt]) -> list[dict[str, Any]]:
+    def listed(some: Sequence[TracedPrompt]) -> list[dict[str, Any]]:
         return [{"name": p.trace.name, "sha256": p.sha256, "tokens": p.tokens} for p in some]
 
     meta = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseattn.selectors.parameters.saap_partition import Classifier
 from sparseattn.training.kmeans import assign, at_once, by_bucket
-from sparseattn.training.prompts import HeadView, Prompt, Prompts, load, quota
+from sparseattn.training.prompts import HeadView, Prompts, TracedPrompt, load, quota
 from sparseattn.training.recipe import Filters, Recipe, bucket_stream
 
 HELD_TOKENS = 512  # held-out tokens that a head is validated on, over all held-out prompts
@@ -41,7 +41,7 @@ class Held:
     exact: Tensor
 
 
-def held_tokens(prompt: Prompt, queries: int, filters: Filters, limit: int, generator: torch.Generator) -> Tensor:
+def held_tokens(prompt: TracedPrompt, queries: int, filters: Filters, limit: int, generator: torch.Generator) -> Tensor:
     """Up to `limit` rows of the prompt's `queries` last tokens, of the later half of those that have far keys."""
     at = prompt.trace.positions[-queries:]
     usable = (at - prompt.trace.positions[filters.sink] > filters.gap).nonzero().flatten()

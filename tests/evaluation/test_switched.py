@@ -14,7 +14,7 @@ from sparseattn.evaluation.tasks.run import Method
 from sparseattn.evaluation.tasks.switched import Switched
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.serving.vllm.counters import VLLMStats
-from sparseattn.serving.vllm.offline import Answered, Asked
+from sparseattn.serving.vllm.offline import Answered, OfflinePrompt
 from sparseattn.serving.vllm.settings import Settings, parse
 
 SETTINGS = parse({"selector": "quest", "budget": 64, "above": 0})
@@ -36,7 +36,7 @@ class Engine:
         calls = self.sparse_calls.pop(0)
         return VLLMStats(sparse_calls=calls, rows_read=calls, rows_held=4 * calls)
 
-    def answers(self, asked: Iterable[tuple[Any, Asked]]) -> Iterator[tuple[Any, Answered]]:
+    def answers(self, asked: Iterable[tuple[Any, OfflinePrompt]]) -> Iterator[tuple[Any, Answered]]:
         for (prompt, _), length in zip(asked, self.lengths, strict=True):
             yield prompt, Answered(list(b"1234567890"[:length]), 1.0, 0.5)
 

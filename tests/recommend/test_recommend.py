@@ -21,8 +21,8 @@ from sparseattn.recommend.candidates import candidates
 from sparseattn.recommend.choosing import STEPS, Option, choose, efficient
 from sparseattn.recommend.frontier import measured
 from sparseattn.recommend.objective import Layer, MeasuredBytes, Predicted
-from sparseattn.recommend.records import Records
-from sparseattn.recommend.search import Choice, Proposal, propose, search
+from sparseattn.recommend.records import TrialRecords
+from sparseattn.recommend.search import LayerOption, Proposal, propose, search
 from sparseattn.recommend.settling import settle
 from sparseattn.recommend.single import between, singles
 from sparseattn.recommend.windows import shared, windows
@@ -127,13 +127,13 @@ def test_what_is_beaten_at_its_own_cost_is_no_option() -> None:
 LAYERS = [Layer(i, 2, 2, 16, torch.bfloat16) for i in range(3)]
 
 
-def choices(weights: tuple[float, ...] = (1.0, 0.1, 0.001)) -> dict[int, list[Choice]]:
+def choices(weights: tuple[float, ...] = (1.0, 0.1, 0.001)) -> dict[int, list[LayerOption]]:
     """Layers that lose by their weight, and of each the first head alone."""
     found = {}
     for layer, weight in zip(LAYERS, weights, strict=True):
-        some = [Choice(Role("dense"), 0.0, [0.0, 0.0], [1.0, 1.0])]
+        some = [LayerOption(Role("dense"), 0.0, [0.0, 0.0], [1.0, 1.0])]
         for rows, loss in ((64, 0.1), (16, 0.4), (4, 1.6)):
-            some.append(Choice(Role("exact", rows), weight * loss, [weight * loss, 0.0], [rows / 256] * 2))
+            some.append(LayerOption(Role("exact", rows), weight * loss, [weight * loss, 0.0], [rows / 256] * 2))
         found[layer.index] = some
     return found
 
@@ -177,7 +177,7 @@ def test_the_search_finds_the_limit_at_which_the_whole_keeps_the_bound(factor: f
     for layer, some in steps.items():  # many budgets, so that any loss can be had
         for rows in range(5, 64):
             loss = weights[layer] * 0.4 * 16 / rows
-            some.append(Choice(Role("exact", rows), loss, [loss, 0.0], [rows / 256] * 2))
+            some.append(LayerOption(Role("exact", rows), loss, [loss, 0.0], [rows / 256] * 2))
     found = search(
         lambda limit: propose(LAYERS, [steps], limit, False, MeasuredBytes(256, 2)),
         lambda one: (factor * one.kl) ** (1 / power),
@@ -321,20 +321,20 @@ def test_an_error_is_a_share_of_one_of_three_measures() -> None:
 
 def test_records_go_on_where_they_stopped(tmp_path: Path) -> None:
     path = tmp_path / "recommend.jsonl"
-    records = Records(path, {"model": "m", "last": 4})
+    records = TrialRecords(path, {"model": "m", "last": 4})
     point = {"budget": 64, "kl": 0.1, "kl_heads": [0.1], "error_heads": [0.2], "bytes_heads": [3.0]}
     line = {"number": 0, "layer": 1, "method": "quest", "source": "0", "points": [point]}
     records.add("frontier", line)
     with path.open("ab") as file:
         file.write(b'{"record": "fron')
-    again = Records(path, {"model": "m", "last": 4})
+    again = TrialRecords(path, {"model": "m", "last": 4})
     assert again.of("frontier") == records.found == [{"record": "frontier", **line}]
     assert path.read_bytes().endswith(b"}\n")
     with pytest.raises(ValueError, match=r"is of another last \(4, now 5\): name another folder, or remove that file"):
-        Records(path, {"model": "m", "last": 5})
+        TrialRecords(path, {"model": "m", "last": 5})
     path.write_text('{"layer": 1}\n')
     with pytest.raises(ValueError, match="line 1 is no record of this command"):
-        Records(path, {})
+        TrialRecords(path, {})
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from sparseattn import Bounds, KVCache, LowBit, Quest, Selection, Window, decode
 from sparseattn.kernels import implementations
 from sparseattn.selectors.base import Selector
 from sparseattn.serving.vllm import cuda_layer
-from sparseattn.serving.vllm.cuda_layer import SparseLayer
+from sparseattn.serving.vllm.cuda_layer import SparseCUDALayer
 from sparseattn.serving.vllm.cuda_rows import finished
 from sparseattn.serving.vllm.cuda_step import Eager, Fixed, decoding
-from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.page_tables import PageZones
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -97,9 +97,9 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations, "choose", on_a_gpu)
 
 
-def zones_of(selector: Selector) -> Zones:
+def zones_of(selector: Selector) -> PageZones:
     page, unit = (1, 1) if isinstance(selector, Window) else (selector.page, selector.unit)
-    return Zones(page, unit, BLOCK, SINK, WINDOW)
+    return PageZones(page, unit, BLOCK, SINK, WINDOW)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_both_ways_read_what_a_cache_of_each_request_alone_reads(selector: Selec
     """One token each, so that both ways serve the batch; the second is short and the fourth in its prompt."""
     batch = Batch([200, 50, 131, 90, 61], [1] * 5, [False, False, False, True, False])
     zones, indexed, budget = zones_of(selector), not isinstance(selector, Window), 32
-    layer = SparseLayer(selector, BLOCK, budget // zones.page if indexed else 0)
+    layer = SparseCUDALayer(selector, BLOCK, budget // zones.page if indexed else 0)
     places = finished(batch.all_slots(), zones.unit, 100) if indexed else None
     layer.fit(batch.keys)
     layer.update(batch.keys, places)
@@ -205,7 +205,7 @@ class NothingAsked(TorchDispatchMode):
 def test_a_step_of_fixed_shape_never_waits(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a graph records, and what fills its tensors. `attend` looks at its inputs on the CPU alone."""
     batch, indexed = Batch([200, 50, 131], [1] * 3, [False] * 3), not isinstance(selector, Window)
-    layer = SparseLayer(selector, BLOCK, 2)
+    layer = SparseCUDALayer(selector, BLOCK, 2)
     layer.fit(batch.keys)
     fixed = Fixed(zones_of(selector), 4, 8 * BLOCK, torch.device("cpu"), indexed)
     sparse = decoding(batch.common, ABOVE)
@@ -231,7 +231,7 @@ def test_finished_entries_are_those_whose_last_row_is_new(unit: int) -> None:
     for i, (n, new) in enumerate(zip(batch.rows, batch.new, strict=True)):
         ends = [row for row in range(n - new, n) if row % unit == unit - 1]
         expected |= {(int(batch.table[i, row // BLOCK]) * BLOCK + row % BLOCK) // unit for row in ends}
-    found = Eager(Zones(unit, unit, BLOCK, SINK, WINDOW)).places(batch.common).tolist()
+    found = Eager(PageZones(unit, unit, BLOCK, SINK, WINDOW)).places(batch.common).tolist()
     assert sorted(found) == sorted(expected)
     more = finished(slots, unit, len(expected) + 2).tolist()
     assert sorted(more) == sorted([*expected, 0, 0])
@@ -239,7 +239,7 @@ def test_finished_entries_are_those_whose_last_row_is_new(unit: int) -> None:
 
 def test_blocks_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="of blocks of 32 rows, got a cache with blocks of 16"):
-        SparseLayer(Quest(16), 32, 2).fit(torch.zeros(3, 1, 16, 8))
+        SparseCUDALayer(Quest(16), 32, 2).fit(torch.zeros(3, 1, 16, 8))
 
 
 def test_requests_that_pad_a_batch_are_not_sparse() -> None:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from sparseattn.kernels.attend_vllm_blocks import cpu_tables
-from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.page_tables import PageZones
 
 
 @pytest.mark.parametrize(
     ("page", "unit", "block", "sink", "window"), [(16, 16, 128, 4, 64), (32, 64, 128, 0, 1), (16, 64, 64, 200, 100)]
 )
 def test_tables_name_every_row_once(page: int, unit: int, block: int, sink: int, window: int) -> None:
-    zones = Zones(page, unit, block, sink, window)
+    zones = PageZones(page, unit, block, sink, window)
     rows = torch.tensor([1, 63, 64, 65, 300, 1000, 777], dtype=torch.int32)
     draw = torch.Generator().manual_seed(0)
     blocks = torch.randperm(7 * 16, generator=draw).view(7, 16).int()  # of each sequence, anywhere

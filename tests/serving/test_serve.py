@@ -372,7 +372,7 @@ def test_a_vllm_that_would_serve_its_own_attention_is_refused(tmp_path: Path, mo
 
 
 def test_packages_that_break_vllm_are_named(packages: Path) -> None:
-    assert installed.engine() == installed.Engine("0.32.1", cpu=True)
+    assert installed.engine() == installed.InstalledVllm("0.32.1", cpu=True)
     (packages / "torchaudio").mkdir()
     (packages / "torchaudio" / "__init__.py").write_text("raise OSError('Could not load this library\\nand more')")
     with pytest.raises(

@@ -39,7 +39,7 @@ from sparseattn.training.classifier import QueryClassifier, clip_each, divergenc
 from sparseattn.training.examples import examples
 from sparseattn.training.fit import over_distances
 from sparseattn.training.kmeans import assign, balance, mean_lengths, repaired, spherical_kmeans
-from sparseattn.training.prompts import LEAST, HeadView, Prompt, open_prompts
+from sparseattn.training.prompts import LEAST, HeadView, TracedPrompt, open_prompts
 from sparseattn.training.validation import Held, classifier_scores, held, recovered, symmetric_scores
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 384
@@ -864,7 +864,7 @@ def test_prompts_are_told_apart_without_a_hash_of_tokens(tmp_path: Path) -> None
     for seed in range(2):
         synthetic(256, rope=True, seed=seed).save(tmp_path / f"{seed}.safetensors")
     opened = open_prompts([tmp_path], FILTERS)
-    assert isinstance(opened.train[0], Prompt)
+    assert isinstance(opened.train[0], TracedPrompt)
     assert opened.train[0].sha256 != opened.held_out[0].sha256
 
 

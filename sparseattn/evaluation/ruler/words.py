@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import overload
 
-from sparseattn.traces.texts import Text, read
+from sparseattn.traces.texts import NamedText, read
 from sparseattn.utils.pypi_wheels import Progress
 
 # RULER pins no version. 2.2.0 was the last when it appeared; 3.0.1 has four nouns fewer, so that all else differs too.
-LISTS = Text(
+LISTS = NamedText(
     "wonderwords",
     "word lists",
     "d2d3183f9469fb4c2283764f86781e3e7f2e22b0c85bb8864b15a4efbce05a60",

@@ -9,7 +9,7 @@ from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
 from sparseattn.evaluation.tasks.run import Method, ending, scored
 from sparseattn.evaluation.tasks.tokens import Tokens
-from sparseattn.serving.vllm.offline import Answered, Asked, Offline
+from sparseattn.serving.vllm.offline import Answered, Offline, OfflinePrompt
 from sparseattn.serving.vllm.settings import Settings
 
 
@@ -55,11 +55,14 @@ class Serving:
         self.engine.use(self.settings)
         before, steps = self.engine.counts(), 0
 
-        def coming() -> Iterator[tuple[Prompt, Asked]]:
+        def coming() -> Iterator[tuple[Prompt, OfflinePrompt]]:
             for prompt in prompts:
                 if prompt.keys((WHOLE,), self.compared)[0] not in known:
                     assert prompt.example is not None
-                    yield prompt, Asked([*prompt.context, *prompt.question], prompt.limit, ending(prompt.example))
+                    yield (
+                        prompt,
+                        OfflinePrompt([*prompt.context, *prompt.question], prompt.limit, ending(prompt.example)),
+                    )
 
         for prompt, answer in self.engine.answers(coming()):
             steps += len(answer.ids) - 1  # the first token is the prefill's

@@ -22,7 +22,7 @@ NEAR = 8  # guides whose lists a new key joins
 
 
 @dataclass(frozen=True)
-class Recipe:
+class GraphRecipe:
     """How lists are made; see `RetrievalAttention`."""
 
     neighbours: int
@@ -67,7 +67,7 @@ class Graph:
     scores: Floats
 
 
-def build(keys: Floats, points: Floats, queries: Floats, recipe: Recipe) -> Graph:
+def build(keys: Floats, points: Floats, queries: Floats, recipe: GraphRecipe) -> Graph:
     """The graph over `keys` `[N,D]` that `queries` `[Q,D]` guide; distances between keys are those of `points`."""
     total, chunks = len(keys), build_and_search.parts()
     near = nearest(torch.from_numpy(queries), torch.from_numpy(keys), recipe.neighbours)
@@ -105,7 +105,7 @@ def _fresh(after: Ids, before: Ids) -> Ids:
     return np.where(np.arange(after.shape[1]) >= held[:, None], after, -1).astype(np.int32)
 
 
-def grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: Recipe) -> None:
+def grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: GraphRecipe) -> None:
     """Links the keys from `first` on into the graph, in place.
 
     They are placed by the decode `queries` `[Q,D]`, with what those find, and by the guides whose lists they join: few
@@ -123,7 +123,7 @@ def grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int,
         _grow(held, keys[:high], points[:high], mine, low, recipe)
 
 
-def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: Recipe) -> None:
+def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int, recipe: GraphRecipe) -> None:
     adjacency, parent = held.adjacency[: len(keys)], held.parent[: len(keys)]
     old = adjacency[:first]
     new: Ids = np.arange(first, len(keys), dtype=np.int32)
@@ -159,7 +159,7 @@ def _grow(held: Graph, keys: Floats, points: Floats, queries: Floats, first: int
     build_and_search.attach(adjacency, parent, queue, len(changed))
 
 
-def _by_guides(held: Graph, keys: Floats, new: Ids, recipe: Recipe) -> tuple[Ids, Ids]:
+def _by_guides(held: Graph, keys: Floats, new: Ids, recipe: GraphRecipe) -> tuple[Ids, Ids]:
     """Pairs (node, neighbour to offer) of the new keys and the keys listed by the guides that want them most.
 
     Brings the guides' lists up to date.

@@ -9,10 +9,21 @@ from __future__ import annotations
 import numpy as np
 
 from sparseattn.kernels.graph import build_and_search
-from sparseattn.kernels.graph.roargraph import BATCH, Floats, Graph, Ids, Recipe, best, bias_of, flat, offer, reverse
+from sparseattn.kernels.graph.roargraph import (
+    BATCH,
+    Floats,
+    Graph,
+    GraphRecipe,
+    Ids,
+    best,
+    bias_of,
+    flat,
+    offer,
+    reverse,
+)
 
 
-def build(points: Floats, queries: Floats, recipe: Recipe) -> Graph:
+def build(points: Floats, queries: Floats, recipe: GraphRecipe) -> Graph:
     """The graph over `points` `[N,E]`, stitched through `queries` `[Q,E]`, all of length 1."""
     total, nodes = len(points), np.concatenate([points, queries])
     adjacency: Ids = np.full((len(nodes), recipe.degree), -1, np.int32)
@@ -32,7 +43,7 @@ def build(points: Floats, queries: Floats, recipe: Recipe) -> Graph:
     return Graph(stitched, parent, bias_of(points), entry, none, none.astype(np.int32), none)
 
 
-def _insert(nodes: Floats, total: int, adjacency: Ids, new: Ids, entry: int, alpha: float, recipe: Recipe) -> None:
+def _insert(nodes: Floats, total: int, adjacency: Ids, new: Ids, entry: int, alpha: float, recipe: GraphRecipe) -> None:
     """Links `new` `[n]`, all of them keys (ids below `total`) or all queries, to what a search for each finds, and what
     they are linked to, to them.
 

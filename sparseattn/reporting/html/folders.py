@@ -15,7 +15,7 @@ Check: TypeAlias = "Callable[[Record, Sequence[Record]], None]"  # of a line and
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordSource:
     """A file of records.
 
     Args:
@@ -27,7 +27,7 @@ class Source:
     records: Sequence[Record]
 
 
-def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[Source]]:
+def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[RecordSource]]:
     """Return what the folders hold of files with a name of `files`: name -> sources, in the order of the folders.
 
     Every line is checked here, so that who shows records need not ask again what they are.
@@ -42,7 +42,7 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
         OSError: a file cannot be read.
     """
     wanted = list(files)
-    sources: dict[str, list[Source]] = {}
+    sources: dict[str, list[RecordSource]] = {}
     seen: set[Path] = set()
     for folder in folders:
         if not folder.exists():
@@ -56,7 +56,7 @@ def read(folders: Sequence[Path], files: Mapping[str, Check]) -> dict[str, list[
         if not there:
             raise ValueError(f"{folder} holds no records: none of {', '.join(wanted)} is there")
         for name in there:
-            sources.setdefault(name, []).append(Source(folder / name, lines(folder / name, files[name])))
+            sources.setdefault(name, []).append(RecordSource(folder / name, lines(folder / name, files[name])))
     return sources
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.recommend.records import KEY as KIND
 from sparseattn.reporting.html import views
-from sparseattn.reporting.html.folders import Record, Source
+from sparseattn.reporting.html.folders import Record, RecordSource
 from sparseattn.reporting.html.views import Section
 
 Facts: TypeAlias = "Mapping[str, Any]"  # as a record of them would hold them
@@ -28,7 +28,7 @@ OF_SETTINGS = (SETTINGS, "made")  # lines of `recommend.jsonl` that say how the 
 MOST = 12  # different values that are listed
 
 
-def section(found: Mapping[str, Sequence[Source]], more: Mapping[str, Facts]) -> Section:
+def section(found: Mapping[str, Sequence[RecordSource]], more: Mapping[str, Facts]) -> Section:
     """Return a group for each file, each trace, each set of versions and machine, and for what was made here."""
     groups: dict[str, dict[str, str]] = {}
     traces: dict[str, dict[str, str]] = {}

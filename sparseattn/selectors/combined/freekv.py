@@ -19,7 +19,7 @@ from sparseattn.selectors.pages.quest import Quest
 from sparseattn.selectors.saved_state import Loaded, of_parts
 
 
-class Kept(State):
+class KeptChoices(State):
     """For every sequence and KV head the last choice, the query it was made for, and how often it was read again.
 
     Attributes:
@@ -34,11 +34,11 @@ class Kept(State):
         self.parts: dict[str, Tensor] = {}
         self.rows, self.steps, self.span, self.whole = 0, 0, 1, True
 
-    def fresh(self) -> Kept:
-        return Kept()
+    def fresh(self) -> KeptChoices:
+        return KeptChoices()
 
-    def clone(self) -> Kept:
-        copy = Kept()
+    def clone(self) -> KeptChoices:
+        copy = KeptChoices()
         copy.parts = {name: part.clone() for name, part in self.parts.items()}
         copy.rows, copy.steps, copy.span, copy.whole = self.rows, self.steps, self.span, self.whole
         return copy
@@ -139,7 +139,7 @@ class FreeKV(Wrapper):
                 f"layers that read the choice of another need one at every step, and {self.inner} would not be asked "
                 f"at some: wrap what its anchors choose by, as in kascade:anchors=[0,2],inner=[freekv:tau=0.9]"
             )
-        self.last = Kept()
+        self.last = KeptChoices()
 
     @classmethod
     def paper(cls, tau: float = 0.8) -> dict[str, Any]:

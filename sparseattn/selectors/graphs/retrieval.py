@@ -106,7 +106,7 @@ class RetrievalAttention(HostOnly, LearnsFromQueries, ReadsKeys, Selector):
     def recipe(self) -> Any:
         """Return how lists are made, for `roargraph`."""
         roargraph, _ = compiled()
-        return roargraph.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, self.guides)
+        return roargraph.GraphRecipe(self.neighbours, self.degree, self.pivots, self.build_beam, self.guides)
 
     def append(self, rows: Rows) -> None:
         batch, heads, new, _ = rows.keys.shape

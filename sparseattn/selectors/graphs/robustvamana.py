@@ -56,7 +56,7 @@ class RobustVamana(RetrievalAttention):
     @property
     def recipe(self) -> Any:
         roargraph, _ = compiled()
-        return roargraph.Recipe(self.neighbours, self.degree, self.pivots, self.build_beam, 0, self.alpha)
+        return roargraph.GraphRecipe(self.neighbours, self.degree, self.pivots, self.build_beam, 0, self.alpha)
 
     def _points(self, keys: Tensor, b: int, s: int) -> Tensor:
         """Return keys `[N,D]` over the longest one's length, with a dimension that makes all as long."""

@@ -8,7 +8,7 @@ from vllm import _custom_ops as ops
 from sparseattn.kernels.attend_vllm_blocks import blocks
 from sparseattn.kernels.attend_vllm_blocks.blocks import BlockCache, StepPages
 from sparseattn.kernels.attend_vllm_blocks.dispatch import attend_blocks
-from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.page_tables import PageZones
 
 
 def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) -> str:
@@ -33,7 +33,9 @@ def packing_of(isa: str, dtype: torch.dtype, heads: int, block: int, size: int) 
     )
 
 
-def warm_up(dtype: torch.dtype, packing: str, queries: int, heads: int, block: int, size: int, zones: Zones) -> None:
+def warm_up(
+    dtype: torch.dtype, packing: str, queries: int, heads: int, block: int, size: int, zones: PageZones
+) -> None:
     """Compiles what a step runs, for this engine's dtype: it takes seconds the first time."""
     cache = torch.zeros(1, heads, block, 2 * size, dtype=dtype)
     query = torch.zeros(1, queries, size, dtype=dtype)

@@ -41,7 +41,7 @@ from sparseattn.serving.vllm.block_packing import packing_of, warm_up
 from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
 from sparseattn.serving.vllm.page_index import Store, entry_bytes
-from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.settings import Settings
 from sparseattn.serving.vllm.sparse_layers import EARLY, PLANNED, plan_layers
 
@@ -75,7 +75,7 @@ class SparseCPUBackend(CPUAttentionBackend):
 
 
 @dataclass
-class Served:
+class ServedRequests:
     """The requests that decode sparsely in a step, and what they may read.
 
     Args:
@@ -109,7 +109,7 @@ class Served:
 
 
 @dataclass
-class SparseMetadata(CPUAttentionMetadata):
+class SparseCPUMetadata(CPUAttentionMetadata):
     """The stock metadata, with what sparse layers need.
 
     Args:
@@ -118,7 +118,7 @@ class SparseMetadata(CPUAttentionMetadata):
     """
 
     due: Tensor | None = None
-    served: Served | None = None
+    served: ServedRequests | None = None
 
 
 class SparseCPUBuilder(CPUAttentionMetadataBuilder):
@@ -159,7 +159,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if self.settings is None:
             return
         page, unit = self.settings.shape
-        self.zones = Zones(page, unit, self.block_size, self.settings.sink, self.settings.window)
+        self.zones = PageZones(page, unit, self.block_size, self.settings.sink, self.settings.window)
         self.made: Any = np.zeros(0, np.bool_)  # by place, whether the index holds what the cache holds
         packing = packing_of(self.isa, self.dtype, self.num_kv_heads, self.block_size, self.head_dim)
         for impl in self.sparse:
@@ -197,7 +197,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         if due is None and served is None:
             return stock
         held = {field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)}
-        return SparseMetadata(**held, due=due, served=served)
+        return SparseCPUMetadata(**held, due=due, served=served)
 
     def written(self, stock: CPUAttentionMetadata) -> None:
         """Takes note of the entries of which a step writes a row: what the index holds of them is no longer so."""
@@ -223,7 +223,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         )  # fmt: skip
         return torch.from_numpy(places) if len(places) else None
 
-    def _served(self, stock: CPUAttentionMetadata, common: CommonAttentionMetadata) -> Served | None:
+    def _served(self, stock: CPUAttentionMetadata, common: CommonAttentionMetadata) -> ServedRequests | None:
         settings = self.settings
         if settings is None or not stock.causal:
             return None
@@ -258,7 +258,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         near = ((always >= 0).sum(1) - 1) * zone.page + tails
         tokens = torch.from_numpy(starts[:-1][which].astype(np.int64))
         table, always, tails = (torch.from_numpy(part) for part in (table, always, tails))
-        return Served(tokens, count, every, table, always, tails, rest, pages, near, int(own.sum()))
+        return ServedRequests(tokens, count, every, table, always, tails, rest, pages, near, int(own.sum()))
 
     def _schedule(self, stock: CPUAttentionMetadata, rows: Tensor) -> Tensor:
         return ops.cpu_attn_get_scheduler_metadata(
@@ -312,7 +312,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         metadata = attn_metadata
-        if not self.sparse or not isinstance(metadata, SparseMetadata):
+        if not self.sparse or not isinstance(metadata, SparseCPUMetadata):
             if metadata is not None and self.full and self.counter is not None:
                 self.counter.add(dense_calls=1)
             return super().forward(

@@ -48,10 +48,10 @@ from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.serving.vllm.counters import Counter
-from sparseattn.serving.vllm.cuda_layer import SparseLayer
+from sparseattn.serving.vllm.cuda_layer import SparseCUDALayer
 from sparseattn.serving.vllm.cuda_step import Eager, Fixed, Step, decoding, reads
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
-from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.settings import KEY, Settings
 from sparseattn.serving.vllm.sparse_layers import plan_layers
 
@@ -89,7 +89,7 @@ class SparseTritonBackend(TritonAttentionBackend):
 
 
 @dataclass
-class SparseMetadata(TritonAttentionMetadata):
+class SparseCUDAMetadata(TritonAttentionMetadata):
     """vLLM's metadata of a step, as dense layers read it, and what sparse layers need beside."""
 
     step: Step | None = None  # None: no request reads sparsely
@@ -113,7 +113,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         block = kv_cache_spec.block_size
         page, unit = settings.shape
         check_shape(settings, block)
-        self.zones, self.above = Zones(page, unit, block, settings.sink, settings.window), settings.above
+        self.zones, self.above = PageZones(page, unit, block, settings.sink, settings.window), settings.above
         indexed = any(isinstance(made, PageSelector) for made in settings.each())
         self.eager = Eager(self.zones, indexed)
         self.fixed: Fixed | None = None
@@ -128,7 +128,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         looked_at = all(type(made) in GRAPHS for made in given(vllm_config).each())
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if looked_at else AttentionCGSupport.NEVER
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SparseMetadata:
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SparseCUDAMetadata:
         """As of any step in the fixed buffers, with every request short, as vLLM records its own. Counts nothing."""
         common = common_attn_metadata
         none = torch.zeros(common.num_reqs, dtype=torch.bool)
@@ -140,17 +140,17 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> SparseMetadata:
+    ) -> SparseCUDAMetadata:
         sparse = decoding(common_attn_metadata, self.above)
         metadata = self._metadata(common_attn_metadata, sparse)
         self._count(common_attn_metadata, metadata, sparse)
         return metadata
 
-    def _metadata(self, common: CommonAttentionMetadata, sparse: Tensor) -> SparseMetadata:
+    def _metadata(self, common: CommonAttentionMetadata, sparse: Tensor) -> SparseCUDAMetadata:
         """Of a step whose requests `sparse` `[R]`, bool on the host, decode sparsely."""
         if self.unfitted:
             self._fit()
-        metadata = SparseMetadata(**vars(super().build(0, common)))
+        metadata = SparseCUDAMetadata(**vars(super().build(0, common)))
         if self._is_fixed(common):
             self._fill(common, metadata, sparse)
         else:
@@ -169,11 +169,11 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         """Whether a graph may have recorded steps like this, which then reads what is filled now: never too seldom."""
         return self.fixed is not None and common.max_query_len == 1
 
-    def _fill(self, common: CommonAttentionMetadata, metadata: SparseMetadata, sparse: Tensor) -> None:
+    def _fill(self, common: CommonAttentionMetadata, metadata: SparseCUDAMetadata, sparse: Tensor) -> None:
         assert self.fixed is not None
         metadata.places, metadata.step = self.fixed.fill(common, metadata, sparse)
 
-    def _count(self, common: CommonAttentionMetadata, metadata: SparseMetadata, sparse: Tensor) -> None:
+    def _count(self, common: CommonAttentionMetadata, metadata: SparseCUDAMetadata, sparse: Tensor) -> None:
         """What the step's layers do, counted here: a graph that is replayed counts nothing. On the host alone."""
         layers, rows = len(self.sparse), common.seq_lens_cpu_upper_bound[sparse]
         heads = self.kv_cache_spec.num_kv_heads
@@ -191,7 +191,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
 class SparseTritonImpl(TritonAttentionImpl):
     """One layer's attention. `sparse` is None in a dense layer, whose forward is vLLM's."""
 
-    sparse: SparseLayer | None = None
+    sparse: SparseCUDALayer | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -203,7 +203,7 @@ class SparseTritonImpl(TritonAttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: SparseMetadata | None,
+        attn_metadata: SparseCUDAMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -280,7 +280,7 @@ def take(
     for name, layer in layers.items():
         if (why := every[name]) is None:
             index = extract_layer_index(name)
-            layer.impl.sparse = SparseLayer(settings.make(index), spec.block_size, settings.pages(index))
+            layer.impl.sparse = SparseCUDALayer(settings.make(index), spec.block_size, settings.pages(index))
             taken.append(layer)
         else:
             reasons.add(why)

@@ -14,7 +14,7 @@ from sparseattn.serving.vllm.cuda_step import Step
 from sparseattn.serving.vllm.page_index import Store
 
 
-class SparseLayer:
+class SparseCUDALayer:
     """What a sparse layer has that a dense one has not.
 
     Args:

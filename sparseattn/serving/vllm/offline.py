@@ -15,7 +15,7 @@ from sparseattn.utils import children
 
 
 @dataclass(frozen=True)
-class Asked:
+class OfflinePrompt:
     """A prompt.
 
     Args:
@@ -122,7 +122,7 @@ class Offline:
 
         check(settings)
 
-    def answers(self, asked: Iterable[tuple[Any, Asked]]) -> Iterator[tuple[Any, Answered]]:
+    def answers(self, asked: Iterable[tuple[Any, OfflinePrompt]]) -> Iterator[tuple[Any, Answered]]:
         """Prompts, each with a name of any kind, as answers by these names, as soon as each is there.
 
         Prompts are taken as there is room for them; those under way when the iteration is closed are given up.

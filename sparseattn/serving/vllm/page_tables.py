@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Zones:
+class PageZones:
     """How the rows of sequences of any length lie: `sink | entries to choose from | recent`, in whole entries.
 
     Args:

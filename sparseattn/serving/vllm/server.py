@@ -44,7 +44,7 @@ OURS = {
 
 
 @dataclass(frozen=True)
-class Server:
+class ServedModel:
     """What is to be served, and how.
 
     Args:
