@@ -33,7 +33,7 @@ from sparseattn.evaluation.result import Evaluation
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.reporting import equal_cost, layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
-from sparseattn.roles.roles import rounded_label
+from sparseattn.roles.role import rounded_label
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
 

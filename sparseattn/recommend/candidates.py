@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from sparseattn.core.budget import Budget
-from sparseattn.roles.roles import DENSE, WINDOW, Role
+from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
 
 

@@ -59,7 +59,7 @@ def test_names_in_help_are_those_that_there_are() -> None:
     assert tuple(channel_calibration.METHODS) == calibrate_options.CHANNELS
     assert set(report_options.FILES) == set(KINDS)
     assert [one.value for one in options.Dtype] == list(STORED)
-    assert machine_options.GPUS == tuple(GPUS)
+    assert tuple(GPUS) == machine_options.GPUS
     assert {name for name in NAMED if name in options.MODEL_HELP} == set(NAMED)
 
 

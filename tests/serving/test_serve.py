@@ -24,7 +24,7 @@ from sparseattn.models import load
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.roles.fingerprint import of_folder
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role
+from sparseattn.roles.role import Role
 from sparseattn.serving.vllm import installed, server, supervise
 from sparseattn.serving.vllm.defaults import SELECTOR
 from sparseattn.serving.vllm.settings import Settings, parse
