@@ -47,7 +47,8 @@ from sparseattn.cli.values import integers
 from sparseattn.core.budget import budget_record, parse_budget
 from sparseattn.cost_model.environment import machine, versions
 from sparseattn.kernels.attend_quantized.reference import BITS
-from sparseattn.models.load import REFERENCE, load_model
+from sparseattn.models.load import load_model
+from sparseattn.models.packaged import REFERENCE
 from sparseattn.models.prefill import Prefill
 from sparseattn.models.sparse_cache import SparseCache, restore
 from sparseattn.selectors.abilities import HostOnly

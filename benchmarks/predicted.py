@@ -24,8 +24,9 @@ from benchmarks import records
 from benchmarks.methods import Method
 from benchmarks.records import RESULTS
 from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost
+from sparseattn.cost_model.data_sheet import CPU
 from sparseattn.cost_model.environment import versions
-from sparseattn.cost_model.machine import CPU, Machine
+from sparseattn.cost_model.machine import Machine
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.parameters.saap_artefact import Artefact

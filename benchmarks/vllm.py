@@ -37,7 +37,7 @@ from benchmarks.records import RESULTS
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.cost_model.environment import features, machine, versions
-from sparseattn.serving.vllm.settings import DEFAULT
+from sparseattn.serving.vllm.defaults import SELECTOR
 
 CHUNK = 2048  # tokens of a step, at most
 WARM = 4  # steps of each kind that do not count
@@ -226,7 +226,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "dense_layers": options.dense_layers,
             "above": options.above,
         }
-        for selector in options.selector or [DEFAULT]
+        for selector in options.selector or [SELECTOR]
     ]
     contexts, batches = integers(options.contexts, "--contexts") or [], integers(options.batches, "--batches") or []
     prompts = integers(options.prefill or None, "--prefill") or []
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5, help="prompts of each kind")
     parser.add_argument("--steps", type=int, default=40, help="of each kind, for each selector")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each selector, in which the steps are taken")
-    parser.add_argument("--selector", action="append", help=f"default {DEFAULT}; several take turns")
+    parser.add_argument("--selector", action="append", help=f"default {SELECTOR}; several take turns")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--dense-layers", type=int, default=0)
     parser.add_argument("--above", type=int, default=4096)

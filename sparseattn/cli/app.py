@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import sparseattn
 
-# A command is a module of this folder with a function `run`. What stands here is its line in `sparseattn --help`, where
-# commands are in groups.
+# A command NAME is the function `run` of NAME.py in this folder, its options and its help are in NAME_options.py. What
+# stands here is its line in `sparseattn --help`, where commands are in groups.
 GROUPS = {
     "Compare methods": {
         "bench": "Compare methods with full attention, step by step, at the end of traces.",
@@ -49,10 +49,10 @@ NO_NUMPY = "Failed to initialize NumPy"  # torch's warning, where no extra broug
 
 
 class LazyCommand(TyperCommand):
-    """A command whose module is imported when it is called."""
+    """A command whose options are imported when they are asked for, and the rest when it runs."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context of the command in the module, which is what runs."""
+        """Return the context of the command that `load` makes, which is what runs."""
         return load(str(self.name)).make_context(info_name, args, parent, **extra)
 
 
@@ -103,19 +103,25 @@ def _say(line: str) -> None:
 
 
 def load(name: str) -> Any:
-    """Return the command of a name; say in a sentence which package is missing where its module cannot be imported."""
+    """Return the command of a name, whose options are in a module of their own, which imports no torch."""
+    options = getattr(_imported(name, f"{name}_options"), f"{name.capitalize()}Options")
+    command = _imported(name, "command").command
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name)(command(options, lambda given: _imported(name, name).run(given)))
+    return typer.main.get_command(alone)
+
+
+def _imported(name: str, module: str) -> Any:
+    """Return a module of this folder; say in a sentence which package a command lacks where it cannot be imported."""
     warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
     try:
         with _left_at_once():
-            module = importlib.import_module(f"sparseattn.cli.{name}")
+            return importlib.import_module(f"sparseattn.cli.{module}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sparseattn":
             raise
         _say(f"`sparseattn {name}` needs the package {error.name}, which is not installed")
         raise typer.Exit(2) from None
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name)(module.run)
-    return typer.main.get_command(alone)
 
 
 @contextlib.contextmanager

@@ -6,35 +6,34 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.selection_checks import ContractError
 from sparseattn.cli import options as shared
-from sparseattn.cli import values
-from sparseattn.cli.bench_methods import ALL, ChosenMethods, MethodsOfTrace
-from sparseattn.cli.command import command, errors
-from sparseattn.cli.inputs import LEAD, leading_traces, open_roles, open_traces, say_differences
+from sparseattn.cli.bench_methods import ChosenMethods, MethodsOfTrace
+from sparseattn.cli.bench_options import BenchOptions
+from sparseattn.cli.command import errors
+from sparseattn.cli.inputs import leading_traces, open_roles, open_traces, say_differences
+from sparseattn.cli.options import LEAD
 from sparseattn.cli.progress import progress_bar
-from sparseattn.cli.report import EXPLORED, QUERIES, Explored, write_report
+from sparseattn.cli.report import write_report
+from sparseattn.cli.report_options import EXPLORED, QUERIES, Explored
 from sparseattn.cli.results import RecordFile, check_figures, origin, results_folder, say_figure, say_records
 from sparseattn.core.budget import Budget, budget_order
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.evaluation.by_head import JUDGED, Comparison
 from sparseattn.evaluation.replay import evaluate, evaluate_budgets
-from sparseattn.evaluation.replay_settings import Replay, check_replay, replay_device, usable_layers
+from sparseattn.evaluation.replay_settings import replay_device, usable_layers
 from sparseattn.evaluation.result import Evaluation
-from sparseattn.evaluation.step_measures import check_steps
-from sparseattn.models.load import REFERENCE
-from sparseattn.reporting import layer_tables, replay_tables
+from sparseattn.models.packaged import REFERENCE
+from sparseattn.reporting import equal_cost, layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.roles.role import rounded_label
-from sparseattn.roles.roles import Method
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
 
@@ -42,144 +41,6 @@ from sparseattn.utils.files import write_atomic
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
 # Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
 TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"), LEAD: ("saap", "moments")}
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The options of `bench`."""
-
-    traces: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}); default {', '.join(LEADING)}, with "
-            f"--selector {ALL} the first of these."
-        ),
-    ] = None
-    selector: Annotated[
-        list[str] | None,
-        shared.selector_option(
-            f"The name {ALL} takes every method with its defaults; the output says which cannot run, and why. Default: "
-            f"{' '.join(SELECTED)}, and on built-in traces what was trained for their model."
-        ),
-    ] = None
-    roles: shared.Roles = None
-    trust: shared.Trust = None
-    budget: shared.Budgets = "64,256,1024"
-    sink: shared.Sink = 4
-    window: shared.Window = 64
-    layers: shared.Layers = None
-    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are decoded.")] = 32
-    far: Annotated[
-        float, typer.Option(help="Only heads with at least this share of their attention beyond sink and window.")
-    ] = 0.0
-    seal: shared.Seal = None
-    kv_bits: shared.KvBits = "16"
-    indexes: Annotated[
-        Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
-    ] = None
-    device: shared.ReplayDevice = None
-    out: Annotated[
-        Path, typer.Option(help="Folder for the records, bench.jsonl, and the figures; an earlier run's are replaced.")
-    ] = Path("bench")
-    per_head: Annotated[bool, typer.Option("--per-head", help="Every head apart, in the table and in the JSON.")] = (
-        False
-    )
-    by_layer: Annotated[
-        bool,
-        typer.Option(
-            "--by-layer",
-            help="Layers and heads too: where methods fail, at equal rows attended and at equal bytes, by-layer.jsonl.",
-        ),
-    ] = False
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare methods at equal rows: each attends as many as sink, window and this --budget allow, "
-            f"interpolated between two budgets if need be. Default with --selector {ALL} or --by-layer: "
-            f"{layer_tables.ROWS}, or else the middle budget."
-        ),
-    ] = None
-    bytes_read: Annotated[
-        str | None,
-        typer.Option(
-            "--bytes",
-            help="Compare methods at equal bytes: each reads this share of the cache, the index included, interpolated "
-            f"between two budgets if need be. Default with --selector {ALL} or --by-layer: {layer_tables.BYTES:.0%}.",
-        ),
-    ] = None
-    by_step: Annotated[
-        str | None,
-        typer.Option(
-            help="Measures to record and to draw at every decoded token too, such as recall@10,relative_error."
-        ),
-    ] = None
-    wide: Annotated[
-        bool, typer.Option("--wide", help="Every measure in the table; default rows, bytes, error, recovered.")
-    ] = False
-    json: shared.JsonLines = False
-    figures: shared.Figures = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.far <= 1:
-            raise ValueError(f"--far is a share of the attention, 0 to 1, got {self.far}")
-        check_steps(self.steps)
-
-    @property
-    def demo(self) -> bool:
-        """Whether nothing is named, so that a page to look at is written too."""
-        return not (self.traces or self.selector or self.roles)
-
-    @property
-    def every_method(self) -> bool:
-        """Whether every known method is measured."""
-        return ALL in (self.selector or [])
-
-    @property
-    def comparing(self) -> bool:
-        """Whether methods are compared at equal rows and at equal bytes."""
-        return self.by_layer or self.every_method or self.rows is not None or self.bytes_read is not None
-
-    @cached_property
-    def budgets(self) -> list[Budget]:
-        """Each once, in the order given."""
-        return values.budgets(self.budget)
-
-    @cached_property
-    def rounding(self) -> list[int | None]:
-        """Bits of rows, None for rows as they come."""
-        return values.kv_bits(self.kv_bits)
-
-    @cached_property
-    def layer_numbers(self) -> list[int] | None:
-        """The layers to measure; None: all."""
-        return values.integers(self.layers, "--layers")
-
-    @property
-    def steps(self) -> list[str]:
-        """The measures of every decoded token."""
-        return self.by_step.split(",") if self.by_step else []
-
-    @property
-    def equal(self) -> tuple[Budget, float]:
-        """The budget whose rows, and the share of the cache's bytes, at which methods are compared."""
-        return layer_tables.chosen_rows(self.rows, self.budgets), layer_tables.chosen_bytes(self.bytes_read)
-
-    def replay(self, bits: int | None = None) -> Replay:
-        """Return how traces are replayed, with rows of so many bits."""
-        layers = self.layer_numbers
-        return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, bits)
-
-    def check_method(self, trace: Trace, layers: list[int], method: Method, budgets: Sequence[Budget]) -> None:
-        """Refuse, by a ValueError, a method that cannot be measured on a trace."""
-        replay_device(method, self.device)
-        refused: list[ValueError] = []
-        for bits in self.rounding:
-            try:
-                check_replay(trace, budgets, method, replace(self.replay(bits), layers=layers))
-            except ValueError as error:
-                refused.append(error)
-        if len(refused) == len(self.rounding):  # a method that refuses rounded rows alone is measured without
-            raise refused[0]
 
 
 @dataclass
@@ -191,12 +52,8 @@ class Replayed:
     results: list[Evaluation] = field(default_factory=list)
 
 
-@command(BenchOptions)
 def run(options: BenchOptions) -> None:
-    """Replay the end of traces through selectors and compare every step with full attention.
-
-    Where neither traces nor methods are named, a page to look at is written beside the figures, as `report` does.
-    """
+    """Run `sparseattn bench`."""
     roles = open_roles(options.roles, trusted=shared.trusted(options.trust, options.selector))
     chosen = ChosenMethods.of(options.selector or [], roles)
     equal = options.equal
@@ -358,7 +215,7 @@ def _write_page(options: BenchOptions, names: Sequence[str]) -> Path:
     explored = Explored(
         names[:1],
         (*EXPLORED, *_trained(names)[:1]),
-        layer_tables.chosen_rows(None, options.budgets),
+        equal_cost.chosen_rows(None, options.budgets),
         min(QUERIES, options.last),
         options.layer_numbers,
         options.sink,

@@ -5,24 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from sparseattn.cli import options as shared
-from sparseattn.cli import values
-from sparseattn.cli.command import command
+from sparseattn.cli.calibrate_options import CalibrateOptions
 from sparseattn.cli.progress import progress_bar, progress_of
 from sparseattn.reporting.terminal import Screen
-from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration
+from sparseattn.selectors.parameters.channel_calibration import Calibration
 from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.trace import Trace
 from sparseattn.training.calibrate import calibrate
 from sparseattn.training.fit_logits import fit
-from sparseattn.training.recipe import TrainingError
 from sparseattn.training.similarity import similarity
 from sparseattn.utils.devices import usable_device
 
@@ -34,56 +29,8 @@ QUERIES = 64  # of each prompt, that Kascade compares layers on by default
 SHOWN = 8  # numbers of anchors that a report names
 
 
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """The options of `calibrate`."""
-
-    traces: Annotated[list[Path], typer.Argument(help="Traces of one model, or folders of them.")]
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}, {KASCADE} or {MASS}.")]
-    out: Annotated[Path, typer.Option(help="Calibration to write, a .safetensors file.")]
-    layers: shared.Layers = None
-    before_rope: Annotated[
-        bool, typer.Option("--before-rope", help="loki: directions of keys before RoPE, for loki:before=True.")
-    ] = False
-    queries: Annotated[
-        int | None, typer.Option(help="kascade: queries of each prompt that layers are compared on; default 64.")
-    ] = None
-    device: shared.Device = None
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.",
-        ),
-    ] = None
-    sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = 4
-    window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = 64
-    last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = 32
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False
-
-    def __post_init__(self) -> None:
-        values.check_one_of("--method", self.method, (*METHODS, KASCADE, MASS))
-        if (self.method == MASS) != (self.selector is not None):
-            raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {self.method}")
-        if self.method == MASS and (self.before_rope or self.device is not None):
-            option = "--before-rope" if self.before_rope else "--device"
-            raise ValueError(f"{option} is not for --method {MASS}, which replays traces as they are, on the CPU")
-        if self.method != MASS and any(getattr(self, name) != getattr(type(self), name) for name in ZONES):
-            raise ValueError(f"--sink, --window and --last are for --method {MASS}; got --method {self.method}")
-        if self.method == KASCADE and self.before_rope:
-            raise TrainingError(f"{KASCADE} takes keys and queries after RoPE, not before it")
-        if self.method != KASCADE and self.queries is not None:
-            raise TrainingError(f"--queries is for {KASCADE}, and {self.method} takes every token")
-
-    @property
-    def layer_numbers(self) -> list[int] | None:
-        """The layers to calibrate; None: all."""
-        return values.integers(self.layers, "--layers")
-
-
-@command(CalibrateOptions)
 def run(options: CalibrateOptions) -> None:
-    """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass,
-    fit a selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
+    """Run `sparseattn calibrate`."""
     place = usable_device(options.device)
     if options.method == KASCADE:
         _compare_layers(options, place)

@@ -5,63 +5,18 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from torch import Tensor
 
 from sparseattn.cli import options as shared
 from sparseattn.cli import values
-from sparseattn.cli.command import command
+from sparseattn.cli.capture_options import CaptureOptions
 from sparseattn.cli.inputs import named_text, open_model, open_text
 from sparseattn.cli.progress import progress_of
 from sparseattn.cli.results import results_folder
 from sparseattn.reporting.terminal import Screen
 from sparseattn.utils.devices import usable_device
-from sparseattn.utils.tensors import STORED
-
-
-@dataclass(frozen=True)
-class CaptureOptions:
-    """The options of `capture`."""
-
-    model: Annotated[str, typer.Option(help=shared.MODEL_HELP)]
-    text: Annotated[
-        list[str],
-        typer.Option(help=f"To run the model on: a folder of UTF-8 files, {shared.TEXT_HELP} May be repeated."),
-    ]
-    out: Annotated[
-        Path, typer.Option(help="Trace to write, a .safetensors file; a folder of traces for several texts.")
-    ] = Path("trace.safetensors")
-    layers: shared.Layers = None
-    tokens: Annotated[int | None, typer.Option(help="Use only the first TOKENS tokens of each text.")] = None
-    queries: Annotated[
-        int | None, typer.Option(help="Record the queries of the last QUERIES tokens alone; default of all.")
-    ] = None
-    ahead: Annotated[
-        bool,
-        typer.Option(
-            "--ahead", help="Record too the queries that layers make of the input of the layer before, for infinigen."
-        ),
-    ] = False
-    with_text: Annotated[
-        bool,
-        typer.Option(
-            "--with-text", help="Keep the text in the trace, a piece a token, for `sparseattn report --trace`."
-        ),
-    ] = False
-    chunk: shared.Chunk = 1024
-    dtype: Annotated[
-        shared.Dtype | None,
-        typer.Option(metavar="DTYPE", help=f"{', '.join(STORED)}: the model's and the trace's; default the model's."),
-    ] = None
-    device: shared.Device = None
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "queries", "chunk"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"--{name} is at least 1, got {number}")
 
 
 @dataclass(frozen=True)
@@ -81,12 +36,8 @@ class Passage:
     pieces: list[str] | None
 
 
-@command(CaptureOptions)
 def run(options: CaptureOptions) -> None:
-    """Run a causal language model over texts with its own attention and write queries, keys and values.
-
-    Of several texts each has a trace of its name; traces that are there already, from the same command, are kept.
-    """
+    """Run `sparseattn capture`."""
     from sparseattn.models.capture import capture
 
     layers = values.integers(options.layers, "--layers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import inspect
 import os
 import warnings
@@ -21,29 +20,31 @@ Options = TypeVar("Options")
 errors = Screen(stderr=True)
 
 
-def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Return a decorator for a function of `options`: typer sees each field of that dataclass as a parameter.
+def command(options: type[Options], run: Callable[[Options], None]) -> Callable[..., None]:
+    """Return a function that typer makes a command of: it sees each field of a dataclass of options as a parameter.
 
-    A field's type is an `Annotated` one, often of `cli.options`; its default is the option's. What the fields must be
-    to each other the dataclass checks in `__post_init__`, by a ValueError that names the option. Modules that fields
-    called `selector` and `trust` name may lie in the current folder.
+    A field's type is an `Annotated` one, often of `cli.options`; its default is the option's. The docstring of the
+    class is the command's help. What the fields must be to each other the dataclass checks in `__post_init__`, by a
+    ValueError that names the option. Modules that fields called `selector` and `trust` name may lie in the current
+    folder.
+
+    A module of options imports neither torch nor anything that does, at its top: help and shells' completion need
+    nothing else.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = inspect.signature(options).parameters.values()
-    signature = inspect.Signature([field.replace(annotation=hints[field.name]) for field in parameters])
 
-    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def run(**values: Any) -> None:
-            with sentences():
-                allow_own_modules(values.get("selector"), values.get("trust"))
-                function(options(**values))
+    def called(**values: Any) -> None:
+        with sentences():
+            allow_own_modules(values.get("selector"), values.get("trust"))
+            run(options(**values))
 
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        run.__annotations__ = {name: hints[name] for name in signature.parameters}
-        return run
-
-    return decorate
+    called.__doc__ = options.__doc__
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [field.replace(annotation=hints[field.name]) for field in parameters]
+    )
+    called.__annotations__ = {field.name: hints[field.name] for field in parameters}
+    return called
 
 
 @contextlib.contextmanager

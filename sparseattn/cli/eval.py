@@ -10,7 +10,6 @@ from typing import Any
 
 import typer
 
-from sparseattn.cli.command import command
 from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
 from sparseattn.cli.eval_measure import measured
 from sparseattn.cli.eval_options import EngineName, EvalOptions
@@ -27,12 +26,8 @@ from sparseattn.utils.devices import usable_device
 from sparseattn.utils.locks import locked
 
 
-@command(EvalOptions)
 def run(options: EvalOptions) -> None:
-    """Ask a model about long prompts, with full attention and with every selector and budget, and score its answers.
-
-    A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
-    """
+    """Run `sparseattn eval`."""
     vllm = options.engine is EngineName.vllm
     servers = addresses(options) if options.endpoint else []
     options.check_together()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sparseattn.cache import input_checks
 from sparseattn.cache.shown_rows import GROUP, check_seal
 from sparseattn.cli import values
+from sparseattn.cli.eval_options import ALL_LAYERS
 from sparseattn.core.budget import budget_label, budget_of, budget_order
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.roles.roles import Method as Sparse
@@ -16,7 +17,6 @@ from sparseattn.selectors.base import Selector
 from sparseattn.selectors.registry import make_selector
 
 MOST_LAYERS = 9999  # far beyond any model's
-ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
 
 
 def layer_set(text: str) -> tuple[int, ...] | None:

@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparseattn.cli import options as shared
 from sparseattn.cli import values
-from sparseattn.cli.eval_methods import ALL_LAYERS, methods
-from sparseattn.cli.inputs import LEAD, leading_model, open_roles
 from sparseattn.evaluation.layouts.base import TAIL, TEMPLATE
 from sparseattn.evaluation.layouts.registry import LAYOUTS, layout_named
 from sparseattn.evaluation.ruler.tasks import CWE, QA, SEED, TEMPLATES
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.compared import PROTOCOLS
 from sparseattn.evaluation.tasks.registry import TASKS
-from sparseattn.evaluation.tasks.run import Method
 from sparseattn.evaluation.tasks.scoring import SCORINGS
-from sparseattn.models.load import REFERENCE
-from sparseattn.roles.plan import Plan
-from sparseattn.serving.vllm.settings import DEFAULT
+from sparseattn.models.packaged import REFERENCE
+from sparseattn.serving.vllm import defaults
+
+if TYPE_CHECKING:
+    from sparseattn.evaluation.tasks.run import Method
 
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
-SERVED = (DEFAULT, "lowbit:bits=1,page=16", "window")  # by vLLM
+SERVED = (defaults.SELECTOR, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
+ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 OF_PROMPTS = ("layout", "templates", "demos", "results")
 
@@ -49,14 +49,17 @@ class EngineName(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class EvalOptions:
-    """The options of `eval`."""
+    """Ask a model about long prompts, with full attention and with every selector and budget, and score its answers.
+
+    A prompt is read once; every method goes on from there. Interrupt it as you like: the same command goes on.
+    """
 
     context: typer.Context
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"{shared.MODEL_HELP} Default: {LEAD}; {REFERENCE} where that cannot be had. With --endpoint its "
-            "tokenizer alone is loaded; default the first server's own."
+            help=f"{shared.MODEL_HELP} Default: {shared.LEAD}; {REFERENCE} where that cannot be had. With --endpoint "
+            "its tokenizer alone is loaded; default the first server's own."
         ),
     ] = None
     engine: Annotated[
@@ -251,6 +254,8 @@ class EvalOptions:
     @cached_property
     def model_name(self) -> str:
         """The model here: the one that is named, or `inputs.leading_model`."""
+        from sparseattn.cli.inputs import leading_model
+
         return leading_model() if self.model is None else self.model
 
     @cached_property
@@ -296,6 +301,10 @@ class EvalOptions:
     @cached_property
     def methods(self) -> list[Method]:
         """What is compared, full attention first."""
+        from sparseattn.cli.eval_methods import methods
+        from sparseattn.cli.inputs import open_roles
+        from sparseattn.roles.plan import Plan
+
         modules = shared.trusted(self.trust, self.selector)
         return methods(
             self.specs,

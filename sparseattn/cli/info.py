@@ -6,14 +6,14 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from sparseattn.cache import index_files
-from sparseattn.cli.command import command, say
+from sparseattn.cli.command import say
+from sparseattn.cli.info_options import InfoOptions
 from sparseattn.core.rope import Rope
 from sparseattn.cost_model.environment import kernels, machine, versions
 from sparseattn.evaluation.builtin_traces import BUILTIN
@@ -35,26 +35,8 @@ RIGHT, NONE = "right", "none: written by an earlier release"
 ORIGIN = ("config_hash", "recipe", "created", "versions")  # of an artefact's meta; its figures are many
 
 
-@dataclass(frozen=True)
-class InfoOptions:
-    """The options of `info`."""
-
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Methods by name; traces, artefacts, calibrations and index files; none: what runs here."),
-    ] = None
-    json: Annotated[
-        bool, typer.Option("--json", help="A JSON object, of several files one a line, instead of text.")
-    ] = False
-
-
-@command(InfoOptions)
 def run(options: InfoOptions) -> None:
-    """Show versions, devices, which kernels run here, and methods, traces and texts by name; or what FILES hold.
-
-    A method's name in place of a file shows its paper, what it reads, where it departs from the paper, and its
-    arguments. Every tensor of a file is read and compared with its hash; the exit status is 2 where a file is damaged.
-    """
+    """Run `sparseattn info`."""
     facts = [_described(path) for path in options.files] if options.files else [_here()]
     for described in facts:
         if options.json:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from sparseattn.cli.command import errors, say
+from sparseattn.cli.options import LEAD
 from sparseattn.cli.progress import model_progress
 from sparseattn.evaluation.builtin_traces import BUILTIN, BYTES, LEADING, builtin_trace, prepare
 from sparseattn.models.errors import ModelError
-from sparseattn.models.load import REFERENCE, load_model, load_tokenizer
-from sparseattn.models.pypi_models import PACKAGED, fetched
+from sparseattn.models.load import load_model, load_tokenizer
+from sparseattn.models.packaged import PACKAGED, REFERENCE
+from sparseattn.models.pypi_models import fetched
 from sparseattn.reporting.terminal import plain
 from sparseattn.roles.roles import Roles
 from sparseattn.traces.texts import TEXTS, read_named
@@ -24,7 +26,6 @@ from sparseattn.utils.files import read_text
 from sparseattn.utils.pypi_wheels import FetchError
 from sparseattn.utils.suggest import did_you_mean
 
-LEAD = "smollm2"  # the model that is asked where none is named
 OWN_KIND = "a file"  # the kind of a text that is not known by name
 
 

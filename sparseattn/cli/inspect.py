@@ -4,52 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from sparseattn.cli import options as shared
 from sparseattn.cli import values
-from sparseattn.cli.command import command, errors
+from sparseattn.cli.command import errors
 from sparseattn.cli.inputs import open_traces, say_differences
+from sparseattn.cli.inspect_options import InspectOptions
 from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
 from sparseattn.evaluation.attention_stats import Inspection, check_inspection, estimator, inspect_trace
-from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.reporting import inspect_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, table_screen
 
 
-@dataclass(frozen=True)
-class InspectOptions:
-    """The options of `inspect`."""
-
-    traces: Annotated[
-        list[str], typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)}).")
-    ]
-    sink: shared.Sink = 4
-    window: shared.Window = 64
-    layers: shared.Layers = None
-    last: Annotated[int, typer.Option(help="Tokens at the end of each trace that are measured.")] = 32
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for the records, inspect.jsonl, one a layer, and the figures; an earlier run's are replaced."
-        ),
-    ] = Path("inspect")
-    per_head: Annotated[
-        bool, typer.Option("--per-head", help="Every head apart in the tables; the records always hold them.")
-    ] = False
-    json: shared.JsonLines = False
-    figures: shared.Figures = True
-
-
-@command(InspectOptions)
 def run(options: InspectOptions) -> None:
-    """Measure why methods find or miss rows: how far queries lie from keys, how few rows hold the attention, how these
-    change from token to token, and how loose Quest's bounds are."""
+    """Run `sparseattn inspect`."""
     layers = values.integers(options.layers, "--layers")
     check_figures(options.figures)
     estimator()

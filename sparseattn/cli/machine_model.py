@@ -14,8 +14,6 @@ from sparseattn.reporting.model_tables import machine_line, memory_lines, steps_
 from sparseattn.reporting.terminal import table_screen
 from sparseattn.utils.files import naming, write_atomic
 
-METHODS = ("lowbit", "lowbit:bits=1,page=16", "quest:page=8,int8=True", "retroinfer")  # those that the README names
-
 
 def predict_models(
     workloads: Sequence[Workload], methods: Sequence[str], budget: Rows, json: bool, out: Path | None

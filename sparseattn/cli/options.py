@@ -8,23 +8,25 @@ import sys
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from sparseattn.models.load import NAMED
-from sparseattn.selectors.trust import named_modules, trusted_modules
+from sparseattn.models.packaged import PACKAGED, REFERENCE
 from sparseattn.traces.texts import TEXTS
-from sparseattn.utils.tensors import STORED
+
+if TYPE_CHECKING:
+    import torch
+
+LEAD = "smollm2"  # the model that is asked where none is named
 
 SELECTOR_HELP = (
     "NAME[:arg=value,...], such as quest:page=32; `sparseattn info` lists the names. package.module:Class is a class "
     "of your own, which runs the code of that module. Repeat for more."
 )
 MODEL_HELP = (
-    f"{', '.join(NAMED)} (see `sparseattn models`); or the folder, the GGUF file or the name on the Hugging Face hub "
-    f"of a transformers causal LM."
+    f"{', '.join((REFERENCE, *PACKAGED))} (see `sparseattn models`); or the folder, the GGUF file or the name on the "
+    f"Hugging Face hub of a transformers causal LM."
 )
 TEXT_HELP = f"a UTF-8 file, or a text by name: {', '.join(TEXTS)} (a file of such a name is meant by ./NAME)."
 
@@ -39,6 +41,8 @@ class Dtype(str, Enum):
     @property
     def torch(self) -> torch.dtype:
         """The dtype of torch."""
+        from sparseattn.utils.tensors import STORED
+
         return STORED[self.value]
 
 
@@ -53,6 +57,8 @@ def allow_own_modules(selectors: str | Iterable[str] | None, modules: Iterable[s
     In texts of selectors, or by `--trust`. Nothing else makes it do so: in a folder of somebody else's a file may have
     the name of any module.
     """
+    from sparseattn.selectors.trust import named_modules
+
     if modules or named_modules([selectors] if isinstance(selectors, str) else selectors or ()):
         with contextlib.suppress(FileNotFoundError):  # it is gone, and holds no module
             if (here := os.getcwd()) not in sys.path:
@@ -61,6 +67,8 @@ def allow_own_modules(selectors: str | Iterable[str] | None, modules: Iterable[s
 
 def trusted(modules: Iterable[str] | None, selectors: Iterable[str] | None) -> frozenset[str]:
     """Return the modules that the user named, by `--trust` or in selectors; ValueError for what is no name of one."""
+    from sparseattn.selectors.trust import named_modules, trusted_modules
+
     return trusted_modules(list(modules or ())).union(named_modules(selectors or ()))
 
 
@@ -141,7 +149,7 @@ ReplayDevice = Annotated[
 ]
 ModelDtype = Annotated[
     Dtype | None,
-    typer.Option("--dtype", metavar="DTYPE", help=f"Of the model: {', '.join(STORED)}; default as stored."),
+    typer.Option("--dtype", metavar="DTYPE", help=f"Of the model: {', '.join(Dtype)}; default as stored."),
 ]
 Chunk = Annotated[int, typer.Option("--chunk", help="Tokens run through the model at a time.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of tables.")]

@@ -6,32 +6,23 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from sparseattn.cli import options as shared
 from sparseattn.cli import values
-from sparseattn.cli.command import command, errors
+from sparseattn.cli.command import errors
 from sparseattn.cli.inputs import leading_traces, open_traces
 from sparseattn.cli.progress import progress_bar
+from sparseattn.cli.recall_options import DEPTHS, LEADS, RecallOptions
 from sparseattn.cli.results import RecordFile, check_figures, results_folder, say_figure, say_records
-from sparseattn.evaluation.builtin_traces import BUILTIN
 from sparseattn.evaluation.recall_curve import Curve
 from sparseattn.evaluation.recall_sweep import Problem, check, curves
 from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.reporting import recall_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.registry import make_selector
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
 
-SELECTED = ("flat", "ivf", "hnsw", "hnsw:metric=l2", "bridge", "retrieval", "retrieval:metric=query")
-KEYS = "16384,131072"
-LEADS, DEPTHS = "prose", (10, 18)  # where nothing is named: a trace, and its layers a third and two thirds down
 CONTROL = "keys to keys"
 DIRECTIONS = ("queries to keys", CONTROL)
 
@@ -59,81 +50,8 @@ class KeySource:
     load: Callable[[], dict[str, list[Problem]]]
 
 
-@dataclass(frozen=True)
-class RecallOptions:
-    """The options of `recall`."""
-
-    traces: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"Trace files, or built-in traces by name ({', '.join(BUILTIN)})."),
-    ] = None
-    selector: Annotated[list[str] | None, shared.selector_option(f"Default: {' '.join(SELECTED)}.")] = None
-    keys: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Synthetic keys, such as {KEYS}. Traces or --keys, only what is named is measured; neither: "
-            f"layers {' and '.join(map(str, DEPTHS))} of the trace {LEADS}, in a few minutes."
-        ),
-    ] = None
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="First tokens of traces to keep, such as 4096,16384: the last of them ask; several show the growth. "
-            "Default: all."
-        ),
-    ] = None
-    gap: Annotated[
-        str, typer.Option(help="How far synthetic queries look away from the directions in which keys vary.")
-    ] = "0,0.26,0.4"
-    spread: Annotated[float, typer.Option(help="Share of synthetic keys' variance within clusters.")] = 0.28
-    size: Annotated[int, typer.Option(help="Head size of synthetic keys.")] = 64
-    seed: Annotated[str, typer.Option(help="Of synthetic keys and queries; of several, the mean.")] = "0"
-    queries: Annotated[int, typer.Option(help="Tokens at the end that ask; those before them are indexed.")] = 64
-    k: Annotated[int, typer.Option("--k", help="Keys to find, and to select.")] = 100
-    values: Annotated[
-        str | None, typer.Option(help="Values of every index's knob, such as 100,200; default rising by 1.4.")
-    ] = None
-    sink: Annotated[int, typer.Option(help="First tokens of a trace that are not indexed.")] = 4
-    layers: shared.Layers = None
-    out: Annotated[
-        Path, typer.Option(help="Folder for the records, recall.jsonl, and the figures; an earlier run's are replaced.")
-    ] = Path("recall")
-    json: shared.JsonLines = False
-    figures: shared.Figures = True
-
-    def __post_init__(self) -> None:
-        if self.queries < 1 or self.sink < 0:
-            raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {self.queries} and {self.sink}")
-        if self.knobs is not None and min(self.knobs) < 1:
-            raise ValueError(f"--values are 1 or more, got {self.values!r}")
-        if self.tokens is not None and self.keys and not self.traces:
-            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
-
-    @cached_property
-    def methods(self) -> list[tuple[str, Selector]]:
-        """The indexes, each under its label without the knob."""
-        return _by_label([make_selector(spec) for spec in self.selector or SELECTED])
-
-    @cached_property
-    def knobs(self) -> list[int] | None:
-        """Values of every index's knob; None: each one's own."""
-        return values.integers(self.values, "--values")
-
-    @cached_property
-    def token_counts(self) -> list[int] | list[None]:
-        """Tokens of traces to keep; None: all."""
-        counts = values.integers(self.tokens, "--tokens")
-        return [None] if counts is None else sorted(set(counts))
-
-
-@command(RecallOptions)
 def run(options: RecallOptions) -> None:
-    """Measure recall@k against the share of keys scanned, for attention's queries and, as a control, for keys.
-
-    The figure of RetrievalAttention (arXiv 2409.10516): recall.png, of the most keys of each source; with several
-    --keys also scaling.png, with several --tokens scaling-NAME.png for each trace. Selectors that learn from queries
-    learn from those of the indexed tokens, in the control from the keys.
-    """
+    """Run `sparseattn recall`."""
     methods = options.methods
     check_figures(options.figures)
     sources = (_synthetic_sources(options) if options.keys else []) + _trace_sources(options)
@@ -213,19 +131,6 @@ def _draw(
             }
             plots.scaling(names, by_label, recall_tables.LEVEL, options.out / name, grown[0][0].name)
             say_figure(options.out / name)
-
-
-def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
-    """Return each by its label without the knob, which the command turns; ValueError where two differ in that alone."""
-    named: dict[str, Selector] = {}
-    for selector in selectors:
-        first = named.setdefault(selector.label(knob=False), selector)
-        if repr(first) != repr(selector):
-            raise ValueError(
-                f"{first.label()} and {selector.label()} differ in {selector.knob} alone, which this command turns: "
-                f"name one of them, and the values with --values"
-            )
-    return list(named.items())
 
 
 def _measure(

@@ -6,7 +6,6 @@ import json
 
 import typer
 
-from sparseattn.cli.command import command
 from sparseattn.cli.recommend_options import RecommendOptions
 from sparseattn.cli.report import write_report
 from sparseattn.cli.results import results_folder
@@ -15,12 +14,8 @@ from sparseattn.utils.files import write_atomic
 from sparseattn.utils.locks import locked
 
 
-@command(RecommendOptions)
 def run(options: RecommendOptions) -> None:
-    """Choose a method and a budget for every layer of a model, and verify the whole on text that nothing was chosen by.
-
-    Interrupt it as you like: the same command goes on.
-    """
+    """Run `sparseattn recommend`."""
     from sparseattn.cli.recommend_search import NoPlanError, search
     from sparseattn.cli.recommend_show import page, say
 

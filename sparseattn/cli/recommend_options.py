@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from sparseattn.cli import options as shared
 from sparseattn.cli import values
-from sparseattn.cli.inputs import LEAD
 from sparseattn.core.budget import Budget, budget_label
-from sparseattn.cost_model.machine import Machine
 from sparseattn.recommend.bounds import MEASURES, Bound, parse_error
-from sparseattn.recommend.candidates import BUDGETS, METHODS, SERVED
-from sparseattn.serving.vllm.settings import servable
-from sparseattn.utils.devices import usable_device
+from sparseattn.recommend.defaults import BUDGETS, METHODS, SERVED
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparseattn.cost_model.machine import Machine
 
 KL = "kl"
 
@@ -40,7 +40,10 @@ class Target(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class RecommendOptions:
-    """The options of `recommend`."""
+    """Choose a method and a budget for every layer of a model, and verify the whole on text that nothing was chosen by.
+
+    Interrupt it as you like: the same command goes on.
+    """
 
     text: Annotated[
         list[str],
@@ -48,7 +51,7 @@ class RecommendOptions:
             help=f"Of the kind that the model is to read: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat for more."
         ),
     ]
-    model: Annotated[str, typer.Option(help=shared.MODEL_HELP)] = LEAD
+    model: Annotated[str, typer.Option(help=shared.MODEL_HELP)] = shared.LEAD
     error: Annotated[str, typer.Option(help="The most that predictions may change, such as 1%; see --measure.")] = "1%"
     measure: Annotated[
         str,
@@ -148,6 +151,8 @@ class RecommendOptions:
             raise ValueError("--by head is not for vLLM, where the KV heads of a layer agree: leave it out")
         if shares := [budget for budget in self.budgets if not isinstance(budget, int)]:
             raise ValueError(f"in vLLM a budget is rows, got {budget_label(shares[0])}: give such as --budget 64,256")
+        from sparseattn.serving.vllm.settings import servable
+
         for method in self.selector or ():
             servable(method)
 
@@ -159,6 +164,8 @@ class RecommendOptions:
     @cached_property
     def profile(self) -> Machine | None:
         """The machine that a step's time is predicted on; None: costs are bytes."""
+        from sparseattn.cost_model.machine import Machine
+
         return None if self.machine is None else Machine.load(self.machine)
 
     @cached_property
@@ -194,6 +201,8 @@ class RecommendOptions:
     @cached_property
     def place(self) -> torch.device:
         """The device."""
+        from sparseattn.utils.devices import usable_device
+
         return usable_device(self.device)
 
     @property

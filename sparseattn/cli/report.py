@@ -5,23 +5,19 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from sparseattn.cli import options as shared
-from sparseattn.cli import values
-from sparseattn.cli.command import command, errors
+from sparseattn.cli.command import errors
 from sparseattn.cli.inputs import open_trace
 from sparseattn.cli.progress import model_progress, progress_bar
-from sparseattn.core.budget import Budget, budget_label, parse_budget
-from sparseattn.evaluation.builtin_traces import BUILTIN, pieces_of
+from sparseattn.cli.report_options import Explored, ReportOptions
+from sparseattn.core.budget import budget_label
+from sparseattn.evaluation.builtin_traces import pieces_of
 from sparseattn.evaluation.replay_settings import usable_layers
 from sparseattn.evaluation.token_explorer import explore
 from sparseattn.models.errors import ModelError
-from sparseattn.models.pypi_models import PACKAGED
+from sparseattn.models.packaged import PACKAGED
 from sparseattn.reporting.html import explorer, html, origin
 from sparseattn.reporting.html import folders as reading
 from sparseattn.reporting.html.heading import heading
@@ -38,84 +34,8 @@ QUERIES = 8
 MODEL_NAMES = {name: one.title for name, one in PACKAGED.items()}
 
 
-@dataclass(frozen=True)
-class Explored:
-    """Traces whose attention the page shows, and how.
-
-    Args:
-        traces: names or files.
-        selectors: whose rows are shown; of different labels.
-        budget: theirs.
-        queries: tokens at the end that ask.
-        layers: of the model; None: all.
-        sink, window: rows that every method reads.
-        device: to replay on; None: a CUDA device if there is one, for selectors that can work there.
-    """
-
-    traces: Sequence[str]
-    selectors: Sequence[str] = EXPLORED
-    budget: Budget = 256
-    queries: int = QUERIES
-    layers: Sequence[int] | None = None
-    sink: int = 4
-    window: int = 64
-    device: str | None = None
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """The options of `report`."""
-
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help=f"Folders that bench, inspect, recall, eval or recommend wrote; what is read: {', '.join(KINDS)}."
-        ),
-    ] = None
-    out: Annotated[Path, typer.Option(help="The page to write; one that is there is replaced.")] = Path("report.html")
-    title: Annotated[str | None, typer.Option(help="Heading of the page. Default: model, length and methods.")] = None
-    trace: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Trace file, or built-in trace by name ({', '.join(BUILTIN)}), whose attention is explored token by "
-            f"token, over its text where it was captured --with-text; repeat for more."
-        ),
-    ] = None
-    selector: Annotated[
-        list[str] | None,
-        shared.selector_option(f"Their rows are shown there. Default: {' '.join(EXPLORED)}."),
-    ] = None
-    budget: Annotated[str, typer.Option(help="Rows beyond sink and window that these read there.")] = "256"
-    queries: Annotated[int, typer.Option(help="Tokens at the end of a trace that ask there.")] = QUERIES
-    layers: shared.Layers = None
-    sink: shared.Sink = 4
-    window: shared.Window = 64
-    device: shared.ReplayDevice = None
-
-    def __post_init__(self) -> None:
-        if self.selector and not self.trace:
-            raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
-
-    def explored(self) -> Explored:
-        """Return the traces whose attention is shown."""
-        return Explored(
-            self.trace or (),
-            self.selector or EXPLORED,
-            parse_budget(self.budget),
-            self.queries,
-            values.integers(self.layers, "--layers"),
-            self.sink,
-            self.window,
-            self.device,
-        )
-
-
-@command(ReportOptions)
 def run(options: ReportOptions) -> None:
-    """Write one self-contained HTML page from the records of other commands: plots, maps, tables and every setting.
-
-    With --trace also the attention of single tokens: which rows hold it, and which of them methods read.
-    """
+    """Run `sparseattn report`."""
     path = write_report(options.folders or [], options.out, options.title, options.explored())
     errors.print(f"report: {path}", soft_wrap=True)
 

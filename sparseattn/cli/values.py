@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from sparseattn.core.budget import Budget, parse_budget
-from sparseattn.kernels.attend_quantized.reference import BITS
 
 Number = TypeVar("Number", int, float)
 
@@ -23,6 +22,8 @@ def decimals(text: str, option: str) -> list[float]:
 
 def kv_bits(text: str) -> list[int | None]:
     """Return `"16,8"` as a list of `KVCache`'s bits, None for 16."""
+    from sparseattn.kernels.attend_quantized.reference import BITS
+
     numbers = list(dict.fromkeys(_numbers(text, "--kv-bits", int, "integers")))
     if unknown := [bits for bits in numbers if bits not in (16, *BITS)]:
         raise ValueError(f"--kv-bits takes 16, 8 and 4, separated by commas, got {unknown[0]}")

@@ -15,6 +15,7 @@ from sparseattn.utils.json_fields import FieldError, Number, Object, Text
 from sparseattn.utils.json_text import parse_object
 from sparseattn.utils.suggest import did_you_mean
 
+CPU = "cpu"  # no GPU: the machine that was measured here
 # Seconds of a launch in a CUDA graph that does next to nothing: "Getting Started with CUDA Graphs", NVIDIA 2019,
 # https://developer.nvidia.com/blog/cuda-graphs/, 3.4 us for a kernel that runs for 2.9, on a V100.
 GPU_LAUNCH = 3.4e-6

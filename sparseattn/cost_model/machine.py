@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sparseattn.core.step_cost import KINDS, Cost, Launch
-from sparseattn.cost_model.data_sheet import DataSheet, published
+from sparseattn.cost_model.data_sheet import CPU, DataSheet, published
 from sparseattn.utils.cache_folder import cache_folder
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.json_fields import FieldError, Flag, Maybe, Number, Object, Text, Values
@@ -26,7 +26,6 @@ from sparseattn.utils.json_text import JsonError, parse
 from sparseattn.utils.suggest import did_you_mean
 
 FORMAT = 2  # of the file
-CPU = "cpu"  # the name of the machine that was measured here
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HALF = ("bfloat16", "float16")
 IN_FLOAT32 = ("product", "names", "walk")  # kinds of launches, whatever the dtype of the keys

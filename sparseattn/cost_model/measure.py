@@ -22,7 +22,8 @@ import torch
 
 from sparseattn.core.step_cost import Launch, Shape
 from sparseattn.cost_model import environment
-from sparseattn.cost_model.machine import CPU, Machine, Speed
+from sparseattn.cost_model.data_sheet import CPU
+from sparseattn.cost_model.machine import Machine, Speed
 from sparseattn.cost_model.probes import Probe, ProbedStep, chained, probes_of, steps_of
 from sparseattn.cost_model.timer import Timer, last_cache
 

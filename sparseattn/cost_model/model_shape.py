@@ -7,7 +7,6 @@ and anything but text are not counted, which is below 1 % of the published total
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from sparseattn.core.step_cost import Shape
+from sparseattn.cost_model.known_models import named
 from sparseattn.utils.json_fields import FieldError, Flag, Items, Maybe, Number, Object, Text
 from sparseattn.utils.json_text import JsonError, parse_object
 from sparseattn.utils.suggest import did_you_mean
@@ -168,12 +168,6 @@ class ModelShape:
         """Return the bytes of one sequence's keys and values; a sliding layer keeps no more than its window."""
         rows = self.full * context + self.sliding * min(context, self.window)
         return rows * self.num_kv_heads * self.attention(1, dtype).row_bytes
-
-
-def named() -> dict[str, Any]:
-    """Return the models that are known by name: their configs' fields that matter, sources and published totals."""
-    path = Path(str(importlib.resources.files("sparseattn"))) / "data" / "models.json"
-    return parse_object(path.read_bytes())
 
 
 def _shape(config: Mapping[str, Any], name: str, source: str, stored: int | None, note: str = "") -> ModelShape:

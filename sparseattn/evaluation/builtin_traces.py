@@ -19,13 +19,14 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from sparseattn.traces.texts import TEXTS, read_named
-from sparseattn.traces.trace import VERSION, Trace, TraceError
 from sparseattn.utils.cache_folder import cache_folder
 from sparseattn.utils.pypi_wheels import Progress
+
+if TYPE_CHECKING:
+    from sparseattn.traces.trace import Trace
 
 TOKENS = 8192
 RECIPE = 3  # to be raised when captures of the same text and weights change
@@ -59,6 +60,8 @@ class Builtin:
     @property
     def path(self) -> Path:
         """Where it lies once it is made; named without fetching anything."""
+        from sparseattn.traces.trace import VERSION
+
         text = TEXTS[self.text].sha256 if isinstance(self.text, str) else hashlib.sha256(self.text()).hexdigest()
         made_from: tuple[object, ...] = (text, _weights(self.model), self.tokens, self.layers, VERSION, RECIPE)
         made_from += ("ahead",) * self.ahead  # the others keep their names, and are not made anew
@@ -81,6 +84,8 @@ def builtin_trace(name: str, progress: Progress | None = None) -> Trace:
         ModelError: it has to be made, and the model cannot be had or loaded.
         FetchError: it has to be made, and its text cannot be fetched.
     """
+    from sparseattn.traces.trace import Trace, TraceError
+
     if name not in BUILTIN:
         *first, last = BUILTIN
         raise TraceError(f"there is no built-in trace {name!r}, there are {', '.join(first)} and {last}")
@@ -119,7 +124,8 @@ def prepare(name: str, progress: Progress | None = None) -> None:
     Raises:
         ModelError, FetchError: the model or the text cannot be had.
     """
-    from sparseattn.models.pypi_models import PACKAGED, fetched
+    from sparseattn.models.packaged import PACKAGED
+    from sparseattn.models.pypi_models import fetched
 
     one = BUILTIN[name]
     if not one.path.is_file():
@@ -130,18 +136,22 @@ def prepare(name: str, progress: Progress | None = None) -> None:
 
 def _weights(model: str) -> str:
     """Says which weights: those of a package are pinned, the byte model's are hashed."""
-    from sparseattn.models import gguf, load, pypi_models
+    from sparseattn.models import load, packaged
 
-    if model in pypi_models.PACKAGED:
-        return f"{pypi_models.PACKAGED[model].sha256} {gguf.RECIPE}"
+    if model in packaged.PACKAGED:
+        return f"{packaged.PACKAGED[model].sha256} {packaged.RECIPE}"
     files = [load.reference_folder() / file for file in ("config.json", "model.safetensors")]
     return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file())
 
 
 def _made(one: Builtin, path: Path, progress: Progress) -> Trace:
     """Captures it. Two processes may both do so; each renames a whole file into place, and the two files are alike."""
+    import torch
+
     from sparseattn.models.capture import capture
-    from sparseattn.models.load import REFERENCE, encode, load_model
+    from sparseattn.models.load import encode, load_model
+    from sparseattn.models.packaged import REFERENCE
+    from sparseattn.traces.trace import TraceError
 
     byte = one.model == REFERENCE
     model, tokenizer = load_model(one.model, None, "cpu" if byte else None, progress)

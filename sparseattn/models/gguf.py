@@ -23,12 +23,11 @@ import torch
 
 from sparseattn.models.errors import ModelError, in_a_sentence
 from sparseattn.models.gguf_header import check_header
+from sparseattn.models.packaged import RECIPE
 from sparseattn.utils.cache_folder import cache_folder
 from sparseattn.utils.files import naming
 from sparseattn.utils.locks import locked
 from sparseattn.utils.pypi_wheels import Progress
-
-RECIPE = 1  # to be raised when what is made of the same file changes
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:

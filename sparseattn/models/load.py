@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sparseattn.models import gguf, pypi_models
 from sparseattn.models.errors import ModelError, in_a_sentence
+from sparseattn.models.packaged import PACKAGED, REFERENCE
 from sparseattn.utils.devices import usable_device
 from sparseattn.utils.pypi_wheels import Progress
 
-REFERENCE = "reference"  # the name of the model that ships with the package
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -241,12 +241,12 @@ def _reference(_: Progress | None) -> Path:
 
 
 def _packaged(name: str) -> Source:
-    return lambda progress: pypi_models.fetched(pypi_models.PACKAGED[name], progress)
+    return lambda progress: pypi_models.fetched(PACKAGED[name], progress)
 
 
 Source: TypeAlias = Callable[[Progress | None], Path]
 # Models by name -> what gives their folder, and tells somebody how far it is.
-NAMED: dict[str, Source] = {REFERENCE: _reference} | {name: _packaged(name) for name in pypi_models.PACKAGED}
+NAMED: dict[str, Source] = {REFERENCE: _reference} | {name: _packaged(name) for name in PACKAGED}
 
 
 def reference_folder() -> Path:

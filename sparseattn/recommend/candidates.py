@@ -9,29 +9,6 @@ from sparseattn.core.budget import Budget
 from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
 
-# Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for
-# what is not read, and among the pages of another; clusters; pages by means and by directions.
-METHODS = (
-    "lowbit",
-    "lowbit:bits=1,scales=8",
-    "tailed:inner=lowbit,rows=64",
-    "tailed:inner=[lowbit:bits=1,scales=8],rows=64",
-    "twostage:pages=[mean:bits=8],times=4",
-    "selfindex",
-    "retroinfer",
-    "mean:bits=8",
-    "quad:bits=8",
-)
-SERVED = (
-    "quest",
-    "lowbit:bits=1,page=16",
-    "lowbit:page=16",
-    "mean:bits=8",
-    "quad:bits=8",
-    "clse:bits=8",
-)  # of these, those that vLLM can
-BUDGETS: tuple[Budget, ...] = (32, 64, 96, 128, 192, 256, 512, 1024)  # rows
-
 
 def candidates(
     methods: Sequence[str], budgets: Sequence[Budget], context: int, windows: bool = True

@@ -8,46 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from sparseattn.core.budget import Budget, Mass, budget_label, parse_budget
+from sparseattn.core.budget import Budget, budget_label
 from sparseattn.evaluation.by_head import MISSED, Comparison, NothingToCompare, Reading, at_bytes, at_rows
 from sparseattn.evaluation.measures import FRACTION, measure
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import plain
-
-ROWS = 256  # the budget whose rows to compare at, where it was measured and none is named
-BYTES = 0.10  # of the cache: what Quest with pages of 16 reads for 256 of 8,192 rows
-
-
-def chosen_rows(asked: str | None, budgets: Sequence[Budget]) -> Budget:
-    """Return the budget whose rows to compare at: the one asked for, else `ROWS`, else the middle one measured.
-
-    Raises:
-        ValueError: one asked for that is not measured.
-    """
-    rows = [budget for budget in budgets if not isinstance(budget, Mass)]  # a mass takes other rows at every head
-    if asked is None:
-        return ROWS if ROWS in rows else (rows or budgets)[len(rows or budgets) // 2]
-    budget = parse_budget(asked)
-    if budget not in rows:
-        listed = ", ".join(map(budget_label, rows)) or "none of which is rows"
-        raise ValueError(f"--rows is one of the budgets of --budget, {listed}, got {asked}")
-    return budget
-
-
-def chosen_bytes(asked: str | None) -> float:
-    """Return the share of the cache's bytes to compare at, `BYTES` if none is asked for.
-
-    Raises:
-        ValueError: what is asked for is no share.
-    """
-    try:
-        share = BYTES if asked is None else parse_budget(asked)
-    except ValueError:
-        share = None
-    if not isinstance(share, float):
-        raise ValueError(f"--bytes is a share of the cache's bytes, such as 10%, got {asked}")
-    return share
 
 
 def compared(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from sparseattn.cost_model.index_bytes import index_bytes
+from sparseattn.cost_model.known_models import named
 from sparseattn.cost_model.machine import Machine, MachineError
-from sparseattn.cost_model.model_shape import ModelShape, ModelShapeError, named
+from sparseattn.cost_model.model_shape import ModelShape, ModelShapeError
 from sparseattn.cost_model.model_steps import Workload, method_steps, record
 from sparseattn.models.load import reference_folder
 from tests import ROOT

@@ -11,10 +11,10 @@ pytest.importorskip("transformers")
 
 from sparseattn.evaluation import builtin_traces
 from sparseattn.evaluation.builtin_traces import BUILTIN, BYTES, LEADING, builtin_trace, needles_bytes, prepare
-from sparseattn.models import pypi_models
+from sparseattn.models import packaged
 from sparseattn.utils.cache_folder import cache_folder
 
-SMOLLM2 = pypi_models.PACKAGED["smollm2"]
+SMOLLM2 = packaged.PACKAGED["smollm2"]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_names_follow_what_a_trace_is_made_from(tmp_path: Path, monkeypatch: pyt
         patch.setattr(builtin_traces, "RECIPE", builtin_traces.RECIPE + 1)
         names = {one.path}
     with monkeypatch.context() as patch:
-        patch.setitem(pypi_models.PACKAGED, "smollm2", replace(SMOLLM2, sha256="0" * 64))
+        patch.setitem(packaged.PACKAGED, "smollm2", replace(SMOLLM2, sha256="0" * 64))
         names.add(one.path)
     assert len(names | {other.path for other in (one, *others)}) == 8
     assert not any(tmp_path.iterdir()), "nothing was fetched"

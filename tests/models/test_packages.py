@@ -18,10 +18,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-from sparseattn.models import gguf, load, pypi_models
+from sparseattn.models import gguf, load, packaged, pypi_models
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import load_model
-from sparseattn.models.pypi_models import Packaged
+from sparseattn.models.packaged import Packaged
 
 HEADS, KV, SIZE, WIDTH = 4, 2, 8, 32
 
@@ -216,7 +216,7 @@ def index(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packag
         sizes.append((f"tiny-part{i + 1}", wheel.stat().st_size))
     known = hashlib.sha256(content).hexdigest()
     model = Packaged("tiny", tuple(sizes), "1.0", ".gguf.part{:02d}", known, "a test's", "none, nowhere")
-    monkeypatch.setitem(pypi_models.PACKAGED, "tiny", model)
+    monkeypatch.setitem(packaged.PACKAGED, "tiny", model)
     monkeypatch.setitem(load.NAMED, "tiny", load._packaged("tiny"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

@@ -102,7 +102,7 @@ WITH_MODELS = [path for path in DOCUMENTS if any(block.model for block in blocks
 def test_code_blocks_run_with_the_model_that_they_name(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseattn.models.pypi_models import PACKAGED
+    from sparseattn.models.packaged import PACKAGED
 
     monkeypatch.chdir(tmp_path)
     found = blocks(path)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparseattn.cli.report import Explored, write_report
+from sparseattn.cli.report import write_report
+from sparseattn.cli.report_options import Explored
 from sparseattn.evaluation.token_explorer import explore
 from tests import report_records as records
 

@@ -29,7 +29,7 @@ from sparseattn.evaluation.by_head import at_bytes, at_rows
 from sparseattn.evaluation.recall_sweep import Problem, curves
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
-from sparseattn.recommend.candidates import METHODS
+from sparseattn.recommend.defaults import METHODS
 from sparseattn.selectors import methods
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.traces.synthetic import synthetic

@@ -21,11 +21,13 @@ from typer.testing import CliRunner, Result
 
 from sparseattn.cli.app import app
 from sparseattn.models import load
+from sparseattn.models.packaged import REFERENCE
 from sparseattn.roles.fingerprint import of_folder
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import Role
 from sparseattn.serving.vllm import installed, server, supervise
-from sparseattn.serving.vllm.settings import DEFAULT, Settings, parse
+from sparseattn.serving.vllm.defaults import SELECTOR
+from sparseattn.serving.vllm.settings import Settings, parse
 from sparseattn.utils.devices import quarter_of_memory
 from tests import ROOT
 
@@ -141,10 +143,10 @@ def test_serve_takes_the_method_that_is_faster_than_stock_on_every_processor(
     record = json.loads((REPORTED / "vllm-amx.json").read_text())
     times = [one["milliseconds"] for one in record["decode"]]
     faster = [name for name in times[0] if name != "stock" and all(one[name] < one["stock"] for one in times)]
-    assert faster == [served["selector"]] == [DEFAULT] == ["quest:page=32"]
+    assert faster == [served["selector"]] == [SELECTOR] == ["quest:page=32"]
     assert served["above"] >= record["context"]
     here = json.loads((RESULTS / "vllm-default.json").read_text())["decode"]
-    mine = [one for one in here if one["selector"] == DEFAULT and one["context"] >= served["above"]]
+    mine = [one for one in here if one["selector"] == SELECTOR and one["context"] >= served["above"]]
     assert {one["batch"] for one in mine} == {1, 4, 16}
     assert all(one["speed_up"]["median"] > 1 for one in mine)
 
@@ -325,7 +327,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
 def test_models_that_cannot_be_served_are_refused(
     packages: Path, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "reference has no tokenizer files" in refusal(monkeypatch, load.REFERENCE, "--port", port)
+    assert "reference has no tokenizer files" in refusal(monkeypatch, REFERENCE, "--port", port)
     assert "no such model folder" in refusal(monkeypatch, tmp_path / "absent", "--port", port)
 
 

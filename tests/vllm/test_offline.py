@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparseattn.models.load import folder_of
-from sparseattn.models.pypi_models import PACKAGED
+from sparseattn.models.packaged import PACKAGED
 from sparseattn.roles.fingerprint import of_folder
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.role import Role

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseattn.models.pypi_models import PACKAGED
+from sparseattn.models.packaged import PACKAGED
 
 ROOT = Path(__file__).parent.parent.parent
 TOKENS = 200

@@ -7,10 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
-
-from sparseattn.utils.hashing import stream
-
 Count: TypeAlias = Callable[[str], int]  # tokens of a text, without the ones that a tokenizer puts around it
 Filler: TypeAlias = Callable[[random.Random], Callable[[], str]]  # what makes sentences, one a call, from random draws
 
@@ -125,6 +121,10 @@ def byte_count(text: str) -> int:
 
 def draws(*place: int | str) -> random.Random:
     """Random numbers of their own for every place, such as (task, seed)."""
+    import torch
+
+    from sparseattn.utils.hashing import stream
+
     return random.Random(int(torch.randint(2**62, (), generator=stream(*place))))
 
 

@@ -16,14 +16,12 @@ from sparseattn.selectors.abilities import Evicts, HasTail, Observes
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.selectors.registry import make_selector
+from sparseattn.serving.vllm import defaults
 from sparseattn.utils import json_text
 from sparseattn.utils.json_fields import Number, Object, Text
 from sparseattn.utils.suggest import did_you_mean
 
 KEY = "sparseattn"  # of vLLM's additional_config
-# What a command serves where no selector is named: of the methods that were timed on processors with AMX and without,
-# the one that was faster than stock on both (docs/use/serving.md).
-DEFAULT = "quest:page=32"
 PAGE = 16  # rows that are counted together by a method without pages
 VARIABLE = "SPARSEATTN_VLLM"  # the same in the environment, as JSON
 _ROWS = Number(0, whole=True)
@@ -59,10 +57,10 @@ class Settings:
 
     selector: str = ""
     budget: int = 0
-    sink: int = 4
-    window: int = 64
-    dense_layers: int = 2
-    above: int = 8000
+    sink: int = defaults.SINK
+    window: int = defaults.WINDOW
+    dense_layers: int = defaults.DENSE_LAYERS
+    above: int = defaults.ABOVE
     layers: Mapping[str, Any] | None = None
     modules: str = ""
 

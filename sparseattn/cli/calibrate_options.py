@@ -1,0 +1,64 @@
+"""The options of `sparseattn calibrate`, and what its help says; see `cli.command`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+
+CHANNELS = ("loki", "doublesparsity")  # of --method: whose channels are calibrated
+KASCADE = "kascade"
+MASS = "mass"
+ZONES = ("sink", "window", "last")  # options of `MASS` alone
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Calibrate Loki, Double Sparsity or Kascade on traces; `loki:artefact=FILE` uses the result. With --method mass,
+    fit a selector's estimates for budgets by mass; `sparseattn:Fitted:inner=SELECTOR,artefact=FILE` uses them."""
+
+    traces: Annotated[list[Path], typer.Argument(help="Traces of one model, or folders of them.")]
+    method: Annotated[str, typer.Option(help=f"{', '.join(CHANNELS)}, {KASCADE} or {MASS}.")]
+    out: Annotated[Path, typer.Option(help="Calibration to write, a .safetensors file.")]
+    layers: shared.Layers = None
+    before_rope: Annotated[
+        bool, typer.Option("--before-rope", help="loki: directions of keys before RoPE, for loki:before=True.")
+    ] = False
+    queries: Annotated[
+        int | None, typer.Option(help="kascade: queries of each prompt that layers are compared on; default 64.")
+    ] = None
+    device: shared.Device = None
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{MASS}: the selector whose estimates of what rows weigh are fitted.",
+        ),
+    ] = None
+    sink: Annotated[int, typer.Option(help=f"{MASS}: first rows that every query reads.")] = 4
+    window: Annotated[int, typer.Option(help=f"{MASS}: last rows that every query reads.")] = 64
+    last: Annotated[int, typer.Option(help=f"{MASS}: tokens at the end of each trace that are decoded.")] = 32
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False
+
+    def __post_init__(self) -> None:
+        values.check_one_of("--method", self.method, (*CHANNELS, KASCADE, MASS))
+        if (self.method == MASS) != (self.selector is not None):
+            raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {self.method}")
+        if self.method == MASS and (self.before_rope or self.device is not None):
+            option = "--before-rope" if self.before_rope else "--device"
+            raise ValueError(f"{option} is not for --method {MASS}, which replays traces as they are, on the CPU")
+        if self.method != MASS and any(getattr(self, name) != getattr(type(self), name) for name in ZONES):
+            raise ValueError(f"--sink, --window and --last are for --method {MASS}; got --method {self.method}")
+        if self.method == KASCADE and self.before_rope:
+            raise ValueError(f"{KASCADE} takes keys and queries after RoPE, not before it")
+        if self.method != KASCADE and self.queries is not None:
+            raise ValueError(f"--queries is for {KASCADE}, and {self.method} takes every token")
+
+    @property
+    def layer_numbers(self) -> list[int] | None:
+        """The layers to calibrate; None: all."""
+        return values.integers(self.layers, "--layers")

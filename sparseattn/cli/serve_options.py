@@ -1,0 +1,135 @@
+"""The options of `sparseattn serve`, and what its help says; see `cli.command`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.serving.vllm.defaults import ABOVE, DENSE_LAYERS, SELECTOR, SINK, WINDOW
+
+if TYPE_CHECKING:
+    from sparseattn.roles.plan import Plan
+    from sparseattn.serving.vllm.server import ServedModel
+    from sparseattn.serving.vllm.settings import Settings
+
+STOCK = "none"  # the --selector that leaves vLLM as it is
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class ServeOptions:
+    """Serve MODEL by vLLM's OpenAI-compatible server, with sparse attention where sequences are long.
+
+    A second Ctrl-C, or SIGTERM, ends it at once.
+    """
+
+    context: typer.Context
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP)]
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="VLLM_ARGUMENT", help="Further arguments of vLLM's server, behind --."),
+    ] = None
+    selector: Annotated[
+        str,
+        typer.Option(
+            help=f"NAME[:arg=value,...] of a method whose index is by page, such as quest or lowbit:bits=1,page=16; "
+            f"window; package.module:Class; {STOCK} serves vLLM's own attention.",
+        ),
+    ] = SELECTOR
+    budget: Annotated[int, typer.Option(help="Rows beyond sink and window that a query reads.")] = 2048
+    sink: shared.Sink = SINK
+    window: shared.Window = WINDOW
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plan, a file that `sparseattn recommend --for vllm` wrote for this model: selector and budget of "
+            "every layer, sink and window."
+        ),
+    ] = None
+    trust: shared.Trust = None
+    dense_layers: shared.DenseLayers = DENSE_LAYERS
+    above: Annotated[int, typer.Option(help="Sequences of so many rows or fewer are attended to densely.")] = ABOVE
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default as MODEL is called.")] = None
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000
+    dtype: Annotated[str, typer.Option(help=f"auto (as stored), {', '.join(shared.Dtype)}.")] = "auto"
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence at most; default the model's positions.")
+    ] = None
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share every layer.")] = 1
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB of KV cache on each device; default a quarter of the memory on a CPU, else vLLM's."),
+    ] = None
+    drain: Annotated[int, typer.Option(help="Seconds that requests under way may still take at SIGTERM or Ctrl-C.")] = (
+        20
+    )
+
+    def __post_init__(self) -> None:
+        values.check_one_of("--dtype", self.dtype, ("auto", *shared.Dtype))
+        values.check_positive(
+            {
+                "--port": self.port,
+                "--max-model-len": self.max_model_len,
+                "--tensor-parallel-size": self.tensor_parallel_size,
+            }
+        )
+        if self.drain < 0:
+            raise ValueError(f"--drain is 0 or more, got {self.drain}")
+        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < 2**20:
+            raise ValueError(f"--kv-cache-gib is GiB above 0, got {self.kv_cache_gib}")
+        planned = {"selector", "budget", "sink", "window", "dense_layers"} & shared.given_options(self.context)
+        if self.plan is not None and planned:
+            spelled = shared.spelled(sorted(planned))
+            raise ValueError(f"a plan says what each layer does: give --plan, or {spelled}")
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """The modules that the user named."""
+        return shared.trusted(self.trust, [self.selector])
+
+    @cached_property
+    def opened_plan(self) -> Plan | None:
+        """The plan of `--plan`."""
+        from sparseattn.roles.plan import Plan
+
+        return None if self.plan is None else Plan.load(self.plan, self.modules)
+
+    @cached_property
+    def settings(self) -> Settings | None:
+        """How decoding reads the cache; None: by vLLM's own attention."""
+        from sparseattn.serving.vllm.settings import Settings, parse
+
+        if self.opened_plan is not None:
+            settings = Settings.of_plan(self.opened_plan, self.above)
+        elif self.selector == STOCK:
+            return None
+        else:
+            names = ("selector", "budget", "sink", "window", "dense_layers", "above")
+            settings = parse({name: getattr(self, name) for name in names})
+        return replace(settings, modules=os.getcwd()) if self.modules else settings
+
+    def server(self) -> ServedModel:
+        """Return the server that is wanted, its model by name still."""
+        from sparseattn.serving.vllm.server import ServedModel
+
+        return ServedModel(
+            model=self.model,
+            name=self.name or self.model,
+            settings=self.settings,
+            host=self.host,
+            port=self.port,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            tensor_parallel=self.tensor_parallel_size,
+            cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
+            drain=self.drain,
+            more=tuple(self.more or ()),
+        )
