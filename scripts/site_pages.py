@@ -9,6 +9,10 @@ from sparseattn.selectors.methods import METHODS
 FAMILY = re.compile(r"^<!-- methods of (\w+) -->$", re.M)
 CODE = re.compile(r"(<pre\b.*?</pre>|<code\b.*?</code>|<[^>]*>)", re.S)  # and tags: what is no text of a sentence
 UNITS = "%|ms|µs|s|KiB|MiB|GiB|TiB|kB|MB|GB|TB|GB/s|TB/s|bits?|nats|times|tokens|rows|px"
+HEADLESS = re.compile(r"<th(?P<style> style=\"[^\"]*\")?></th>")  # the corner of a table names nothing
+# Of the theme, what has no name or not one of its own.
+SEARCH = '<div class="md-search" data-md-component="search" role="dialog">'
+PATH = '<nav class="md-path" aria-label="Navigation"'
 QUANTITY = re.compile(rf"(?<=\d) (?=(?:{UNITS})(?![\w/]))")
 
 
@@ -18,10 +22,18 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Keep a number and its unit in one line: the blank between them becomes U+00A0, outside of code."""
+    """Keep a number and its unit in one line, by U+00A0 between them outside of code, and leave no heading empty."""
+    html = HEADLESS.sub(r"<td\g<style>></td>", html)
     parts = CODE.split(html)
     parts[::2] = [QUANTITY.sub("\u00a0", text) for text in parts[::2]]
     return "".join(parts)
+
+
+def on_post_page(output: str, **_: object) -> str:
+    """Name what the theme leaves without a name, for who does not see the page."""
+    return output.replace(SEARCH, SEARCH[:-1] + ' aria-label="Search">').replace(
+        PATH, PATH.replace("Navigation", "Breadcrumbs")
+    )
 
 
 def classes(family: str) -> list[str]:
