@@ -21,7 +21,14 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
     pytest.mark.skipif(SITE is None, reason="needs a built site: make docs builds one and tests it"),
 ]
-SAMPLE = ("index", "use/choosing", "reference/commands", "reference/api/state", "lab/results/field", "lab/log/index")  # a page of each kind
+SAMPLE = (
+    "index",
+    "use/choosing",
+    "reference/commands",
+    "reference/api/state",
+    "lab/results/field",
+    "lab/log/index",
+)  # a page of each kind
 TALLEST = 20_000  # pixels of a page of the API at 1,280
 WIDTHS = pytest.mark.parametrize("width", [1280, 400])
 

@@ -15,7 +15,7 @@ from sparseattn.reporting.replay_tables import TOLERANCE
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
     """Draw quality against bytes read and against rows, for every selector of one trace, a point a budget."""
     methods = list(dict.fromkeys(one.label for one in results))
-    figure, axes = panel_grid(2, 2, (4.6, 3.2), methods, sharex="col", sharey="row")
+    figure, axes = panel_grid(2, 2, (2.7, 2.7), methods, sharex="col", sharey="row")
     costs, qualities = measures(("bytes_share", "attended")), measures(("mass", "relative_error"))
     for line, quality in zip(axes, qualities, strict=True):
         for axis, cost in zip(line, costs, strict=True):

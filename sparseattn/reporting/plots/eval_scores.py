@@ -38,7 +38,7 @@ def accuracy(records: Sequence[Record], path: Path) -> None:
     ]
     columns = min(3, len(by(records, "task")))
     methods = list(dict.fromkeys(map(method_of, records)))
-    figure, axes = panel_grid(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
+    figure, axes = panel_grid(-(-len(panels) // columns), columns, (2.6, 2.4), methods)
     hide(axes.flat[len(panels) :])
     prompts = []
     for axis, (task, protocol, of_task) in zip(axes.flat, panels, strict=False):

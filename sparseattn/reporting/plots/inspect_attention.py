@@ -31,7 +31,7 @@ PANELS = {
 def inspection(found: Inspection, path: Path) -> None:
     """Draw eight measures, a panel each: a point a query head over the layers, and each layer's mean as a line."""
     layers = found.layers
-    figure, axes = bare_grid(len(PANELS), 4, (max(11.0, 1.6 + 4 * 0.09 * len(layers)), 5.6), sharex=True)
+    figure, axes = bare_grid(len(PANELS), 4, (max(9.0, 1.6 + 4 * 0.05 * len(layers)), 5.6), sharex=True)
     for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=True):
         known = measure(key)
         for x, layer in enumerate(layers):
@@ -42,7 +42,7 @@ def inspection(found: Inspection, path: Path) -> None:
         top = None if known.top is None else 1.03 * known.top
         axis.set_ylim(bottom=min(-0.03 * (known.top or 0.0), least), top=top)
         axis.yaxis.set_major_formatter(unit(known))
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         step = -(-len(layers) // 10)
