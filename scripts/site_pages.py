@@ -10,6 +10,7 @@ FAMILY = re.compile(r"^<!-- methods of (\w+) -->$", re.M)
 CODE = re.compile(r"(<pre\b.*?</pre>|<code\b.*?</code>|<[^>]*>)", re.S)  # and tags: what is no text of a sentence
 UNITS = "%|ms|µs|s|KiB|MiB|GiB|TiB|kB|MB|GB|TB|GB/s|TB/s|bits?|nats|times|tokens|rows|px"
 HEADLESS = re.compile(r"<th(?P<style> style=\"[^\"]*\")?></th>")  # the corner of a table names nothing
+FIGURE = re.compile(r'<p>(?P<image><img\b[^>]* src="(?P<source>[^"]+\.svg)"[^>]*>)</p>')
 # Of the theme, what has no name or not one of its own.
 SEARCH = '<div class="md-search" data-md-component="search" role="dialog">'
 PATH = '<nav class="md-path" aria-label="Navigation"'
@@ -22,8 +23,12 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Keep a number and its unit in one line, by U+00A0 between them outside of code, and leave no heading empty."""
+    """Leave no heading of a table empty, let a figure open at its full size, and keep a number and its unit in one line.
+
+    Outside of code, the blank between these becomes U+00A0.
+    """
     html = HEADLESS.sub(r"<td\g<style>></td>", html)
+    html = FIGURE.sub(r'<p class="figure"><a href="\g<source>">\g<image></a></p>', html)
     parts = CODE.split(html)
     parts[::2] = [QUANTITY.sub("\u00a0", text) for text in parts[::2]]
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""The built documentation in headless Chromium, opened from the disk: `make docs` builds it and says by SITE where it is."""
+"""The built documentation in headless Chromium, from the disk: `make docs` builds it and says by SITE where it is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """`opened(name, width, theme)`: a page of the site from the disk; fails where anything else was fetched or went wrong."""
+    """`opened(name, width, theme)`: a page from the disk; fails where a script failed or another address was fetched."""
     said: list[str] = []
     contexts = []
 

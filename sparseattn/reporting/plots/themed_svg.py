@@ -1,4 +1,4 @@
-"""An SVG of matplotlib's that follows its reader's theme: in the dark, rules replace the colours that it was drawn in."""
+"""Matplotlib's SVG made to follow its reader's theme: in the dark, rules replace the colours that it was drawn in."""
 
 from __future__ import annotations
 
