@@ -75,4 +75,4 @@ clean:
 .PHONY: docs
 docs: .venv/dev
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
-	SITE=site .venv/bin/python -m pytest -q -rs tests/project/test_site_browser.py
+	SITE=site .venv/bin/python -m pytest -q -rs -m "not slow" tests/project/test_site_browser.py

@@ -23,9 +23,9 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Leave no heading of a table empty, let a figure open at its full size, and keep a number and its unit in one line.
+    """Leave no heading of a table empty, open figures at full size, and keep numbers with their units.
 
-    Outside of code, the blank between these becomes U+00A0.
+    Outside of code, the blank between a number and its unit becomes U+00A0.
     """
     html = HEADLESS.sub(r"<td\g<style>></td>", html)
     html = FIGURE.sub(r'<p class="figure"><a href="\g<source>">\g<image></a></p>', html)

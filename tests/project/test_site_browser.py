@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """`opened(name, width, theme)`: a page from the disk; fails where a script failed or another address was fetched."""
+    """`opened(name, width, theme)`: a page from the disk; fails if a script fails or anything is fetched."""
     said: list[str] = []
     contexts = []
 
@@ -105,8 +105,13 @@ def test_no_page_scrolls_sideways_on_a_phone(opened: Callable[..., Any]) -> None
     assert {name: width for name, width in wide.items() if width > 400} == {}
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@WIDTHS
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        *((1280, "dark"), (400, "light")),
+        *(pytest.param(width, theme, marks=pytest.mark.slow) for width, theme in ((1280, "light"), (400, "dark"))),
+    ],
+)
 def test_axe_finds_nothing(width: int, theme: str, opened: Callable[..., Any]) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
     page = opened("index", width, theme)
