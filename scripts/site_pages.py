@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from sparseattn.selectors.methods import METHODS
 
@@ -14,12 +15,23 @@ FIGURE = re.compile(r'<p>(?P<image><img\b[^>]* src="(?P<source>[^"]+\.svg)"[^>]*
 # Of the theme, what has no name or not one of its own.
 SEARCH = '<div class="md-search" data-md-component="search" role="dialog">'
 PATH = '<nav class="md-path" aria-label="Navigation"'
-QUANTITY = re.compile(rf"(?<=\d) (?=(?:{UNITS})(?![\w/]))")
+QUANTITY = re.compile(rf"(?<=\d) (?=(?:{UNITS})(?![\w/])|x \d)|(?<=\d x) (?=\d)")
+HEAD = re.compile(r"<th\b.*?</th>")
+COLUMN = re.compile(
+    r"(?<=[:,])(?=\w)(?=[^<>]*</code>)"
+)  # where the name of a method may break, at the head of a column
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Put the API of every method of a family where a page has `<!-- methods of FAMILY -->`."""
     return FAMILY.sub(lambda found: "\n\n".join(f"::: sparseattn.{name}" for name in classes(found[1])), markdown)
+
+
+def on_page_context(context: dict[str, Any], page: Any, **_: object) -> dict[str, Any]:
+    """Leave the menus beside the home page out: one would have one entry, that page."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+    return context
 
 
 def on_page_content(html: str, **_: object) -> str:
@@ -28,6 +40,7 @@ def on_page_content(html: str, **_: object) -> str:
     Outside of code, the blank between a number and its unit becomes U+00A0.
     """
     html = HEADLESS.sub(r"<td\g<style>></td>", html)
+    html = HEAD.sub(lambda found: COLUMN.sub("<wbr>", found[0]), html)
     html = FIGURE.sub(r'<p class="figure"><a href="\g<source>">\g<image></a></p>', html)
     parts = CODE.split(html)
     parts[::2] = [QUANTITY.sub("\u00a0", text) for text in parts[::2]]
