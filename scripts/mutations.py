@@ -519,7 +519,7 @@ def _calibration(path: Path) -> None:
 
 def _estimates(path: Path) -> None:
     layers = {i: (torch.ones(2, 2), torch.zeros(2, 2)) for i in (0, 1)}
-    Estimates("Quest(page=16)", layers, {"model": "m", "traces": ["a"]}).save(path)
+    Estimates("quest:page=16,group=sum,int8=False", layers, {"model": "m", "traces": ["a"]}).save(path)
 
 
 def _similarity(path: Path) -> None:

@@ -635,10 +635,10 @@ class KVCache:
         """Whether the selector, or a part of it, goes by what sink and unsealed rows weigh."""
         return self._abilities.weighs_near
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         """Tells parts that observe what a step's selection got, see `Observes`."""
         for part in self._abilities.observers:
-            part.observe(selection, weights)
+            part.observe(selection, weights, total)
 
     # -- editing -----------------------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ def try_out(
     selector = share.fresh(LayerContext(index, depth, rope=what.rope, scale=what.scale, board=board))
     if selector.find(LooksAhead):
         raise ValueError(
-            f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
+            f"{selector} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
             f"traces made with `sparseattn capture --ahead`, or make the layer dense"
         )
     heads = what.heads if share.heads is None else len(share.heads.which)

@@ -411,7 +411,7 @@ def test_budgets() -> None:
     assert budget_rows(0.29, 100) == 29
     assert budget_rows(0.5, 33) == 16
     with pytest.raises(ValueError, match="one span of Quest, which reads 16"):
-        budget_rows(8, 100, 16, "Quest")
+        budget_rows(8, 100, 16, "quest")
     assert budget_rows(None, 33) == 33
     assert parse_budget("64") == 64
     assert parse_budget("1%") == 0.01

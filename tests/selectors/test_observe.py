@@ -29,7 +29,7 @@ class Watch(Observes, Exact):
         super().__init__()
         self.seen = (Selection.none(1, 1), torch.zeros(0))
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         self.seen = selection, weights
 
 

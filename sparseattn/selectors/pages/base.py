@@ -198,9 +198,7 @@ class PageSelector(EstimatesMass, Selector):
 
     def _check_budget(self, budget: int) -> None:
         if budget < self.page:
-            raise ValueError(
-                f"{type(self).__name__} reads whole pages: its budget is at least {self.page} rows, got {budget}"
-            )
+            raise ValueError(f"{self} reads whole pages: its budget is at least {self.page} rows, got {budget}")
 
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}
