@@ -49,7 +49,7 @@ def inspection(found: Inspection, path: Path) -> None:
         axis.set_xticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     for axis in axes[1]:
         axis.set_xlabel("layer", fontsize=9)
-    heading(figure, f"{_where(found)}, pages of {PAGE}; a point a query head, the line their mean")
+    heading(figure, f"{_where(found)}, pages of {PAGE}; one point per query head, and their mean")
     save(figure, path)
 
 
@@ -72,7 +72,7 @@ def needed_rows(found: Inspection, path: Path) -> None:
     few = all(len(heads["far_mass"]) <= HEADS for heads in found.heads.values())
     heading(
         figure,
-        f"{_where(found)}: share of the attention beyond sink and window on the best rows; a line a query head, "
+        f"{_where(found)}: share of the attention beyond sink and window on the best rows; one line per query head, "
         f"{'numbered' if few else 'least and most numbered'}",
     )
     name_ends(figure, axes[: len(found.layers)])

@@ -47,7 +47,7 @@ def recall(columns: Sequence[Recalled], level: float, path: Path) -> None:
     for axis, direction in zip((axes[0][0], axes[1][0]), ("queries to keys", "keys to keys"), strict=True):
         axis.set_ylabel(f"{direction}\nrecall@{k}")
     shared = "; keys to keys knows no gap" if len({id(column.control) for column in columns}) < len(columns) else ""
-    heading(figure, f"Recall against keys scanned: a point a setting of the index, mean over heads{shared}")
+    heading(figure, f"Recall against keys scanned: one point per setting of the index, mean over heads{shared}")
     name_ends(figure, axes.flat)
     save(figure, path)
 
