@@ -12,14 +12,14 @@ CODE = re.compile(r"(<pre\b.*?</pre>|<code\b.*?</code>|<[^>]*>)", re.S)  # and t
 UNITS = "%|ms|µs|s|KiB|MiB|GiB|TiB|kB|MB|GB|TB|GB/s|TB/s|bits?|nats|times|tokens|rows|px"
 HEADLESS = re.compile(r"<th(?P<style> style=\"[^\"]*\")?></th>")  # the corner of a table names nothing
 FIGURE = re.compile(r'<p>(?P<image><img\b[^>]* src="(?P<source>[^"]+\.svg)"[^>]*>)</p>')
+PHOTO = re.compile(r'(?P<start><img\b[^>]* src="[^"]*/report-\w+)\.png(?P<end>"[^>]*>)')
 # Of the theme, what has no name or not one of its own.
 SEARCH = '<div class="md-search" data-md-component="search" role="dialog">'
 PATH = '<nav class="md-path" aria-label="Navigation"'
 QUANTITY = re.compile(rf"(?<=\d) (?=(?:{UNITS})(?![\w/])|x \d)|(?<=\d x) (?=\d)")
 HEAD = re.compile(r"<th\b.*?</th>")
-COLUMN = re.compile(
-    r"(?<=[:,])(?=\w)(?=[^<>]*</code>)"
-)  # where the name of a method may break, at the head of a column
+# Where the name of a method may break, at the head of a column.
+COLUMN = re.compile(r"(?<=[:,])(?=\w)(?=[^<>]*</code>)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -35,12 +35,13 @@ def on_page_context(context: dict[str, Any], page: Any, **_: object) -> dict[str
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Leave no heading of a table empty, open figures at full size, and keep numbers with their units.
+    """Leave no heading of a table empty, show figures in both themes and at full size, keep numbers with their units.
 
     Outside of code, the blank between a number and its unit becomes U+00A0.
     """
     html = HEADLESS.sub(r"<td\g<style>></td>", html)
     html = HEAD.sub(lambda found: COLUMN.sub("<wbr>", found[0]), html)
+    html = PHOTO.sub(r"\g<start>.png#only-light\g<end>\g<start>-dark.png#only-dark\g<end>", html)
     html = FIGURE.sub(r'<p class="figure"><a href="\g<source>">\g<image></a></p>', html)
     parts = CODE.split(html)
     parts[::2] = [QUANTITY.sub("\u00a0", text) for text in parts[::2]]
