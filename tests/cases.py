@@ -85,7 +85,8 @@ from sparseattn.selectors.abilities import (
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.saved_state import Loaded, of_parts
 from sparseattn.traces.synthetic import synthetic
 
@@ -571,10 +572,10 @@ def together(cache: KVCache) -> tuple[Tensor, Tensor, Bounds]:
     """Keys, values and bounds of every row as one storage, `sink | sealed | recent`, wherever they lie."""
     if cache.sealed_device is None:
         return cache.keys, cache.values, cache.bounds
-    sink, bounds, zone = cache.sink, cache.bounds, cache.sealed_keys.shape[2]
+    sink, bounds, zone = cache.sink, cache.bounds, cache.stored.sealed_keys.shape[2]
     assert bounds.base == sink
     assert bool((bounds.sealed == sink).all()), "no row beside sink and recent ones is left on the cache's device"
-    near, far = (cache.keys, cache.values), (cache.sealed_keys, cache.sealed_values)
+    near, far = (cache.keys, cache.values), (cache.stored.sealed_keys, cache.stored.sealed_values)
     keys, values = (
         torch.cat([a[:, :, :sink], b.to(a.device), a[:, :, sink:]], 2) for a, b in zip(near, far, strict=True)
     )

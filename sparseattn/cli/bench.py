@@ -33,7 +33,8 @@ from sparseattn.evaluation.step_measures import check_steps
 from sparseattn.models.load import REFERENCE
 from sparseattn.reporting import layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
-from sparseattn.roles.roles import Method, rounded_label
+from sparseattn.roles.role import rounded_label
+from sparseattn.roles.roles import Method
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
 

@@ -211,7 +211,7 @@ class _Index:
         self.seconds = time.perf_counter() - start
         rows = int(cache.sealed[0])
         self.keys = cache.keys[0, :, :rows]  # [H,N,D] in stored order
-        self.step = cache.step(counted=True)
+        self.step = cache.search.step(counted=True)
         self.bytes = sum(state.nbytes for _, state in self.selector.buffers()) / (rows * len(keys[0]))
 
     def searcher(self) -> Selector:

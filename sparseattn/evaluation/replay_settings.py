@@ -9,10 +9,12 @@ from typing import TypedDict
 
 import torch
 
-from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.budget import Budget, budget_of
 from sparseattn.core.context import LayerContext
-from sparseattn.roles.roles import Method, Share, shares_of
+from sparseattn.roles.role import Share
+from sparseattn.roles.roles import Method, shares_of
 from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace

@@ -8,11 +8,12 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.cache.all_rows import bytes_named
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
-from sparseattn.roles.roles import Share
+from sparseattn.roles.role import Share
 
 
 class SparseHeads:
@@ -93,7 +94,7 @@ class SparseHeads:
 
     def _count(self) -> None:
         rows = self.rows
-        chosen, tail = rows.latest, rows.latest_tail
+        chosen, tail = rows.search.latest, rows.search.latest_tail
         assert chosen is not None
         stored, sealed = rows.counts
         mean_stored = sum(stored) / len(stored)
@@ -115,10 +116,10 @@ class SparseHeads:
         """
         if chosen.scan_bytes is None:
             return torch.full(self.rows.keys.shape[1:2], math.nan, dtype=torch.float64)
-        keys, tail = self.rows.keys, self.rows.latest_tail
+        keys, tail = self.rows.keys, self.rows.search.latest_tail
         heads = keys.shape[1]
         row = 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
-        read = self.rows.bytes_named(chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
+        read = bytes_named(self.rows, chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
         if tail is not None:
             read = read + row * tail.selection.distinct(heads, tail.keys.shape[2]) + tail.selection.bias_bytes(heads)
         return (always + read.double().mean(0) / row) / stored

@@ -15,7 +15,8 @@ from sparseattn.cli.app import app
 from sparseattn.core.selection import Selection
 from sparseattn.evaluation.replay import evaluate
 from sparseattn.evaluation.result import Evaluation
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.exact import Exact
 from sparseattn.selectors.checks import check_group
 from sparseattn.selectors.identity import identity

@@ -26,7 +26,8 @@ from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.recommend.trials import FRONTIER, Trials, _measured_as, averaged
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.selectors.trust import check_trusted, named_modules, trusted_modules
 from sparseattn.serving.vllm.settings import Settings, parse

@@ -32,7 +32,8 @@ from sparseattn.reporting.html.kinds import KINDS
 from sparseattn.reporting.html.percentages import percent, typeset
 from sparseattn.reporting.html.starting_methods import starting_methods
 from sparseattn.reporting.html.views import Explorer, Lines, Section, axis, cost
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceError

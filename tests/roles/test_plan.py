@@ -14,7 +14,8 @@ from sparseattn.models.load import reference_model
 from sparseattn.models.sparse_cache import SparseCache
 from sparseattn.roles.fingerprint import fingerprint, of_folder
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.serving.vllm.settings import Settings, parse
 from tests.command import run
 from tests.models.tiny import prompt, small

@@ -16,7 +16,9 @@ from sparseattn.core.context import Heads, LayerContext
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.evaluation.step_measures import MEASURES
-from sparseattn.roles.roles import Role, Roles, duo, pyramid
+from sparseattn.roles.papers import duo, pyramid
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -175,7 +177,7 @@ def test_trained_parameters_follow_their_heads() -> None:
         cache = KVCache(selector, sink=0, window=4, seal=16)
         cache.append(keys[:, own], values[:, own], queries[:, own])
         chosen = cache.select(queries[:, own, :, -1], 64)
-        rows = cache.sealed_keys.gather(2, chosen.rows.clamp(min=0)[..., None].expand(-1, -1, -1, 16))
+        rows = cache.stored.sealed_keys.gather(2, chosen.rows.clamp(min=0)[..., None].expand(-1, -1, -1, 16))
         found.append((rows * (chosen.rows >= 0)[..., None]).sum(2))
     torch.testing.assert_close(found[0][:, [0, 2]], found[1])
 

@@ -291,7 +291,7 @@ def test_a_search_never_waits_for_the_device(share: float, centroids: bool) -> N
     keys, queries = rows(2, 2, 3, 130)
     cache = filled(QueryBridge(3, 8, 20, centroids, share), keys[:, :, :100], queries[:, :, :, :100])
     more(cache, keys[:, :, 100:], queries[:, :, :, 100:], 30)
-    query, step = queries[:, :, :, 3], cache.step(counted=True)
+    query, step = queries[:, :, :, 3], cache.search.step(counted=True)
     with NeverWaits():
         found = cache.selector.select(query, step, 20)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NeverWaits():

@@ -48,7 +48,7 @@ def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() ->
     queries, keys, _ = heads(2, 2, 3, 50, 24)
     query, sparq = queries[:, :, :, -1], SparQ(5)
     cache = filled(sparq, keys)
-    got = sparq.logits(query, cache.step().valid)
+    got = sparq.logits(query, cache.search.step().valid)
     for b in range(2):
         for h in range(2):
             q = query[b, h]
@@ -58,7 +58,7 @@ def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() ->
                 temperature = (24 * part.abs().sum() / q[g].abs().sum()).sqrt()
                 expected = keys[b, h][:, largest] @ part / temperature
                 torch.testing.assert_close(got[b, h, g], expected)
-    assert bool((sparq.logits(torch.zeros_like(query), cache.step().valid) == 0).all())
+    assert bool((sparq.logits(torch.zeros_like(query), cache.search.step().valid) == 0).all())
 
 
 def test_sparqs_mean_value_weighs_what_the_rows_not_read_would() -> None:
@@ -72,7 +72,7 @@ def test_sparqs_mean_value_weighs_what_the_rows_not_read_would() -> None:
     expected = ((weights * read)[..., None] * values).sum(2) + left * values.double().mean(2)
     torch.testing.assert_close(decode(query, cache, 20)[:, :, 0].double(), expected, rtol=1e-5, atol=1e-6)
     assert float(left.mean()) > 0.01
-    assert sparq.tail(query, cache.step(), cache.select(query, 300)).selection.attended.sum() == 0
+    assert sparq.tail(query, cache.search.step(), cache.select(query, 300)).selection.attended.sum() == 0
 
 
 def test_sparqs_mean_value_is_for_a_query_head_alone_unless_asked_for() -> None:
@@ -80,7 +80,7 @@ def test_sparqs_mean_value_is_for_a_query_head_alone_unless_asked_for() -> None:
         queries, keys, values = heads(1, 2, group, 60, 16)
         cache = filled(SparQ(8, mean), keys, values)
         query = queries[:, :, :, -1]
-        assert (cache.tail(query, cache.select(query, 20)) is not None) is added
+        assert (cache.search.tail(query, cache.select(query, 20)) is not None) is added
 
 
 def test_lokis_directions_are_orthonormal_and_those_of_largest_variance() -> None:

@@ -38,8 +38,12 @@ def steps(cache: KVCache, queries, keys, values, budget: int | None = BUDGET) ->
         one = slice(t, t + 1)
         cache.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
         out = decode(queries[:, :, :, t], cache, budget)
-        assert cache.latest is not None
-        chosen = cache.latest.mask(t)[0] if cache.latest.start.shape[2] else torch.zeros(H, t, dtype=torch.bool)
+        assert cache.search.latest is not None
+        chosen = (
+            cache.search.latest.mask(t)[0]
+            if cache.search.latest.start.shape[2]
+            else torch.zeros(H, t, dtype=torch.bool)
+        )
         yield t, torch.cat([chosen, torch.ones(H, 1, dtype=torch.bool)], 1), out[0]
 
 
@@ -87,10 +91,10 @@ def test_h2o_that_begins_with_decoding_knows_nothing_of_steps_before_the_first_s
         new = slice(10 if stop == 60 else 0, stop)
         cache.append(keys[:, :, new], values[:, :, new], queries[:, :, :, new])
         decode(queries[:, :, :, stop - 1], cache, 12)
-    assert cache.latest is not None
+    assert cache.search.latest is not None
     weights = softmax(queries[0, :, :, -1], keys[0, :, :40]).sum(1)  # [H,40]
     expected = torch.zeros(H, 40, dtype=torch.bool).scatter_(1, weights.topk(12).indices, True)
-    assert torch.equal(cache.latest.mask(40)[0], expected)
+    assert torch.equal(cache.search.latest.mask(40)[0], expected)
 
 
 @pytest.mark.parametrize(("sink", "window", "rollback"), [(0, 1, 0), (3, 70, 0), (0, 75, 10)])

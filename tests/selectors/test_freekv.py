@@ -106,7 +106,7 @@ def test_what_makes_a_kept_choice_void() -> None:
     assert int(small.scan_bytes) > 0
     cache.append(keys[:, :, 32:48], values[:, :, 32:48])
     cache.select(-query, 5)
-    assert int(cache.latest.scan_bytes) == 0, "rows that come move none"
+    assert int(cache.search.latest.scan_bytes) == 0, "rows that come move none"
     cache.selector.inner.turns = True
     cache.append(keys[:, :, 48:], values[:, :, 48:])
     plain = KVCache(Exact("sum"), sink=0, window=0, seal=16)

@@ -110,7 +110,7 @@ def test_reformer_decodes_as_its_authors_do(seal: int) -> None:
     for t in (5, 77, 199):
         query = queries[:, :, :, t].contiguous()
         found = cache.select(query, 25).mask(stored)
-        real = cache.step().valid
+        real = cache.search.step().valid
         same = selector.hashed(cache.sealed_keys)[:, :, None] == selector.hashed(query)[..., None]  # [B,H,G,N]
         rank = (torch.arange(stored) + stored * same).masked_fill(~real[:, None, None], -1)
         expected = torch.zeros_like(same).scatter_(3, rank.topk(25).indices, True)

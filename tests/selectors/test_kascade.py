@@ -17,7 +17,8 @@ from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.parameters.layer_similarity import Similarity, SimilarityError
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace

@@ -95,7 +95,7 @@ def test_the_first_stage_holds_what_snapkv_would_and_pages_are_of_what_is_held()
     kept = caches["snap"].select(query, 64).mask(300)
     held = rocket.held()
     assert held.sum(-1).tolist() == [[64] * 2] * 2
-    stored = caches["rocket"].sealed_values
+    stored = caches["rocket"].stored.sealed_values
     for b in range(2):
         for h in range(2):
             expected = values[b, h, :300][kept[b, h]]

@@ -121,13 +121,13 @@ def test_the_best_proposed_rows_are_chosen(pages, group: str, budget: int) -> No
     cache, query = filled(TwoStage(pages(), 3, 2, 32, group), padding=60)
     chosen = cache.select(query, budget)
     two, span = cache.selector, cache.selector.pages.span
-    proposed = two.pages.select(query, cache.step(), -(-3 * budget // span) * span).mask(N)
+    proposed = two.pages.select(query, cache.search.step(), -(-3 * budget // span) * span).mask(N)
     listed = proposed.view(B, H, -1, N)
     if group != "each":
         listed = listed.any(2, keepdim=True)  # the union of what the query heads propose
     listed = listed.expand(-1, -1, G, -1)
     inside = two.inside
-    logits = quantized_keys.logits(query, inside.index(cache.step().valid))
+    logits = quantized_keys.logits(query, inside.index(cache.search.step().valid))
     scores = vote(logits.masked_fill(~listed, -torch.inf), group)  # [B,Hs,N]
     best = scores.topk(budget, -1).indices
     assert sets(chosen.rows) == sets(best)
@@ -145,7 +145,7 @@ def test_many_times_is_the_choice_of_the_codes_alone() -> None:
 
 def proposed_by(cache: KVCache, query: torch.Tensor, rows: int) -> Selection:
     """What the first stage proposes, with what that cost."""
-    pages, step = cache.selector.pages, cache.step(counted=True)
+    pages, step = cache.selector.pages, cache.search.step(counted=True)
     return pages.counted(pages.select(query, step, rows), query, step, rows)
 
 
@@ -208,7 +208,7 @@ def test_runs_in_an_order_of_their_own_are_proposed_too() -> None:
         cache.append(keys[:, :, part], values[:, :, part])
         cache.seal()
         inside = cache.selector.inside
-        codes, low, step = quantise(cache.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
+        codes, low, step = quantise(cache.stored.sealed_keys, 32, 2, inside.levels, torch.bfloat16)
         assert torch.equal(inside.codes.data, pack(codes, 32, 2))
         assert torch.equal(inside.low.data, low)
         assert torch.equal(inside.step.data, step)

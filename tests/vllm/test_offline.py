@@ -13,7 +13,7 @@ from sparseattn.models.load import folder_of
 from sparseattn.models.pypi_models import PACKAGED
 from sparseattn.roles.fingerprint import of_folder
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role
+from sparseattn.roles.role import Role
 
 
 def run(out: Path, *more: str) -> tuple[list[dict[str, object]], str]:

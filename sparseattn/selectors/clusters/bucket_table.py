@@ -22,15 +22,8 @@ from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
 from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
-from sparseattn.selectors.parameters.saap_artefact import (
-    AUTO,
-    SHIPPED,
-    Artefact,
-    Partition,
-    locate,
-    shared,
-    shipped_for,
-)
+from sparseattn.selectors.parameters.saap_artefact import AUTO, SHIPPED, Artefact, locate, shared, shipped_for
+from sparseattn.selectors.parameters.saap_partition import Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_tensors
 from sparseattn.utils.hashing import file_hash, tensors_hash
 
@@ -79,7 +72,7 @@ class Edges(RowBuffer):
         twin._slots = self._slots  # replaced, never changed in place
         return twin
 
-    def resize(self, rows: int, like: Tensor) -> Tensor:
+    def resize(self, rows: int, like: Tensor | None = None) -> Tensor:
         self._slots = []
         return super().resize(rows, like)
 
@@ -238,7 +231,7 @@ class Partitioned(Selector):
         kept, low = _kept(starts, new)
         if kept < self.edges.rows:
             bucket = torch.cat([self._stored(kept), bucket], 2)
-            self.edges.resize(kept, self.edges.full)
+            self.edges.resize(kept)
         sizes = torch.zeros(*bucket.shape[:2], own.buckets + 1, dtype=torch.int64, device=bucket.device)
         ends = low + sizes.scatter_add_(2, bucket, torch.ones_like(bucket)).cumsum(2)  # [B,H,C+1]
         edges = torch.nn.functional.pad(ends, (1, 0), value=low)

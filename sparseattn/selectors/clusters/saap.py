@@ -14,7 +14,8 @@ from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.clusters.moments import KeyMoments
-from sparseattn.selectors.parameters.saap_artefact import AUTO, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import AUTO
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted
 
 

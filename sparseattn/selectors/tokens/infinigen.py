@@ -91,7 +91,7 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
             raise ValueError(
                 f"{self} goes by a query foreseen from the input of the layer before, and none was given for layer "
                 f"{self.layer}: record it with `sparseattn capture --ahead` (the first attention layer has none: leave "
-                f"it out, or dense), or tell it with KVCache.foresee before each step; a SparseCache cannot"
+                f"it out, or dense), or tell it with cache.search.foresee before each step; a SparseCache cannot"
             )
         turned = step.lookahead.float() @ self.turn.data
         logits = turned @ self.part.data.float().mT / self.temperature(query.shape[3])  # [B,H,G,N]

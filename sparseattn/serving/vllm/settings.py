@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import DENSE, WINDOW, Role
+from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.selectors.abilities import Evicts, HasTail, Observes
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
