@@ -72,37 +72,32 @@ def address(name: str) -> str:
     return (SITE / f"{name}.html").as_uri()
 
 
-def pages(under: str = "") -> list[str]:
+def pages() -> list[str]:
     assert SITE is not None
-    found = [page.relative_to(SITE).with_suffix("").as_posix() for page in (SITE / under).rglob("*.html")]
+    found = [page.relative_to(SITE).with_suffix("").as_posix() for page in SITE.rglob("*.html")]
     return sorted(name for name in found if name != "404")
 
 
-def test_code_fits_its_box_and_pages_of_the_api_are_read_to_their_end(opened: Callable[..., Any]) -> None:
-    """At 1,280 pixels; every page is laid out once, without its scripts, which would take most of the time."""
+def test_code_fits_its_box_pages_fit_a_phone_and_those_of_the_api_have_an_end(opened: Callable[..., Any]) -> None:
+    """Code and heights at 1,280 pixels, widths at 400; of every page, without its scripts, which would take long."""
     page = opened("index", scripts=False)
-    boxes, wide, tall = 0, [], {}
+    boxes, wide, tall, broad = 0, [], {}, {}
     for name in pages():
+        page.set_viewport_size({"width": 1280, "height": 900})
         page.goto(address(name))
         found = page.evaluate("""() => [...document.querySelectorAll("pre > code")].map((box) =>
             [box.scrollWidth > box.clientWidth, box.innerText])""")
         boxes += len(found)
         wide += [f"{name}: {max(text.splitlines(), key=len)}" for cut, text in found if cut]
         tall[name] = page.evaluate("document.documentElement.scrollHeight")
+        page.set_viewport_size({"width": 400, "height": 900})
+        broad[name] = page.evaluate("document.documentElement.scrollWidth")
     assert boxes > 60
     assert not wide, "\n".join(wide)
+    assert {name: width for name, width in broad.items() if width > 400} == {}, "pages scroll sideways"
     api = {name: height for name, height in tall.items() if name.startswith("reference/api/")}
     assert len(api) > 10
     assert {name: height for name, height in api.items() if height >= TALLEST} == {}
-
-
-def test_no_page_scrolls_sideways_on_a_phone(opened: Callable[..., Any]) -> None:
-    page = opened("index", width=400, scripts=False)
-    wide = {}
-    for name in pages():
-        page.goto(address(name))
-        wide[name] = page.evaluate("document.documentElement.scrollWidth")
-    assert {name: width for name, width in wide.items() if width > 400} == {}
 
 
 @pytest.mark.parametrize(
