@@ -71,7 +71,8 @@ release-check:
 clean:
 	rm -rf .venv .venv-vllm bench build site
 
-# The documentation site, strictly and without a network, into site/.
+# The documentation site, strictly and without a network, into site/; then looked at in Chromium, if there is one.
 .PHONY: docs
 docs: .venv/dev
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+	SITE=site .venv/bin/python -m pytest -q -rs -m "not slow" tests/project/test_site_browser.py

@@ -178,10 +178,12 @@ def picture(record: Mapping[str, Any], path: Path) -> None:
     """A panel a sweep: steps solid, their attention dotted, dense crossed. ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
+    from sparseattn.reporting.plots.panels import save
+
     sweeps = {name: one for name, one in record["sweeps"].items() if one["points"]}
     specs = dict.fromkeys(spec for one in sweeps.values() for spec in one["slopes"])
     beside, height = room(["best dense", *(f"{spec}: {name}" for spec in specs for name in ("step", "attend"))])
-    figure = Figure(figsize=((4.2 + beside) * len(sweeps), max(3.8, height)), layout="constrained")
+    figure = Figure(figsize=((2.2 + beside) * len(sweeps), max(3.4, height)), layout="constrained")
     panels: Any = figure.subplots(1, len(sweeps), squeeze=False)[0]
     for axis, (sweep, result) in zip(panels, sweeps.items(), strict=True):
         for k, spec in enumerate(result["slopes"]):
@@ -195,7 +197,8 @@ def picture(record: Mapping[str, Any], path: Path) -> None:
         axis.plot(sizes, [medians(point)["dense"] * 1e3 for point in first], "k-x", label="best dense")
         one = first[0]
         fixed = {"rows": f"budget {one['budget']}", "batch": f"{one['rows']} rows", "budget": f"{one['rows']} rows"}
-        axis.set(xscale="log", yscale="log", xlabel=sweep, title=f"{fixed[sweep]}, {one['heads']} KV heads")
+        axis.set(xscale="log", yscale="log", xlabel=sweep)
+        axis.set_title(f"{fixed[sweep]}, {one['heads']} KV heads", fontsize=10)
         axis.set_xticks(sizes, [short(size) for size in sizes], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
@@ -205,7 +208,7 @@ def picture(record: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(f"{made}; {devices[0]}, torch {record['versions']['torch']}", fontsize=10)
     name_ends(figure, panels)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
         "--selector", action="append", help=f"SPEC or SPEC@sink=..,window=..; more; default {' '.join(SELECTED)}"
     )
     out.add_argument("--memory", type=float, help="GiB of keys and values at most; default a quarter of what there is")
-    out.add_argument("--out", type=Path, help="picture; default docs/figures/scaling-DEVICE.png")
+    out.add_argument("--out", type=Path, help="picture; default docs/figures/scaling-DEVICE.svg")
     out.add_argument("--machine", type=Path, help="measure this CPU between the points; profile to write")
     add_common(out)
     return out
@@ -274,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device).type
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"scaling-{device}.json"
-    drawn = options.out or Path(__file__).parent.parent / "docs" / "figures" / f"scaling-{device}.png"
+    drawn = options.out or Path(__file__).parent.parent / "docs" / "figures" / f"scaling-{device}.svg"
     measuring = None if options.machine is None else Measuring(*measured_with(options))
     progress, begun = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     record: dict[str, Any] = header(options, "how a decode step grows with context, batch and budget")

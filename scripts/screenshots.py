@@ -1,11 +1,13 @@
 """Takes the documents' pictures of pages that `sparseattn report` writes: `python -m scripts.screenshots PAGE...`.
 
 It needs the extra `browser` and Chromium (`apt-get install chromium`). The pages should be the demo's (`make demo`) and
-that of a folder of `recommend`; of each those pictures are taken that it has.
+that of a folder of `recommend`; of each those pictures are taken that it has, in the light and in the dark. Documents
+name the light one, `report-page.png`; the site shows `report-page-dark.png` in its place in the dark.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -31,8 +33,8 @@ def take(page_file: Path) -> list[Path]:
     made = []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, (needed, pressed, element, height) in PICTURES.items():
-            page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme="light")
+        for (name, (needed, pressed, element, height)), theme in itertools.product(PICTURES.items(), ("light", "dark")):
+            page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=theme)
             page.goto(page_file.resolve().as_uri())
             page.wait_for_selector("html[data-ready=yes]")
             if not page.locator(needed).count():
@@ -43,8 +45,8 @@ def take(page_file: Path) -> list[Path]:
                 page.dispatch_event(pressed, "click")
             box = page.locator(element).first.bounding_box()
             clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(height, box["height"])}
-            page.screenshot(path=FIGURES / name, clip=clip, full_page=True, animations="disabled")
-            made.append(FIGURES / name)
+            made.append(FIGURES / (name if theme == "light" else name.replace(".png", "-dark.png")))
+            page.screenshot(path=made[-1], clip=clip, full_page=True, animations="disabled")
         browser.close()
     return made
 

@@ -22,6 +22,7 @@ from sparseattn.reporting.plots import panels
 from sparseattn.reporting.recall_tables import Recalled
 
 Rows: TypeAlias = "Sequence[Row]"  # of one record
+LED = ("quest", "quest:page=8,int8=True", "lowbit", "retroinfer", "exact:group=softmax")  # lines of `field`
 
 
 def frontier(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
@@ -137,17 +138,16 @@ def scaling(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None
 
 
 def field(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
-    """A panel a model: every method and budget a grey point, and the best of each family a line with its name."""
-    found = [derived.points(record, mine) for record, mine in zip(records, rows, strict=True)]
-    labels = list(dict.fromkeys(point["family"] for points in found for point in points))
-    labels.remove(derived.CONTROLS)
-    figure, axes = panels.panel_grid(1, len(records), (4.6, 4.4), labels)
-    for axis, mine, points in zip(axes.flat, rows, found, strict=True):
-        axis.scatter([p["bytes_share"] for p in points], [p["kl"] for p in points], s=9, color="0.78", label="_every")
-        for name in labels:
-            line = _best([point for point in points if point["family"] == name])
-            look = style(labels.index(name), name)
-            axis.plot([point["bytes_share"] for point in line], [point["kl"] for point in line], **look)
+    """A panel a model: every method and budget a grey point, and a line for each of `LED`, with what one types."""
+    figure, axes = panels.panel_grid(1, len(records), (2.7, 3.6), LED, sharey=True)
+    for axis, record, mine in zip(axes.flat, records, rows, strict=True):
+        points = derived.points(record, mine)
+        axis.scatter(
+            [p["bytes_share"] for p in points], [p["kl"] for p in points], s=9, color="#c7c7c7", label="_every"
+        )
+        for number, name in enumerate(LED):
+            line = sorted((p["bytes_share"], p["kl"]) for p in points if p["method"] == name)
+            axis.plot(*zip(*line, strict=True), **style(number, name))
         panels.logarithmic(axis, panels.SHARE)
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(panels.COUNT)
@@ -155,19 +155,10 @@ def field(path: Path, records: Sequence[Record], rows: Sequence[Rows]) -> None:
         axis.grid(alpha=0.3)
         axis.set_title(f"{mine[0]['model']}, {mine[0]['length']:,} tokens", fontsize=10, loc="left")
         axis.set_xlabel("bytes read / bytes of the cache")
-    axes.flat[0].set_ylabel("KL from full attention, nats a token")
-    figure.suptitle("Divergence of predictions against bytes read: grey every method, a line the best of a family")
+    axes.flat[0].set_ylabel("KL divergence, nats per token")
+    panels.heading(figure, "KL divergence from full attention against bytes read; grey: every other method and budget")
     name_ends(figure, axes.flat)
     panels.save(figure, path)
-
-
-def _best(points: Rows) -> list[Row]:
-    """Those that no other is nearer than at as few bytes, the fewest bytes first."""
-    kept: list[Row] = []
-    for point in sorted(points, key=lambda point: (point["bytes_share"], point["kl"])):
-        if not kept or point["kl"] < kept[-1]["kl"]:
-            kept.append(point)
-    return kept
 
 
 DRAWN: dict[str, Callable[[Path, Sequence[Record], Sequence[Rows]], None]] = {

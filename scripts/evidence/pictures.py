@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from scripts.evidence import frames, toml
 from scripts.evidence.frames import Load, Record
 from scripts.evidence.step import REPOSITORY
 from scripts.evidence.tables import matches
+from sparseattn.utils.files import write_atomic
 
 DEFINED = Path(__file__).with_name("pictures.toml")
-KEYWORD = "Records"  # of the text in a picture that holds the SHA-256 of the records it shows
+STAMP = re.compile(r"<!-- drawn from ([0-9a-f]{64}) -->\n")
 
 
 def draw(definition: Mapping[str, Any], records: Sequence[Record], path: Path) -> None:
@@ -34,13 +36,13 @@ def redraw(load: Load, write: bool, root: Path = REPOSITORY) -> list[str]:
     """Draws the pictures that show other records than there are, or only says which; returns what is wrong."""
     wrong = []
     for name, picture in toml.read(DEFINED).items():
-        path = root / "docs" / "figures" / f"{name}.png"
+        path = root / "docs" / "figures" / f"{name}.svg"
         try:
             records = [load(one) for one in picture["records"]]
         except LookupError as error:
             wrong.append(f"docs/figures/{path.name}: {error.args[0]}")
             continue
-        now = stamp(records)
+        now = stamp(picture, records)
         if path.exists() and stamped(path) == now:
             continue
         if write:
@@ -51,25 +53,18 @@ def redraw(load: Load, write: bool, root: Path = REPOSITORY) -> list[str]:
     return wrong
 
 
-def stamp(records: Sequence[Record]) -> str:
-    """SHA-256 of records, however they are laid out in their files."""
-    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+def stamp(definition: Mapping[str, Any], records: Sequence[Record]) -> str:
+    """SHA-256 of how records are drawn, and of them, however they are laid out in their files."""
+    return hashlib.sha256(json.dumps([definition, records], sort_keys=True).encode()).hexdigest()
 
 
 def mark(path: Path, stamp: str) -> None:
-    """Writes a stamp into a picture, as text that no viewer shows."""
-    from PIL import Image, PngImagePlugin
-
-    text = PngImagePlugin.PngInfo()
-    text.add_text(KEYWORD, stamp)
-    with Image.open(path) as picture:
-        picture.load()
-        picture.save(path, pnginfo=text)
+    """Writes a stamp into a picture, as a comment that no viewer shows."""
+    head, svg, rest = path.read_text().partition("<svg ")
+    write_atomic(path, f"{head}<!-- drawn from {stamp} -->\n{svg}{rest}".encode())
 
 
 def stamped(path: Path) -> str | None:
     """The stamp that `mark` wrote, or None."""
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        return picture.info.get(KEYWORD)
+    found = STAMP.search(path.read_text())
+    return found[1] if found else None

@@ -21,6 +21,7 @@ DASHES = ("-", "--")  # solid for the first five lines, dashed for the next five
 SIZE = 8  # points of a name
 LINE = 1.25 * SIZE / 72  # inches that a line of a name takes
 WIDTH = 0.62 * SIZE / 72  # inches of a letter, in the mean
+LONG = 16  # letters of a name in one line
 BESIDE = 0.25  # inches between the panel and a name, where the leading line runs
 
 
@@ -37,8 +38,9 @@ def style(number: int, label: str) -> dict[str, Any]:
 
 
 def broken(label: str) -> str:
-    """Return a name in two lines where it has arguments."""
-    return label.replace("(", "\n(", 1)
+    """Return a name in two lines if its arguments make it long: `twostage:`, and below `pages=quest,times=4`."""
+    name, mark, arguments = label.partition(":")
+    return f"{name}:\n{arguments}" if mark and len(label) > LONG else label
 
 
 def room(labels: Iterable[str]) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_api_pages_have_every_public_name() -> None:
     import sparseattn
-    from scripts.api_pages import on_page_markdown
+    from scripts.site_pages import on_page_markdown
 
     pages = [on_page_markdown(page.read_text()) for page in (ROOT / "docs" / "reference" / "api").glob("*.md")]
     paths = re.findall(r"^::: (\S+)$", "\n".join(pages), re.M)

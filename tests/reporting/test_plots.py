@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -86,6 +88,26 @@ def test_every_line_is_named_beside_its_panel_and_no_two_names_touch(tmp_path: P
         for box in boxes:
             assert box.x0 > axis.bbox.x1
             assert whole.x0 <= box.x0 < box.x1 <= whole.x1, "not cut off"
+
+
+def test_an_svg_has_text_and_every_colour_of_a_line_in_the_dark(tmp_path: Path) -> None:
+    """All ten colours that lines have, ink and paper; what is filled in black has the ink of the theme."""
+    results = [measured(f"Method{n}", budget, 0.9 - n / 100) for n in range(10) for budget in (10, 20)]
+    plots.frontier(results, tmp_path / "f.svg")
+    tree = ElementTree.parse(tmp_path / "f.svg")
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = ["".join(one.itertext()) for one in tree.iter(f"{svg}text")]
+    assert {"Method0", "Method9", "recovered attention mass"} <= set(texts)
+    rules = next(tree.iter(f"{svg}style")).text or ""
+    light, _, dark = rules.partition("@media (prefers-color-scheme:dark)")
+    drawn = set(re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", (tmp_path / "f.svg").read_text()))
+    assert drawn >= {colour.lower() for colour in line_style.COLOURS}
+    assert all(f": {colour}" in dark for colour in drawn), "a colour stays as it is in the dark"
+    for number, colour in enumerate(line_style.COLOURS):
+        if colour != "#000000":  # which is ink, too
+            assert f'[style*="stroke: {colour.lower()}"]{{stroke:{line_style.DARK[number]}!important}}' in dark
+    assert "svg{fill:" in light
+    assert "svg{fill:" in dark
 
 
 def test_one_method_at_one_budget_is_drawn_without_a_warning(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -155,7 +155,7 @@ def test_every_block_has_its_record_and_every_record_its_step() -> None:
 def test_every_picture_is_shown_and_has_its_records() -> None:
     shown = "".join(path.read_text() for path in documents.documents())
     for name, picture in toml.read(pictures.DEFINED).items():
-        assert re.search(rf"!\[.+\]\((?:[./]|docs/)*figures/{name}\.png\)", shown), f"no document shows {name}.png"
+        assert re.search(rf"!\[.+\]\((?:[./]|docs/)*figures/{name}\.svg\)", shown), f"no document shows {name}.svg"
         assert {step.name for step in STEPS} >= set(picture["records"])
 
 
@@ -551,12 +551,16 @@ def test_tables_of_what_the_commands_measure(
 @pytest.mark.parametrize("name", ["frontier-prose", "layers-prose", "inspect-prose", "recall-traces"])
 def test_pictures_of_what_the_commands_measure(traced: dict[str, dict[str, Any]], name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture, path = toml.read(pictures.DEFINED)[name], tmp_path / "a.png"
+    picture, path, again = toml.read(pictures.DEFINED)[name], tmp_path / "a.svg", tmp_path / "b.svg"
     records = [traced["bench" if "bench" in one else one.partition("-")[0]] for one in picture["records"]]
-    pictures.draw(picture, records, path)
+    for where in (path, again):
+        pictures.draw(picture, records, where)
+    assert path.read_bytes() == again.read_bytes(), "of the same records, to the byte"
     assert pictures.stamped(path) is None
-    pictures.mark(path, "abc")
-    assert pictures.stamped(path) == "abc"
+    stamp = pictures.stamp(picture, records)
+    pictures.mark(path, stamp)
+    assert pictures.stamped(path) == stamp
+    assert pictures.stamp({**picture, "drop": {"label": "Quest"}}, records) != stamp, "how it is drawn counts too"
 
 
 SETTINGS = {"model": "m", "sink": 4, "window": 64, "dense_layers": 0}

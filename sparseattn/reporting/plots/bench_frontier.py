@@ -13,9 +13,9 @@ from sparseattn.reporting.replay_tables import TOLERANCE
 
 
 def frontier(results: Sequence[Evaluation], path: Path) -> None:
-    """Draw quality against bytes read and against rows, for every selector of one trace, a point a budget."""
+    """Draw quality against bytes read and against rows, for every selector of one trace, one point per budget."""
     methods = list(dict.fromkeys(one.label for one in results))
-    figure, axes = panel_grid(2, 2, (4.6, 3.2), methods, sharex="col", sharey="row")
+    figure, axes = panel_grid(2, 2, (2.7, 2.7), methods, sharex="col", sharey="row")
     costs, qualities = measures(("bytes_share", "attended")), measures(("mass", "relative_error"))
     for line, quality in zip(axes, qualities, strict=True):
         for axis, cost in zip(line, costs, strict=True):
@@ -35,7 +35,7 @@ def frontier(results: Sequence[Evaluation], path: Path) -> None:
     heading(
         figure,
         f"{one.trace}: {one.settings['tokens']} tokens, last {one.settings['last']} decoded, sink "
-        f"{one.settings['sink']}, window {one.settings['window']}; a point a budget, mean over layers and heads",
+        f"{one.settings['sink']}, window {one.settings['window']}; one point per budget, mean over layers and heads",
     )
     name_ends(figure, axes.flat)
     save(figure, path)

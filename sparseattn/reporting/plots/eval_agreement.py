@@ -40,7 +40,7 @@ def agreement(records: Sequence[Record], path: Path) -> None:
     costs: list[Cost] = [(measure("rows"), lambda group: mean_of(group, "rows"))]
     if all(record.get("bytes_share") is not None for record in every):
         costs.append((measure("bytes_share"), agreement_tables.bytes_share))
-    figure, axes = panel_grid(len(panels), len(costs), (4.2, 2.8), methods, sharex="col", sharey="row")
+    figure, axes = panel_grid(len(panels), len(costs), (2.8, 2.6), methods, sharex="col", sharey="row")
     for line, (place, group) in zip(axes, sparse.items(), strict=True):
         points = {method: [select(group, row) for row in rows_of(group) if row[0] == method] for method in methods}
         for axis, cost in zip(line, costs, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 from sparseattn.evaluation import intervals
 from sparseattn.evaluation.tasks.compared import FULL
 from sparseattn.reporting.eval_records import Record, by, mean_of, method_of, rows_of, select
-from sparseattn.reporting.line_style import name_ends, style
+from sparseattn.reporting.line_style import broken, name_ends, style
 from sparseattn.reporting.plots.panels import (
     bare_grid,
     colour_bar,
@@ -38,7 +38,7 @@ def accuracy(records: Sequence[Record], path: Path) -> None:
     ]
     columns = min(3, len(by(records, "task")))
     methods = list(dict.fromkeys(map(method_of, records)))
-    figure, axes = panel_grid(-(-len(panels) // columns), columns, (3.4, 2.6), methods)
+    figure, axes = panel_grid(-(-len(panels) // columns), columns, (2.6, 2.4), methods)
     hide(axes.flat[len(panels) :])
     prompts = []
     for axis, (task, protocol, of_task) in zip(axes.flat, panels, strict=False):
@@ -101,7 +101,7 @@ def heat(records: Sequence[Record], path: Path) -> None:
         ]
         axis.imshow(cells, norm=scale, cmap="cividis", aspect="auto")
         name = shown(row[0] if row[1] is None else f"{row[0]}, {row[1]}")
-        axis.set_title(name.replace("(", "\n(", 1), fontsize=8)  # a panel is narrow
+        axis.set_title(broken(name), fontsize=8)  # a panel is narrow
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=45)
         axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
     for axis in axes[:, 0]:

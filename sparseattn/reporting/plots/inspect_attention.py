@@ -31,7 +31,7 @@ PANELS = {
 def inspection(found: Inspection, path: Path) -> None:
     """Draw eight measures, a panel each: a point a query head over the layers, and each layer's mean as a line."""
     layers = found.layers
-    figure, axes = bare_grid(len(PANELS), 4, (max(11.0, 1.6 + 4 * 0.09 * len(layers)), 5.6), sharex=True)
+    figure, axes = bare_grid(len(PANELS), 4, (max(9.0, 1.6 + 4 * 0.05 * len(layers)), 5.6), sharex=True)
     for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=True):
         known = measure(key)
         for x, layer in enumerate(layers):
@@ -42,14 +42,14 @@ def inspection(found: Inspection, path: Path) -> None:
         top = None if known.top is None else 1.03 * known.top
         axis.set_ylim(bottom=min(-0.03 * (known.top or 0.0), least), top=top)
         axis.yaxis.set_major_formatter(unit(known))
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         step = -(-len(layers) // 10)
         axis.set_xticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     for axis in axes[1]:
         axis.set_xlabel("layer", fontsize=9)
-    heading(figure, f"{_where(found)}, pages of {PAGE}; a point a query head, the line their mean")
+    heading(figure, f"{_where(found)}, pages of {PAGE}; one point per query head, and their mean")
     save(figure, path)
 
 
@@ -72,7 +72,7 @@ def needed_rows(found: Inspection, path: Path) -> None:
     few = all(len(heads["far_mass"]) <= HEADS for heads in found.heads.values())
     heading(
         figure,
-        f"{_where(found)}: share of the attention beyond sink and window on the best rows; a line a query head, "
+        f"{_where(found)}: share of the attention beyond sink and window on the best rows; one line per query head, "
         f"{'numbered' if few else 'least and most numbered'}",
     )
     name_ends(figure, axes[: len(found.layers)])

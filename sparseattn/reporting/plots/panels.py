@@ -9,6 +9,7 @@ from typing import Any
 
 from sparseattn.evaluation.measures import Measure
 from sparseattn.reporting.line_style import room
+from sparseattn.reporting.plots.themed_svg import PAPER, themed
 from sparseattn.reporting.terminal import plain
 from sparseattn.utils.files import write_atomic
 
@@ -102,7 +103,18 @@ def colour_bar(figure: Figure, axes: Any, colours: str, label: str) -> Normalize
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG that is there whole or not at all."""
+    """Write a figure, there whole or not at all: a PNG, or where the path says so an SVG that follows the theme.
+
+    An SVG of the same figure is the same to the byte, and its text is text.
+    """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    write_atomic(path, buffer.getvalue())
+    if path.suffix == ".svg":
+        figure.set_facecolor(PAPER[0])
+        for axis in figure.axes:
+            axis.set_facecolor("none")
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sparseattn"}):
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        write_atomic(path, themed(buffer.getvalue().decode()).encode())
+    else:
+        figure.savefig(buffer, format="png", dpi=130)
+        write_atomic(path, buffer.getvalue())

@@ -26,7 +26,7 @@ from sparseattn.reporting.recall_tables import Recalled
 def recall(columns: Sequence[Recalled], level: float, path: Path) -> None:
     """Draw recall against the share of keys scanned: a column a source, queries to keys above, keys to keys below."""
     labels = list(columns[0].curves)
-    figure, axes = panel_grid(2, len(columns), (3.0, 3.0), labels, sharex=True, sharey=True)
+    figure, axes = panel_grid(2, len(columns), (2.1, 2.5), labels, sharex=True, sharey=True)
     every = [curve for column in columns for curves in (column.curves, column.control) for curve in curves.values()]
     shares = [point.mean("scanned_share") for curve in every for point in curve.points]
     shares = [share for share in shares if share > 0]  # neither none nor unknown
@@ -47,7 +47,7 @@ def recall(columns: Sequence[Recalled], level: float, path: Path) -> None:
     for axis, direction in zip((axes[0][0], axes[1][0]), ("queries to keys", "keys to keys"), strict=True):
         axis.set_ylabel(f"{direction}\nrecall@{k}")
     shared = "; keys to keys knows no gap" if len({id(column.control) for column in columns}) < len(columns) else ""
-    heading(figure, f"Recall against keys scanned: a point a setting of the index, mean over heads{shared}")
+    heading(figure, f"Recall against keys scanned: one point per setting of the index, mean over heads{shared}")
     name_ends(figure, axes.flat)
     save(figure, path)
 
@@ -60,7 +60,7 @@ def scaling(
     Args:
         lines: label -> for each column (`titles`) the number of keys -> its curve.
     """
-    figure, axes = panel_grid(2, len(titles), (3.2, 3.0), list(lines), sharex=True, sharey="row")
+    figure, axes = panel_grid(2, len(titles), (2.6, 2.7), list(lines), sharex=True, sharey="row")
     for panels, (measure, unit) in zip(axes, ((Curve.scanned_at, SHARE), (_milliseconds_at, COUNT)), strict=True):
         reached = {
             label: [{n: measure(curve, level) for n, curve in sorted(column.items())} for column in columns]
