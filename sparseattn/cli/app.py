@@ -29,6 +29,7 @@ GROUPS = {
     "Choose one": {
         "recommend": "Choose a method and a budget for every layer of a model, within an error.",
         "eval": "Ask a model about long prompts with every method, and score its answers.",
+        "lm-eval": "Run lm-evaluation-harness with sparse decoding, and prove that it was sparse.",
         "machine": "Measure this CPU, show a machine's figures, or predict decode steps on it.",
     },
     "Run it": {
@@ -107,14 +108,14 @@ def load(name: str) -> Any:
     warnings.filterwarnings("ignore", NO_NUMPY, UserWarning)
     try:
         with _left_at_once():
-            module = importlib.import_module(f"sparseattn.cli.{name}")
+            module = importlib.import_module(f"sparseattn.cli.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sparseattn":
             raise
         _say(f"`sparseattn {name}` needs the package {error.name}, which is not installed")
         raise typer.Exit(2) from None
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name)(module.run)
+    alone.command(name, context_settings=getattr(module, "CONTEXT", None))(module.run)
     return typer.main.get_command(alone)
 
 

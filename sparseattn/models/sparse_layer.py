@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.activity import LayerActivity
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
 from sparseattn.models.head_group import SparseHeads
@@ -100,6 +101,12 @@ class SparseLayer(CacheLayerMixin):
         for part in self.parts:
             part.forget_counts()
 
+    def activity(self) -> LayerActivity:
+        """Return what this layer did; a step of a layer whose heads have several methods is one."""
+        parts = [part.activity() for part in self.parts]
+        both = sum(parts, LayerActivity(dense_steps=self.dense_calls))
+        return replace(both, sparse_steps=parts[0].sparse_steps)
+
     @property
     def mean_rows(self) -> float:
         """Rows attended by a query head in a sparse call, mean over calls, sequences and heads; 0 without any."""
@@ -145,7 +152,8 @@ class SparseLayer(CacheLayerMixin):
         for t in range(dense, new):
             self._store(call, query, t, t + 1, run)
             run.cache.board.step = t
-            heads = [part.decode(query.select(3, t), scale, self.impl) for part in self.parts]
+            real = None if run.positions is None else run.positions[:, t] >= 0
+            heads = [part.decode(query.select(3, t), scale, self.impl, real) for part in self.parts]
             out = heads[0] if len(heads) == 1 else self._joined(heads)
             outs.append(out.reshape(batch, 1, query_heads, head_dim))
             self.sparse_calls += 1

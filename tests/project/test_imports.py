@@ -27,6 +27,7 @@ OPTIONAL = (
     "openai",
     "anyio",
     "playwright",
+    "lm_eval",
 )
 
 # A folder -> the folders of the package that it may import. In the order of docs/write/design.md, from the ground up.
@@ -86,6 +87,7 @@ HOMES = {
     "sklearn": ("evaluation/attention_stats.py",),
     "openai": ("serving/openai_client.py",),
     "anyio": ("serving/openai_client.py",),
+    "lm_eval": ("evaluation/harness/model.py", "evaluation/harness/launch.py"),
     "faiss": ("kernels/nearest.py", "training/kmeans.py"),
     "numba": (
         "kernels/graph/build_and_search.py",
