@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparseattn.cli import options as shared
-from sparseattn.cli.command import command, say
+from sparseattn.cli.command import command
 from sparseattn.cli.inputs import say_terms
+from sparseattn.reporting.activity_tables import by_task
+from sparseattn.reporting.terminal import table_screen
 
 if TYPE_CHECKING:
     from sparseattn.evaluation.harness.settings import SparseSettings
@@ -85,6 +87,4 @@ def run(options: LmEvalOptions) -> None:
         ) from error
     given = arguments(options.context.args)
     say_terms(str(given.model_args.get("pretrained")))
-    record = launched(given, settings)
-    total = record["total"]
-    say(f"{total['sparse_steps']:,} steps were sparse")
+    table_screen().print(by_task(launched(given, settings)))

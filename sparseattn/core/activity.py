@@ -18,12 +18,12 @@ class LayerActivity:
     Args:
         sparse_steps: tokens of a sequence that were decoded sparsely.
         dense_steps: attention calls in which tokens attended to every row: a prefill is one, whatever its length.
-        rows_read: rows that sparse steps attended to, sink and window included, summed over KV heads; the mean of the
-            query heads of a KV head that choose apart.
+        rows_read: rows that a query head attended to in sparse steps, sink and window included; mean over heads.
         rows_held: rows that full attention would have read in the same steps, likewise.
-        bytes_read: bytes that sparse steps read to choose and to attend; None where nobody counted them, as in a
-            `SparseCache` without `check=True`.
-        bytes_held: bytes of `rows_held`, as they came.
+        bytes_read: bytes that all heads read in sparse steps, to choose and to attend; None where nobody counted them,
+            as in a `SparseCache` without `check=True`.
+        bytes_held: bytes that full attention would have read of rows as they came.
+        entries_made: entries of an index by page that were computed, in vLLM; elsewhere an index is not made by entry.
     """
 
     sparse_steps: int = 0
@@ -32,6 +32,7 @@ class LayerActivity:
     rows_held: int = 0
     bytes_read: int | None = 0
     bytes_held: int = 0
+    entries_made: int = 0
 
     @property
     def share(self) -> float:
@@ -74,6 +75,31 @@ class Activity:
     def total(self) -> LayerActivity:
         """All layers added up."""
         return sum(self.layers.values(), LayerActivity())
+
+    @property
+    def sparse_steps(self) -> int:
+        """Tokens decoded sparsely, times layers."""
+        return self.total.sparse_steps
+
+    @property
+    def dense_steps(self) -> int:
+        """Dense attention calls, of all layers."""
+        return self.total.dense_steps
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that a query head read in sparse steps, of all layers."""
+        return self.total.rows_read
+
+    @property
+    def rows_held(self) -> int:
+        """Rows that full attention would have read in the same steps."""
+        return self.total.rows_held
+
+    @property
+    def share(self) -> float:
+        """Rows read over rows held; 0 without a sparse step."""
+        return self.total.share
 
     @property
     def sparse_layers(self) -> list[int]:

@@ -44,7 +44,7 @@ class SparseHeads:
         self._chosen: float | Tensor = 0.0
         self._always, self._stored = 0.0, 0.0
         self._read: float | Tensor = 0.0  # shares, by KV head
-        # Of the sequences whose token was no padding, summed over KV heads: rows read, and bytes where they are known.
+        # Of the sequences whose token was no padding: rows read by a head on average, and bytes that all heads read.
         self.steps, self._held = 0, 0
         self._rows: float | Tensor = 0.0
         self._bytes: float | Tensor = 0.0
@@ -80,7 +80,7 @@ class SparseHeads:
             rows_read=round(float(self._rows)),
             rows_held=self._held,
             bytes_read=None if math.isnan(read) else round(read),
-            bytes_held=self._held * self._row_bytes if self._held else 0,
+            bytes_held=self._held * self.rows.keys.shape[1] * self._row_bytes if self._held else 0,
         )
 
     @property
@@ -127,14 +127,14 @@ class SparseHeads:
         near = [(s - c) * use for s, c, use in zip(stored, sealed, counted, strict=True)]
         heads = rows.keys.shape[1]
         self.steps += sum(counted)
-        self._held += heads * sum(s * use for s, use in zip(stored, counted, strict=True))
-        self._rows = self._rows + heads * sum(near)
+        self._held += sum(s * use for s, use in zip(stored, counted, strict=True))
+        self._rows = self._rows + sum(near)
         for selection in (chosen,) if tail is None else (chosen, tail.selection):
             length = selection.length  # [B,Hs,S] rows
             read = length.sum()
             self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (length.shape[0] * length.shape[1])
             own = read if real is None else (length.sum((1, 2)) * real.to(length.device)).sum()
-            self._rows = self._rows + (own if own.is_cuda else int(own)) * heads / length.shape[1]
+            self._rows = self._rows + (own if own.is_cuda else int(own)) / length.shape[1]
         self._always += always  # sink and rows not sealed
         self._stored += mean_stored
         self.calls += 1

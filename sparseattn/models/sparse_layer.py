@@ -102,10 +102,12 @@ class SparseLayer(CacheLayerMixin):
             part.forget_counts()
 
     def activity(self) -> LayerActivity:
-        """Return what this layer did; a step of a layer whose heads have several methods is one."""
+        """Return what this layer did; of one whose heads have several methods, rows are the mean over its heads."""
         parts = [part.activity() for part in self.parts]
-        both = sum(parts, LayerActivity(dense_steps=self.dense_calls))
-        return replace(both, sparse_steps=parts[0].sparse_steps)
+        whole = sum(parts, LayerActivity(dense_steps=self.dense_calls))
+        first = parts[0]
+        read = self._mean(lambda part: part.activity().rows_read)
+        return replace(whole, sparse_steps=first.sparse_steps, rows_read=round(read), rows_held=first.rows_held)
 
     @property
     def mean_rows(self) -> float:

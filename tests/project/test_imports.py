@@ -87,7 +87,7 @@ HOMES = {
     "sklearn": ("evaluation/attention_stats.py",),
     "openai": ("serving/openai_client.py",),
     "anyio": ("serving/openai_client.py",),
-    "lm_eval": ("evaluation/harness/model.py", "evaluation/harness/launch.py"),
+    "lm_eval": tuple(f"evaluation/harness/{name}.py" for name in ("model", "server", "launch")),
     "faiss": ("kernels/nearest.py", "training/kmeans.py"),
     "numba": (
         "kernels/graph/build_and_search.py",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sparseattn import Quest
+from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.selectors.abilities import Evicts
 from sparseattn.serving.vllm import counters, engine_checks, installed
 from sparseattn.serving.vllm.counters import stats
@@ -146,14 +147,17 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str |
 
 def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(counters.FOLDER, str(tmp_path))
-    assert stats() == counters.VLLMStats()
+    assert stats() == Activity()
     own = counters.Counter()
-    own.add(rows_read=3, sparse_calls=1)
-    own.add(rows_read=4, rows_held=10)
-    (tmp_path / "1.counts").write_bytes(counters.FILE.pack(*range(len(counters.NAMES))))
+    own.add(0, rows_read=3, sparse_steps=1)
+    own.add(2, rows_read=4, rows_held=10)
+    other = counters.LAYER.pack(*range(len(counters.NAMES)))
+    (tmp_path / "1.counts").write_bytes(other + bytes((counters.LAYERS - 1) * len(other)))
     (tmp_path / "2.counts").touch()  # of a process that has just begun
-    assert stats() == counters.VLLMStats(sparse_calls=1, dense_calls=1, rows_read=9, rows_held=13, entries_made=4)
+    first = LayerActivity(1, 1, 5, 3, 4, 5, 6)
+    assert stats() == Activity({0: first, 2: LayerActivity(rows_read=4, rows_held=10)})
     assert stats().share == 9 / 13
-    assert (stats() - counters.VLLMStats(rows_read=2)).rows_read == 7
+    assert (stats() - Activity({0: LayerActivity(rows_read=2)})).rows_read == 7
+    assert Activity.from_dict(stats().to_dict()) == stats()
     monkeypatch.setenv(counters.FOLDER, str(tmp_path / "ended"))
-    assert stats() == counters.VLLMStats()
+    assert stats() == Activity()

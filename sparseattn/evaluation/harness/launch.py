@@ -15,8 +15,13 @@ from lm_eval.utils import setup_logging, simple_parse_args_string
 
 from sparseattn.evaluation.harness.model import NAME
 from sparseattn.evaluation.harness.report import taken
+from sparseattn.evaluation.harness.server import NAME as SERVER
+from sparseattn.evaluation.harness.server import refuse_logprobs
 from sparseattn.evaluation.harness.settings import SparseSettings
+from sparseattn.evaluation.harness.tasks import asking_logprobs
 from sparseattn.models.load import folder_of
+
+SERVERS = ("local-completions", SERVER)
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -45,8 +50,13 @@ def run(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
     Raises:
         ValueError: another model than ours, settings that do not fit, or a run of which no step was sparse.
     """
+    if given.model in SERVERS:
+        return _run_server(given, settings)
     if given.model != NAME:
-        raise ValueError(f"--model is {NAME}, which decodes sparsely, got {given.model}")
+        raise ValueError(
+            f"--model is {NAME}, which decodes sparsely here, or {SERVERS[0]}, a server of `sparseattn serve`, got "
+            f"{given.model}"
+        )
     if not given.model_args.get("pretrained"):
         raise ValueError("--model_args needs pretrained=MODEL, such as pretrained=smollm2")
     if twice := sorted(given.model_args.keys() & {one.name for one in fields(settings)}):
@@ -54,8 +64,37 @@ def run(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
     folder = folder_of(str(given.model_args["pretrained"]))
     # Tasks that make their prompts, such as RULER's, count them by this tokenizer.
     given.metadata = {"tokenizer": folder, **given.metadata}
+    if given.use_cache:  # lm-eval finds responses by their prompt alone, whoever gave them
+        given.use_cache = f"{given.use_cache}-{settings.digest({**given.model_args, 'pretrained': folder})}"
     given.model_args = {**given.model_args, **settings.given()}
+    return _launched(given)
+
+
+def _run_server(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
+    """Ask a server.
+
+    Raises:
+        ValueError: settings of ours, tasks that ask for log-probabilities, or a server that does not count.
+    """
+    if ours := ", ".join(f"--{name.replace('_', '-')}" for name in settings.given()):
+        raise ValueError(f"a server decodes as it was started: give {ours} to `sparseattn serve`, and not here")
+    if given.use_cache:
+        raise ValueError(
+            "--use_cache keeps responses by their prompt, and another server, or this one started otherwise, would be "
+            "given the same ones: leave it out where a server answers"
+        )
+    if not given.model_args.get("base_url"):
+        raise ValueError("--model_args needs base_url=URL, such as base_url=http://127.0.0.1:8000/v1/completions")
+    config = EvaluatorConfig.from_cli(given)
+    refuse_logprobs(asking_logprobs(config.process_tasks(config.metadata), config.tasks))
+    given.model = SERVER
+    return _launched(given)
+
+
+def _launched(given: argparse.Namespace) -> dict[str, Any]:
+    """Run lm-eval, and return what it says of what ran."""
     setup_logging()
+    taken()
     given.func(given)
     (record,) = taken()
     return record

@@ -8,6 +8,7 @@ what is scored was predicted by sparse steps. (`HFLM` scores continuations in on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,20 +16,22 @@ import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 
 from sparseattn.core.activity import Activity
+from sparseattn.core.effects import idle_budget, idle_layers, refuse
 from sparseattn.evaluation.harness.forced import Forced, predicted
 from sparseattn.evaluation.harness.report import finished
 from sparseattn.evaluation.harness.settings import SparseSettings
 from sparseattn.evaluation.harness.tails import Tail
 from sparseattn.evaluation.harness.tally import Tally
+from sparseattn.evaluation.harness.tasks import by_task
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
-from sparseattn.models.load import folder_of
+from sparseattn.models.load import folder_of, has_tokenizer
 from sparseattn.models.sparse_cache import SparseCache
-from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.utils.devices import usable_device
 
 NAME = "sparseattn"
@@ -55,6 +58,10 @@ class SparseLM(HFLM):
         own = {name: hf.pop(name) for name in SparseSettings.__dataclass_fields__ if name in hf}
         self.settings = SparseSettings(**own) if settings is None else settings
         source = folder_of(pretrained) if isinstance(pretrained, str) else pretrained
+        if isinstance(source, str) and Path(source).is_dir() and not has_tokenizer(Path(source)):
+            raise ModelError(
+                f"{pretrained} is a model of bytes, without a tokenizer, which lm-eval needs: name another"
+            )
         super().__init__(source, device=device or str(usable_device(None)), **hf)
         if self.backend != "causal":
             raise ModelError(f"{pretrained} is no causal LM, and sparse attention is of their decoding")
@@ -63,46 +70,59 @@ class SparseLM(HFLM):
                 f"--model {NAME} runs in one process, as its steps are counted there; this is one of {self.world_size}"
             )
         self._empty: SparseCache = self.settings.cache(self.model)
+        if not self._empty.sparse_layers:
+            whole = SparseCache(self.model, "window", None)
+            refuse(idle_layers(self.settings.dense_layers, len(whole.sparse_layers)))
         self._tails: dict[str, Tail] = {}  # by prompt, of the task that is asked
         self._batch: list[Tail] = []  # of the batch that was encoded last
         self.tally = Tally(self.settings.to_dict())
-
-    @property
-    def identity(self) -> str:
-        """What tells runs apart whose answers may differ."""
-        return self.settings.digest(fingerprint(self.model.named_parameters()))
 
     # -- task by task --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model says behind each prompt."""
-        return self._by_task(requests, super().generate_until, disable_tqdm)
+        return self._asked(requests, super().generate_until, disable_tqdm)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return of each continuation its log-likelihood, and whether it is the greedy one."""
-        return self._by_task(requests, super().loglikelihood, disable_tqdm)
+        return self._asked(requests, super().loglikelihood, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, all of whose tokens are decoded sparsely."""
-        return self._by_task(requests, super().loglikelihood_rolling, disable_tqdm)
+        return self._asked(requests, super().loglikelihood_rolling, disable_tqdm)
 
-    def _by_task(self, requests: list[Instance], ask: Callable[..., list[Any]], disable_tqdm: bool) -> list[Any]:
+    def _asked(self, requests: list[Instance], own: Callable[..., list[Any]], disable_tqdm: bool) -> list[Any]:
         """Ask task by task, so that steps are counted by task."""
-        by_task: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            by_task.setdefault(str(request.task_name), []).append(number)
-        found: list[Any] = [None] * len(requests)
-        for task, numbers in by_task.items():
-            mine = [requests[number] for number in numbers]
+
+        def ask(task: str, mine: list[Instance]) -> list[Any]:
+            self._check_effect(task, mine)
             self._tails = {
                 request.args[0]: self.settings.tails.of(task, request.doc, request.args[0], self._count)
                 for request in mine
                 if len(request.args) > 1  # a rolling one has a text alone
             }
             self.tally.begin(task, self._tails.values())
-            for number, answer in zip(numbers, ask(mine, disable_tqdm=disable_tqdm), strict=True):
-                found[number] = answer
-        return found
+            return own(mine, disable_tqdm=disable_tqdm)
+
+        return by_task(requests, ask)
+
+    def _check_effect(self, task: str, requests: Sequence[Instance]) -> None:
+        """NoEffect where the settings would read every row of every sequence of a task."""
+        rows = self.settings.own_rows
+        if rows is None:
+            return
+        texts = {request.args[0] for request in requests}
+        added = 0  # behind a text, at most
+        for request in requests:
+            if len(request.args) > 1:
+                more = request.args[1]
+                added = max(added, self._count(more) if isinstance(more, str) else self._generated(more))
+        longest = min(max(map(self._count, texts)) + added, self.max_length)
+        refuse(idle_budget(rows, longest, self.settings.sink, self.settings.window, f"the longest prompt of {task}"))
+
+    def _generated(self, options: dict[str, Any]) -> int:
+        """Return how many tokens a request may generate."""
+        return int(normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"])
 
     def _count(self, text: str) -> int:
         return len(self.tok_encode(text, add_special_tokens=False))

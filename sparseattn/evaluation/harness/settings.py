@@ -36,7 +36,7 @@ class SparseSettings:
     """
 
     selector: str | None = None
-    budget: str | int | float | None = BUDGET
+    budget: str | int | float = str(BUDGET)
     sink: int = SINK
     window: int = WINDOW
     seal: int | None = None
@@ -56,7 +56,14 @@ class SparseSettings:
     @property
     def rows(self) -> Budget:
         """The budget."""
-        return parse_budget("all" if self.budget is None else str(self.budget))
+        return parse_budget(str(self.budget))
+
+    @property
+    def own_rows(self) -> Budget:
+        """The budget that all layers have; None where there is none, or where roles or a plan say another."""
+        if self.roles is not None or self.plan is not None or not make_selector(self.selector or SELECTOR).uses_budget:
+            return None
+        return self.rows
 
     @property
     def tails(self) -> Tails:
@@ -104,8 +111,8 @@ class SparseSettings:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(SparseSettings, name)}
 
-    def digest(self, model: str) -> str:
-        """Return what tells runs apart whose answers may differ: of these settings and a model's `fingerprint`."""
+    def digest(self, model: Any) -> str:
+        """Return what tells runs apart whose answers may differ: of these settings, and of what says which model."""
         source = ""
         for path in (self.roles, self.plan):
             if path is not None:
@@ -113,5 +120,5 @@ class SparseSettings:
                     source = hashlib.sha256(file.read()).hexdigest()
         if not source:
             source = make_selector(self.selector or SELECTOR).source()
-        text = json.dumps([model, source, self.to_dict()], sort_keys=True)
+        text = json.dumps([model, source, self.to_dict()], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

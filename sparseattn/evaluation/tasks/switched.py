@@ -63,7 +63,7 @@ class Serving:
         for prompt, answer in self.engine.answers(coming()):
             steps += len(answer.ids) - 1  # the first token is the prefill's
             ran = self.engine.counts() - before
-            if (ran.sparse_calls > 0) if self.settings is None else (steps > 0 and not ran.sparse_calls):
+            if (ran.sparse_steps > 0) if self.settings is None else (steps > 0 and not ran.sparse_steps):
                 raise RuntimeError(f"{self.compared[0].label} decoded {steps} tokens, and vLLM's plug-in counts {ran}")
             yield self._record(prompt, answer, ran.share)
 
