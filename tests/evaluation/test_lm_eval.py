@@ -14,27 +14,14 @@ pytest.importorskip("transformers")
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from sparseattn.core.effects import NoEffect
 from sparseattn.evaluation.harness.model import SparseLM
 from sparseattn.evaluation.harness.settings import SparseSettings
 from sparseattn.evaluation.harness.tally import NothingSparse
 from sparseattn.models.errors import ModelError
+from tests.evaluation.lm_eval_tiny import ANSWERS, CONTEXT, QUESTIONS, byte_tokenizer
 from tests.models.tiny import small
-
-CONTEXT = "The harbour master counts boats, and the baker counts loaves. " * 3
-QUESTIONS = ["Who counts boats?", "What does the baker count, and why?", "Whom?"]
-
-
-def byte_tokenizer() -> Any:
-    """A tokenizer whose ids are those of 256 bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=letters[0], pad_token=letters[0])
 
 
 def settings(**changes: Any) -> SparseSettings:
@@ -63,7 +50,7 @@ def choices() -> list[Instance]:
     return [
         Instance("loglikelihood", {"context": CONTEXT}, (f"{CONTEXT}{asked}", f" {answer}"), 0, ("made", number, 1))
         for number, asked in enumerate(QUESTIONS)
-        for answer in ("the baker", "a boat", "b")
+        for answer in ANSWERS
     ]
 
 
@@ -86,7 +73,7 @@ def test_fewer_rows_give_other_answers_and_are_counted() -> None:
     assert 0 < made["rows_read"] < made["rows_held"]
     assert 0 < made["bytes_read"] < made["bytes_held"]
     # Of each question what stands behind the context, which ends before its last space, and an answer but for its end.
-    fed = [(f" {asked}", f" {answer}"[:-1]) for asked in QUESTIONS for answer in ("the baker", "a boat", "b")]
+    fed = [(f" {asked}", f" {answer}"[:-1]) for asked in QUESTIONS for answer in ANSWERS]
     steps = sum(len(asked) + len(answer) for asked, answer in fed)
     assert made["sparse_steps"] == 3 * steps
     assert made["dense_steps"] == 3, "one context, prefilled once, in three layers"

@@ -20,6 +20,7 @@ from sparseattn.evaluation.harness.server import refuse_logprobs
 from sparseattn.evaluation.harness.settings import SparseSettings
 from sparseattn.evaluation.harness.tasks import asking_logprobs
 from sparseattn.models.load import folder_of
+from sparseattn.serving.metrics import address_of_metrics
 
 SERVERS = ("local-completions", SERVER)
 
@@ -85,8 +86,11 @@ def _run_server(given: argparse.Namespace, settings: SparseSettings) -> dict[str
         )
     if not given.model_args.get("base_url"):
         raise ValueError("--model_args needs base_url=URL, such as base_url=http://127.0.0.1:8000/v1/completions")
-    config = EvaluatorConfig.from_cli(given)
-    refuse_logprobs(asking_logprobs(config.process_tasks(config.metadata), config.tasks))
+    address_of_metrics(str(given.model_args["base_url"]))
+    with _in_a_sentence():
+        config = EvaluatorConfig.from_cli(given)
+        manager = config.process_tasks(config.metadata)
+    refuse_logprobs(asking_logprobs(manager, config.tasks))
     given.model = SERVER
     return _launched(given)
 
@@ -95,9 +99,25 @@ def _launched(given: argparse.Namespace) -> dict[str, Any]:
     """Run lm-eval, and return what it says of what ran."""
     setup_logging()
     taken()
-    given.func(given)
+    with _in_a_sentence():
+        given.func(given)
     (record,) = taken()
     return record
+
+
+@contextlib.contextmanager
+def _in_a_sentence() -> Iterator[None]:
+    """Turn what lm-eval says of wrong arguments, by an error with a traceback, into one of ours."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        where = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+        if not where.startswith(("lm_eval.config", "lm_eval._cli", "lm_eval.evaluator", "lm_eval.tasks")):
+            raise
+        raise ValueError(f"lm-eval: {error}") from error
 
 
 @contextlib.contextmanager
