@@ -18,10 +18,11 @@ from benchmarks.measure import Timer
 from benchmarks.methods import Method
 from benchmarks.rounds import Copy, figures, first_look, in_rounds, rounds
 from benchmarks.step import Calls, appending, cost, filled, itemised, memory
+from sparseattn.cache.all_rows import everything
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import budget_record
-from sparseattn.roles.roles import rounded_label
+from sparseattn.roles.role import rounded_label
 
 
 @dataclass
@@ -81,15 +82,15 @@ class Bench:
         costs = []
         for asked in queries:
             decode(asked, cache, budget, impl=options.impl)
-            assert cache.latest is not None
-            costs.append(cost(cache, cache.latest, shape, cache.latest_tail))
+            assert cache.search.latest is not None
+            costs.append(cost(cache, cache.search.latest, shape, cache.search.latest_tail))
         return calls, timed, figures(taken, costs, shape.bytes, self.copy.bytes)
 
     def dense_ways(self, query: Tensor, cache: KVCache) -> dict[str, dense.Way]:
         """Those worth rounds, over a copy of the first cache's rows; order means nothing to them, so all share it."""
         if self.ways is None:
             rows = self.inputs.shape.rows
-            keys, values = (cache.keys, cache.values) if cache.sealed_device is None else cache.everything()[:2]
+            keys, values = (cache.keys, cache.values) if cache.sealed_device is None else everything(cache)[:2]
             held = (keys[:, :, :rows].contiguous(), values[:, :, :rows].contiguous())
             ways, self.absent = dense.ways(query, *held, self.options.impl)
             self.looks = first_look(ways, query, self.timer)

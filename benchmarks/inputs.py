@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.traces.synthetic import synthetic
 
 THETA = 500_000.0  # Llama 3's

@@ -32,7 +32,8 @@ from sparseattn.kernels import implementations
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.methods import METHODS
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.registry import make_selector
 
 NAME = "memory"

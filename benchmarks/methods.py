@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import Inputs
-from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.budget import budget_of, parse_budget
 from sparseattn.core.context import LayerContext
 from sparseattn.selectors.base import Selector

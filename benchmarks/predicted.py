@@ -28,7 +28,8 @@ from sparseattn.cost_model.environment import versions
 from sparseattn.cost_model.machine import CPU, Machine
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.registry import make_selector
 
 RECORDS = ("scaling-cpu",)

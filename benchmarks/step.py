@@ -22,8 +22,10 @@ from benchmarks.inputs import Inputs, Shape
 from benchmarks.measure import Clock, Temporaries, Timer, spread
 from benchmarks.methods import Method
 from benchmarks.rounds import WARM
+from sparseattn.cache.all_rows import bytes_named
 from sparseattn.cache.decode import attend_chosen, decode
-from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.selection import Selection, Tail
 
 REPLAYS = 20  # of a graph under the profiler
@@ -73,13 +75,13 @@ def cost(cache: KVCache, selection: Selection, shape: Shape, tail: Tail | None =
     say; `rows`, a KV head's in the mean.
     """
     near = (cache.bounds.rows - cache.bounds.sealed + cache.bounds.sink).sum().item()
-    far, own, biases = int(selection.distinct(shape.heads, int(cache.sealed_bounds.rows[0])).sum()), 0, 0
+    far, own, biases = int(selection.distinct(shape.heads, int(cache.stored.sealed_bounds.rows[0])).sum()), 0, 0
     for part in (selection, *([tail.selection] if tail else [])):
         biases += int(part.bias_bytes(shape.heads).sum())
     if tail:
         own = int(tail.selection.distinct(shape.heads, tail.keys.shape[2]).sum())
     rows = near * shape.heads + far + own
-    read = int(near * shape.heads + own) * shape.row_bytes + int(cache.bytes_named(selection).sum())
+    read = int(near * shape.heads + own) * shape.row_bytes + int(bytes_named(cache, selection).sum())
     scan = None if selection.scan_bytes is None else int(selection.scan_bytes.sum())
     return {
         "rows": round(rows / (shape.batch * shape.heads), 1),
@@ -117,7 +119,7 @@ class Calls:
         }
         if cache.sealed_device is None:
             chosen = cache.select(query, self.budget)
-            calls["attend"] = lambda: attend_chosen(query, cache, cache.latest or chosen, impl=self.impl)
+            calls["attend"] = lambda: attend_chosen(query, cache, cache.search.latest or chosen, impl=self.impl)
         for name, way in ways.items():
             calls[f"dense:{name}"] = functools.partial(way, query)
         return {name: self.captured(name, call) for name, call in calls.items()} if self.graph else calls

@@ -52,13 +52,15 @@ from sparseattn.evaluation.tasks.records import Records as EvalRecords  # noqa: 
 from sparseattn.models.gguf import convert, folder_of  # noqa: E402
 from sparseattn.recommend.records import Records as RecommendRecords  # noqa: E402
 from sparseattn.roles.plan import Plan  # noqa: E402
-from sparseattn.roles.roles import Role, Roles  # noqa: E402
+from sparseattn.roles.role import Role  # noqa: E402
+from sparseattn.roles.roles import Roles  # noqa: E402
 from sparseattn.selectors.base import Rows  # noqa: E402
 from sparseattn.selectors.pages.quest import Quest  # noqa: E402
 from sparseattn.selectors.parameters.channel_calibration import Calibration  # noqa: E402
 from sparseattn.selectors.parameters.layer_similarity import Similarity  # noqa: E402
 from sparseattn.selectors.parameters.logit_fit import Estimates  # noqa: E402
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition  # noqa: E402
+from sparseattn.selectors.parameters.saap_artefact import Artefact  # noqa: E402
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition  # noqa: E402
 from sparseattn.selectors.registry import make_selector  # noqa: E402
 from sparseattn.serving.vllm import settings as vllm_settings  # noqa: E402
 from sparseattn.traces.trace import Trace  # noqa: E402
@@ -519,7 +521,7 @@ def _calibration(path: Path) -> None:
 
 def _estimates(path: Path) -> None:
     layers = {i: (torch.ones(2, 2), torch.zeros(2, 2)) for i in (0, 1)}
-    Estimates("Quest(page=16)", layers, {"model": "m", "traces": ["a"]}).save(path)
+    Estimates("quest:page=16,group=sum,int8=False", layers, {"model": "m", "traces": ["a"]}).save(path)
 
 
 def _similarity(path: Path) -> None:

@@ -85,7 +85,8 @@ from sparseattn.selectors.abilities import (
 from sparseattn.selectors.base import best, vote
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.combined.wrapper import Wrapper
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.saved_state import Loaded, of_parts
 from sparseattn.traces.synthetic import synthetic
 
@@ -228,7 +229,7 @@ class Estimate(Biases, Observes, HasTail, ReadsKeys, Selector):
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         return Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         got, rows = self.got.visible, selection.rows
         each = weights.flatten(2).unflatten(1, (rows.shape[1], -1)).sum(2)  # [B,Hs,R]
         each, rows = (part.unflatten(1, (got.shape[1], -1)).flatten(2) for part in (each, rows))
@@ -411,7 +412,7 @@ CASES = [
     Case(
         "topp-group",
         lambda: TopP(Quest(8, "each"), 0.6, 40, 16, "softmax"),
-        lambda: TopP(Quest(8, "each"), 1, 1.0, 16, "softmax"),
+        lambda: TopP(Quest(8, "each"), 1.0, 1.0, 16, "softmax"),
     ),
     # A base sample of as many draws as there are rows reads every row.
     Case("vattention", lambda: VAttention(top=5), lambda: VAttention(rate=1.0)),
@@ -439,7 +440,7 @@ CASES = [
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),
-    Case("rocketkv", lambda: RocketKV(8.0), lambda: RocketKV(8.0)),
+    Case("rocketkv", lambda: RocketKV(8.0, page=4), lambda: RocketKV(8.0, page=3)),
     Case(
         "rocketkv-prompt",
         lambda: RocketKV(4.0, prompt=64, kernel=7, group="each"),
@@ -571,10 +572,10 @@ def together(cache: KVCache) -> tuple[Tensor, Tensor, Bounds]:
     """Keys, values and bounds of every row as one storage, `sink | sealed | recent`, wherever they lie."""
     if cache.sealed_device is None:
         return cache.keys, cache.values, cache.bounds
-    sink, bounds, zone = cache.sink, cache.bounds, cache.sealed_keys.shape[2]
+    sink, bounds, zone = cache.sink, cache.bounds, cache.stored.sealed_keys.shape[2]
     assert bounds.base == sink
     assert bool((bounds.sealed == sink).all()), "no row beside sink and recent ones is left on the cache's device"
-    near, far = (cache.keys, cache.values), (cache.sealed_keys, cache.sealed_values)
+    near, far = (cache.keys, cache.values), (cache.stored.sealed_keys, cache.stored.sealed_values)
     keys, values = (
         torch.cat([a[:, :, :sink], b.to(a.device), a[:, :, sink:]], 2) for a, b in zip(near, far, strict=True)
     )

@@ -49,18 +49,18 @@ def decode(
             scale that a selector with a tail, or one that weighs its rows for a mass, was not told (`Selector.scale`).
         RuntimeError: an empty cache, or an `impl` that cannot run here.
     """
-    allowed = cache.prepare(query, budget)
-    if allowed.mass is not None or cache.weighs_near:
+    allowed, search = cache.prepare(query, budget), cache.search
+    if allowed.mass is not None or search.abilities.weighs_near:
         _same_scale(query, cache, scale, "weighs rows")
     if cache.sealed_device is None:
-        selection = cache.choose(query, allowed, counted=cache.check)
+        selection = search.choose(query, allowed, counted=cache.check)
         return attend_chosen(query, cache, selection, scale=scale, impl=impl)
     on_host, copied = _to_host(query)
     nothing = Selection.none(query.shape[0], query.shape[1], query.device)
     near = attend(query, cache.keys, cache.values, nothing, cache.bounds, scale=scale, impl=impl)
     if copied is not None:
         copied.synchronize()  # waits for the query, not for the attention queued behind it
-    selection = cache.search(on_host, allowed, lambda: near[1].to(on_host.device), counted=cache.check)
+    selection = search.choose(on_host, allowed, lambda: near[1].to(on_host.device), counted=cache.check)
     parts, weights = _attend_parts(on_host, cache, selection, True, scale, None)
     there = [(_to_device(out, query.device), _to_device(lse, query.device)) for out, lse in parts]
     out, total = _merged([near, *there])
@@ -98,23 +98,23 @@ def _attend_parts(
     """(out, lse) of the rows chosen, with those that every query reads unless these lie `apart`, in one part or two,
     and of the tail if there is one; and, where the selector observes, the weights of the first part's rows among
     themselves."""
-    weights, parts = None, []
+    stored, search, weights, parts = cache.stored, cache.search, None, []
+    if apart and cache.bits is None:
+        keys, values, bounds = *stored.sealed_rows(), stored.sealed_bounds
+    else:
+        keys, values, bounds = stored.keys.visible, stored.values.visible, stored.bounds
     if cache.bits is not None:
         if not apart:
             nothing = Selection.none(query.shape[0], query.shape[1], query.device)
-            keys, values, bounds = cache.attended()
             parts.append(attend(query, keys, values, nothing, bounds, scale=scale, impl=impl))
-        if (codes := cache.sealed_codes) is not None:
+        if (codes := stored.sealed_codes) is not None:
             parts.append(attend_coded(query, codes, selection, scale=scale, impl=CODED.get(impl, impl)))
-    else:
-        rows = (cache.sealed_keys, cache.sealed_values, cache.sealed_bounds) if apart else cache.attended()
-        keys, values, bounds = rows
-        if cache.observed:
-            out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
-        else:
-            out, lse = attend(query, keys, values, selection, bounds, scale=scale, impl=impl)
+    elif search.abilities.observers and search.observed:
+        out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
         parts.append((out, lse))
-    tail = cache.tail(query, selection)
+    else:
+        parts.append(attend(query, keys, values, selection, bounds, scale=scale, impl=impl))
+    tail = search.tail(query, selection) if search.abilities.tail else None
     if tail is None:
         return parts, weights
     _same_scale(query, cache, scale, "weighs its tail")
@@ -142,7 +142,7 @@ def _observed(cache: KVCache, selection: Selection, weights: Tensor, lse: Tensor
     """`weights` `[B,H*G,S,span]` of a part with `lse` `[B,H,G]` become those of the whole with `total`."""
     if lse is not total:  # the part is not all there is
         weights = weights * share(lse, total).float().flatten(1)[..., None, None]
-    cache.observe(selection, weights)
+    cache.search.observe(selection, weights, total)
 
 
 def _to_host(rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -22,6 +22,13 @@ from sparseattn.selectors.base import Selector
 from sparseattn.utils.tensors import only_tensors
 
 
+def sizes(**given: int) -> None:
+    """Numbers of rows, by the names of their options; else ValueError."""
+    for name, size in given.items():
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{name} is 0 or more rows, an int, got {size!r}")
+
+
 def unused(selector: Selector) -> None:
     """A selector that no cache and no caller has filled; else ValueError."""
     if any(part.rows_of_cache for part in selector.tree()) or any(state.rows for _, state in selector.buffers()):
@@ -38,6 +45,14 @@ def reachable(selector: Selector, device: torch.device, sealed_device: torch.dev
             f"{selector!r} works in host memory, these rows are on {device}: keep the sealed ones there with "
             f'KVCache(..., sealed_device="cpu")'
         )
+
+
+def tensors(keys: object, values: object, queries: object, positions: object) -> None:
+    """Keys and values are tensors, and queries and positions where they are given; else ValueError."""
+    given = {"keys": keys, "values": values, "queries": queries, "positions": positions}
+    for name, part in given.items():
+        if not isinstance(part, Tensor) and (part is not None or name in ("keys", "values")):
+            only_tensors(**{name: part})
 
 
 def rows(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
@@ -73,6 +88,16 @@ def loose(selector: Selector) -> None:
         raise ValueError(
             f"the storage of this {selector!r} was fixed for another cache: one selector serves one cache, so give "
             f"each layer its own with selector.for_layer(i)"
+        )
+
+
+def fixable(sink: int, unit: int, capacity: int, sealed_device: torch.device | None) -> None:
+    """A capacity for the sink and a unit of rows, and all rows on one device; else ValueError."""
+    if sealed_device is not None or capacity < sink + unit:
+        apart = "" if sealed_device is None else f' and sealed_device="{sealed_device}"'
+        raise ValueError(
+            f"fixed=True takes a capacity for the sink and a unit, {sink + unit} rows or more, all on one device; got "
+            f"capacity={capacity}{apart}"
         )
 
 
@@ -237,7 +262,8 @@ def sealed_device(given: torch.device | str | None) -> torch.device | None:
 
 def query(asked: Tensor, held: Tensor) -> None:
     """A query `[B,H,G,D]` fits the stored keys `held` `[B,H,N,D]`; else ValueError."""
-    only_tensors(query=asked)
+    if not isinstance(asked, Tensor):
+        only_tensors(query=asked)
     if (
         asked.ndim != 4
         or asked.shape[:2] != held.shape[:2]

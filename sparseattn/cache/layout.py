@@ -8,6 +8,7 @@ on the host means that no step waits for the device; counting in plain numbers, 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -20,18 +21,14 @@ class Zones:
     Attributes:
         sink: rows reserved for the sink, the physical rows `[0, sink)`.
         zone: rows of the sealed zone, padding included: `[sink, start)`, or `[0, zone)` of a storage of its own.
+        start: the physical row where recent rows begin: behind the sealed zone, or the sink.
         count: real rows. sealed: of them sealed, freed ones included. next: the position after the newest row's.
         freed: places that the zone had before rows were freed, and has no more.
     """
 
     def __init__(self, batch: int, sink: int, apart: bool = False) -> None:
-        self.sink, self.zone, self.apart, self.freed = sink, 0, apart, 0
+        self.sink, self.zone, self.start, self.apart, self.freed = sink, 0, sink, apart, 0
         self.count, self.sealed, self.next = ([0] * batch for _ in range(3))
-
-    @property
-    def start(self) -> int:
-        """The physical row where recent rows begin: behind the sealed zone, or the sink."""
-        return self.sink if self.apart else self.sink + self.zone
 
     @property
     def recent(self) -> list[int]:
@@ -41,8 +38,10 @@ class Zones:
     @property
     def end(self) -> list[int]:
         """One past the last recent row; where there is none, `start`."""
-        start = self.start
-        return [start + recent for recent in self.recent]
+        start, sink = self.start, self.sink
+        return [
+            start + count - min(count, sink) - sealed for count, sealed in zip(self.count, self.sealed, strict=True)
+        ]
 
     def place(self, number: Tensor) -> Tensor:
         """Physical rows of the unsealed real rows `number` `[B,...]` of each sequence."""
@@ -51,10 +50,13 @@ class Zones:
 
     def behind(self, new: int) -> int | None:
         """The physical row where `new` more rows of every sequence begin; None where they lie in several runs."""
-        sink, start = self.sink, self.start
-        first = {n if n < sink else start + n - sink - held for n, held in zip(self.count, self.sealed, strict=True)}
-        split = start > sink and any(n < sink < n + new for n in self.count)
-        return first.pop() if len(first) == 1 and not split else None
+        sink, start, first = self.sink, self.start, None
+        for count, sealed in zip(self.count, self.sealed, strict=True):
+            row = count if count < sink else start + count - sink - sealed
+            if (start > sink and count < sink < count + new) or first not in (None, row):
+                return None
+            first = row
+        return first
 
     def due(self, keep: int, seal: int, span: int) -> list[int]:
         """Rows to seal now, whole spans: all but the newest `keep`, once `seal` rows wait in some sequence.
@@ -71,7 +73,7 @@ class Zones:
 
     def add(self, rows: Sequence[int], following: Sequence[int]) -> None:
         """Counts `rows` more real rows, after which the next position is `following`."""
-        self.count = [count + new for count, new in zip(self.count, rows, strict=True)]
+        self.count = list(map(operator.add, self.count, rows))
         self.next = list(following)
 
     def require_room(self, rows: Sequence[int], capacity: int, span: int) -> None:
@@ -89,11 +91,16 @@ class Zones:
     def seal(self, each: Sequence[int]) -> None:
         """Counts `each` rows as sealed; the zone grows by the most of them."""
         self.sealed = [sealed + rows for sealed, rows in zip(self.sealed, each, strict=True)]
-        self.zone += max(each)
+        self._resize(self.zone + max(each))
 
     def free(self, places: int) -> None:
         """Shrinks the zone by `places`."""
-        self.zone, self.freed = self.zone - places, self.freed + places
+        self._resize(self.zone - places)
+        self.freed += places
+
+    def _resize(self, zone: int) -> None:
+        self.zone = zone
+        self.start = self.sink if self.apart else self.sink + zone
 
     def crop(self, gone: Sequence[int]) -> list[int]:
         """Forgets the newest `gone` rows of each sequence and returns the physical place of the first of them.

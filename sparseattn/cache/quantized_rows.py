@@ -40,7 +40,7 @@ class SealedCodes(State):
         made = encode(keys, values, self.bits, self.group)
         for name, buffer in self._parts.items():
             if buffer.rows:
-                buffer.resize(first // (self.group if name == "key_levels" else 1), buffer.full)
+                buffer.resize(first // (self.group if name == "key_levels" else 1))
             buffer.append(getattr(made, name))
         self.rows = first + keys.shape[2]
 

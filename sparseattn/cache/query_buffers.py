@@ -67,7 +67,7 @@ class Queries(RowBuffer):
     def drop(self, at: Tensor) -> None:
         """Forgets the newest queries: those of rows dropped from positions `at` `[B,n]`, negative for none."""
         self.held = self.held - sampled(at, self.share).sum(1)
-        self.resize(int(self.held.max()), self.full)
+        self.resize(int(self.held.max()))
 
     def take(self, index: Tensor) -> None:
         super().take(index)

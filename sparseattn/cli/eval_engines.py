@@ -23,7 +23,9 @@ from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.registry import make_selector
-from sparseattn.serving.openai_client import Address, ServedTokenizer, Server, counts_alike
+from sparseattn.serving.openai_client import Server
+from sparseattn.serving.questions import Address
+from sparseattn.serving.served_tokenizer import ServedTokenizer, counts_alike
 from sparseattn.serving.vllm.offline import Offline, check_offline
 from sparseattn.serving.vllm.server import check_plan, servable
 from sparseattn.serving.vllm.settings import Settings, parse

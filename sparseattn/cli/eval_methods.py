@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from sparseattn.cache import input_checks
-from sparseattn.cache.kv_cache import GROUP, check_seal
+from sparseattn.cache.shown_rows import GROUP, check_seal
 from sparseattn.cli import values
 from sparseattn.core.budget import budget_label, budget_of, budget_order
 from sparseattn.evaluation.tasks.run import Method

@@ -30,7 +30,7 @@ from sparseattn.recommend.settling import settle
 from sparseattn.recommend.trials import Settings, Trials, averaged
 from sparseattn.recommend.windows import Window, windows
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import DENSE, Role, Share
+from sparseattn.roles.role import DENSE, Role, Share
 from sparseattn.selectors.pages.base import PageSelector
 from sparseattn.utils.devices import quarter_of_memory
 

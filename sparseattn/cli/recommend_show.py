@@ -12,7 +12,7 @@ from sparseattn.recommend.single import singles
 from sparseattn.reporting.agreement_tables import with_interval
 from sparseattn.reporting.table import Column, Table
 from sparseattn.reporting.terminal import Screen
-from sparseattn.roles.roles import Role
+from sparseattn.roles.role import Role
 
 MOST_WINDOWS = 1000  # that a user may be told to verify on
 

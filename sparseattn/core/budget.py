@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 MASS = "mass:"
 MOST = 10**15  # rows: no context has as many, and a float holds every number up to it
@@ -55,6 +55,20 @@ class Reader(Protocol):
     def estimates(self) -> bool: ...
     @property
     def uses_budget(self) -> bool: ...
+    def allowed(self, budget: int) -> int: ...
+
+
+class Allowance(NamedTuple):
+    """What a budget allows at a step.
+
+    Args:
+        rows: rows per head beyond sink and window, 1 or more.
+        mass: the share of the attention that is to be held; None where the budget is no mass, or the selector has no
+            use for it.
+    """
+
+    rows: int
+    mass: float | None
 
 
 def budget_rows(budget: Budget, context: int, span: int = 1, reader: object = "the selector") -> int:
@@ -97,10 +111,32 @@ def budget_of(selector: Reader, budget: Budget, context: int) -> int:
     budget = parse_budget(budget)
     if isinstance(budget, Mass) and selector.uses_budget and not selector.estimates:
         raise ValueError(
-            f"{selector!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass: "
+            f"{selector} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass: "
             f"give it rows or a share of the context, not {budget}"
         )
     return budget_rows(budget, context, selector.span, selector)
+
+
+def allowance(selector: Reader, budget: Budget, context: int, capacity: int | None = None) -> Allowance:
+    """What `budget` allows a selector to read at a step of a cache.
+
+    Args:
+        context: rows of the longest sequence.
+        capacity: rows that there can be, in a cache of fixed storage.
+
+    Raises:
+        ValueError: see `budget_of`.
+    """
+    if isinstance(budget, str):
+        budget = parse_budget(budget)
+    unlimited = budget is None or (isinstance(budget, Mass) and budget.most is None)
+    most = context if capacity is None else capacity
+    rows = budget_of(selector, budget, most if unlimited else context)
+    if not unlimited:
+        rows = selector.allowed(rows)
+    # More rows than there are, or can be, change nothing but the number of slots.
+    rows = min(rows, max(most, selector.span))
+    return Allowance(rows, budget.share if isinstance(budget, Mass) and selector.uses_budget else None)
 
 
 def parse_budget(given: Budget) -> Rows:

@@ -108,18 +108,22 @@ class RowBuffer(State):
             raise RuntimeError(EMPTY)
         return storage.narrow(self.dim, 0, self.rows) if self.room is None else storage
 
-    def resize(self, rows: int, like: Tensor) -> Tensor:
+    def resize(self, rows: int, like: Tensor | None = None) -> Tensor:
         """Makes it hold `rows` rows, growing the storage if needed; rows that are new are unspecified.
 
-        `like` gives the other sizes, dtype and device where there is no storage.
+        `like` gives the other sizes, dtype and device where there is no storage; None where there is.
 
         Returns:
             The storage.
 
         Raises:
             ValueError: more rows than a fixed buffer has.
+            RuntimeError: no storage, and nothing that it is to be like.
         """
         storage = self.storage
+        like = storage if like is None else like
+        if like is None:
+            raise RuntimeError(EMPTY)
         if self.room is not None:
             storage = self._fill_to(rows, self.room or rows, like)
         elif storage is None or rows > storage.shape[self.dim]:

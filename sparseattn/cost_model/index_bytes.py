@@ -88,5 +88,5 @@ def filled_cache(selector: Selector, shape: Shape, rows: int, draw: torch.Genera
 def looking_ahead(cache: KVCache, query: Tensor) -> KVCache:
     """Return the cache, told the query of its next step if its method looks ahead."""
     if cache.selector.find(LooksAhead):
-        cache.foresee(query)
+        cache.search.foresee(query)
     return cache

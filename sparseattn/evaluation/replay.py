@@ -34,7 +34,8 @@ from sparseattn.evaluation.replay_settings import (
 )
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.step_measures import COUNTED, MEASURES, check_steps, compare
-from sparseattn.roles.roles import Roles, Share, as_method, rounded_label, shares_of, together
+from sparseattn.roles.role import Share, rounded_label, together
+from sparseattn.roles.roles import Roles, as_method, shares_of
 from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace, TraceLayer
@@ -228,7 +229,7 @@ class _Run:
             input_checks.finite(query=query)
             if cache.selector.find(LooksAhead):
                 assert layer.ahead is not None  # check_replay
-                cache.foresee(layer.ahead[None, :, :, t - tokens].float())
+                cache.search.foresee(layer.ahead[None, :, :, t - tokens].float())
             if (board := cache.selector.layer_context.board) is not None:
                 board.step = turn, t
             selection = cache.select(query, budget)

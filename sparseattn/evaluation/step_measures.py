@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparseattn.cache.all_rows import all_bounds, bytes_named, everything
 from sparseattn.cache.decode import attend_chosen
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.mass import Promise
@@ -52,7 +53,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
     if cache.freed:
         raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
-    if cache.bits is not None and not cache.exact:
+    if cache.bits is not None and not cache.stored.sealed.exact:
         raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
     _, heads, _, size = query.shape
     keys, values, bounds, reads = rows_read(query, cache, selection)
@@ -71,9 +72,9 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
     distinct = reads.any(2).sum(-1)[..., None].expand_as(attended)
     always = int(bounds.dense(rows).sum())  # rows that every query reads
     row_bytes = 2 * size * cache.selector.bytes_of(keys)  # a key and a value
-    of_rows = (always * row_bytes + cache.bytes_named(selection))[..., None]
+    of_rows = (always * row_bytes + bytes_named(cache, selection))[..., None]
     biases = selection.bias_bytes(heads)[..., None]
-    if (tail := cache.latest_tail) is not None:
+    if (tail := cache.search.latest_tail) is not None:
         attended = attended + tail.selection.attended.unflatten(1, (heads, -1))
         own = tail.selection.distinct(heads, tail.keys.shape[2])[..., None]
         distinct, of_rows = distinct + own, of_rows + own * row_bytes
@@ -96,7 +97,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         "attended": attended,
         "attended_share": attended / rows,
         "kept": reads[..., indexed].sum(-1),
-        **_promised(cache.latest_promise, weights, reads, indexed),
+        **_promised(cache.search.latest_promise, weights, reads, indexed),
         "distinct_rows": distinct,
         "scanned": scanned.expand_as(attended),
         "scanned_share": scanned.expand_as(attended) / rows,
@@ -115,7 +116,7 @@ def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tens
     _, heads, group, _ = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
     if cache.bits is not None:
-        (keys, values, _), bounds = cache.everything(), cache.all_bounds
+        (keys, values, _), bounds = everything(cache), all_bounds(cache)
     reads = attend_reference.named(selection, bounds, heads, keys.shape[2]).expand(-1, -1, group, -1)
     return keys, values, bounds, reads
 

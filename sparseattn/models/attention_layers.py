@@ -12,7 +12,8 @@ from sparseattn.core.rope import Rope
 from sparseattn.models import rotary
 from sparseattn.models.attention_routing import Call, beyond_softmax
 from sparseattn.models.cache_argument import cache_argument
-from sparseattn.models.capture import probe, quiet
+from sparseattn.models.capture import probe
+from sparseattn.models.exclusive import quiet
 from sparseattn.models.transformers_classes import DynamicCache
 
 TOKENS = 4  # of the passes that look at a model

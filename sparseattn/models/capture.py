@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime, timezone
@@ -32,6 +31,7 @@ from sparseattn.models.attention_routing import (
 )
 from sparseattn.models.cache_argument import cache_argument
 from sparseattn.models.errors import ModelError
+from sparseattn.models.exclusive import alone, quiet
 from sparseattn.models.lookahead_queries import Foresight
 from sparseattn.traces.trace import LayerShape, Trace, TraceError
 from sparseattn.traces.trace_writer import TraceWriter
@@ -349,45 +349,6 @@ def _listens(listener: Callable[[Call], tuple[Tensor, Any]]) -> Iterator[None]:
         yield
     finally:
         _LISTENER.reset(token)
-
-
-@contextlib.contextmanager
-def quiet(model: Any) -> Iterator[None]:
-    """Turn gradients and dropout off within the block; every module gets its mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-_ROUTED: dict[int, str] = {}  # id of a config -> what is being done with the models that have it
-_ROUTING = threading.Lock()
-
-
-@contextlib.contextmanager
-def alone(model: Any, purpose: str) -> Iterator[None]:
-    """Refuse to route a model's calls while they, or those of a model that shares its config, are being routed.
-
-    Args:
-        model: of transformers.
-        purpose: what is done with it, a participle.
-
-    Raises:
-        ModelError: it is being captured, or prepared for a `SparseCache`.
-    """
-    config = id(model.config)
-    with _ROUTING:
-        if config in _ROUTED:
-            raise ModelError(f"this model is being {_ROUTED[config]} already")
-        _ROUTED[config] = purpose
-    try:
-        yield
-    finally:
-        del _ROUTED[config]
 
 
 def _check_range(model: Any, input_ids: Tensor, layers: Sequence[int]) -> None:

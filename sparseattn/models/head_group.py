@@ -8,12 +8,13 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.cache.all_rows import bytes_named
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.activity import LayerActivity
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
-from sparseattn.roles.roles import Share
+from sparseattn.roles.role import Share
 
 
 class SparseHeads:
@@ -118,24 +119,28 @@ class SparseHeads:
 
     def _count(self, real: Tensor | None) -> None:
         rows = self.rows
-        chosen, tail = rows.latest, rows.latest_tail
+        chosen, tail = rows.search.latest, rows.search.latest_tail
         assert chosen is not None
         stored, sealed = rows.counts
-        mean_stored = sum(stored) / len(stored)
-        always = mean_stored - sum(sealed) / len(sealed)
-        counted = [True] * len(stored) if real is None else real.tolist()
-        near = [(s - c) * use for s, c, use in zip(stored, sealed, counted, strict=True)]
-        heads = rows.keys.shape[1]
-        self.steps += sum(counted)
-        self._held += sum(s * use for s, use in zip(stored, counted, strict=True))
-        self._rows = self._rows + sum(near)
+        held, near = sum(stored), sum(stored) - sum(sealed)  # near: sink and rows not sealed, which every query reads
+        mean_stored, always = held / len(stored), near / len(stored)
+        steps = len(stored)
+        if real is not None:
+            counted = real.tolist()
+            steps = sum(counted)
+            held = sum(count for count, is_real in zip(stored, counted, strict=True) if is_real)
+            near = held - sum(count for count, is_real in zip(sealed, counted, strict=True) if is_real)
+        self.steps += steps
+        self._held += held
+        self._rows = self._rows + near
         for selection in (chosen,) if tail is None else (chosen, tail.selection):
             length = selection.length  # [B,Hs,S] rows
             read = length.sum()
             self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (length.shape[0] * length.shape[1])
-            own = read if real is None else (length.sum((1, 2)) * real.to(length.device)).sum()
-            self._rows = self._rows + (own if own.is_cuda else int(own)) / length.shape[1]
-        self._always += always  # sink and rows not sealed
+            if real is not None:
+                read = (length.sum((1, 2)) * real.to(length.device)).sum()
+            self._rows = self._rows + (read if read.is_cuda else int(read)) / length.shape[1]
+        self._always += always
         self._stored += mean_stored
         self.calls += 1
         if not rows.check:
@@ -143,19 +148,20 @@ class SparseHeads:
             return
         read_bytes, row = self._bytes_read(chosen), self._row_bytes  # a comparison, which pays for looking
         self._read = self._read + (always + read_bytes.mean(0) / row) / mean_stored
-        own_bytes = read_bytes if real is None else read_bytes * real.to(read_bytes.device)[:, None]
-        self._bytes = self._bytes + own_bytes.sum() + heads * row * sum(near)
+        if real is not None:
+            read_bytes = read_bytes * real.to(read_bytes.device)[:, None]
+        self._bytes = self._bytes + read_bytes.sum() + rows.keys.shape[1] * row * near
 
     def _bytes_read(self, chosen: Selection) -> Tensor:
         """Return `[B,h]` float64: bytes read to choose and to attend, without the rows that are read anyway.
 
         NaN where the selector does not say what it reads. A row that several query heads chose is read once.
         """
-        keys, tail = self.rows.keys, self.rows.latest_tail
+        keys, tail = self.rows.keys, self.rows.search.latest_tail
         heads = keys.shape[1]
         if chosen.scan_bytes is None:
             return torch.full(keys.shape[:2], math.nan, dtype=torch.float64)
-        read = self.rows.bytes_named(chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
+        read = bytes_named(self.rows, chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
         if tail is not None:
             read = read + self._row_bytes * tail.selection.distinct(heads, tail.keys.shape[2])
             read = read + tail.selection.bias_bytes(heads)

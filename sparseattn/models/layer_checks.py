@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from sparseattn.cache.decode import decode
-from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
 from sparseattn.core.budget import Budget, budget_of
-from sparseattn.core.context import LayerContext
-from sparseattn.core.layer_choices import Board
 from sparseattn.models.attention_layers import AttentionLayer
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
 from sparseattn.models.transformers_classes import DynamicLayer
 from sparseattn.roles.fingerprint import fingerprint
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Roles, Share, ranges
-from sparseattn.selectors.abilities import LooksAhead
+from sparseattn.roles.role import Share
+from sparseattn.roles.roles import Roles, ranges
 
 
 def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
@@ -131,39 +124,3 @@ def check_budget(index: int, budget: Budget, share: Share) -> None:
         budget_of(share.selector, share.budget(budget), 1)
     except ValueError as error:
         raise ValueError(f"layer {index}: {error}") from error
-
-
-def try_out(
-    share: Share,
-    index: int,
-    depth: int,
-    what: AttentionLayer,
-    budget: Budget,
-    apart: torch.device | str | None,
-    impl: str | None,
-    board: Board,
-    bits: int | None = None,
-    group: int = GROUP,
-) -> None:
-    """Decode once over a few random rows of the shape of a layer's heads, so that what does not fit raises now.
-
-    depth: layers of the model.
-    board: of its layers, which are tried one after another. bits, group: as in `KVCache`.
-    """
-    selector = share.fresh(LayerContext(index, depth, rope=what.rope, scale=what.scale, board=board))
-    if selector.find(LooksAhead):
-        raise ValueError(
-            f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate it on "
-            f"traces made with `sparseattn capture --ahead`, or make the layer dense"
-        )
-    heads = what.heads if share.heads is None else len(share.heads.which)
-    selector.check_shape(heads, what.group, what.size)
-    count = max(unit_of(selector, bits, group), 16)
-    draw = torch.Generator().manual_seed(0)
-    shape = (1, heads, count, what.size)
-    rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
-    trial = KVCache(selector, sink=0, window=0, seal=count, sealed_device=apart, bits=bits, group=group, check=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what so few rows lack
-        trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))
-        decode(rows[2:, :, :, 0].movedim(0, 2), trial, share.budget(budget), scale=what.scale, impl=impl)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from sparseattn.models.attention_layers import attention_layers
 from sparseattn.models.attention_routing import Call, Route, delegate, implementation, name_of
 from sparseattn.models.cache_argument import cache_in, cache_name
-from sparseattn.models.capture import alone
 from sparseattn.models.errors import ModelError
+from sparseattn.models.exclusive import alone
 from sparseattn.models.sparse_layer import RUNNING, SparseLayer
 
 # How many of the last tokens the pass in progress returns logits of; 0: all.

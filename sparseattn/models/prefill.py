@@ -84,10 +84,10 @@ class Prefill:
             if isinstance(mine, SparseLayer):
                 mine.append_from(prefilled)
             elif isinstance(prefilled, SparseLayer):
-                mine.update(*_columns(prefilled.rows, held._real))
+                mine.update(*_columns(prefilled.rows, held._real.real))
             else:
                 made.layers[index] = copy.copy(prefilled)
-        made._real = held._real
+        made._real = held._real.clone()
         return made
 
     def rows(self, layer: int) -> KVCache:

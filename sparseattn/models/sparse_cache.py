@@ -20,25 +20,24 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from sparseattn.cache.kv_cache import GROUP, KVCache, unit_of
+from sparseattn.cache.shown_rows import GROUP
 from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.core.budget import Budget
-from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models import layer_checks as checks
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.errors import ModelError
-from sparseattn.models.head_group import SparseHeads
+from sparseattn.models.layer_maker import LayerMaker
 from sparseattn.models.model_hooks import leave, prepare, restore
-from sparseattn.models.passes import Passes
+from sparseattn.models.passes import Passes, sparse_tokens
+from sparseattn.models.real_tokens import RealTokens, positions_of
 from sparseattn.models.sparse_layer import Run, SparseLayer, another_dtype
 from sparseattn.models.stats import LayerStats, Stats
 from sparseattn.models.transformers_classes import Cache, DynamicCache
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Roles, Share
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.abilities import Evicts
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.registry import as_selector
 
 __all__ = ["LayerStats", "SparseCache", "Stats", "restore"]
 
@@ -141,9 +140,8 @@ class SparseCache(Cache):
         }
         self._seal = seal
         self._dense_calls: Counter[int] = Counter()  # of layers that are not sparse
-        self._real: Tensor | None = None  # [B,columns] bool on the CPU, once a token was padding
+        self._real = RealTokens()
         self.board = Board()  # on which layers leave choices for those behind
-        self._real_before: Tensor | None = None  # what that was before the pass in progress
         self._dtype = model.dtype  # when the first row came
         self.prepared, self._prepared_before = prepare(model, self)
         try:
@@ -156,47 +154,14 @@ class SparseCache(Cache):
             sparse = checks.sparse_layers(model, layers, found, self.dense_layers)
             for name, given in (("selector", self.selector), ("budget", budget)):
                 checks.check_mapping(name, given, sparse)
+            methods = self.selector if self.roles is None else self.roles
+            maker = LayerMaker(found, len(layers), methods, self._settings, seal, self.board, impl)
             for index in sparse:
-                layers[index] = self._layer(index, len(layers), impl)
+                layers[index] = maker.layer(index, checks.of_layer(budget, index))
         except BaseException:
             leave(self, self._prepared_before)
             raise
         super().__init__(layers=layers)
-
-    def _layer(self, index: int, depth: int, impl: str | None) -> SparseLayer:
-        what, budget = self.prepared.layers[index], checks.of_layer(self.budget, index)
-        shares, parts = self._shares(index), []
-        try:
-            for share in shares:
-                selector = share.fresh(LayerContext(index, depth, rope=what.rope, scale=what.scale, board=self.board))
-                seal = unit_of(selector, *self._rounding) if self._seal is None else self._seal
-                parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self._settings), budget))
-                checks.try_out(
-                    share,
-                    index,
-                    depth,
-                    what,
-                    budget,
-                    self._settings["sealed_device"],
-                    impl,
-                    self.board,
-                    *self._rounding,
-                )
-        except (ValueError, RuntimeError, ImportError) as error:
-            kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
-            raise kind(f"layer {index}: {error}") from error
-        return SparseLayer(parts, impl)
-
-    @property
-    def _rounding(self) -> tuple[int | None, int]:
-        """`bits` and `group` of the caches."""
-        return self._settings["bits"], self._settings["group"]
-
-    def _shares(self, index: int) -> list[Share]:
-        """Return which heads of a sparse layer have which method."""
-        if self.roles is None:
-            return [Share(as_selector(checks.of_layer(self.selector, index)))]
-        return self.roles.shares(index, self.prepared.layers[index].heads)
 
     # -- what ran --------------------------------------------------------------------------------------------------
 
@@ -257,7 +222,7 @@ class SparseCache(Cache):
         evicting = [rows for rows in parts if rows.selector.find(Evicts)]
         if not evicting:
             raise ValueError("no layer's selector drops rows (evicts), so there are none to free")
-        return sum(rows.compact() * rows.sealed_keys.shape[1] for rows in evicting)
+        return sum(rows.compact() * rows.stored.sealed_keys.shape[1] for rows in evicting)
 
     def clone(self, budget: Budget | PerLayer | EllipsisType = ...) -> SparseCache:
         """Return an independent copy that counts anew, with another `budget` if given; one index serves many questions.
@@ -270,6 +235,7 @@ class SparseCache(Cache):
         # Layers of transformers make new tensors when they grow, so a shallow copy of these is independent.
         twin.layers = [x.clone() if isinstance(x, SparseLayer) else copy.copy(x) for x in self.layers]
         twin._dense_calls, twin.board, twin._passes = Counter(), Board(), self._passes.clone()
+        twin._real = self._real.clone()
         for layer in twin.sparse_layers.values():
             for part in layer.parts:
                 selector = part.rows.selector
@@ -312,38 +278,36 @@ class SparseCache(Cache):
             return
         held = self._tokens()
         drop = -tokens_to_remove if tokens_to_remove <= 0 else max(held - tokens_to_remove, 0)
-        gone = torch.tensor(drop) if self._real is None else self._real[:, held - drop : held].sum(1)
+        gone = self._real.count(held - drop, held)
         for layer in self.layers:
             if isinstance(layer, SparseLayer):
                 layer.crop_rows(drop, gone)
             elif drop or getattr(layer, "record_past", False):  # 0: let go of the past that was kept for this
                 layer.crop(-drop)
-        if self._real is not None:
-            self._real = self._real[:, : held - drop]
+        self._real.crop(held - drop)
 
     def _take_back(self, tokens: int) -> None:
         """Go back to so many tokens, at most those that all layers hold whole."""
         if not tokens:
             self.reset()
             return
-        real = None if self._real is None else self._real[:, :tokens]
-        self._passes.take_back(self.layers, tokens, torch.tensor(tokens) if real is None else real.sum(1))
-        self._real = real
+        self._passes.take_back(self.layers, tokens, self._real.count(0, tokens))
+        self._real.crop(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence b become what sequence `beam_idx[b]` was."""
         super().reorder_cache(beam_idx)
-        self._real = self._real if self._real is None else self._real[beam_idx.cpu()]
+        self._real.take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        self._real = self._real if self._real is None else self._real.repeat_interleave(repeats, 0)
+        self._real.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`."""
         super().batch_select_indices(indices)
-        self._real = self._real if self._real is None else self._real[indices.cpu()]
+        self._real.take(indices)
 
     def reset(self) -> None:
         """Forget every token; the configuration and the counts stay."""
@@ -353,7 +317,7 @@ class SparseCache(Cache):
                 layer.reset()
             else:
                 self.layers[index] = fresh[index]
-        self._real = None
+        self._real = RealTokens()
         self._passes.forget()
 
     def _tokens(self) -> int:
@@ -378,7 +342,7 @@ class SparseCache(Cache):
             ValueError: the model has changed its dtype, or the inputs are none that it takes.
         """
         self._passes.begin(self.layers)
-        self._real_before = self._real
+        self._real.begin()
         try:
             return self._run(inputs, logits)
         except BaseException:
@@ -400,22 +364,13 @@ class SparseCache(Cache):
             self._dtype = self.model.dtype
         elif self._dtype != self.model.dtype:
             raise ValueError(another_dtype(self._dtype, self.model.dtype))
-        real = self._padding(inputs.get("attention_mask"), held, batch, new)
-        counted = torch.arange(held, held + new)[None]
-        at = inputs.get("position_ids")
-        if at is not None and at.ndim != 2:
-            raise ModelError(f"position_ids are [B,n], one position for a token, got {list(at.shape)}")
-        at = (counted if at is None else at.to("cpu", torch.int64)).expand(batch, -1)
-        positions = None
-        if real is not None:
-            positions = at.masked_fill(~real, -1)
-        elif not torch.equal(at, counted.expand_as(at)):
-            positions = at
+        real = self._real.take_in(inputs.get("attention_mask"), held, batch, new)
+        positions = positions_of(inputs.get("position_ids"), real, held, batch, new)
         self.board.clear()
         if (drafts := min(logits, new) - 1) > 0:  # which may be rejected
             for layer in self.sparse_layers.values():
                 layer.keep_unsealed(drafts)
-        return Run(self, self.prepared.original, self._sparse_tokens(held, new, logits), positions)
+        return Run(self, self.prepared.original, sparse_tokens(self.sparse_from, held, new, logits), positions)
 
     def end(self) -> None:
         """Note that the forward pass has come to its end.
@@ -428,31 +383,7 @@ class SparseCache(Cache):
     def cut_short(self) -> None:
         """Note that the pass was ended by an error or by Ctrl-C. If it has left rows, no other pass begins."""
         self._passes.cut_short(self.layers)
-        self._real = self._real_before
-
-    def _padding(self, mask: Any, held: int, batch: int, new: int) -> Tensor | None:
-        """Return `[B,n]` bool, which new tokens are valid; None while no token ever was padding."""
-        real = torch.ones(batch, new, dtype=torch.bool)
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < held + new:
-                shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-                raise ModelError(
-                    f"sparse attention takes an attention_mask [B,T] over all {held + new} tokens, got {shape}"
-                )
-            real = mask[:, held : held + new].to("cpu", torch.bool)
-        if self._real is None and bool(real.all()):
-            return None
-        before = torch.ones(batch, held, dtype=torch.bool) if self._real is None else self._real[:, :held]
-        self._real = torch.cat([before, real], 1)
-        return real
-
-    def _sparse_tokens(self, held: int, new: int, logits: int) -> int:
-        """Return how many of the last of `new` tokens behind `held` are decoded sparsely."""
-        if self.sparse_from is not None:
-            return min(max(held + new - self.sparse_from, 0), new)
-        if held and new == max(logits, 1):  # one token, or the last one and its drafts
-            return new
-        return max(logits - 1, 0) if logits < new else 0
+        self._real.cut_short()
 
     # -- the model -------------------------------------------------------------------------------------------------
 

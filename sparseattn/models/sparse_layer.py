@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparseattn.cache.all_rows import copy_rows, everything
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.activity import LayerActivity
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
 from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.transformers_classes import CacheLayerMixin
-from sparseattn.roles.roles import together
+from sparseattn.roles.role import together
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +220,7 @@ class SparseLayer(CacheLayerMixin):
         """
         part, num_kv_heads = slice(0, new), call.key.shape[1]
         group = call.query.shape[1] // num_kv_heads
-        keys, values, valid = heads.rows.everything()
+        keys, values, valid = everything(heads.rows)
         stored, count = keys.shape[2], keys.shape[1]
         block = heads.of_queries(block, num_kv_heads)
         if bool(valid.all()):
@@ -346,7 +347,7 @@ class SparseLayer(CacheLayerMixin):
     def append_from(self, other: SparseLayer) -> None:
         """Store the rows of a layer whose heads have one method, which has sealed none of them."""
         for part in self.parts:
-            part.rows.append_from(other.rows, part.of)
+            copy_rows(other.rows, part.rows, part.of)
         self.columns, self.dtype, self.is_initialized = other.columns, other.dtype, True
 
     def clone(self) -> SparseLayer:

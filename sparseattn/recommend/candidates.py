@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from sparseattn.core.budget import Budget
-from sparseattn.roles.roles import DENSE, WINDOW, Role
+from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.selectors.abilities import FollowsLayers, LooksAhead
 
 # Of each kind that runs without training what loses least at its bytes: rows by keys of few bits, alone, with means for

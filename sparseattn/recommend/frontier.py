@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sparseattn.cache.kv_cache import KVCache, unit_of
+from sparseattn.cache.all_rows import copy_rows
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.models.error_sensitivity import LayerSeen
 from sparseattn.models.head_group import SparseHeads
 from sparseattn.models.prefill import Prefill
-from sparseattn.roles.roles import Role, Share
+from sparseattn.roles.role import Role, Share
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def measured(
     share = Share(roles[0].selector, None, roles[0])
     selector = share.fresh(LayerContext(layer, depth, rope=shape.rope, scale=shape.scale, board=Board()))
     heads = SparseHeads(share, KVCache(selector, sink=sink, window=window, seal=unit_of(selector), check=True), None)
-    heads.rows.append_from(prefill.rows(layer))
+    copy_rows(prefill.rows(layer), heads.rows)
     heads.rows.seal()
     return [_point(heads, seen, role) for role in roles]
 

@@ -11,7 +11,7 @@ import torch
 from sparseattn.core.context import Heads
 from sparseattn.core.step_cost import Cost, Shape, dense_cost, step_cost, total
 from sparseattn.cost_model.machine import Machine
-from sparseattn.roles.roles import DENSE, Role, Share
+from sparseattn.roles.role import DENSE, Role, Share
 from sparseattn.selectors.base import Selector
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from sparseattn.recommend.choosing import Option, choose
 from sparseattn.recommend.objective import Layer, Objective
-from sparseattn.roles.roles import DENSE, Role, Roles
+from sparseattn.roles.role import DENSE, Role
+from sparseattn.roles.roles import Roles
 
 NEAR = 0.9  # of the bound: so much of it used is enough
 TRIES = 6  # configurations that are measured at most

@@ -19,7 +19,8 @@ from sparseattn.models.error_sensitivity import LayerSeen, observe
 from sparseattn.recommend.frontier import measured
 from sparseattn.recommend.records import Records
 from sparseattn.recommend.windows import Window
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 
 FRONTIER, TRIAL = "frontier", "trial"
 KEPT = ("kl", "same_top", "nll", "nll_difference", "scored_tokens", "rows", "context", "bytes_share")

@@ -11,179 +11,35 @@ The file, format version 1, is JSON:
 A role is "dense", "window" or a selector as `make_selector` reads it, or an object of such a `method` and a `budget` of
 its own: rows, a share ("5%" or 0.05) or "all".
 
-Helpers for two papers: `pyramid` (PyramidKV, https://arxiv.org/abs/2406.02069) and `duo` (DuoAttention,
-https://arxiv.org/abs/2410.10819).
+`papers.py` makes those of two papers.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-from torch import Tensor
-
-from sparseattn.core.budget import Budget, Rows, budget_of, budget_record, budget_rows, parse_budget
-from sparseattn.core.context import Heads, LayerContext
+from sparseattn.core.budget import Budget, budget_of
+from sparseattn.core.context import Heads
+from sparseattn.roles.role import DENSE, Role, Share
 from sparseattn.selectors.base import Selector
-from sparseattn.selectors.baselines.recent import Recent
-from sparseattn.selectors.baselines.window import Window
-from sparseattn.selectors.registry import as_selector, make_selector
+from sparseattn.selectors.registry import as_selector
 from sparseattn.selectors.trust import check_trusted, trusted_modules
 from sparseattn.utils.files import write_atomic
 from sparseattn.utils.json_text import parse
 
 FORMAT, VERSION = "sparseattn-roles", 1
-DENSE, WINDOW = "dense", "window"
 KEYS = ("format", "version", "name", "layers", "meta")
 Some = TypeVar("Some", bound="Roles")
 
 
-@dataclass(frozen=True, eq=False)
-class Role:
-    """What a head does.
-
-    Args:
-        method: "dense" reads every row, "window" sink and window alone; anything else is for `make_selector`.
-        budget: rows beyond sink and window, as in `decode`, with the text "all" for no limit; None: the one that is
-            asked for where the roles are used. With a budget, "window" reads so many rows more (`Recent`).
-
-    Raises:
-        ValueError: no such method, a budget that does not fit it, or one for a method that has no use for it.
-    """
-
-    method: str
-    budget: Budget = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.method, str):
-            raise ValueError(
-                f'a role is "{DENSE}", "{WINDOW}" or a selector as text, such as "quest:page=16", got '
-                f"{reprlib.repr(self.method)}"
-            )
-        selector = self.selector
-        if self.budget is None:
-            return
-        if self.method == DENSE or not selector.uses_budget:
-            raise ValueError(f"{self.method} has no use for a budget, got {reprlib.repr(self.budget)}")
-        budget_of(selector, self.budget, 1)
-
-    @functools.cached_property
-    def selector(self) -> Selector:
-        """Its configuration, which serves no cache: see `Share.fresh`."""
-        if self.method == DENSE or (self.method == WINDOW and self.budget is not None):
-            return Recent()
-        return Window() if self.method == WINDOW else make_selector(self.method)
-
-    @property
-    def label(self) -> str:
-        """For tables."""
-        what = self.method if self.method in (DENSE, WINDOW) else self.selector.label()
-        return what + self._at
-
-    @property
-    def _at(self) -> str:
-        if self.budget is None:
-            return ""
-        return f" at {100 * self.budget:.6g}%" if isinstance(self.budget, float) else f" at {self.budget}"
-
-    def record(self) -> str | dict[str, Any]:
-        """As in a file."""
-        return self.method if self.budget is None else {"method": self.method, "budget": budget_record(self.budget)}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Role) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[str, str]:
-        """With the budget's type in it: 1 is a row and 1.0 the whole context."""
-        return self.method, repr(self.budget)
-
-    def __str__(self) -> str:
-        return self.method + self._at
-
-
 Given: TypeAlias = "Role | str"
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """The KV heads of a layer that have one method, and the method.
-
-    Args:
-        selector: its configuration.
-        heads: which they are; None: all of the layer's.
-        role: None where one selector serves a whole model.
-    """
-
-    selector: Selector
-    heads: Heads | None = None
-    role: Role | None = None
-
-    @property
-    def label(self) -> str:
-        """Of the method, for tables."""
-        return self.selector.label() if self.role is None else self.role.label
-
-    @property
-    def own(self) -> bool:
-        """Whether it has a budget that holds whatever is asked for."""
-        return self.role is not None and (self.role.method == DENSE or self.role.budget is not None)
-
-    def budget(self, asked: Budget) -> Rows:
-        """What it may read where the budget `asked` is for those that have none of their own."""
-        if self.role is not None and self.role.method == DENSE:
-            return None
-        return parse_budget(asked if self.role is None or self.role.budget is None else self.role.budget)
-
-    def fresh(self, layer: LayerContext) -> Selector:
-        """Return a selector for its heads in a layer of a model, bound to what is known of it."""
-        key_bytes = self.selector.layer_context.key_bytes if layer.key_bytes is None else layer.key_bytes
-        return self.selector.for_layer(replace(layer, heads=self.heads, key_bytes=key_bytes))
-
-    def of(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Its heads of all a layer's in a dimension; a view where they are neighbours."""
-        if self.heads is None:
-            return x
-        first, last = self.heads.which[0], self.heads.which[-1]
-        if last - first + 1 == len(self.heads.which):
-            return x.narrow(dim, first, last - first + 1)
-        return x.index_select(dim, self._index(x.device))
-
-    @functools.cached_property
-    def _indices(self) -> dict[torch.device, Tensor]:
-        return {}
-
-    def _index(self, device: torch.device) -> Tensor:
-        """The heads on a device, copied there once, so that no step waits for it."""
-        if device not in self._indices:
-            assert self.heads is not None
-            self._indices[device] = torch.tensor(self.heads.which).to(device)
-        return self._indices[device]
-
-
-def together(shares: Sequence[Share], parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """What each share's heads gave, in the order of the layer's heads; the opposite of `Share.of`."""
-    if len(shares) == 1:
-        return parts[0]
-    shape = list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    out = parts[0].new_empty(shape)
-    for share, part in zip(shares, parts, strict=True):
-        out.index_copy_(dim, share._index(out.device), part)
-    return out
 
 
 class Roles:
@@ -427,86 +283,6 @@ def shares_of(method: Method, layer: int, heads: int) -> list[Share]:
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def pyramid(layers: int, budget: int | float, beta: float = 20, *, unit: int = 1) -> list[int] | list[float]:
-    """PyramidKV's budgets (https://arxiv.org/abs/2406.02069): most in the first layer, falling linearly to the last.
-
-    From 2B - B/beta to B/beta, so that their mean is B. Rows are rounded alike above and below the mean, which stays B
-    exactly. In the paper B counts no window, as budgets here.
-
-    Args:
-        layers: how many.
-        budget: B, their mean: rows (int) or a share of the context (float).
-        beta: how steep, 1 (all alike) or more; 20 as by default in the authors' code.
-        unit: rows are multiples of it, and so is B: the page of a method that reads whole pages.
-
-    Returns:
-        A budget for each layer, of `budget`'s type.
-
-    Raises:
-        ValueError: an argument out of its range, B that is no multiple of the unit, a last layer below one unit, or a
-            first layer above the whole context.
-    """
-    if layers < 1 or unit < 1 or not (math.isfinite(beta) and beta >= 1):
-        raise ValueError(f"layers and unit are 1 or more, and so is beta, got {layers}, {unit} and {beta}")
-    budget_rows(budget, 1)
-    steps = [1 - 2 * layer / (layers - 1) if layers > 1 else 0.0 for layer in range(layers)]  # 1 to -1
-    most = budget - budget / beta  # above the mean
-    if isinstance(budget, float):
-        if budget + most > 1:
-            raise ValueError(
-                f"budgets of mean {budget:g} and beta {beta:g} begin at {budget + most:g} of the context: at most 1"
-            )
-        return [budget + most * step for step in steps]
-    if budget % unit:
-        raise ValueError(f"budgets in multiples of {unit} rows have a mean of such, got {budget}")
-    rows = [budget + unit * int(math.copysign(math.floor(abs(most * step) / unit + 0.5), step)) for step in steps]
-    if rows[-1] < unit:
-        raise ValueError(
-            f"budgets of mean {budget} and beta {beta:g} end at {budget / beta:g} rows, less than the {unit} that are "
-            f"read at a time: give more rows or a smaller beta"
-        )
-    return rows
-
-
-def duo(
-    scores: Mapping[int, Sequence[float]] | Sequence[Sequence[float]] | Tensor,
-    threshold: float,
-    *,
-    retrieval: Given = DENSE,
-    streaming: Given = WINDOW,
-    name: str = "duo",
-) -> Roles:
-    """DuoAttention's roles (https://arxiv.org/abs/2410.10819): retrieval heads read every row, streaming heads sink and
-    window.
-
-    Args:
-        scores: of each KV head of each layer, `[L,H]` or by layer: the paper's gates, 0 to 1, which it optimises on
-            passkey prompts, or anything else that tells how much a head looks back.
-        threshold: a head of a larger score is a retrieval head.
-        retrieval, streaming: their roles; the paper's by default. `Role("window", 192)` reads 192 rows more than the
-            cache's window.
-        name: what tables call it.
-
-    Raises:
-        ValueError: no scores of heads, or what `Roles` refuses.
-    """
-    if isinstance(scores, Tensor):
-        scores = scores.tolist()
-    each = dict(scores if isinstance(scores, Mapping) else enumerate(scores))
-    for layer, heads in each.items():
-        if not isinstance(heads, Sequence) or not heads or not all(_is_number(score) for score in heads):
-            raise ValueError(
-                f"scores are lists of numbers, one for each KV head of a layer, got {reprlib.repr(heads)} for layer "
-                f"{layer}"
-            )
-    made = {layer: [retrieval if score > threshold else streaming for score in heads] for layer, heads in each.items()}
-    return Roles(made, name, {"threshold": threshold})
-
-
-def _is_number(score: object) -> bool:
-    return isinstance(score, (int, float)) and math.isfinite(score)
-
-
 def _roles(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role | tuple[Role, ...]:
     """The roles of a layer, from a file or from a caller; ValueError naming layer and head."""
     if isinstance(given, (list, tuple)):
@@ -531,11 +307,6 @@ def _role(given: Any, where: str, known: dict[tuple[str, str], Role]) -> Role:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     return known[key]
-
-
-def rounded_label(label: str, bits: int | None) -> str:
-    """A method's label where sealed rows are of `bits` bits."""
-    return label if bits is None else f"{label}, {bits}-bit rows"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
-import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
+
+from sparseattn.serving.bounded_replies import Bounds, bounded
+from sparseattn.serving.questions import Address, Answer, Question, ServerError
 
 ATTEMPTS = 5  # at an answer, where what failed may pass
 PAUSE = 0.5  # seconds before the second attempt; each next pause is twice as long, or as long as the server asks
@@ -27,15 +27,8 @@ PATIENCE = 3600.0  # seconds to an answer's first text: a prompt of a million to
 GAP = 600.0  # seconds from one piece of an answer to the next: a busy server lets some requests wait for others
 SOON = 60.0  # seconds for all that a server need not compute: its models, its version, tokens of a text
 REACH = 10.0  # seconds to connect
-REPLY = 1 << 24  # bytes of a reply at once: the tokens of a prompt of a million take less than half
-EVENT = 1 << 20  # bytes of one event of a stream
 MUTE = 1000  # events without text, beyond one for each token asked for: some servers say so that they still work
 SENTENCE = 500  # characters of a server's own words
-PROBE = "The old ferry passed the quiet harbour at noon, in 1984."  # to see how a server counts
-
-
-class ServerError(ValueError):
-    """A server failed or refused; the message is one sentence."""
 
 
 class _Torn(Exception):
@@ -43,78 +36,6 @@ class _Torn(Exception):
 
     def __str__(self) -> str:
         return "it broke off in the middle of an answer"
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server is.
-
-    Args:
-        name: its name in tables and records.
-        url: the API's URL, up to `/v1`.
-        model: the server's name of the model; None: the only one that it has.
-    """
-
-    name: str
-    url: str
-    model: str | None = None
-
-    @classmethod
-    def of(cls, text: str) -> Address:
-        """`NAME=URL#MODEL`; without a name the name is the URL. A URL without a path gets `/v1`.
-
-        Raises:
-            ValueError: no http or https URL, or one with a password or a query, which records would hold.
-        """
-        head, equals, rest = text.partition("=")
-        name, url = (head, rest) if equals and "://" not in head else ("", text)
-        try:
-            parts = urllib.parse.urlsplit(url)
-            whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-        except ValueError:
-            whole = False
-        if not whole or (equals and not name and "://" not in head):
-            raise ValueError(f"--endpoint is NAME=URL or URL, such as dense=http://127.0.0.1:8000/v1, got {text!r}")
-        if parts.username is not None or parts.query:
-            raise ValueError("--endpoint takes no password and no query, which records would show: use OPENAI_API_KEY")
-        plain = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
-        return cls(name or plain, plain, parts.fragment or None)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question for a server.
-
-    Args:
-        what: it is, for the sentences of errors.
-        prompt: the text to go on with.
-        begun: None: `prompt` is plain text. Else it is the turn of a user in a chat, and the answer begins so.
-        limit: tokens of an answer at most. A server that sends more pieces of text is cut there.
-        ended: whether an answer so far is whole, though the server goes on.
-    """
-
-    what: str
-    prompt: str
-    begun: str | None
-    limit: int
-    ended: Callable[[str], bool]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of a server.
-
-    Args:
-        text: as far as it was read.
-        first_seconds: until the first text came; None: none came.
-        seconds: until the answer was whole.
-        attempts: that it took; the times are those of the last.
-    """
-
-    text: str
-    first_seconds: float | None
-    seconds: float
-    attempts: int
 
 
 class Server:
@@ -330,7 +251,7 @@ class Server:
         if packing != "identity":
             raise ServerError(f"{self._who} packs its reply ({packing[:SENTENCE]}), which it was asked not to")
         stream = "text/event-stream" in reply.headers.get("content-type", "")
-        reply.stream = _bounded(reply, _Bounds(self._who, stream, time.monotonic() + seconds, self._late(seconds)))
+        reply.stream = bounded(reply, Bounds(self._who, stream, time.monotonic() + seconds, self._late(seconds)))
 
     @property
     def _who(self) -> str:
@@ -374,96 +295,6 @@ class Server:
                 f"{self._who} refuses {what} with status {error.status_code}: {words or 'it says no more'}{key}"
             )
         return ServerError(f"{self._who} broke off at {what}: {_own_words(str(error)) or type(error).__name__}")
-
-
-class ServedTokenizer:
-    """A server's tokenizer, with as much of the interface of transformers' as the tasks use.
-
-    Raises:
-        ServerError: the server has no `/tokenize` of vLLM's form.
-    """
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        bare, marked = server.ids(PROBE), server.ids(PROBE, special=True)
-        if not bare or not marked:
-            raise ServerError(
-                f"the server {server.name} does not say how it counts tokens (it has no /tokenize such as vLLM's): say "
-                f"with --model whose tokenizer makes the prompts"
-            )
-        self.bos_token_id = marked[0] if marked[1 : 1 + len(bare)] == bare else None
-        self.chat_template = server.turn([{"role": "user", "content": PROBE}]) is not None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        if not text:  # some servers refuse to count nothing
-            return {"input_ids": [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []}
-        ids = self._server.ids(text, add_special_tokens)
-        if ids is None:
-            raise ServerError(f"the server {self._server.name} no longer says how it counts tokens")
-        return {"input_ids": ids}
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._server.text(ids)
-
-    def apply_chat_template(self, turn: Sequence[Mapping[str, str]], **_: Any) -> str:
-        """The text of a chat, up to where the model is to answer."""
-        return self._server.text(self._server.turn(turn) or [])
-
-
-def counts_alike(server: Server, count: Callable[[str], int]) -> tuple[int, int] | None:
-    """Tokens of a sentence by `count` and by the server, where they differ; None: they agree, or it does not say."""
-    ids, ours = server.ids(PROBE), count(PROBE)
-    return None if not ids or len(ids) == ours else (ours, len(ids))
-
-
-@dataclass
-class _Bounds:
-    """What is read of a reply: whom it is of, whether it is a stream of events, until when, and what is said then."""
-
-    who: str
-    events: bool
-    end: float
-    late: ServerError
-    held: int = 0  # bytes of the reply, or of the event that is not over
-    tail: bytes = b""
-
-    def check(self, data: bytes) -> bytes:
-        """`data`, the next bytes; ServerError where they are too many or too late."""
-        if time.monotonic() > self.end:
-            raise self.late
-        self.held += len(data)
-        if self.events:  # an event ends with an empty line, which may lie across two pieces of data
-            seen = self.tail + data
-            over = max(seen.rfind(end) + len(end) if end in seen else 0 for end in (b"\n\n", b"\r\r", b"\r\n\r\n"))
-            if over:
-                self.held = len(seen) - over
-            self.tail = seen[-3:]
-        most = EVENT if self.events else REPLY
-        if self.held > most:
-            what = "an event of its answer" if self.events else "a reply"
-            raise ServerError(f"{self.who} sends {what} of more than {most:,} bytes, which is not read")
-        return data
-
-
-def _bounded(reply: Any, bounds: _Bounds) -> Any:
-    """The stream of a reply's bytes within bounds. Older releases of openai go by httpx, newer ones by httpx2."""
-    library, inner = sys.modules[type(reply).__module__.partition(".")[0]], reply.stream
-
-    def read(self: Any) -> Iterator[bytes]:
-        return map(bounds.check, inner)
-
-    async def read_async(self: Any) -> AsyncIterator[bytes]:
-        async for data in inner:
-            yield bounds.check(data)
-
-    def close(self: Any) -> None:
-        inner.close()
-
-    async def close_async(self: Any) -> None:
-        await inner.aclose()
-
-    made = {"__iter__": read, "__aiter__": read_async, "close": close, "aclose": close_async}
-    return type("Bounded", (library.SyncByteStream, library.AsyncByteStream), made)()
 
 
 def _ours(error: BaseException | None) -> ServerError | None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparseattn.selectors.parameters.saap_artefact import Classifier
+from sparseattn.selectors.parameters.saap_partition import Classifier
 from sparseattn.training.recipe import bucket_stream
 
 EPSILON = 1e-5  # of BatchNorm, torch's

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.selectors.parameters.saap_artefact import Classifier
+from sparseattn.selectors.parameters.saap_partition import Classifier
 from sparseattn.training.classifier import QueryClassifier, clip_each, divergence
 from sparseattn.training.examples import Pool, members_of, place_of
 from sparseattn.training.partial import Partial, Progress

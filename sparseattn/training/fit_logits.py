@@ -54,7 +54,7 @@ def fit(
     """
     made = as_selector(selector)
     if not made.estimates:
-        raise ValueError(f"{made!r} does not estimate what its rows weigh, so there is nothing to fit")
+        raise ValueError(f"{made} does not estimate what its rows weigh, so there is nothing to fit")
     models = {str(trace.meta.get("model")) for trace in traces}
     if len(models) != 1:
         raise ValueError(f"estimates are fitted on one trace or more of one model, got {', '.join(models) or 'none'}")
@@ -94,7 +94,7 @@ def _seen(
         append_rows(cache, layer, positions, t, t + 1)
         query = layer.query[None, :, :, t - trace.tokens].float()
         allowed = cache.prepare(query, None)
-        weighed = mine.weigh(query, cache.step(), allowed.rows)
+        weighed = mine.weigh(query, cache.search.step(), allowed.rows)
         heads, group = query.shape[1:3]
         chosen, logits = weighed.selection, (query @ cache.keys.mT * layer.scale).flatten(1, 2)[0]  # [H*G,N]
         at, first = cache.bounds, cache.bounds.base
@@ -102,7 +102,7 @@ def _seen(
         rows = chosen.rows.view(1, *chosen.start.shape[1:], chosen.span)  # [1,Hs,S,span]
         rows = rows.repeat_interleave(heads * group // rows.shape[1], 1)[0]
         true = far.gather(1, rows.clamp(min=0).flatten(1)).view(rows.shape).masked_fill(rows < 0, -torch.inf)
-        near = cache.near(query).flatten()[:, None]
+        near = cache.search.near(query).flatten()[:, None]
         size = chosen.length.repeat_interleave(heads * group // chosen.length.shape[1], 1)[0].float().log()
         weights = torch.cat([true.logsumexp(-1), near], 1).softmax(-1)
         steps.append((torch.cat([weighed.weights[0] - size, near], 1), torch.cat([size, near * 0], 1), weights))

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparseattn.cost_model.environment import machine, versions
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.training.examples import pool_of, sample_keys
 from sparseattn.training.fit import Fit, over_distances
 from sparseattn.training.kmeans import balance, mean_lengths, spherical_kmeans

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseattn.selectors.parameters.saap_artefact import Classifier
+from sparseattn.selectors.parameters.saap_partition import Classifier
 from sparseattn.training.kmeans import assign, at_once, by_bucket
 from sparseattn.training.prompts import HeadView, Prompt, Prompts, load, quota
 from sparseattn.training.recipe import Filters, Recipe, bucket_stream

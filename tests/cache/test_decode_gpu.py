@@ -137,8 +137,8 @@ def test_sealed_rows_in_host_memory_give_what_the_cpu_gives(case: Case) -> None:
             assert out.is_cuda
             torch.testing.assert_close(out.cpu(), decode(query, host, 48), rtol=1e-3, atol=1e-3)
     assert device.keys.is_cuda
-    assert device.sealed_keys.is_pinned()
-    assert device.sealed_values.is_pinned()
+    assert device.stored.sealed_keys.is_pinned()
+    assert device.stored.sealed_values.is_pinned()
     assert device.select(queries[:, :, :, -1].cuda(), 48).start.device.type == "cpu"
 
 

@@ -25,7 +25,7 @@ def addresses(cache: KVCache) -> dict[str, int]:
     parts = {name: state.full for name, state in cache.selector.buffers() if state.rows and name not in unread}
     bounds = {name: getattr(cache.bounds, name) for name in ("sink", "sealed", "rows")}
     read = {"keys": cache.keys, "values": cache.values, "positions": cache.positions, **parts, **bounds}
-    read["real rows"] = cache.step().valid
+    read["real rows"] = cache.search.step().valid
     return {name: part.data_ptr() for name, part in read.items()}
 
 
@@ -51,7 +51,7 @@ def test_it_gives_what_an_ordinary_cache_gives(case: Case) -> None:
                 continue
             query = queries[:, :, :, t - 1]
             torch.testing.assert_close(decode(query, cache, 40), decode(query, plain, 40), rtol=1e-5, atol=1e-5)
-            ours, theirs = cache.latest, plain.latest
+            ours, theirs = cache.search.latest, plain.search.latest
             assert ours is not None
             assert theirs is not None
             for name in ("attended", "scanned", "scan_bytes"):

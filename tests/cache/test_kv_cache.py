@@ -290,7 +290,7 @@ def test_the_row_of_the_step_that_is_decoded_is_not_of_the_prompt() -> None:
         shown[act] = []
         cache.selector.append = lambda rows, append=append, to=shown[act]: (to.append(rows), append(rows))[1]
         act(cache)
-        assert cache._stored.last.nbytes == 0, "what was handed over is not kept"
+        assert cache.stored.queries.last.nbytes == 0, "what was handed over is not kept"
         for t in range(50, 60):
             cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])  # no queries are asked for any more
             cache.seal()
@@ -314,7 +314,7 @@ def test_the_last_queries_survive_what_window_and_rollback_allow_to_drop() -> No
         assert cache.lengths.tolist() == [40 - most]
     cache.crop(35)  # all: nothing is lacking
     cache.append(keys[:, :, :2], values[:, :, :2], queries[:, :, :, :2])
-    assert cache._stored.last.at.tolist() == [[0, 1]]
+    assert cache.stored.queries.last.at.tolist() == [[0, 1]]
     with pytest.raises(ValueError, match=r"Heaviest\(rows=40\) learns from queries: append"):
         cache.append(keys, values)
 
@@ -392,7 +392,7 @@ def test_an_order_may_move_rows_of_earlier_seals(apart: str | None) -> None:
         if len(new[0]):
             expected = expected.flip(1)
         done += each
-        for stored, rows in ((cache.sealed_keys, keys), (cache.sealed_values, values)):
+        for stored, rows in ((cache.stored.sealed_keys, keys), (cache.stored.sealed_values, values)):
             for b in range(2):
                 real = expected[b].clamp(min=0)
                 assert torch.equal(stored[b], rows[b][:, real].masked_fill(expected[b][:, None] < 0, 0))
@@ -411,7 +411,7 @@ def test_budgets() -> None:
     assert budget_rows(0.29, 100) == 29
     assert budget_rows(0.5, 33) == 16
     with pytest.raises(ValueError, match="one span of Quest, which reads 16"):
-        budget_rows(8, 100, 16, "Quest")
+        budget_rows(8, 100, 16, "quest")
     assert budget_rows(None, 33) == 33
     assert parse_budget("64") == 64
     assert parse_budget("1%") == 0.01
@@ -479,7 +479,7 @@ def test_every_other_method_decodes_over_plain_tensors_as_it_comes(spec: str) ->
     for t in range(100, 240):
         cache.append(keys[:, :, t : t + 1], values[:, :, t : t + 1], queries[:, :, :, t : t + 1])
         if cache.selector.find(LooksAhead):
-            cache.foresee(queries[:, :, :, t])
+            cache.search.foresee(queries[:, :, :, t])
         if t % 69 == 32:
             assert bool(decode(queries[:, :, :, t], cache, 128).isfinite().all())
 
@@ -709,4 +709,4 @@ def test_a_refused_budget_seals_nothing_and_a_share_is_at_least_a_span() -> None
     assert cache.select(query, 0.01).attended.tolist() == [[16]]
     assert cache.select(query, 10**12).start.shape == (1, 1, 6)
     with pytest.raises(ValueError, match="at least 16 rows, got 8"):
-        cache.selector.select(query, cache.step(), 8)
+        cache.selector.select(query, cache.search.step(), 8)

@@ -61,7 +61,7 @@ def books(cache: KVCache) -> int:
         for rows, sealed in zip(cache.lengths, cache.sealed, strict=True)
     ]
     entries = 2 * 2 * 2 * max(waiting) * 16 * cache.keys.element_size() if cache.selector.queries_wanted[0] else 0
-    return 2 * 8 * cache.keys.shape[2] + (2 * 2 + 2) * cache.sealed_keys.shape[2] + entries
+    return 2 * 8 * cache.keys.shape[2] + (2 * 2 + 2) * cache.stored.sealed_keys.shape[2] + entries
 
 
 @by_case(CASES, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16})
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_rows_wherever_they_lie(case: Case, dtype: torch.
     """Keys, values and books by their shapes; what a selector holds is as much for sealed rows in another place."""
     joint, apart = (filled(case, dtype, place) for place in (None, "cpu"))
     rows = joint.keys.shape[2]
-    assert rows == apart.keys.shape[2] + apart.sealed_keys.shape[2]
+    assert rows == apart.keys.shape[2] + apart.stored.sealed_keys.shape[2]
     held, there = joint.nbytes, apart.nbytes
     assert held.pop("kv") == there.pop("kv") == 2 * 2 * 2 * rows * 16 * dtype.itemsize
     assert (held.pop("books"), there.pop("books")) == (books(joint), books(apart))
@@ -123,7 +123,7 @@ def test_a_fixed_cache_holds_what_a_full_one_would(case: Case) -> None:
         cache.seal()
         decode(queries[:, :, :, 300].contiguous(), cache, 64)
     assert fixed.keys.nbytes + fixed.values.nbytes == 2 * 2 * 2 * 1000 * 16 * 4
-    assert plain.sealed_keys.shape[2] == 996 // plain.selector.unit * plain.selector.unit
+    assert plain.stored.sealed_keys.shape[2] == 996 // plain.selector.unit * plain.selector.unit
     unread = {"kept", "valid"} if isinstance(fixed.selector, QueryBridge) else {"kept"}  # the last choice is no row
     full = dict(plain.selector.buffers())
     for name, state in fixed.selector.buffers():

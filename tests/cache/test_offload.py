@@ -56,7 +56,7 @@ def test_a_replay_of_sequences_of_different_lengths_equals_the_joint_cache(case:
     for joint, apart in zip(together(caches[0])[:2], together(caches[1])[:2], strict=True):
         rows = int(caches[0].bounds.rows.min())
         assert torch.equal(joint[:, :, 4:rows], apart[:, :, 4:rows])
-    assert torch.equal(caches[0].sealed_values, caches[1].sealed_values)
+    assert torch.equal(caches[0].stored.sealed_values, caches[1].stored.sealed_values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -88,16 +88,16 @@ def test_storage_beside_the_sealed_rows_does_not_grow_with_the_context(capacity:
         cache.append(keys, values)
         cache.seal()
         assert int(cache.sealed[0]) >= prefill - 26 - 16
-        places = {cache.sealed_keys.data_ptr()}
+        places = {cache.stored.sealed_keys.data_ptr()}
         for _ in range(600):
             after.add(device_rows(cache))
             place, sealed = cache.keys.data_ptr(), int(cache.sealed[0])
             cache.append(keys[:, :, :1], values[:, :, :1])
             cache.seal()
             assert cache.keys.data_ptr() == place or int(cache.sealed[0]) > sealed, "storage moves at seals only"
-            places.add(cache.sealed_keys.data_ptr())
+            places.add(cache.stored.sealed_keys.data_ptr())
         assert len(places) == 1 or (capacity == 0 and len(places) <= 3), "the sealed rows are not copied at each seal"
-        assert cache.sealed_keys.shape[2] == int(cache.sealed[0])
+        assert cache.stored.sealed_keys.shape[2] == int(cache.sealed[0])
     assert max(after) <= 4 + 20 + 200 + 2 + 16, "sink, window, rollback, rows that wait and a span"
 
 
@@ -106,16 +106,16 @@ def test_the_storage_of_queries_goes_with_their_rows() -> None:
     cache = KVCache(selector, sink=0, window=8, seal=16, sealed_device="cpu")
     queries, keys, values = heads(1, 2, 4, 2000, 8)
     cache.append(keys, values, queries)
-    assert 500 <= cache._stored.queries.full.shape[3] < 600, "a quarter of the rows and spare ones"
+    assert 500 <= cache.stored.queries.sampled.full.shape[3] < 600, "a quarter of the rows and spare ones"
     cache.seal()
-    assert cache._stored.queries.full.shape[3] < 100
+    assert cache.stored.queries.sampled.full.shape[3] < 100
 
 
 def test_a_method_that_reads_keys_is_shown_the_sealed_ones() -> None:
     cache = KVCache(Exact(), sink=4, window=8, seal=32, sealed_device="cpu")
     cache.append(*torch.randn(2, 2, 2, 200, D))
     cache.seal()
-    assert cache.selector.stored.data_ptr() == cache.sealed_keys.data_ptr()  # type: ignore[union-attr]
+    assert cache.selector.stored.data_ptr() == cache.stored.sealed_keys.data_ptr()  # type: ignore[union-attr]
 
 
 def test_both_parts_are_what_they_say_and_merge_to_the_whole() -> None:
@@ -124,12 +124,12 @@ def test_both_parts_are_what_they_say_and_merge_to_the_whole() -> None:
     cache.append(keys, values)
     query = queries[:, :, :, -1]
     selection = cache.select(query, 64)
-    assert cache.sealed_keys.shape[2] == int(cache.sealed[0]) == 176
+    assert cache.stored.sealed_keys.shape[2] == int(cache.sealed[0]) == 176
     assert cache.keys.shape[2] == 200 - 176
-    for bounds, expected in ((cache.bounds, (4, 4, 4, 24)), (cache.sealed_bounds, (0, 0, 176, 176))):
+    for bounds, expected in ((cache.bounds, (4, 4, 4, 24)), (cache.stored.sealed_bounds, (0, 0, 176, 176))):
         assert (int(bounds.sink[0]), bounds.base, int(bounds.sealed[0]), int(bounds.rows[0])) == expected
     near = attend(query, cache.keys, cache.values, Selection.none(2, 2), cache.bounds)
-    far = attend(query, cache.sealed_keys, cache.sealed_values, selection, cache.sealed_bounds)
+    far = attend(query, cache.stored.sealed_keys, cache.stored.sealed_values, selection, cache.stored.sealed_bounds)
     merged = merge(*(torch.stack(part) for part in zip(near, far, strict=True)))
     stored_keys, stored_values, bounds = together(cache)
     whole = attend(query, stored_keys, stored_values, selection, bounds)
@@ -142,12 +142,12 @@ def test_sealed_rows_of_a_joint_cache_are_a_view_of_its_keys() -> None:
     _, keys, values = heads(1, 2, 1, 100, D)
     cache = KVCache(Quest(), sink=4, window=8, seal=16)
     cache.append(keys, values)
-    assert cache.sealed_keys.shape[2] == 0
+    assert cache.stored.sealed_keys.shape[2] == 0
     cache.seal()
-    assert torch.equal(cache.sealed_keys, keys[:, :, 4:84])
-    assert torch.equal(cache.sealed_values, values[:, :, 4:84])
-    assert cache.sealed_keys.data_ptr() == cache.keys[:, :, 4:].data_ptr()
-    assert int(cache.sealed_bounds.rows[0]) == 80
+    assert torch.equal(cache.stored.sealed_keys, keys[:, :, 4:84])
+    assert torch.equal(cache.stored.sealed_values, values[:, :, 4:84])
+    assert cache.stored.sealed_keys.data_ptr() == cache.keys[:, :, 4:].data_ptr()
+    assert int(cache.stored.sealed_bounds.rows[0]) == 80
 
 
 @pytest.mark.parametrize("rows", [1, 3, 30])
@@ -157,7 +157,7 @@ def test_nothing_sealed_is_dense(make, rows: int) -> None:
     cache = KVCache(make(), sink=3, window=40, sealed_device="cpu")
     cache.append(keys, values)
     out = decode(queries[:, :, :, -1], cache, 16)
-    assert cache.sealed_keys.shape == (2, 2, 0, D)
+    assert cache.stored.sealed_keys.shape == (2, 2, 0, D)
     torch.testing.assert_close(out.double(), full(queries[:, :, :, -1], keys, values), rtol=1e-5, atol=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_to_moves_the_part_on_the_device_alone() -> None:
     cache.seal()
     assert cache.to("meta") is cache
     assert cache.keys.device.type == cache.bounds.rows.device.type == cache.positions.device.type == "meta"
-    assert cache.sealed_keys.device.type == cache.sealed_bounds.rows.device.type == "cpu"
+    assert cache.stored.sealed_keys.device.type == cache.stored.sealed_bounds.rows.device.type == "cpu"
     assert cache.selector.mean.full.device.type == "cpu"  # type: ignore[attr-defined]
 
 
@@ -244,7 +244,7 @@ def test_a_selector_that_fails_voids_the_cache_until_reset() -> None:
     with pytest.raises(ArithmeticError):
         cache.seal()
     with pytest.raises(RuntimeError, match="failed while rows were sealed"):
-        _ = cache.sealed_keys
+        _ = cache.stored.sealed_keys
     cache.reset()
     cache.append(*torch.zeros(2, 1, 1, 4, 8))
-    assert cache.sealed_keys.shape[2] == 0
+    assert cache.stored.sealed_keys.shape[2] == 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
 from sparseattn.cache.input_checks import compactable, roundable
-from sparseattn.cache.kv_cache import unit_of
+from sparseattn.cache.shown_rows import unit_of
 from sparseattn.core.context import StepContext
 from sparseattn.selectors.abilities import Evicts, ReadsRoundedKeys
 from tests.cases import CASES, Case, Heaviest, by_name, on_device
@@ -267,7 +267,8 @@ class Life:
         """For each sequence `[H,N]`: which token lies at each place of the sealed zone; -1 for none."""
         found = []
         for b, sequence in enumerate(self.sequences):
-            keys, values = (part[b].float() for part in (self.cache.sealed_keys, self.cache.sealed_values))
+            stored = self.cache.stored
+            keys, values = (part[b].float() for part in (stored.sealed_keys, stored.sealed_values))
             number = (values[..., 0] * BASE).nan_to_num(-1).long()
             if self.dtype != torch.float32:
                 number = number * BASE + (values[..., 1] * BASE).nan_to_num(-1).long()
@@ -279,7 +280,7 @@ class Life:
         return found
 
     def check(self, query: Tensor, got: Tensor) -> None:
-        cache, selection, tail = self.cache, self.cache.latest, self.cache.latest_tail
+        cache, selection, tail = self.cache, self.cache.search.latest, self.cache.search.latest_tail
         assert selection is not None
         nothing = torch.zeros(self.heads, 0, dtype=torch.int64)
         zone = self.zone() if max(cache.counts[1]) else [nothing] * self.batch
@@ -325,8 +326,8 @@ class Life:
         """Sealed keys and values `[B,H,N,D]` as a step reads them: with bits what their codes say."""
         if not places:  # as where the sequences that are left have no row in the zone
             return self.rows(0)[:2]
-        codes = self.cache.sealed_codes
-        return (self.cache.sealed_keys, self.cache.sealed_values) if codes is None else codes.decoded()
+        codes = self.cache.stored.sealed_codes
+        return (self.cache.stored.sealed_keys, self.cache.stored.sealed_values) if codes is None else codes.decoded()
 
 
 def sizes(selector: Selector, dtype: torch.dtype) -> list[int]:

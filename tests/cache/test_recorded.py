@@ -49,7 +49,7 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
     query = queries[:, :, :, prefill - 1].clone()
     cache.seal()
     allowed = cache.prepare(query, budget)
-    cache.search(query, allowed, lambda: cache.near(query))  # as before a capture: what is looked up once is here
+    cache.search.choose(query, allowed)  # as before a capture: what is looked up once is here
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implementations, "choose", lambda impl, _, __, names, *___: impl or _kernel(names))
@@ -69,7 +69,7 @@ def step(case: Case, prefill: int = 150, budget: Budget = 40, seal: int = 64, fi
         same = functools.partial(page_directions.scores, impl="torch")  # its kernel: test_page_directions_gpu.py
         patch.setattr(page_directions_gpu, "scores", recording.opaque(same))
         with recording:
-            chosen = cache.search(query, allowed, lambda: cache.near(query))
+            chosen = cache.search.choose(query, allowed)
             out = attend_chosen(query, cache, chosen, impl="triton")
     return (queries, keys, values), cache, recording, query, out
 
@@ -163,8 +163,8 @@ def test_a_step_by_mass_never_waits_and_follows_seals(name: str) -> None:
             choose_without_numba(patch)
             expected = decode(query, plain, budget)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-        assert plain.latest is not None
-        kept.add(tuple(plain.latest.attended.flatten().tolist()))
+        assert plain.search.latest is not None
+        kept.add(tuple(plain.search.latest.attended.flatten().tolist()))
     assert len(kept) == 3, "other numbers of rows at every step"
 
 

@@ -436,7 +436,7 @@ RECORD = {
     "task": "kv",
     "prompt": "p",
     "protocol": "question",
-    "method": "Quest",
+    "method": "quest",
     "budget": "64",
     "source": "quest",
     "score": 1.0,
@@ -450,7 +450,7 @@ def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
     kept = first.add(RECORD)
     assert kept == {**RECORD, "settings": {"model": "m", "sink": 4}}
     again = Records(path, {"model": "m", "sink": 4})
-    key = ("kv", "p", "question", "Quest", "64", RECORD["source"], None)  # records of before name no layers: all
+    key = ("kv", "p", "question", "quest", "64", RECORD["source"], None)  # records of before name no layers: all
     assert again.found == {key: kept}
 
 
@@ -511,7 +511,7 @@ def test_records_that_say_no_score_are_named_by_file_and_line(tmp_path: Path, fi
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
     sentence = (
-        r"what was measured \(task kv, protocol question, method Quest, budget 64\) cannot be kept: nll is .* got nan"
+        r"what was measured \(task kv, protocol question, method quest, budget 64\) cannot be kept: nll is .* got nan"
     )
     with pytest.raises(ValueError, match=sentence):
         Records(path, {}).add({**RECORD, "nll": float("nan"), "scored_tokens": 3})

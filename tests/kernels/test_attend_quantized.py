@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import CodedRows, KVCache, Rows, Selection, Selector, Window, attend, attend_coded, decode, evaluate
+from sparseattn.cache.all_rows import all_bounds, everything
 from sparseattn.cli.eval_methods import methods
 from sparseattn.cli.values import kv_bits
 from sparseattn.core.context import StepContext
@@ -138,10 +139,10 @@ def test_a_cache_of_few_bits_reads_what_it_stores_or_refuses(case: Case) -> None
         out = decode(query, cache, 40)
         if t % 20:
             continue
-        assert cache.latest is not None
+        assert cache.search.latest is not None
         assert all(part.stored is None for part in cache.selector.find(ReadsKeys))
-        parts = [attend(query, *cache.everything()[:2], cache.latest, cache.all_bounds, impl="reference")]
-        if (tail := cache.latest_tail) is not None:
+        parts = [attend(query, *everything(cache)[:2], cache.search.latest, all_bounds(cache), impl="reference")]
+        if (tail := cache.search.latest_tail) is not None:
             parts.append(attend(query, tail.keys, tail.values, tail.selection, impl="reference"))
         outs, lses = map(torch.stack, zip(*parts, strict=True))
         right = (outs * (lses - lses.logsumexp(0)).exp()[..., None]).sum(0)
@@ -174,13 +175,15 @@ def test_rows_that_a_later_seal_moves_are_rounded_once_more() -> None:
             cache.append(keys[:, :, part], values[:, :, part])
             cache.seal()
     plain, kept = caches
-    assert plain.sealed_codes is not None
-    assert kept.sealed_codes is not None
-    assert torch.equal(plain.sealed_codes.keys, kept.sealed_codes.keys), "what is kept beside changes no code"
+    assert plain.stored.sealed_codes is not None
+    assert kept.stored.sealed_codes is not None
+    assert torch.equal(plain.stored.sealed_codes.keys, kept.stored.sealed_codes.keys), (
+        "what is kept beside changes no code"
+    )
     order = [*range(127, 63, -1), *range(64)]  # the first 64 were turned twice
-    assert torch.equal(kept.sealed_keys, keys[:, :, order])
-    step = plain.sealed_codes.key_levels[:, :, :, 1].float().repeat_interleave(32, 2)
-    off = (plain.sealed_keys - keys[:, :, order]).abs()
+    assert torch.equal(kept.stored.sealed_keys, keys[:, :, order])
+    step = plain.stored.sealed_codes.key_levels[:, :, :, 1].float().repeat_interleave(32, 2)
+    off = (plain.stored.sealed_keys - keys[:, :, order]).abs()
     assert bool((off[:, :, :64] <= step[:, :, :64] / 2 * 1.001).all())
     assert bool((off <= step * 1.05).all())
     assert plain.nbytes["kv"] < kept.nbytes["exact"] / 3
@@ -192,7 +195,7 @@ def test_copies_beams_and_dropped_tokens_are_those_of_a_cache_of_exact_rows() ->
     cache = KVCache("quest", sink=4, window=8, seal=32, rollback=3, bits=4, group=32)
     cache.append(keys[:, :, :130], values[:, :, :130])
     first = decode(queries[:, :, :, 129], cache, 32)
-    assert cache.sealed_codes is not None
+    assert cache.stored.sealed_codes is not None
     twin = cache.clone()
     cache.append(keys[:, :, 130:132], values[:, :, 130:132])
     cache.crop(2)
@@ -241,7 +244,7 @@ def test_a_replay_counts_bytes_of_codes_and_compares_with_rows_as_they_came() ->
     errors = {bits: one.mean("relative_error") for bits, one in found.items()}
     assert errors[8] == pytest.approx(errors[None], rel=0.1)
     assert errors[4] > errors[None]
-    assert found[4].label == "Quest(page=32), 4-bit rows"
+    assert found[4].label == "quest:page=32, 4-bit rows"
     assert found[4].settings["bits"] == 4
     assert found[4].mean("recovered") == pytest.approx(found[None].mean("recovered")), "the choice is the same"
     width = trace.dtype.itemsize
@@ -256,8 +259,8 @@ def test_bits_in_a_command() -> None:
     with pytest.raises(ValueError, match="--kv-bits takes 16, 8 and 4, separated by commas, got 5"):
         kv_bits("8,5")
     made = methods(["quest"], "64", [1024], rounding=[None, 4])
-    assert [one.label for one in made] == ["full", "Quest", "Quest, 4-bit rows"]
+    assert [one.label for one in made] == ["full", "quest", "quest, 4-bit rows"]
     with pytest.raises(ValueError, match="leave bits out"):
         methods(["exact"], "64", [1024], rounding=[8])
     beside = methods(["quest", "exact"], "64", [1024], rounding=[None, 8])
-    assert [one.label for one in beside] == ["full", "Quest", "Quest, 8-bit rows", "Exact"]
+    assert [one.label for one in beside] == ["full", "quest", "quest, 8-bit rows", "exact"]

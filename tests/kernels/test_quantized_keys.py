@@ -246,7 +246,7 @@ def test_no_logits_of_rows_leave_the_kernel(group: str, monkeypatch: pytest.Monk
     mine = cache.selector
     assert isinstance(mine, LowBit)
     entries = {name: getattr(mine, name).visible for name in mine.entry_names}
-    valid = cache.step().valid
+    valid = cache.search.step().valid
 
     class Largest(TorchDispatchMode):
         numbers = 0

@@ -69,6 +69,8 @@ def files(pattern: str) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)]
 
 
+VLLM = ("block_packing", "cpu", "cuda", "sparse_layers", "offline", "plugin")  # run within its engine, or start one
+
 # Optional package -> the files that may import it.
 HOMES = {
     "triton": ("kernels/triton_ahead.py", *files("kernels/*/gpu.py")),
@@ -80,7 +82,7 @@ HOMES = {
         "models/cache_argument.py",
         "models/transformers_classes.py",
     ),
-    "vllm": tuple(f"serving/vllm/{name}.py" for name in ("cpu", "cuda", "sparse_layers", "offline", "plugin")),
+    "vllm": tuple(f"serving/vllm/{name}.py" for name in VLLM),
     "safetensors": ("utils/tensor_files.py", "traces/trace.py"),
     "jinja2": ("reporting/html/html.py",),
     "matplotlib": ("reporting/plots/panels.py",),

@@ -27,7 +27,7 @@ from sparseattn.recommend.settling import settle
 from sparseattn.recommend.single import between, singles
 from sparseattn.recommend.windows import shared, windows
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role
+from sparseattn.roles.role import Role
 from sparseattn.serving.vllm.settings import Settings
 from tests.models.tiny import small
 

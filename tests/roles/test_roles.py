@@ -16,7 +16,9 @@ from sparseattn.core.context import Heads, LayerContext
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.evaluation.step_measures import MEASURES
-from sparseattn.roles.roles import Role, Roles, duo, pyramid
+from sparseattn.roles.papers import duo, pyramid
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.recent import Recent
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -175,7 +177,7 @@ def test_trained_parameters_follow_their_heads() -> None:
         cache = KVCache(selector, sink=0, window=4, seal=16)
         cache.append(keys[:, own], values[:, own], queries[:, own])
         chosen = cache.select(queries[:, own, :, -1], 64)
-        rows = cache.sealed_keys.gather(2, chosen.rows.clamp(min=0)[..., None].expand(-1, -1, -1, 16))
+        rows = cache.stored.sealed_keys.gather(2, chosen.rows.clamp(min=0)[..., None].expand(-1, -1, -1, 16))
         found.append((rows * (chosen.rows >= 0)[..., None]).sum(2))
     torch.testing.assert_close(found[0][:, [0, 2]], found[1])
 
@@ -205,7 +207,7 @@ def test_bench_compares_roles_as_one_method(trace: Trace, tmp_path: Path) -> Non
     assert "roles mixed " in done.output
     records = [json.loads(line) for line in (tmp_path / "o" / "bench.jsonl").read_text().splitlines()]
     assert [(one["label"], one["budget"]) for one in records] == [
-        *(("Quest", budget) for budget in (16, 64)),
+        *(("quest", budget) for budget in (16, 64)),
         *(("roles mixed", budget) for budget in (16, 64)),
     ]
     assert records[2]["selector"] == repr(roles)
@@ -295,16 +297,16 @@ def test_counts_are_means_over_heads(llama: Any) -> None:
         generate(llama, alone, inputs)
         quest = alone.stats().layers[0]
     assert [layer.selector for layer in stats.layers] == [
-        "window (2 of 4 heads), Quest(page=4) (1 of 4 heads), dense (1 of 4 heads)",
-        "Quest(page=4)",
-        "Exact at 8 (3 of 4 heads), Random (1 of 4 heads)",
+        "window (2 of 4 heads), quest:page=4 (1 of 4 heads), dense (1 of 4 heads)",
+        "quest:page=4",
+        "exact at 8 (3 of 4 heads), random (1 of 4 heads)",
     ]
     assert [layer.sparse_calls for layer in stats.layers] == [NEW - 1] * 3
     assert (parts["dense"].mean_rows, parts["dense"].bytes_share) == (stats.layers[0].context, 1.0)
-    assert parts["Quest(page=4)"].mean_rows == quest.rows
+    assert parts["quest:page=4"].mean_rows == quest.rows
     narrow = parts["window"]
     assert stats.layers[0].rows == pytest.approx((2 * narrow.mean_rows + quest.rows + stats.context) / 4)
-    shares = (2 * narrow.bytes_share + parts["Quest(page=4)"].bytes_share + 1) / 4
+    shares = (2 * narrow.bytes_share + parts["quest:page=4"].bytes_share + 1) / 4
     assert stats.layers[0].bytes_share == pytest.approx(shares)
 
 

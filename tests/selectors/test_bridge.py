@@ -291,7 +291,7 @@ def test_a_search_never_waits_for_the_device(share: float, centroids: bool) -> N
     keys, queries = rows(2, 2, 3, 130)
     cache = filled(QueryBridge(3, 8, 20, centroids, share), keys[:, :, :100], queries[:, :, :, :100])
     more(cache, keys[:, :, 100:], queries[:, :, :, 100:], 30)
-    query, step = queries[:, :, :, 3], cache.step(counted=True)
+    query, step = queries[:, :, :, 3], cache.search.step(counted=True)
     with NeverWaits():
         found = cache.selector.select(query, step, 20)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NeverWaits():
@@ -398,7 +398,7 @@ def test_bad_arguments_get_a_sentence(given: dict, sentence: str) -> None:
 def test_names_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SELECTORS["bridge"] is QueryBridge
     assert repr(make_selector("bridge:probes=4,centroids=True")) == (
-        "QueryBridge(probes=4, neighbours=256, guides=2048, centroids=True, share=1.0)"
+        "bridge:probes=4,neighbours=256,guides=2048,centroids=True,share=1.0"
     )
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"pip install 'sparseattn\[faiss\]'"):

@@ -48,7 +48,7 @@ def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() ->
     queries, keys, _ = heads(2, 2, 3, 50, 24)
     query, sparq = queries[:, :, :, -1], SparQ(5)
     cache = filled(sparq, keys)
-    got = sparq.logits(query, cache.step().valid)
+    got = sparq.logits(query, cache.search.step().valid)
     for b in range(2):
         for h in range(2):
             q = query[b, h]
@@ -58,7 +58,7 @@ def test_sparqs_logits_are_those_of_its_largest_channels_by_its_temperature() ->
                 temperature = (24 * part.abs().sum() / q[g].abs().sum()).sqrt()
                 expected = keys[b, h][:, largest] @ part / temperature
                 torch.testing.assert_close(got[b, h, g], expected)
-    assert bool((sparq.logits(torch.zeros_like(query), cache.step().valid) == 0).all())
+    assert bool((sparq.logits(torch.zeros_like(query), cache.search.step().valid) == 0).all())
 
 
 def test_sparqs_mean_value_weighs_what_the_rows_not_read_would() -> None:
@@ -72,7 +72,7 @@ def test_sparqs_mean_value_weighs_what_the_rows_not_read_would() -> None:
     expected = ((weights * read)[..., None] * values).sum(2) + left * values.double().mean(2)
     torch.testing.assert_close(decode(query, cache, 20)[:, :, 0].double(), expected, rtol=1e-5, atol=1e-6)
     assert float(left.mean()) > 0.01
-    assert sparq.tail(query, cache.step(), cache.select(query, 300)).selection.attended.sum() == 0
+    assert sparq.tail(query, cache.search.step(), cache.select(query, 300)).selection.attended.sum() == 0
 
 
 def test_sparqs_mean_value_is_for_a_query_head_alone_unless_asked_for() -> None:
@@ -80,7 +80,7 @@ def test_sparqs_mean_value_is_for_a_query_head_alone_unless_asked_for() -> None:
         queries, keys, values = heads(1, 2, group, 60, 16)
         cache = filled(SparQ(8, mean), keys, values)
         query = queries[:, :, :, -1]
-        assert (cache.tail(query, cache.select(query, 20)) is not None) is added
+        assert (cache.search.tail(query, cache.select(query, 20)) is not None) is added
 
 
 def test_lokis_directions_are_orthonormal_and_those_of_largest_variance() -> None:
@@ -121,9 +121,10 @@ def test_double_sparsity_keeps_the_channels_whose_products_are_largest() -> None
         filled(DoubleSparsity(share=0.0), keys)
 
 
-def test_labels_of_four_bits_are_half_a_step_off_at_most() -> None:
+@pytest.mark.parametrize("bits", [2, 4])
+def test_labels_of_few_bits_are_half_a_step_off_at_most(bits: int) -> None:
     queries, keys, _ = heads(2, 2, 3, 100, 16)
-    four, full = (DoubleSparsity(7, bits, share=1.0) for bits in (4, 16))
+    four, full = (DoubleSparsity(7, each, share=1.0) for each in (bits, 16))
     query = queries[:, :, :, -1]
     for one in (four, full):
         valid = filled(one, keys, queries=queries).step().valid
@@ -132,7 +133,7 @@ def test_labels_of_four_bits_are_half_a_step_off_at_most() -> None:
     step = four.levels.data[..., 1].float()[:, :, None]  # [B,H,1,N]
     rounded = 16 * 2**-8 * step + 0.02 * four.levels.data[..., 0].float().abs()[:, :, None]  # levels are of 16 bits
     assert bool((off <= kept[..., None] * (0.5 * step + rounded)).all())
-    assert four.labels.data.shape[3] == 4
+    assert four.labels.data.shape[3] == bits
 
 
 def test_pqcache_names_each_half_of_a_key_by_one_of_64_centroids_of_all_keys() -> None:
@@ -158,6 +159,7 @@ def test_pqcache_names_each_half_of_a_key_by_one_of_64_centroids_of_all_keys() -
         ("loki", 16 * 2, 4 * 64 * 16),
         ("doublesparsity:share=1.0", 16 // 2 + 4, 0),
         ("doublesparsity:share=1.0,bits=16", 16 * 2, 0),
+        ("doublesparsity:share=1.0,bits=2,channels=32", 32 // 4 + 4, 0),
     ],
 )
 def test_bytes_read_are_those_of_the_channels(spec: str, row: int, once: int) -> None:
@@ -236,9 +238,9 @@ def test_the_command_writes_what_the_selector_reads(traces: list[Path], tmp_path
     make_selector(f"loki:artefact={file},before=True").for_layer(1)
     shown = CliRunner().invoke(app, ["info", str(file)])
     assert "de-roped" in shown.stdout
-    with pytest.raises(ValueError, match="is of keys before RoPE, and this Loki takes them after it"):
+    with pytest.raises(ValueError, match="is of keys before RoPE, and loki takes them after it"):
         make_selector(f"loki:artefact={file}")
-    with pytest.raises(ValueError, match="is a calibration for loki, DoubleSparsity needs one for doublesparsity"):
+    with pytest.raises(ValueError, match="is a calibration for loki, and doublesparsity needs one for doublesparsity"):
         make_selector(f"doublesparsity:artefact={file}")
     with pytest.raises(CalibrationError, match=r"holds layers 0, 1, layer 5 is asked for"):
         Loki(artefact=str(file), before=True).for_layer(5)
@@ -264,5 +266,5 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], tmp_path
         calibrate(traces, "doublesparsity", file, roped=False)
     with pytest.raises(ValueError, match="channels is 1 or more, got 0"):
         SparQ(0)
-    with pytest.raises(ValueError, match="bits is 4, or 16 for numbers as keys are, got 8"):
+    with pytest.raises(ValueError, match="bits is 2 or 4, or 16 for numbers as keys are, got 8"):
         DoubleSparsity(bits=8)

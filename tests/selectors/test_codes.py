@@ -24,7 +24,7 @@ def filled(selector: Selector, keys: torch.Tensor, at: torch.Tensor | None = Non
 
 def scores(cache: KVCache, query: torch.Tensor) -> torch.Tensor:
     selector = cache.selector
-    return codebooks.logits(selector.tables(query), selector.codes.data, cache.step().valid)
+    return codebooks.logits(selector.tables(query), selector.codes.data, cache.search.step().valid)
 
 
 def test_fier_rounds_every_channel_of_a_group_to_its_least_or_largest_number() -> None:
@@ -107,7 +107,7 @@ def test_codebooks_are_the_prompts_and_padding_has_no_part_in_them(make) -> None
     at[0, 300:] = -1
     padded_cache = filled(both, padded, at)
     assert torch.equal(one.centroids.data, both.centroids.data[:1])
-    mine = padded_cache.step().valid[0]
+    mine = padded_cache.search.step().valid[0]
     asked = queries[:, :, :, -1]
     assert torch.equal(scores(alone, asked[:1]), scores(padded_cache, asked)[:1][..., mine])
     before = one.centroids.data.clone()

@@ -67,16 +67,16 @@ def test_storage_is_given_back_whatever_was_asked_for_at_first() -> None:
     for settings in ({}, {"capacity": 5000}, {"sealed_device": "cpu"}, {"sealed_device": "cpu", "capacity": 5000}):
         cache, query = prefilled(Heaviest(), 1000, **settings)
         cache.seal()
-        stored = cache.sealed_keys.untyped_storage().nbytes()
+        stored = cache.stored.sealed_keys.untyped_storage().nbytes()
         assert cache.compact() == 1000 - 12 - 40
-        left = cache.sealed_keys.untyped_storage().nbytes()
+        left = cache.stored.sealed_keys.untyped_storage().nbytes()
         assert left <= B * H * D * 4 * (40 + 12 + 64) < stored / 8
         assert cache.selector.stored is not None
         assert cache.selector.stored.shape[2] == 40
         for _ in range(65):  # past the spare rows
             cache.append(*torch.randn(2, B, H, 1, D))
         assert decode(query, cache, 20).isfinite().all()
-        assert cache.sealed_keys.untyped_storage().nbytes() < stored / 4, "the capacity does not come back"
+        assert cache.stored.sealed_keys.untyped_storage().nbytes() < stored / 4, "the capacity does not come back"
         assert cache.compact() == 65, "a seal later"
         assert cache.compact() == 0
         assert cache.freed == 1000 - 12 - 40 + 65

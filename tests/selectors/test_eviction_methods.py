@@ -38,8 +38,12 @@ def steps(cache: KVCache, queries, keys, values, budget: int | None = BUDGET) ->
         one = slice(t, t + 1)
         cache.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
         out = decode(queries[:, :, :, t], cache, budget)
-        assert cache.latest is not None
-        chosen = cache.latest.mask(t)[0] if cache.latest.start.shape[2] else torch.zeros(H, t, dtype=torch.bool)
+        assert cache.search.latest is not None
+        chosen = (
+            cache.search.latest.mask(t)[0]
+            if cache.search.latest.start.shape[2]
+            else torch.zeros(H, t, dtype=torch.bool)
+        )
         yield t, torch.cat([chosen, torch.ones(H, 1, dtype=torch.bool)], 1), out[0]
 
 
@@ -87,10 +91,10 @@ def test_h2o_that_begins_with_decoding_knows_nothing_of_steps_before_the_first_s
         new = slice(10 if stop == 60 else 0, stop)
         cache.append(keys[:, :, new], values[:, :, new], queries[:, :, :, new])
         decode(queries[:, :, :, stop - 1], cache, 12)
-    assert cache.latest is not None
+    assert cache.search.latest is not None
     weights = softmax(queries[0, :, :, -1], keys[0, :, :40]).sum(1)  # [H,40]
     expected = torch.zeros(H, 40, dtype=torch.bool).scatter_(1, weights.topk(12).indices, True)
-    assert torch.equal(cache.latest.mask(40)[0], expected)
+    assert torch.equal(cache.search.latest.mask(40)[0], expected)
 
 
 @pytest.mark.parametrize(("sink", "window", "rollback"), [(0, 1, 0), (3, 70, 0), (0, 75, 10)])
@@ -105,9 +109,11 @@ def test_h2o_counts_every_query_of_the_prompt(sink: int, window: int, rollback: 
         torch.testing.assert_close(cache.selector.worth.data[b].double(), total, rtol=1e-5, atol=1e-5)
 
 
-def test_tova_drops_the_row_with_the_least_attention_of_the_newest_query() -> None:
-    """In the mean over every head of the layer, the newest row's own weight among those compared."""
+@pytest.mark.parametrize("peak", [1, 20], ids=["flat", "peaked"])
+def test_tova_drops_the_row_with_the_least_attention_of_the_newest_query(peak: int) -> None:
+    """In the mean over every head of the layer, the newest row's own weight among those compared, however small."""
     queries, keys, values = heads(1, H, G, PROMPT + STEPS, D)
+    queries = queries * peak
     q, k, v = queries[0], keys[0], values[0]
     held = set(softmax(q[:, :, PROMPT - 1], k[:, :PROMPT]).mean((0, 1)).topk(BUDGET).indices.tolist())
     lost = []

@@ -56,7 +56,7 @@ def test_flat_scores_every_key_once_for_a_group_and_keeps_none() -> None:
         assert selection.scan_bytes.tolist() == [[300 * D * size] * 2]
     assert [name for name, _ in cache.selector.buffers()] == []
     with pytest.raises(RuntimeError, match="use it in a KVCache"):
-        cache.selector.clone().select(query, cache.step(), 10)
+        cache.selector.clone().select(query, cache.search.step(), 10)
 
 
 @pytest.mark.parametrize("probes", [1, 3, 7, 99])
@@ -242,9 +242,9 @@ def test_bad_arguments_get_a_sentence(spec: str, sentence: str) -> None:
 
 def test_names_and_labels() -> None:
     assert [SELECTORS[name] for name in ("flat", "ivf", "hnsw")] == [Flat, IVF, HNSW]
-    assert repr(Flat()) == "Flat()"
-    assert repr(make_selector("ivf:lists=512,probes=150")) == "IVF(lists=512, probes=150, seed=0)"
-    assert repr(HNSW()) == "HNSW(degree=32, build_beam=200, beam=128, metric='ip')"
+    assert repr(Flat()) == "flat"
+    assert repr(make_selector("ivf:lists=512,probes=150")) == "ivf:lists=512,probes=150,seed=0"
+    assert repr(HNSW()) == "hnsw:degree=32,build_beam=200,beam=128,metric=ip"
 
 
 def test_faiss_and_torch_take_turns_with_all_threads() -> None:
@@ -280,7 +280,7 @@ def test_hnsw_by_distance_finds_what_inner_products_do_not() -> None:
         hits = []
         for query in layer.query[:, :, 4096:].unbind(2):
             best = (query[0] @ layer.keys[0, :4096].T).topk(100).indices
-            found = cache.selector.select(query[None], cache.step(), 100).rows
+            found = cache.selector.select(query[None], cache.search.step(), 100).rows
             hits.append(torch.isin(best, found).float().mean())
         recalls.append(float(torch.stack(hits).mean()))
     assert recalls[1] > max(recalls[0] + 0.05, 0.9), recalls

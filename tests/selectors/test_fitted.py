@@ -71,7 +71,7 @@ def test_it_does_in_a_cache_what_its_inner_does_and_survives_copies(bounds: Path
         assert not torch.equal(decode(query, cache, Mass(0.5)), decode(query, plain, Mass(0.5)))
         scale, offset = Estimates.load(bounds).of(0)
         raw = plain.selector.weigh(query, plain.step(), 192)
-        mine = cache.selector.weigh(query, cache.step(), 192)
+        mine = cache.selector.weigh(query, cache.search.step(), 192)
         size = raw.selection.length.float().log()
         expected = scale.flatten()[None, :, None] * (raw.weights - size) + offset.flatten()[None, :, None] + size
         torch.testing.assert_close(mine.weights, expected)
@@ -80,7 +80,7 @@ def test_it_does_in_a_cache_what_its_inner_does_and_survives_copies(bounds: Path
 def test_what_does_not_fit_is_refused(bounds: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not estimate"):
         Fitted(Random(), str(bounds))
-    with pytest.raises(EstimatesError, match="was fitted to Quest"):
+    with pytest.raises(EstimatesError, match="was fitted to quest"):
         Fitted(LowBit(), str(bounds))
     with pytest.raises(EstimatesError, match="is not there"):
         Fitted("quest", str(tmp_path / "none.safetensors"))
@@ -102,9 +102,9 @@ def test_what_does_not_fit_is_refused(bounds: Path, tmp_path: Path) -> None:
         Estimates.load(broken)
     for scale in (0.0, float("nan")):
         with pytest.raises(EstimatesError, match="scale"):
-            Estimates("Quest()", {0: (torch.full((1, 1), scale), torch.zeros(1, 1))})
+            Estimates("quest", {0: (torch.full((1, 1), scale), torch.zeros(1, 1))})
     with pytest.raises(EstimatesError, match="at least one layer"):
-        Estimates("Quest()", {})
+        Estimates("quest", {})
 
 
 def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_makes_a_kept_choice_void() -> None:
     assert int(small.scan_bytes) > 0
     cache.append(keys[:, :, 32:48], values[:, :, 32:48])
     cache.select(-query, 5)
-    assert int(cache.latest.scan_bytes) == 0, "rows that come move none"
+    assert int(cache.search.latest.scan_bytes) == 0, "rows that come move none"
     cache.selector.inner.turns = True
     cache.append(keys[:, :, 48:], values[:, :, 48:])
     plain = KVCache(Exact("sum"), sink=0, window=0, seal=16)
@@ -165,7 +165,7 @@ def test_what_it_refuses() -> None:
         make_selector("freekv:inner=[kascade:anchors=[0]]")
     with pytest.raises(ValueError, match="the host waits for the device at every step"):
         KVCache(FreeKV(), capacity=500, fixed=True)
-    assert make_selector("freekv:inner=[quest:page=8],tau=0.5").label() == "FreeKV(inner=Quest(page=8), tau=0.5)"
+    assert make_selector("freekv:inner=[quest:page=8],tau=0.5").label() == "freekv:inner=[quest:page=8],tau=0.5"
     paper = KVCache(**FreeKV.paper())
     assert (paper.selector.inner.page, paper.selector.refresh, paper.seal_rows) == (32, True, 32)
 

@@ -59,7 +59,7 @@ def test_the_query_ahead_holds_for_one_step_and_reaches_parts() -> None:
         assert selector.find(LooksAhead)
         with pytest.raises(ValueError, match="capture --ahead"):
             decode(query, cache, 20)
-        cache.foresee(other)
+        cache.search.foresee(other)
         chosen = cache.select(query, 20)
         exact = KVCache(Exact(), sink=0, window=0, seal=16)
         exact.append(keys, values, queries)
@@ -68,7 +68,7 @@ def test_the_query_ahead_holds_for_one_step_and_reaches_parts() -> None:
         with pytest.raises(ValueError, match="capture --ahead"):
             cache.select(query, 20)
         with pytest.raises(ValueError, match=r"a query of this cache is \[B,H,G,D\]"):
-            cache.foresee(other[..., :8])
+            cache.search.foresee(other[..., :8])
 
 
 @pytest.mark.parametrize("apart", [None, "cpu"])
@@ -79,11 +79,11 @@ def test_what_was_foreseen_does_not_outlive_a_change_of_the_cache(apart: str | N
     cache.append(keys, values, queries)
     cache.seal()
     for change in (lambda: cache.crop(1), lambda: cache.reorder(torch.tensor([1, 0]))):
-        cache.foresee(other)
+        cache.search.foresee(other)
         change()
         with pytest.raises(ValueError, match="capture --ahead"):
             decode(query, cache, 20)
-    cache.foresee(other)
+    cache.search.foresee(other)
     with pytest.raises(ValueError, match="capture --ahead"):
         decode(query, cache.clone(), 20)
     assert decode(query, cache, 20).isfinite().all(), "the clone's is its own"

@@ -17,7 +17,8 @@ from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.selectors.parameters.layer_similarity import Similarity, SimilarityError
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -229,7 +230,7 @@ def test_what_it_refuses(trace: Trace, file: Path) -> None:
     with pytest.raises(ValueError, match="stores rows in an order of its own"):
         ordering.seal()
     label = make_selector("kascade:anchors=[0,2],inner=[quest:page=8]").label()
-    assert label == "Kascade(anchors=[0, 2], inner=Quest(page=8))"
+    assert label == "kascade:anchors=[0,2],inner=[quest:page=8]"
 
 
 def test_layers_that_seal_otherwise_are_refused() -> None:

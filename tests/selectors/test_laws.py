@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparseattn import KVCache, Selection, attend, decode, merge
+from sparseattn.cache.all_rows import everything
 from sparseattn.core.context import LayerContext
 from sparseattn.kernels.attend import reference as attend_reference
 from sparseattn.selectors.abilities import Evicts
@@ -41,7 +42,7 @@ def replay(cache: KVCache, queries, keys, values, prefill: int, budget, chunk: i
 def over(cache: KVCache, query, selection: Selection, impl: str | None = None) -> torch.Tensor:
     keys, values, bounds = together(cache)
     parts = [attend(query, keys, values, selection, bounds, impl=impl)]
-    if (tail := cache.tail(query, selection)) is not None:
+    if (tail := cache.search.tail(query, selection)) is not None:
         parts.append(attend(query, tail.keys, tail.values, tail.selection, impl=impl))
     return merge(*map(torch.stack, zip(*parts, strict=True)))[0]
 
@@ -81,7 +82,7 @@ def check(cache: KVCache, query, selection: Selection, keys, values, t: int, bud
     logits = query.double() @ keys[:, :, : t + 1].double().mT / D**0.5
     logits = (logits + bias.double()).masked_fill(~named, -torch.inf)
     held = values[:, :, : t + 1].double()
-    if (tail := cache.tail(query, selection)) is not None:
+    if (tail := cache.search.tail(query, selection)) is not None:
         own = tail.selection.mask(tail.keys.shape[2]).unflatten(1, (H, -1)).expand(-1, -1, G, -1)
         more = query.double() @ tail.keys.double().mT / D**0.5
         more = more + tail.selection.row_bias(tail.keys.shape[2]).unflatten(1, (H, -1)).double()
@@ -251,7 +252,7 @@ def test_everything_is_every_real_row_once(case: Case, lengths: tuple[int, ...],
         if t % 13:
             continue
         for _ in range(2):  # all of them recent, or some sealed since the last check; then sealed
-            stored = cache.everything()
+            stored = everything(cache)
             for b, n in enumerate(lengths):
                 for h in range(H):
                     mine, real = [x[b, h][stored[2][b, h]] for x in stored[:2]], slice(100 - n, t + 1)
@@ -281,18 +282,18 @@ def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tupl
         query = token[2][:, :, :, 0]
         torch.testing.assert_close(decode(query, cache, 30), decode(query, plain, 30), rtol=1e-5, atol=1e-5)
         if t in (150, 151, 200, 240):
-            before, zone, expected = cache.nbytes, cache.sealed_keys.shape[2], decode(query, cache.clone(), 30)
+            before, zone, expected = cache.nbytes, cache.stored.sealed_keys.shape[2], decode(query, cache.clone(), 30)
             more = cache.compact()
             assert more > 0 or t > 150
             freed += more
             assert cache.freed == freed
-            assert cache.sealed_keys.shape[2] == zone - more
+            assert cache.stored.sealed_keys.shape[2] == zone - more
             assert cache.nbytes["kv"] == before["kv"] - more * 2 * B * H * D * 4
             assert sum(cache.nbytes.values()) <= sum(before.values()) - more * 2 * B * H * D * 4
             torch.testing.assert_close(decode(query, cache.clone(), 30), expected, rtol=1e-5, atol=1e-5)
-            for one, other in zip(cache.everything(), plain.everything(), strict=True):
+            for one, other in everything(zip(cache), everything(plain), strict=True):
                 assert one.shape[2] == other.shape[2] - freed
-            mine, others = (kept[1][kept[2]][:, 0].sort().values for kept in (c.everything() for c in (cache, plain)))
+            mine, others = (kept[1][kept[2]][:, 0].sort().values for kept in (everything(c) for c in (cache, plain)))
             assert torch.equal(mine, others), "what is dropped is there in neither"
         if t == 170:
             beams = torch.tensor([1, 0])

@@ -28,16 +28,16 @@ def filled(bits: int, group: str = "sum", dtype: torch.dtype = torch.float32, si
 @pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), (4, torch.bfloat16)])
 def test_scores_are_quests_of_the_levels(bits: int, dtype: torch.dtype, group: str) -> None:
     cache = filled(bits, group, dtype)
-    held = cache.sealed_codes
+    held = cache.stored.sealed_codes
     assert held is not None
     levels = held.key_levels.float()
     low, high = levels[:, :, :, 0], levels[:, :, :, 0] + levels[:, :, :, 1] * ((1 << bits) - 1)
-    keys = cache.sealed_keys.float().unflatten(2, (-1, PAGE))
+    keys = cache.stored.sealed_keys.float().unflatten(2, (-1, PAGE))
     assert bool(((keys >= low[:, :, :, None] - 1e-2) & (keys <= high[:, :, :, None] + 1e-2)).all())
     query = torch.randn(2, 2, 3, 24, dtype=dtype)
     selector = cache.selector
     assert isinstance(selector, Levels)
-    real = cache.step().valid[:, ::PAGE].contiguous()
+    real = cache.search.step().valid[:, ::PAGE].contiguous()
     right = page_scores(query.float(), PageBounds(low, high, real), group, impl="torch", temperature=24**0.5)
     torch.testing.assert_close(selector.scores(query, {}, real), right, rtol=1e-4, atol=1e-4)
 

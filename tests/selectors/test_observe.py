@@ -29,7 +29,7 @@ class Watch(Observes, Exact):
         super().__init__()
         self.seen = (Selection.none(1, 1), torch.zeros(0))
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         self.seen = selection, weights
 
 
@@ -60,7 +60,7 @@ def test_a_step_tells_what_each_row_got_of_everything_attended(apart: str | None
     cache, query = filled(watch := Watch(), apart)
     decode(query, cache, 16)
     selection, weights = watch.seen
-    assert selection is cache.latest
+    assert selection is cache.search.latest
     plain, _ = filled(Watch(), None)
     named = plain.select(query, 16)
     expected = attend(query, plain.keys, plain.values, named, plain.bounds, impl="reference", weights=True)[2]
@@ -112,7 +112,7 @@ def test_parts_ask_through_the_whole() -> None:
         decode(query, cache, 32)
         (part,) = (part for _, part in whole.parts() if isinstance(part, Estimate))
         assert float(part.got.data.sum()) > 0
-        assert cache.latest_tail is not None
+        assert cache.search.latest_tail is not None
 
 
 class Mute(Observes, Exact):
@@ -157,8 +157,8 @@ def test_a_tail_by_logits_of_another_scale_is_refused_and_right_once_told() -> N
                 decode(query, cache, 20, scale=scale)
             continue
         got = decode(query, cache, 20, scale=scale)[:, :, 0]
-        assert cache.latest is not None
-        read = cache.latest.mask(288)
+        assert cache.search.latest is not None
+        read = cache.search.latest.mask(288)
         weights = (query[:, :, 0, None].double() @ keys[:, :, :288].mT.double() * scale).softmax(-1)[:, :, 0]
         left = weights.masked_fill(read, 0.0).sum(-1, keepdim=True)
         expected = ((weights * read)[..., None] * values[:, :, :288]).sum(2) + left * values[:, :, :288].double().mean(

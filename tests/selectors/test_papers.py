@@ -15,7 +15,8 @@ import torch
 
 from sparseattn import KMeans, KVCache, Quest
 from sparseattn.evaluation.step_measures import compare
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Partition
 
 GIB = 2**30
 

@@ -68,7 +68,7 @@ def test_points_are_the_tiers_of_patterns_that_rows_fall_in() -> None:
             rows = [row for row, own in enumerate(names) if own == name]
             points[rows] += sum(before < math.ceil(96 * 0.5 * tier) for tier in (0.05, 0.15, 0.3, 0.5, 0.75, 1.0))
             before += len(rows)
-    assert paris.points(asked, cache.step().valid)[0, 0, 0].tolist() == points.tolist()
+    assert paris.points(asked, cache.search.step().valid)[0, 0, 0].tolist() == points.tolist()
 
 
 @pytest.mark.parametrize("group", ["sum", "softmax", "each"])
@@ -78,7 +78,7 @@ def test_candidates_have_the_most_points_and_the_best_codes_of_them_are_read(gro
     cache = filled(paris, keys)
     found = cache.select(query, 12)
     asked = turned(query.mean(2, keepdim=True) if group == "sum" else query, 0) / 32**0.5
-    points = paris.points(asked, cache.step().valid)
+    points = paris.points(asked, cache.search.step().valid)
     points = points.flatten(1, 2) if group == "each" else points.sum(2)  # [1,L,400]
     every = torch.arange(400).expand(1, points.shape[1], -1)
     logits = paris.estimated(asked, every)

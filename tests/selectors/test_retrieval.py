@@ -297,7 +297,7 @@ def test_stored_keys_may_lie_anyhow() -> None:
         assert torch.equal(view, keys)
         assert not view.is_contiguous()
         cache.selector.stored = view
-        found = cache.selector.select(query, cache.step(counted=True), 10)
+        found = cache.selector.select(query, cache.search.step(counted=True), 10)
         for part in ("rows", "scanned", "scan_bytes"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), (name, part)
 
@@ -804,7 +804,7 @@ def test_a_third_of_the_keys_inserted_is_as_good_as_built() -> None:
         new = [0, 0]
         for query in layer.query[0, 0, last:]:
             best = (keys[0, 0] @ query).topk(100).indices
-            found = cache.selector.select(query[None, None, None], cache.step(counted=True), 100)
+            found = cache.selector.select(query[None, None, None], cache.search.step(counted=True), 100)
             hit = torch.isin(best, found.rows[0, 0])
             hits.append(float(hit.float().mean()))
             scanned += int(found.scanned)

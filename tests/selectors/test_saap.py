@@ -20,7 +20,8 @@ from sparseattn.evaluation.replay import evaluate
 from sparseattn.selectors.clusters import bucket_table as table
 from sparseattn.selectors.clusters import moments
 from sparseattn.selectors.clusters.bucket_table import Partitioned
-from sparseattn.selectors.parameters.saap_artefact import Artefact, ArtefactError, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import ArtefactError, Classifier, Partition
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
 from tests.cases import heads, partition
@@ -71,7 +72,7 @@ class Replay:
 
     def token(self) -> Tensor:
         """`[B,H,N]`: the token that every sealed row is, found by its value; -1 for padding."""
-        same = (self.cache.sealed_values[:, :, :, None, :4] == self.values[:, :, None, :, :4]).all(-1)
+        same = (self.cache.stored.sealed_values[:, :, :, None, :4] == self.values[:, :, None, :, :4]).all(-1)
         return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
     def named(self, selection: Selection) -> list[list[list[int]]]:
@@ -303,7 +304,7 @@ def test_slots_hold_every_choice_and_do_not_depend_on_the_query(file: str) -> No
             replay = Replay(KMeans(file, probes=probes, group=group, span=span), seal=64)
             for _ in range(3):
                 replay.step()
-            selector, step = replay.selector, replay.cache.step()
+            selector, step = replay.selector, replay.cache.search.step()
             sizes = torch.stack([torch.bincount(head, minlength=C + 1) for head in selector._stored().flatten(0, 1)])
             sizes = sizes[:, :C].view(B, H, C)
             shapes, most = set(), 0
@@ -326,10 +327,10 @@ def test_probes_is_a_knob_that_holds_from_the_next_query_on(file: str) -> None:
     t, few = replay.step()
     query = replay.roped[1][:, :, :, t]
     replay.selector.probes = 100
-    every = replay.selector.select(query, replay.cache.step(), 10**6)
+    every = replay.selector.select(query, replay.cache.search.step(), 10**6)
     assert torch.equal(every.attended, replay.cache.sealed[:, None].expand(-1, H))
     replay.selector.probes = 1
-    assert torch.equal(replay.selector.select(query, replay.cache.step(), 10**6).rows, few.rows)
+    assert torch.equal(replay.selector.select(query, replay.cache.search.step(), 10**6).rows, few.rows)
 
 
 @pytest.mark.parametrize("group", ["softmax", "each"])
@@ -450,7 +451,7 @@ def test_select_never_waits_for_the_device(file: str, method: type[Partitioned])
         t, expected = replay.step(100)
     query = replay.roped[1][:, :, :, t]
     with NoSync():
-        selection = replay.selector.select(query, replay.cache.step(), 100)
+        selection = replay.selector.select(query, replay.cache.search.step(), 100)
     assert torch.equal(selection.rows, expected.rows)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoSync():
         int(selection.start[0, 0, 0])
@@ -460,7 +461,7 @@ def test_an_artefact_is_read_once(file: str, tmp_path: Path, monkeypatch: pytest
     reads, load = [], Artefact.load
     monkeypatch.setattr(Artefact, "load", lambda path: reads.append(path) or load(path))
     selector = make_selector(f"saap:artefact={file},probes=16")
-    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, context=0.0)"
+    assert repr(selector) == f"saap:artefact={file},probes=16,group=softmax,span=16,context=0.0"
     assert reads == [], "a spec reads nothing"
     layers = [one.for_layer(LayerContext(i, rope=ROPE)) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
     assert len({id(one.trained()) for one in layers}) == len(reads) == 1  # type: ignore[attr-defined]
@@ -501,7 +502,7 @@ def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv:
         cache.seal()
         found.append(cache.select(queries[:, :, :, -1], 32).rows)
     assert torch.equal(*found)
-    assert repr(Moments()) == "Moments(artefact='auto', probes=32, group='softmax', span=16)"
+    assert repr(Moments()) == "moments:artefact=auto,probes=32,group=softmax,span=16"
     assert Moments().source() != Moments(name).source()
     with pytest.raises(
         ArtefactError, match=r"no artefact that ships \(reference, smollm2\) is for a layer with a RoPE"

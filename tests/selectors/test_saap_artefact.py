@@ -20,14 +20,8 @@ from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
 from sparseattn.core.rope import Rope
-from sparseattn.selectors.parameters.saap_artefact import (
-    Artefact,
-    ArtefactError,
-    Classifier,
-    Partition,
-    locate,
-    shipped_for,
-)
+from sparseattn.selectors.parameters.saap_artefact import Artefact, locate, shipped_for
+from sparseattn.selectors.parameters.saap_partition import ArtefactError, Classifier, Partition
 from sparseattn.utils.hashing import tensors_hash
 from sparseattn.utils.tensor_files import content_hash
 

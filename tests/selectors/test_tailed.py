@@ -43,7 +43,7 @@ def filled(selector, rows: int = 300, batch: int = B, **zones: int) -> tuple[KVC
 def expected(cache: KVCache, query: Tensor, selection: Selection, member: Tensor, groups: int) -> Tensor:
     """Float64 attention to the rows read, to what is not sealed, and to `left` copies of each group's mean row."""
     keys, values = cache.keys.double(), cache.values.double()
-    zone = cache.sealed_keys.shape[2]
+    zone = cache.stored.sealed_keys.shape[2]
     one = torch.nn.functional.one_hot(member, groups).double()  # [B,H,N,P]
     count = one.sum(2)
     means = [one.mT @ rows[:, :, :zone] / count.clamp(min=1)[..., None] for rows in (keys, values)]
@@ -68,7 +68,7 @@ def expected(cache: KVCache, query: Tensor, selection: Selection, member: Tensor
 )
 def test_a_groups_mean_stands_for_its_rows_not_read(selector: Tailed, rows: int) -> None:
     cache, query = filled(selector)
-    zone = cache.sealed_keys.shape[2]
+    zone = cache.stored.sealed_keys.shape[2]
     member = (torch.arange(zone) // rows).expand(B, H, -1)
     selection = cache.select(query, 24)
     wanted = expected(cache, query, selection, member, zone // rows)
@@ -118,11 +118,11 @@ def test_dropped_rows_go_on_standing_in_when_their_memory_is_freed() -> None:
 def test_a_zone_is_the_heaviest_groups_and_its_cost_is_told() -> None:
     every, query = filled(Tailed(Quest(8)), batch=1)
     some, _ = filled(Tailed(Quest(8), zone=0.25), batch=1)
-    zone = some.sealed_keys.shape[2] // 8
+    zone = some.stored.sealed_keys.shape[2] // 8
     tails = []
     for cache in (every, some):
         selection = cache.select(query, 16)
-        tails.append((cache.tail(query, selection), selection))
+        tails.append((cache.search.tail(query, selection), selection))
     (whole, _), (part, selection) = tails
     kept = -(-zone // 4)
     assert part.selection.attended.tolist() == [[kept] * H]
@@ -130,7 +130,7 @@ def test_a_zone_is_the_heaviest_groups_and_its_cost_is_told() -> None:
     weight = (query @ whole.keys.mT / D**0.5).softmax(-1).masked_fill(selection.mask(8 * zone)[:, :, None, ::8], 0)
     best = (weight / weight.sum(-1, keepdim=True)).sum(2).topk(kept).indices.sort(-1).values  # pages are of one size
     assert torch.equal(part.selection.rows.sort(-1).values, best)
-    extra = some.latest.scan_bytes - every.select(query, 16).scan_bytes
+    extra = some.search.latest.scan_bytes - every.select(query, 16).scan_bytes
     assert extra.tolist() == [[(zone - kept) * (2 * D + 4)] * H]
     bytes_read = compare(query, every, every.select(query, 16), D**-0.5)["bytes_share"]
     plain, _ = filled(Quest(8), batch=1)
@@ -208,9 +208,9 @@ def test_retroinfer_reads_the_best_clusters_and_estimates_the_next() -> None:
     logits = (query @ selector.keys.data.float().mT / D**0.5).masked_fill(~clusters[:, :, None], -torch.inf)
     best = int(logits.softmax(-1).sum(2)[0, 0].argmax())
     first, rows = int(selector.start.data[0, 0, best]), int(selector.count.data[0, 0, best])
-    assert bool(selection.mask(cache.sealed_keys.shape[2])[0, 0, first : first + rows].all())
+    assert bool(selection.mask(cache.stored.sealed_keys.shape[2])[0, 0, first : first + rows].all())
     assert selection.attended.tolist() == [[40] * H]
-    tail = cache.tail(query, selection)
+    tail = cache.search.tail(query, selection)
     taken = (clusters.sum(-1) / 4).ceil().long()
     assert torch.equal(tail.selection.attended, taken)
     part = (clusters.sum(-1) - taken) * 2 * D + 8 * clusters.sum(-1)

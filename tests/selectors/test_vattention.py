@@ -120,8 +120,8 @@ def test_draws_do_not_depend_on_the_batch_and_query_heads_share_them() -> None:
     twice.append(keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1))
     alone, both = decode(query, cache, 600), decode(query.repeat(2, 1, 1, 1), twice, 600)
     torch.testing.assert_close(both[1:], alone)
-    assert torch.equal(twice.latest.mask(N - 8)[1], cache.latest.mask(N - 8)[0])
-    sample = cache.latest.mask(N - 8).view(H, G, -1)
+    assert torch.equal(twice.latest.mask(N - 8)[1], cache.search.latest.mask(N - 8)[0])
+    sample = cache.search.latest.mask(N - 8).view(H, G, -1)
     least = min(int(rows.sum()) for rows in sample[0])
     assert int((sample[0, 0] & sample[0, 1]).sum()) > 0.5 * least
     other = VAttention(top=8, seed=1)
@@ -147,7 +147,7 @@ def test_what_cannot_choose_for_it_is_refused() -> None:
     made = make_selector("vattention:inner=[quest:page=8],epsilon=.2,delta=.05,rate=.01")
     assert isinstance(made.inner, Quest)
     assert made.span == 8
-    assert VAttention().label() == "VAttention()" or VAttention().label() == "VAttention"
+    assert VAttention().label() == "vattention"
     assert repr(Exact()) in repr(VAttention())
 
 

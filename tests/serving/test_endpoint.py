@@ -24,8 +24,8 @@ from sparseattn.evaluation.intervals import paired, wilson
 from sparseattn.evaluation.tasks.served import whole_line
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import load_tokenizer, reference_folder
-from sparseattn.serving import openai_client
-from sparseattn.serving.openai_client import Address
+from sparseattn.serving import bounded_replies, openai_client, questions, served_tokenizer
+from sparseattn.serving.questions import Address
 
 pytest.importorskip("openai")
 Reply = Callable[[str], str]
@@ -340,7 +340,7 @@ def test_what_is_not_answered_yet_is_dropped(serve: Callable[..., Server]) -> No
 
     server = serve(slow)
     with openai_client.Server(Address.of(server.url)) as one, one.asking(2) as ask:
-        asked = [ask(openai_client.Question("it", f"The pass key is {n}.", None, 9, bool)) for n in range(4)]
+        asked = [ask(questions.Question("it", f"The pass key is {n}.", None, 9, bool)) for n in range(4)]
         while len(server.asked) < 2:
             time.sleep(0.001)
     assert not free.is_set(), "nobody waited for the server"
@@ -466,13 +466,13 @@ def test_no_more_of_a_reply_is_read_than_it_should_have(serve: Callable[..., Ser
 
 
 def test_events_are_bounded_one_by_one(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "EVENT", 200)
+    monkeypatch.setattr(bounded_replies, "EVENT", 200)
     server = serve(lambda prompt: "7" * 100)
 
     def ask(fault: Any = None) -> str:
         server.faults = [fault]
         with openai_client.Server(Address.of(server.url)) as one, one.asking(1) as asked:
-            return asked(openai_client.Question("it", "?", None, 1000, lambda text: False)).result(20).text
+            return asked(questions.Question("it", "?", None, 1000, lambda text: False)).result(20).text
 
     assert ask() == "7" * 100, "more than 200 bytes, of which no event has more"
     for end in ("\n\n", "\r\n\r\n", "\r\r"):
@@ -485,7 +485,7 @@ def test_events_are_bounded_one_by_one(serve: Callable[..., Server], monkeypatch
             there.wfile.write(b"data: [DONE]" + end)
 
         assert ask(send) == "!"
-    with pytest.raises(openai_client.ServerError, match="an event of its answer of more than 200 bytes"):
+    with pytest.raises(questions.ServerError, match="an event of its answer of more than 200 bytes"):
         ask(dripping(b"data: 1\n", "text/event-stream", pause=0))
 
 
@@ -615,7 +615,8 @@ def test_a_tokenizer_that_counts_otherwise_is_said(
     done = run(*options, "--samples", "1", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     sentence = (
-        f"the server dense (served) counts 3 tokens where the tokenizer of reference counts {len(openai_client.PROBE)}"
+        f"the server dense (served) counts 3 tokens where the tokenizer of reference counts "
+        f"{len(served_tokenizer.PROBE)}"
     )
     assert sentence in said(done)
 

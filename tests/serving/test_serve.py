@@ -23,7 +23,7 @@ from sparseattn.cli.app import app
 from sparseattn.models import load
 from sparseattn.roles.fingerprint import of_folder
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role
+from sparseattn.roles.role import Role
 from sparseattn.serving.vllm import installed, server, supervise
 from sparseattn.serving.vllm.settings import DEFAULT, Settings, parse
 from sparseattn.utils.devices import quarter_of_memory

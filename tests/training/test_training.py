@@ -30,7 +30,8 @@ from sparseattn.core.rope import Rope
 from sparseattn.evaluation.builtin_traces import recall_bytes
 from sparseattn.reporting import training_tables
 from sparseattn.reporting.terminal import Screen
-from sparseattn.selectors.parameters.saap_artefact import Artefact, Partition
+from sparseattn.selectors.parameters.saap_artefact import Artefact
+from sparseattn.selectors.parameters.saap_partition import Partition
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace, TraceLayer
 from sparseattn.training import Filters, Progress, Recipe, TrainingError, partial, train

@@ -20,7 +20,8 @@ from sparseattn.evaluation.tasks.jsonlines import append
 from sparseattn.models.errors import ModelError
 from sparseattn.models.gguf_header import check_header
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import Role, Roles
+from sparseattn.roles.role import Role
+from sparseattn.roles.roles import Roles
 from sparseattn.traces.trace import Trace, TraceError
 from sparseattn.utils.json_fields import Either, FieldError, Flag, Items, Maybe, Number, Object, Text, Values
 from sparseattn.utils.json_text import DEPTH, DIGITS, JsonError, parse, parse_object

@@ -28,8 +28,9 @@ from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import Key
 from sparseattn.evaluation.tasks.scoring import ruler, score
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.roles.role import rounded_label
 from sparseattn.roles.roles import Method as Sparse
-from sparseattn.roles.roles import ranges, rounded_label
+from sparseattn.roles.roles import ranges
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
 from sparseattn.evaluation.tasks.run import line_ended, scored
 from sparseattn.evaluation.tasks.tokens import Tokens, turns
-from sparseattn.serving.openai_client import Answer, Question, Server, ServerError
+from sparseattn.serving.openai_client import Server
+from sparseattn.serving.questions import Answer, Question, ServerError
 
 AHEAD = 2  # prompts that are made, for each that a server is asked at once: making one must not leave a server idle
 

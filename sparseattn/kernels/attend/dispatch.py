@@ -124,7 +124,8 @@ def _torch_only(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
 def _check(
     query: Tensor, keys: Tensor, values: Tensor, selection: Selection, bounds: Bounds | None, table: Tensor | None
 ) -> None:
-    only_tensors(query=query, keys=keys, values=values)
+    if not (isinstance(query, Tensor) and isinstance(keys, Tensor) and isinstance(values, Tensor)):
+        only_tensors(query=query, keys=keys, values=values)
     if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
         raise ValueError(
             f"attend takes query [B,H,G,D] and keys and values [B,H,N,D], got {list(query.shape)}, "

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class LooksAhead:
-    """A method whose `select` goes by `StepContext.lookahead`, which `KVCache.foresee` brings."""
+    """A method whose `select` goes by `StepContext.lookahead`, which `Search.foresee` of a cache brings."""

@@ -22,15 +22,8 @@ from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels.bucket_spans.dispatch import bucket_spans
 from sparseattn.selectors.base import LayerContext, Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group
-from sparseattn.selectors.parameters.saap_artefact import (
-    AUTO,
-    SHIPPED,
-    Artefact,
-    Partition,
-    locate,
-    shared,
-    shipped_for,
-)
+from sparseattn.selectors.parameters.saap_artefact import AUTO, SHIPPED, Artefact, locate, shared, shipped_for
+from sparseattn.selectors.parameters.saap_partition import Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_tensors
 from sparseattn.utils.hashing import file_hash, tensors_hash
 
@@ -79,7 +72,7 @@ class Edges(RowBuffer):
         twin._slots = self._slots  # replaced, never changed in place
         return twin
 
-    def resize(self, rows: int, like: Tensor) -> Tensor:
+    def resize(self, rows: int, like: Tensor | None = None) -> Tensor:
         self._slots = []
         return super().resize(rows, like)
 
@@ -205,13 +198,13 @@ class Partitioned(Selector):
             rope, heads = self.layer_context.rope, self.layer_context.heads
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
-                    f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
+                    f"{self} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
                     f"known here: give for_layer a LayerContext with it, or name an artefact that needs none, "
                     f"artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
                 )
             if rope is None and not self.trained().roped:
                 raise ValueError(
-                    f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
+                    f"{self} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
                     f"known here: give for_layer a LayerContext with it, or use an artefact of roped keys where the "
                     f"layer applies none or one whose frequencies change with the length of the sequence"
                 )
@@ -238,7 +231,7 @@ class Partitioned(Selector):
         kept, low = _kept(starts, new)
         if kept < self.edges.rows:
             bucket = torch.cat([self._stored(kept), bucket], 2)
-            self.edges.resize(kept, self.edges.full)
+            self.edges.resize(kept)
         sizes = torch.zeros(*bucket.shape[:2], own.buckets + 1, dtype=torch.int64, device=bucket.device)
         ends = low + sizes.scatter_add_(2, bucket, torch.ones_like(bucket)).cumsum(2)  # [B,H,C+1]
         edges = torch.nn.functional.pad(ends, (1, 0), value=low)

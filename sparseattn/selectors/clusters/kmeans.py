@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseattn.core.step_cost import Scan, products
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
-from sparseattn.selectors.parameters.saap_artefact import Partition
+from sparseattn.selectors.parameters.saap_partition import Partition
 
 
 class KMeans(Partitioned):

@@ -12,7 +12,8 @@ from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.step_cost import Launch, Scan, products
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.bucket_table import CHUNK, Parameters, Partitioned
-from sparseattn.selectors.parameters.saap_artefact import AUTO, Partition
+from sparseattn.selectors.parameters.saap_artefact import AUTO
+from sparseattn.selectors.parameters.saap_partition import Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted, check_finite
 
 SPREAD = 0.5  # weight of the variance's part; 1 were right for Gaussian keys of independent dimensions (see the log)

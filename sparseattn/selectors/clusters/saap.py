@@ -14,7 +14,8 @@ from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.clusters.bucket_table import Parameters, Partitioned
 from sparseattn.selectors.clusters.moments import KeyMoments
-from sparseattn.selectors.parameters.saap_artefact import AUTO, Classifier, Partition
+from sparseattn.selectors.parameters.saap_artefact import AUTO
+from sparseattn.selectors.parameters.saap_partition import Classifier, Partition
 from sparseattn.selectors.saved_state import Loaded, Wanted
 
 
@@ -117,7 +118,7 @@ class PerfectBuckets(ReadsKeys, Partitioned):
     """
 
     def fix(self, rows: int, seal: int) -> None:
-        raise ValueError(f"{self!r} looks up every row's bucket on the host: build the KVCache without fixed=True")
+        raise ValueError(f"{self} looks up every row's bucket on the host: build the KVCache without fixed=True")
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
         keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets

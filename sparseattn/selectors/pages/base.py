@@ -11,7 +11,7 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -142,11 +142,13 @@ class PageSelector(EstimatesMass, Selector):
         check_finite(state, *(name for name, part in one.items() if part.is_floating_point()))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        self._check_budget(budget)
+        if budget < self.page:
+            self._refuse(budget)
         return self._best(self.scores(query, self._entries(), self.valid_entries(step.valid)), budget)
 
     def weigh(self, query: Tensor, step: StepContext, budget: int) -> Weighed:
-        self._check_budget(budget)
+        if budget < self.page:
+            self._refuse(budget)
         logits = self.page_logits(query, self._entries(), self.valid_entries(step.valid))
         selection = self._best(vote(logits, self.group), budget)
         return Weighed.of(self.counted(selection, query, step, budget), self.fitted(logits), self.page)
@@ -196,11 +198,8 @@ class PageSelector(EstimatesMass, Selector):
                 )
         return made
 
-    def _check_budget(self, budget: int) -> None:
-        if budget < self.page:
-            raise ValueError(
-                f"{type(self).__name__} reads whole pages: its budget is at least {self.page} rows, got {budget}"
-            )
+    def _refuse(self, budget: int) -> NoReturn:
+        raise ValueError(f"{self} reads whole pages: its budget is at least {self.page} rows, got {budget}")
 
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}

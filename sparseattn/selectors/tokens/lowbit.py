@@ -164,7 +164,7 @@ class LowBit(PageSelector):
     def forget(self, first: int) -> None:
         """Forget the rows from `first` on, a multiple of a group's."""
         for buffer in (self.codes, self.low, self.step):
-            buffer.resize(first // self.rows, buffer.full)
+            buffer.resize(first // self.rows)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         ids = quantized_keys.best(query, self.index(step.valid), self.group, budget // self.page, self.page)

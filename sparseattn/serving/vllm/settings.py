@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparseattn.roles.plan import Plan
-from sparseattn.roles.roles import DENSE, WINDOW, Role
+from sparseattn.roles.role import DENSE, WINDOW, Role
 from sparseattn.selectors.abilities import Evicts, HasTail, Observes
 from sparseattn.selectors.baselines.window import Window
 from sparseattn.selectors.pages.base import PageSelector
@@ -154,7 +154,7 @@ def servable(text: str) -> PageSelector | Window:
         return made
     if not isinstance(made, PageSelector):
         raise ValueError(
-            f"vLLM's cache is kept by page, and {type(made).__name__} ({text!r}) has another kind of index: serve "
+            f"vLLM's cache is kept by page, and {text} has another kind of index: serve "
             f"quest, lowbit:page=16, window, or a PageSelector of your own"
         )
     if made.learns or made.find(Evicts):

@@ -1,0 +1,175 @@
+"""Sealed rows that lie apart, on a device of their own or in a few bits, and which of all sealed rows are real."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from sparseattn.cache import input_checks
+from sparseattn.cache.quantized_rows import SealedCodes
+from sparseattn.core.row_buffer import RowBuffer, State
+
+
+class SealedRows:
+    """What is kept of the sealed rows of B sequences and H heads, in stored order.
+
+    Keys and values are here where they lie apart. Otherwise they lie between sink and recent rows, in the storage of
+    those, and only what is known of them is here.
+
+    Args:
+        capacity: rows to allocate at once.
+        device: of its own; None: that of the other rows.
+        codes: keeps them in a few bits; None: they are kept as they come.
+        exact: whether they are kept as they come too, where there are codes of them.
+
+    Attributes:
+        keys, values: `[B,H,N,D]`, where they lie apart: all as they came, or with codes those of the last seal until
+            they are rounded.
+        real: `[B,H,N]` bool, neither padding nor known to be dropped by the selector.
+        valid: `[B,N]` bool, by place, no padding in any head; what a step's selector sees.
+        dropped: whether the selector has dropped a row.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | None, codes: SealedCodes | None, exact: bool) -> None:
+        self.device, self.codes, self.exact, self.dropped = device, codes, exact, False
+        own = capacity if codes is None or exact else 0
+        self.keys, self.values = (RowBuffer(2, own, pinned=device is not None) for _ in range(2))
+        self.real, self.valid = RowBuffer(2, capacity), RowBuffer(1, capacity, spare=False)
+
+    @property
+    def apart(self) -> bool:
+        """Whether keys and values lie apart from the other rows."""
+        return self.device is not None or self.codes is not None
+
+    def states(self) -> dict[str, State]:
+        """Return what is kept of each sequence, by attribute."""
+        kept: dict[str, State] = {"keys": self.keys, "values": self.values, "real": self.real, "valid": self.valid}
+        return kept if self.codes is None else {**kept, "codes": self.codes}
+
+    def begin(self, keys: Tensor) -> None:
+        """Make room for rows such as `keys` `[B,H,n,D]`, of which none are sealed."""
+        if self.apart:
+            for buffer in (self.keys, self.values):
+                buffer.resize(0, keys[:, :, :0].to(self.device or keys.device))
+
+    def read(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[B,H,N,D]` that lie apart: views, but read back anew where only codes are kept.
+
+        Args:
+            like: `[B,H,n,D]`, rows as they came.
+        """
+        if self.codes is None or (self.exact and self.real.rows):
+            return self.keys.data, self.values.data
+        if self.real.rows:
+            return self.codes.last(self.real.rows, like.dtype)
+        none = like[:, :, :0].to(self.device or like.device)
+        return none, none
+
+    @property
+    def unrounded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values that lie apart as they came: all, or with codes the last that are there so."""
+        return self.keys.data, self.values.data
+
+    def take_in(self, keys: Tensor, values: Tensor, first: int, each: list[int]) -> None:
+        """Copy, of sequence b of `keys` and `values` `[B,H,N,D]`, `each[b]` rows from `first` on, and zero the padding
+        behind a shorter one's."""
+        most = max(each)
+        for near, apart in ((keys, self.keys), (values, self.values)):
+            zone = apart.rows
+            apart.resize(zone + most, near[:, :, :0].to(self.device or near.device))
+            for b, rows in enumerate(each):
+                for h in range(near.shape[1]):  # a head is contiguous, so that no other copy is made on the device
+                    apart.full[b, h, zone : zone + rows].copy_(near[b, h, first : first + rows])
+                apart.full[b, :, zone + rows : zone + most] = 0
+
+    def note(self, valid: Tensor, heads: int) -> None:
+        """Note which of the newly sealed rows are no padding, `[B,n]` bool."""
+        self.real.append(valid[:, None].expand(-1, heads, -1))
+        self.valid.append(valid)
+
+    def settle(self, order: Tensor | None, new: int, rows: tuple[Tensor, Tensor]) -> None:
+        """Store the last sealed rows in a selector's order. Then round them, if they are kept in a few bits.
+
+        New rows are rounded from what they came as, others from what their codes stand for, so that those are rounded
+        once more.
+
+        Args:
+            order: `[B,H,m]`, of the `new` rows, and of others if m is more; None: as they are.
+            new: rows of this seal.
+            rows: keys and values `[B,H,N,D]` as they came, the new ones last.
+
+        Raises:
+            ValueError: no permutation of so many rows, or one that cuts a group of rows of few bits.
+        """
+        if order is not None:
+            input_checks.order(order, self.real.data, new)
+        if self.codes is not None:
+            self._round(self.codes, order, new, rows)
+        if order is not None:
+            kept = rows if self.codes is None or self.exact else ()
+            for part in (*kept, self.real.data[..., None]):
+                moved = part[:, :, part.shape[2] - order.shape[2] :]
+                moved.copy_(moved.gather(2, order[..., None].expand_as(moved)))
+            first = self.real.rows - order.shape[2]
+            self.valid.data[:, first:] = self.real.data[:, :, first:].any(1)
+        if self.codes is not None and not self.exact:
+            self.keys.reset()
+            self.values.reset()
+
+    @staticmethod
+    def _round(codes: SealedCodes, order: Tensor | None, new: int, rows: tuple[Tensor, Tensor]) -> None:
+        last = [part[:, :, part.shape[2] - new :] for part in rows]
+        more = 0 if order is None else order.shape[2] - new
+        if more:
+            read = codes.last(more, last[0].dtype)
+            last = [torch.cat(parts, 2) for parts in zip(read, last, strict=True)]
+        if order is not None:
+            last = [part.gather(2, order[..., None].expand_as(part)) for part in last]
+        keys, values = last
+        codes.store(keys, values, codes.rows - more)
+
+    def drop(self, held: Tensor) -> None:
+        """Note that the selector holds the rows `held` `[B,H,N]` bool, and no other ever again."""
+        self.real.data.logical_and_(held)
+        self.dropped = True
+
+    def compact(self, ids: Tensor) -> None:
+        """Keep the places `ids` `[B,H,K]` int64 alone, in that order; the storage of the others is freed."""
+        self.real.keep(ids)
+        valid = self.real.data.any(1)
+        self.valid.reset()
+        self.valid.append(valid)
+        if self.apart:
+            self.keys.keep(ids)
+            self.values.keep(ids)
+
+    def clone(self) -> SealedRows:
+        """Return an independent copy."""
+        twin = copy.copy(self)
+        for name, state in self.states().items():
+            setattr(twin, name, state.clone())
+        return twin
+
+    def reset(self) -> None:
+        """Forget every row, and free storage that is not fixed."""
+        for state in self.states().values():
+            state.reset()
+        self.dropped = False
+
+    def to(self, device: torch.device | str) -> None:
+        """Move what has no device of its own."""
+        if self.device is None:
+            for state in self.states().values():
+                state.to(device)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of keys and values that lie apart (`kv`), of what is known of rows (`books`); with codes `exact`, of
+        the same rows as they came."""
+        books = self.real.nbytes + self.valid.nbytes
+        rows = self.keys.nbytes + self.values.nbytes
+        if self.codes is None:
+            return {"kv": rows, "books": books}
+        return {"kv": self.codes.nbytes, "books": books} | ({"exact": rows} if self.exact else {})

@@ -1,0 +1,208 @@
+"""What a decode step asks of a selector: the rows of a query, and the tail beside them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparseattn.cache import input_checks, selection_checks
+from sparseattn.cache.abilities import Abilities
+from sparseattn.cache.rows import StoredRows
+from sparseattn.core.budget import Allowance
+from sparseattn.core.mass import Promise, cut
+from sparseattn.core.selection import Selection, Tail, Weighed
+from sparseattn.kernels.attend.dispatch import attend
+from sparseattn.selectors.abilities import EstimatesMass
+from sparseattn.selectors.base import Selector, StepContext
+
+
+class Search:
+    """Asks a cache's selector, tells it what it wants to know of a step, and keeps what it answered.
+
+    Args:
+        selector: whom it asks.
+        stored: the rows of the cache.
+        check: whether every selection is held against the contract (`selection_checks`).
+
+    Attributes:
+        abilities: which parts of the selector can do what.
+        latest: the last selection; None before the first.
+        latest_tail: what was attended to beside it.
+        latest_promise: what it holds by the selector's estimate, of a budget by mass.
+        lookahead: `[B,H,G,D]`, the next query, as the layer before foresees it; of one step.
+    """
+
+    def __init__(self, selector: Selector, stored: StoredRows, check: bool) -> None:
+        self.selector, self.stored, self.check = selector, stored, check
+        self.lookahead: Tensor | None = None
+        self.abilities = Abilities.of(selector)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was answered."""
+        self.latest: Selection | None = None
+        self.latest_tail: Tail | None = None
+        self.latest_promise: Promise | None = None
+
+    def of(self, selector: Selector, stored: StoredRows) -> Search:
+        """Return the search of a cache's clone, which foresees nothing."""
+        twin = copy.copy(self)
+        twin.selector, twin.stored, twin.abilities = selector, stored, Abilities.of(selector)
+        twin.lookahead = None
+        return twin
+
+    # -- what the selector is told -----------------------------------------------------------------------------------
+
+    def step(self, near: Tensor | None = None, counted: bool = False) -> StepContext:
+        """Return what the selector is told of a step at the newest token, see `StepContext`; once rows are sealed."""
+        stored, sealed = self.stored, self.stored.sealed
+        positions = stored.newest if sealed.device is None else torch.tensor(stored.zones.next) - 1
+        return StepContext(positions, sealed.valid.visible, stored.zones.sealed, counted, near, self.lookahead)
+
+    def foresee(self, ahead: Tensor) -> None:
+        """Tell a selector that looks ahead (`LooksAhead`) what the layer before knew of the next query.
+
+        Args:
+            ahead: `[B,H,G,D]`, after RoPE: the query that this layer's projection makes of the input of the attention
+                layer before. It holds for the next `select` or `decode` alone.
+
+        Raises:
+            ValueError: another shape, dtype or device than a query of this cache has, or NaN.
+        """
+        self.stored.require()
+        input_checks.query(ahead, self.stored.keys.full)
+        if not ahead.is_cuda:
+            input_checks.finite(ahead=ahead)
+        device = self.stored.sealed.device
+        self.lookahead = ahead if device is None else ahead.to(device)
+
+    def near(self, query: Tensor) -> Tensor:
+        """Return what the rows weigh that every query reads, sink and unsealed ones.
+
+        Args:
+            query: `[B,H,G,D]`, on the cache's device.
+
+        Returns:
+            `[B,H,G]`: the natural logarithm of the sum of their exponentiated logits; -inf where there are none.
+        """
+        stored, nothing = self.stored, Selection.none(query.shape[0], query.shape[1], query.device)
+        scale = 1 / self.selector.temperature(query.shape[3])
+        keys, values = stored.keys.visible, stored.values.visible
+        return attend(query, keys, values, nothing, stored.bounds, scale=scale)[1]
+
+    # -- what it answers ---------------------------------------------------------------------------------------------
+
+    def choose(
+        self, query: Tensor, allowed: Allowance, near: Callable[[], Tensor] | None = None, counted: bool = False
+    ) -> Selection:
+        """Return the rows of a query, on the device of the sealed rows.
+
+        Args:
+            query: `[B,H,G,D]`, on the cache's device or on that of the sealed rows.
+            allowed: what `KVCache.prepare` said.
+            near: gives what `near` does, on the device of the sealed rows. For a mass it is asked once the selector has
+                weighed its rows, so that what another device computes for it may take as long as the search. None: it
+                is computed where it is needed, from a query on the cache's device, and counted with what choosing
+                reads.
+            counted: whether what choosing reads is counted.
+
+        Raises:
+            ContractError: with `check`, a selection that the contract does not allow.
+        """
+        if self.check:
+            self.note_dropped()  # what it drops while it chooses, it may still read at this step
+        wanted = allowed.mass is not None or self.abilities.weighs_near
+        there, weighed_here = query, near is None and wanted
+        if self.stored.sealed.device is not None:
+            there = query.to(self.stored.sealed.device)
+        if weighed_here:
+            near = lambda: self.near(query).to(there.device)  # noqa: E731
+        self.latest_tail = self.latest_promise = None
+        self.latest = self._chosen(there, allowed, near, counted)
+        self.lookahead = None  # it was of this step
+        if weighed_here and counted:
+            self.latest = self._also_read(self.latest)
+        return self.latest
+
+    def _chosen(self, query: Tensor, allowed: Allowance, near: Callable[[], Tensor] | None, counted: bool) -> Selection:
+        """`choose` on the device of the sealed rows, where `near` is given if it is needed."""
+        (rows, mass), selector, stored = allowed, self.selector, self.stored
+        if not stored.zones.zone:
+            chosen = Selection.none(query.shape[0], query.shape[1], query.device)
+            return chosen if mass is None else self._cut(Weighed.nothing(query), near, mass)
+        step = self.step(near() if near is not None and self.abilities.weighs_near else None, counted)
+        weighed = None
+        if mass is None:
+            chosen = selector.select(query, step, rows)
+        else:
+            assert isinstance(selector, EstimatesMass)  # `budget_of` refuses others
+            weighed = selector.weigh(query, step, rows)
+            chosen = weighed.selection
+        if self.check:
+            real, zone = stored.sealed_real, stored.zones.zone
+            selection_checks.check(chosen, query, step.positions, rows, zone, real, selector)
+        if counted:
+            chosen = selector.counted(chosen, query, step, rows)
+        if weighed is None or mass is None:
+            return chosen
+        if self.check:
+            selection_checks.check_weighed(weighed, query, selector)
+        return self._cut(dataclasses.replace(weighed, selection=chosen), near, mass)
+
+    def _cut(self, weighed: Weighed, near: Callable[[], Tensor] | None, mass: float) -> Selection:
+        assert near is not None
+        chosen, self.latest_promise = cut(weighed, near(), mass)
+        return chosen
+
+    def _also_read(self, chosen: Selection) -> Selection:
+        """Return it with the cost of `near`: the key of every row that it weighs, read before the step reads it."""
+        bounds, keys = self.stored.bounds, self.stored.keys.full
+        rows = (bounds.sink + bounds.rows - bounds.sealed).to(chosen.start.device, torch.int64)[:, None]  # [B,1]
+        scanned = None if chosen.scanned is None else chosen.scanned + rows
+        read = None
+        if chosen.scan_bytes is not None:
+            read = chosen.scan_bytes + rows * (keys.shape[3] * self.selector.bytes_of(keys))
+        return dataclasses.replace(chosen, scanned=scanned, scan_bytes=read)
+
+    def note_dropped(self) -> None:
+        """Ask methods that evict what they hold; what they have dropped once they have dropped for good."""
+        stored = self.stored
+        if not stored.zones.zone:
+            return
+        for part in self.abilities.evictors:
+            if (held := part.held()) is not None:
+                input_checks.held(held, stored.sealed.real.data, self.selector)
+                stored.sealed.drop(held)
+
+    def tail(self, query: Tensor, selection: Selection) -> Tail | None:
+        """Return rows that the selector adds for what this selection of `choose` does not read, None for none. They are
+        part of the step: `decode` attends to them too, and merges.
+
+        Args:
+            query: `[B,H,G,D]`, on the device of the sealed rows.
+
+        Raises:
+            ContractError: with `check`, a tail that the contract does not allow.
+        """
+        part = self.abilities.tail
+        if part is None or not self.stored.zones.zone:
+            return None
+        step = self.step()
+        self.latest_tail = part.tail(query, step, selection)
+        if self.check:
+            selection_checks.check_tail(self.latest_tail, query, step.positions, self.selector)
+        return self.latest_tail
+
+    @property
+    def observed(self) -> bool:
+        """Whether the selector, or a part of it, learns from what a step's selection got."""
+        return bool(self.abilities.observers) and self.stored.zones.zone > 0
+
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
+        """Tell parts that observe what a step's selection got, see `Observes`."""
+        for part in self.abilities.observers:
+            part.observe(selection, weights, total)

@@ -1,0 +1,99 @@
+"""Make the sparse layers of a `SparseCache`, each tried on a few rows so that what does not fit raises at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparseattn.cache.decode import decode
+from sparseattn.cache.kv_cache import KVCache
+from sparseattn.cache.shown_rows import unit_of
+from sparseattn.core.budget import Budget
+from sparseattn.core.context import LayerContext
+from sparseattn.core.layer_choices import Board
+from sparseattn.models import layer_checks as checks
+from sparseattn.models.attention_layers import AttentionLayer
+from sparseattn.models.head_group import SparseHeads
+from sparseattn.models.sparse_layer import SparseLayer
+from sparseattn.roles.role import Share
+from sparseattn.roles.roles import Roles
+from sparseattn.selectors.abilities import LooksAhead
+from sparseattn.selectors.base import Selector
+from sparseattn.selectors.registry import as_selector
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMaker:
+    """What the sparse layers of a model have in common.
+
+    Args:
+        layers: the model's attention layers, by number.
+        depth: layers of the model.
+        methods: roles, or a selector or a mapping from layers to selectors.
+        settings: arguments of every `KVCache`, all but the selector and `seal`.
+        seal: as in `KVCache`; None: the unit of each selector.
+        board: on which layers leave choices for those behind.
+        impl: as in `attend`.
+    """
+
+    layers: Mapping[int, AttentionLayer]
+    depth: int
+    methods: Roles | Any
+    settings: Mapping[str, Any]
+    seal: int | None
+    board: Board
+    impl: str | None
+
+    def layer(self, index: int, budget: Budget) -> SparseLayer:
+        """Return a layer, with `budget` for those of its methods that have none of their own.
+
+        Raises:
+            ValueError, RuntimeError, ImportError: what does not fit, with the layer's number.
+        """
+        bits, group = self.settings["bits"], self.settings["group"]
+        try:
+            parts = []
+            for share in self._shares(index):
+                selector = self._selector(share, index)
+                seal = unit_of(selector, bits, group) if self.seal is None else self.seal
+                parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self.settings), budget))
+                self._try_out(share, index, budget)
+        except (ValueError, RuntimeError, ImportError) as error:
+            kind = next(kind for kind in (ValueError, ImportError, RuntimeError) if isinstance(error, kind))
+            raise kind(f"layer {index}: {error}") from error
+        return SparseLayer(parts, self.impl)
+
+    def _shares(self, index: int) -> list[Share]:
+        """Return which heads of a layer have which method."""
+        if isinstance(self.methods, Roles):
+            return self.methods.shares(index, self.layers[index].heads)
+        return [Share(as_selector(checks.of_layer(self.methods, index)))]
+
+    def _selector(self, share: Share, index: int) -> Selector:
+        what = self.layers[index]
+        return share.fresh(LayerContext(index, self.depth, rope=what.rope, scale=what.scale, board=self.board))
+
+    def _try_out(self, share: Share, index: int, budget: Budget) -> None:
+        """Decode once over a few random rows of the shape of a layer's heads."""
+        what, selector = self.layers[index], self._selector(share, index)
+        if selector.find(LooksAhead):
+            raise ValueError(
+                f"{selector} goes by the input of the layer before, which layers of a model are not told: evaluate "
+                f"it on traces made with `sparseattn capture --ahead`, or make the layer dense"
+            )
+        heads = what.heads if share.heads is None else len(share.heads.which)
+        selector.check_shape(heads, what.group, what.size)
+        rounding = {name: self.settings[name] for name in ("bits", "group", "sealed_device")}
+        count = max(unit_of(selector, rounding["bits"], rounding["group"]), 16)
+        draw = torch.Generator().manual_seed(0)
+        shape = (1, heads, count, what.size)
+        rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
+        trial = KVCache(selector, sink=0, window=0, seal=count, check=True, **rounding)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what so few rows lack
+            trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))
+            decode(rows[2:, :, :, 0].movedim(0, 2), trial, share.budget(budget), scale=what.scale, impl=self.impl)
