@@ -29,6 +29,7 @@ GROUPS = {
     "Choose one": {
         "recommend": "Choose a method and a budget for every layer of a model, within an error.",
         "eval": "Ask a model about long prompts with every method, and score its answers.",
+        "doctor": "Say of each layer of a model whether it would be sparse, from which row on, or why not.",
         "lm-eval": "Run lm-evaluation-harness with sparse decoding, and prove that it was sparse.",
         "machine": "Measure this CPU, show a machine's figures, or predict decode steps on it.",
     },

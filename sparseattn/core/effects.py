@@ -50,14 +50,11 @@ def idle_above(above: int, longest: int, what: str = "the longest sequence") -> 
     )
 
 
-def idle_layers(dense: int, full: int) -> str | None:
-    """Return why no layer is sparse where the first `dense` of `full` that attend to the whole context stay dense."""
-    if dense < full:
+def idle_layers(dense: int, most: int) -> str | None:
+    """Return why no layer is sparse where the first `dense` stay dense; `most` of them leave one sparse."""
+    if dense <= most:
         return None
-    return (
-        f"--dense-layers {dense} leaves no layer sparse: the model has {full} that attend to the whole context; "
-        f"{full - 1} or fewer may stay dense"
-    )
+    return f"--dense-layers {dense} leaves no layer of the whole context sparse: at most {most} may stay dense"
 
 
 def refuse(*sentences: str | None) -> None:

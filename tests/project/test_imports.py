@@ -45,7 +45,7 @@ BELOW = {
     "evaluation": ("serving", "models", "cache", "roles", "selectors", "kernels", "traces", "core", "utils"),
     "training": ("evaluation", "cost_model", "cache", "selectors", "traces", "core", "utils"),
     "recommend": ("evaluation", "models", "cost_model", "cache", "roles", "selectors", "core", "utils"),
-    "reporting": ("recommend", "evaluation", "cost_model", "selectors", "core", "utils"),
+    "reporting": ("recommend", "evaluation", "cost_model", "roles", "selectors", "core", "utils"),
     "cli": (
         "reporting",
         "training",

@@ -72,7 +72,7 @@ class SparseLM(HFLM):
         self._empty: SparseCache = self.settings.cache(self.model)
         if not self._empty.sparse_layers:
             whole = SparseCache(self.model, "window", None)
-            refuse(idle_layers(self.settings.dense_layers, len(whole.sparse_layers)))
+            refuse(idle_layers(self.settings.dense_layers, max(whole.sparse_layers)))
         self._tails: dict[str, Tail] = {}  # by prompt, of the task that is asked
         self._batch: list[Tail] = []  # of the batch that was encoded last
         self.tally = Tally(self.settings.to_dict())
