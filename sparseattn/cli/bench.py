@@ -24,6 +24,7 @@ from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.report import EXPLORED, QUERIES, Explored, write_report
 from sparseattn.cli.results import RecordFile, check_figures, origin, results_folder, say_figure, say_records
 from sparseattn.core.budget import Budget, budget_order
+from sparseattn.core.effects import idle_budget, refuse
 from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.evaluation.by_head import JUDGED, Comparison
 from sparseattn.evaluation.replay import evaluate, evaluate_budgets
@@ -42,6 +43,9 @@ from sparseattn.utils.files import write_atomic
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
 # Model -> what its artefact that ships is for; compared where every trace is a built-in one of that model.
 TRAINED: dict[str, tuple[str, ...]] = {REFERENCE: ("saap", "kmeans", "moments"), LEAD: ("saap", "moments")}
+
+
+BUDGETS = "64,256,1024"  # where none are asked for; those of them that a trace is too short for change nothing
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class BenchOptions:
     ] = None
     roles: shared.Roles = None
     trust: shared.Trust = None
-    budget: shared.Budgets = "64,256,1024"
+    budget: shared.Budgets = BUDGETS
     sink: shared.Sink = 4
     window: shared.Window = 64
     layers: shared.Layers = None
@@ -169,6 +173,12 @@ class BenchOptions:
         layers = self.layer_numbers
         return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, bits)
 
+    def check_effect(self, traces: Sequence[Trace]) -> None:
+        """NoEffect for a budget that was asked for and covers the longest trace."""
+        longest = max(traces, key=lambda trace: trace.tokens)
+        for budget in self.budgets if self.budget != BUDGETS else ():
+            refuse(idle_budget(budget, longest.tokens, self.sink, self.window, f"the longest trace, {longest.name},"))
+
     def check_method(self, trace: Trace, layers: list[int], method: Method, budgets: Sequence[Budget]) -> None:
         """Refuse, by a ValueError, a method that cannot be measured on a trace."""
         replay_device(method, self.device)
@@ -242,6 +252,8 @@ def _trained(names: Sequence[str]) -> tuple[str, ...]:
 def _planned(options: BenchOptions, chosen: ChosenMethods, traces: Sequence[Trace]) -> list[Replayed]:
     """Return the methods of every trace, all of them checked, before anything is measured."""
     replays: list[Replayed] = []
+    if any(method.uses_budget for method in chosen.methods):
+        options.check_effect(traces)
     for trace in traces:
         say_differences(trace)
         check = functools.partial(options.check_method, trace, usable_layers(trace, options.layer_numbers))

@@ -15,6 +15,7 @@ from sparseattn.cli import options as shared
 from sparseattn.cli import values
 from sparseattn.cli.eval_methods import ALL_LAYERS, methods
 from sparseattn.cli.inputs import LEAD, open_roles
+from sparseattn.core.effects import idle_budget, refuse
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.compared import PROTOCOLS
 from sparseattn.evaluation.tasks.prompts import TAIL, TEMPLATE
@@ -28,6 +29,7 @@ from sparseattn.serving.vllm.settings import DEFAULT
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
 SERVED = (DEFAULT, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
+BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt is too short for change nothing
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 
 
@@ -85,7 +87,7 @@ class EvalOptions:
     roles: shared.Roles = None
     plan: shared.Plans = None
     trust: shared.Trust = None
-    budget: shared.Budgets = "64,256,1024"
+    budget: shared.Budgets = BUDGETS
     protocol: Annotated[
         str,
         typer.Option(
@@ -183,8 +185,19 @@ class EvalOptions:
             raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
             raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
+        self._check_effect()
         if bool(self.text) != (AGREEMENT in self.tasks):
             raise ValueError(f"--task {AGREEMENT} and --text go together")
+
+    def _check_effect(self) -> None:
+        """NoEffect for a budget that was asked for and covers the longest prompt that is made or cut to length."""
+        longest = max(self.prompt_lengths[-1] if self.tasks else 0, self.max_length or 0)
+        unknown = bool(self.prompts) and self.max_length is None  # how long these are is known when they are read
+        if self.endpoint or unknown or self.budget == BUDGETS:
+            return
+        if any(method.selector is not None and method.selector.uses_budget for method in self.methods):
+            for budget in values.budgets(self.budget):
+                refuse(idle_budget(budget, longest, self.sink, self.window, "the longest prompt"))
 
     @cached_property
     def given(self) -> set[str]:

@@ -74,7 +74,7 @@ class Config(SimpleNamespace):
         kinds = changed.pop("layer_types", None)
         text = SimpleNamespace() if kinds is None else SimpleNamespace(layer_types=kinds)
         model = {"use_mla": False, "runner_type": "generate", "is_attention_free": False, "is_hybrid": False,
-                 "hf_text_config": text, "disable_sliding_window": False,
+                 "hf_text_config": text, "disable_sliding_window": False, "max_model_len": 32768,
                  "get_total_num_hidden_layers": lambda: 4}  # fmt: skip
         cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none"}
         parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
@@ -84,6 +84,18 @@ class Config(SimpleNamespace):
         given = {"additional_config": {"sparseattn": {**GIVEN, **changed.pop("settings", {})}},
                  "kv_transfer_config": None, "speculative_config": None}  # fmt: skip
         super().__init__(**{**given, **{name: SimpleNamespace(**part) for name, part in parts.items()}, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"max_model_len": 8000}, "--above 8000 keeps every sequence dense: the longest sequence of this engine"),
+        ({"settings": {"budget": 32700}}, "--budget 32700 has no effect: .* a budget below 32,700 leaves some out"),
+    ],
+)
+def test_settings_without_effect_at_the_engines_lengths_are_refused(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        engine_checks.settings_of(Config(**changed))
 
 
 @pytest.fixture(autouse=True)
