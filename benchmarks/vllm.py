@@ -155,13 +155,13 @@ def decode(
                 raise RuntimeError(
                     f"a step of {batch} sequences gave {len(out)} tokens: is the cache large enough (--gib)?"
                 )
-            if turns.kind == "stock" and ran.sparse_calls:
+            if turns.kind == "stock" and ran.sparse_steps:
                 raise RuntimeError(f"a stock step ran sparsely: {ran}")
             if turns.kind == "sparse":
-                if bool(ran.sparse_calls) != (context - most > above) or ran.sparse_calls % batch:
+                if bool(ran.sparse_steps) != (context - most > above) or ran.sparse_steps % batch:
                     rows = f"{context - most} to {context} rows"
                     raise RuntimeError(f"a step of {batch} sequences of {rows}, sparse above {above}: {ran}")
-                read[which] = ran.sparse_calls // batch, ran.share
+                read[which] = ran.sparse_steps // batch, ran.share
             if number >= 2 * WARM:
                 every[which][turns.kind].append(seconds)
             say()

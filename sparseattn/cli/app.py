@@ -29,6 +29,8 @@ GROUPS = {
     "Choose one": {
         "recommend": "Choose a method and a budget for every layer of a model, within an error.",
         "eval": "Ask a model about long prompts with every method, and score its answers.",
+        "doctor": "Say of each layer of a model whether it would be sparse, from which row on, or why not.",
+        "lm-eval": "Run lm-evaluation-harness with sparse decoding, and prove that it was sparse.",
         "machine": "Measure this CPU, show a machine's figures, or predict decode steps on it.",
     },
     "Run it": {
@@ -104,10 +106,13 @@ def _say(line: str) -> None:
 
 def load(name: str) -> Any:
     """Return the command of a name, whose options are in a module of their own, which imports no torch."""
-    options = getattr(_imported(name, f"{name}_options"), f"{name.capitalize()}Options")
+    file = name.replace("-", "_")
+    module = _imported(name, f"{file}_options")
+    options = getattr(module, f"{name.title().replace('-', '')}Options")
     command = _imported(name, "command").command
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name)(command(options, lambda given: _imported(name, name).run(given)))
+    register = alone.command(name, context_settings=getattr(module, "CONTEXT", None))
+    register(command(options, lambda given: _imported(name, file).run(given)))
     return typer.main.get_command(alone)
 
 

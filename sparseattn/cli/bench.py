@@ -99,6 +99,8 @@ def _trained(names: Sequence[str]) -> tuple[str, ...]:
 def _planned(options: BenchOptions, chosen: ChosenMethods, traces: Sequence[Trace]) -> list[Replayed]:
     """Return the methods of every trace, all of them checked, before anything is measured."""
     replays: list[Replayed] = []
+    if any(method.uses_budget for method in chosen.methods):
+        options.check_effect(traces)
     for trace in traces:
         say_differences(trace)
         check = functools.partial(options.check_method, trace, usable_layers(trace, options.layer_numbers))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sparseattn.traces.trace import Trace
 
 ALL = "all"  # of --selector: every method
+BUDGETS = "64,256,1024"  # where none are asked for; those of them that a trace is too short for change nothing
 # Not `retrieval`, whose graphs take longer to build than all of these take together.
 SELECTED = ("exact", "quest", "quest:group=each", "quest:page=8,int8=True", "lowbit", "random", "window")
 
@@ -49,7 +50,7 @@ class BenchOptions:
     ] = None
     roles: shared.Roles = None
     trust: shared.Trust = None
-    budget: shared.Budgets = "64,256,1024"
+    budget: shared.Budgets = BUDGETS
     sink: shared.Sink = 4
     window: shared.Window = 64
     layers: shared.Layers = None
@@ -157,6 +158,14 @@ class BenchOptions:
 
         layers = self.layer_numbers
         return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, bits)
+
+    def check_effect(self, traces: Sequence[Trace]) -> None:
+        """NoEffect for a budget that was asked for and covers the longest trace."""
+        from sparseattn.core.effects import idle_budget, refuse
+
+        longest = max(traces, key=lambda trace: trace.tokens)
+        for budget in self.budgets if self.budget != BUDGETS else ():
+            refuse(idle_budget(budget, longest.tokens, self.sink, self.window, f"the longest trace, {longest.name},"))
 
     def check_method(self, trace: Trace, layers: list[int], method: Method, budgets: Sequence[Budget]) -> None:
         """Refuse, by a ValueError, a method that cannot be measured on a trace."""

@@ -30,6 +30,7 @@ SELECTED = ("exact", "quest", "lowbit", "random", "window")
 SERVED = (defaults.SELECTOR, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
 ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
+BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt is too short for change nothing
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 OF_PROMPTS = ("layout", "templates", "demos", "results")
 
@@ -104,7 +105,7 @@ class EvalOptions:
     roles: shared.Roles = None
     plan: shared.Plans = None
     trust: shared.Trust = None
-    budget: shared.Budgets = "64,256,1024"
+    budget: shared.Budgets = BUDGETS
     protocol: Annotated[
         str,
         typer.Option(
@@ -237,6 +238,7 @@ class EvalOptions:
             raise ValueError("--results kvpress needs the rows that were read, which no server of --endpoint says")
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
             raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
+        self._check_effect()
         if bool(self.text) != (AGREEMENT in self.tasks):
             raise ValueError(f"--task {AGREEMENT} and --text go together")
         if (self.qa is not None) != (QA in self.tasks):
@@ -245,6 +247,18 @@ class EvalOptions:
             raise ValueError(f"--ruler-words are for --task {CWE}")
         if not self.prompts and (alone := shared.spelled(name for name in OF_PROMPTS if name in self.given)):
             raise ValueError(f"{alone} is of --prompts: name a file with it")
+
+    def _check_effect(self) -> None:
+        """NoEffect for a budget that was asked for and covers the longest prompt that is made or cut to length."""
+        from sparseattn.core.effects import idle_budget, refuse
+
+        longest = max(self.prompt_lengths[-1] if self.tasks else 0, self.max_length or 0)
+        unknown = bool(self.prompts) and self.max_length is None  # how long these are is known when they are read
+        if self.endpoint or unknown or self.budget == BUDGETS:
+            return
+        if any(method.selector is not None and method.selector.uses_budget for method in self.methods):
+            for budget in values.budgets(self.budget):
+                refuse(idle_budget(budget, longest, self.sink, self.window, "the longest prompt"))
 
     @cached_property
     def given(self) -> set[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseattn.cache.all_rows import bytes_named
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.activity import LayerActivity
 from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
 from sparseattn.roles.role import Share
@@ -44,6 +45,10 @@ class SparseHeads:
         self._chosen: float | Tensor = 0.0
         self._always, self._stored = 0.0, 0.0
         self._read: float | Tensor = 0.0  # shares, by KV head
+        # Of the sequences whose token was no padding: rows read by a head on average, and bytes that all heads read.
+        self.steps, self._held = 0, 0
+        self._rows: float | Tensor = 0.0
+        self._bytes: float | Tensor = 0.0
 
     @property
     def mean_rows(self) -> float:
@@ -68,6 +73,23 @@ class SparseHeads:
         """Return `bytes_share` of each KV head, `[h]` float64."""
         return torch.as_tensor(self._read, dtype=torch.float64).cpu() / self.calls
 
+    def activity(self) -> LayerActivity:
+        """Return what its heads did, but for dense steps, which its layer counts."""
+        read = float(self._bytes)
+        return LayerActivity(
+            sparse_steps=self.steps,
+            rows_read=round(float(self._rows)),
+            rows_held=self._held,
+            bytes_read=None if math.isnan(read) else round(read),
+            bytes_held=self._held * self.rows.keys.shape[1] * self._row_bytes if self._held else 0,
+        )
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a key and a value of one KV head."""
+        keys = self.rows.keys
+        return 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)
+
     def of(self, x: Tensor) -> Tensor:
         """Return its heads of `[B,H,...]`."""
         return self.share.of(x)
@@ -84,45 +106,66 @@ class SparseHeads:
             keys, values, queries = self.of(keys), self.of(values), self.of(queries)
         self.rows.append(keys, values, queries, positions)
 
-    def decode(self, query: Tensor, scale: float, impl: str | None) -> Tensor:
-        """Return `[B,h,G,D]` for a layer's query `[B,H,G,D]`, and count what was read."""
+    def decode(self, query: Tensor, scale: float, impl: str | None, real: Tensor | None = None) -> Tensor:
+        """Return `[B,h,G,D]` for a layer's query `[B,H,G,D]`, and count what was read.
+
+        real: `[B]` bool on the CPU, whose token is no padding; None: nobody's is.
+        """
         if self.share.heads is not None:
             query = self.of(query)
         out = decode(query, self.rows, self.budget, scale=scale, impl=impl)
-        self._count()
+        self._count(real)
         return out
 
-    def _count(self) -> None:
+    def _count(self, real: Tensor | None) -> None:
         rows = self.rows
         chosen, tail = rows.search.latest, rows.search.latest_tail
         assert chosen is not None
         stored, sealed = rows.counts
-        mean_stored = sum(stored) / len(stored)
-        always = mean_stored - sum(sealed) / len(sealed)
+        held, near = sum(stored), sum(stored) - sum(sealed)  # near: sink and rows not sealed, which every query reads
+        mean_stored, always = held / len(stored), near / len(stored)
+        steps = len(stored)
+        if real is not None:
+            counted = real.tolist()
+            steps = sum(counted)
+            held = sum(count for count, is_real in zip(stored, counted, strict=True) if is_real)
+            near = held - sum(count for count, is_real in zip(sealed, counted, strict=True) if is_real)
+        self.steps += steps
+        self._held += held
+        self._rows = self._rows + near
         for selection in (chosen,) if tail is None else (chosen, tail.selection):
             length = selection.length  # [B,Hs,S] rows
             read = length.sum()
             self._chosen = self._chosen + (read if read.is_cuda else int(read)) / (length.shape[0] * length.shape[1])
-        self._always += always  # sink and rows not sealed
+            if real is not None:
+                read = (length.sum((1, 2)) * real.to(length.device)).sum()
+            self._rows = self._rows + (read if read.is_cuda else int(read)) / length.shape[1]
+        self._always += always
         self._stored += mean_stored
         self.calls += 1
-        if rows.check:  # a comparison, which pays for looking
-            self._read = self._read + self._share_read(chosen, mean_stored, always)
+        if not rows.check:
+            self._bytes = math.nan
+            return
+        read_bytes, row = self._bytes_read(chosen), self._row_bytes  # a comparison, which pays for looking
+        self._read = self._read + (always + read_bytes.mean(0) / row) / mean_stored
+        if real is not None:
+            read_bytes = read_bytes * real.to(read_bytes.device)[:, None]
+        self._bytes = self._bytes + read_bytes.sum() + rows.keys.shape[1] * row * near
 
-    def _share_read(self, chosen: Selection, stored: float, always: float) -> Tensor:
-        """Return `[h]`: bytes read to choose and to attend, over those of all rows as they came; mean over sequences.
+    def _bytes_read(self, chosen: Selection) -> Tensor:
+        """Return `[B,h]` float64: bytes read to choose and to attend, without the rows that are read anyway.
 
         NaN where the selector does not say what it reads. A row that several query heads chose is read once.
         """
-        if chosen.scan_bytes is None:
-            return torch.full(self.rows.keys.shape[1:2], math.nan, dtype=torch.float64)
         keys, tail = self.rows.keys, self.rows.search.latest_tail
         heads = keys.shape[1]
-        row = 2 * keys.shape[3] * self.rows.selector.bytes_of(keys)  # bytes of a key and a value
+        if chosen.scan_bytes is None:
+            return torch.full(keys.shape[:2], math.nan, dtype=torch.float64)
         read = bytes_named(self.rows, chosen) + chosen.scan_bytes + chosen.bias_bytes(heads)
         if tail is not None:
-            read = read + row * tail.selection.distinct(heads, tail.keys.shape[2]) + tail.selection.bias_bytes(heads)
-        return (always + read.double().mean(0) / row) / stored
+            read = read + self._row_bytes * tail.selection.distinct(heads, tail.keys.shape[2])
+            read = read + tail.selection.bias_bytes(heads)
+        return read.double()
 
     def clone(self) -> SparseHeads:
         """Return an independent copy that counts anew."""

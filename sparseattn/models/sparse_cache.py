@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sparseattn.cache.shown_rows import GROUP
+from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.core.budget import Budget
 from sparseattn.core.layer_choices import Board
 from sparseattn.models import layer_checks as checks
@@ -184,6 +185,17 @@ class SparseCache(Cache):
             else:
                 layers.append(LayerStats(i, None, 0, self._dense_calls[i], 0.0, 0.0))
         return Stats(self.protocol, tuple(layers))
+
+    def activity(self) -> Activity:
+        """Return what ran since the cache was made or cloned, in counts that can be added up: see `Activity`."""
+        return Activity(
+            {
+                i: layer.activity()
+                if isinstance(layer, SparseLayer)
+                else LayerActivity(dense_steps=self._dense_calls[i])
+                for i, layer in enumerate(self.layers)
+            }
+        )
 
     def count_dense(self, layer: int) -> None:
         """Count an attention call of a layer that is not sparse."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparseattn.cache.all_rows import copy_rows, everything
 from sparseattn.cache.kv_cache import KVCache
+from sparseattn.core.activity import LayerActivity
 from sparseattn.models.attention_routing import Call, beyond_softmax, delegate
 from sparseattn.models.errors import ModelError
 from sparseattn.models.head_group import SparseHeads
@@ -101,6 +102,14 @@ class SparseLayer(CacheLayerMixin):
         for part in self.parts:
             part.forget_counts()
 
+    def activity(self) -> LayerActivity:
+        """Return what this layer did; of one whose heads have several methods, rows are the mean over its heads."""
+        parts = [part.activity() for part in self.parts]
+        whole = sum(parts, LayerActivity(dense_steps=self.dense_calls))
+        first = parts[0]
+        read = self._mean(lambda part: part.activity().rows_read)
+        return replace(whole, sparse_steps=first.sparse_steps, rows_read=round(read), rows_held=first.rows_held)
+
     @property
     def mean_rows(self) -> float:
         """Rows attended by a query head in a sparse call, mean over calls, sequences and heads; 0 without any."""
@@ -146,7 +155,8 @@ class SparseLayer(CacheLayerMixin):
         for t in range(dense, new):
             self._store(call, query, t, t + 1, run)
             run.cache.board.step = t
-            heads = [part.decode(query.select(3, t), scale, self.impl) for part in self.parts]
+            real = None if run.positions is None else run.positions[:, t] >= 0
+            heads = [part.decode(query.select(3, t), scale, self.impl, real) for part in self.parts]
             out = heads[0] if len(heads) == 1 else self._joined(heads)
             outs.append(out.reshape(batch, 1, query_heads, head_dim))
             self.sparse_calls += 1

@@ -38,7 +38,7 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
     what = "score in %"
     if any(with_ruler.values()):
         what += ", beside it RULER's string match, to which values that were not asked for cost nothing"
-    heads = [Column.text("method"), Column("budget"), Column.of("rows")]
+    heads = [Column.text("method"), Column("budget"), Column.of("rows"), Column("sparse steps", "{:,.0f}".format)]
     for (task, length), ruler in with_ruler.items():
         heads.append(Column.of("score", task if length is None else f"{task} {length}"))
         if ruler:
@@ -56,8 +56,16 @@ def _table(protocol: str, records: Sequence[Record]) -> Table:
             scores.append(mean_of(of_row, "score"))
             if ruler:
                 scores.append(mean(record["ruler"] for record in of_row if record.get("ruler") is not None))
-        out.add(*row, mean_of(select(records, row), "rows"), *scores)
+        of_method = select(records, row)
+        out.add(*row, mean_of(of_method, "rows"), sparse_steps(of_method), *scores)
     return out
+
+
+def sparse_steps(records: Sequence[Record]) -> float | None:
+    """Return the tokens of a prompt and its answer that went through the sparse path, times layers, on average; None of
+    records of before these were counted."""
+    counted = [record["activity"]["sparse_steps"] for record in records if record.get("activity") is not None]
+    return mean(counted) if counted else None
 
 
 def _differs_from_ruler(records: Sequence[Record]) -> bool:

@@ -95,7 +95,11 @@ def _speed(records: Sequence[Record]) -> Table:
     times = [
         column
         for row in rows
-        for column in (Column.of("first_token_seconds", in_words(row)), Column.of("token_milliseconds"))
+        for column in (
+            Column.of("first_token_seconds", in_words(row)),
+            Column.of("token_milliseconds"),
+            Column("rows read %", Format(1, 100)),
+        )
     ]
     out = Table(
         f"Seconds to the first token, and behind it milliseconds a token: medians{load}",
@@ -105,9 +109,19 @@ def _speed(records: Sequence[Record]) -> Table:
         values = []
         for row in rows:
             of_row = select(column, row)
-            values += [_median(map(first_seconds, of_row)), _median(map(token_milliseconds, of_row))]
+            values += [_median(map(first_seconds, of_row)), _median(map(token_milliseconds, of_row)), rows_read(of_row)]
         out.add(task, length, *values)
     return out
+
+
+def rows_read(records: Sequence[Record]) -> float | None:
+    """Return the share of rows that sparse steps read, by the counters when the last of these was answered; None where
+    the server does not count."""
+    counted = [record["activity"] for record in records if record.get("activity") is not None]
+    held = max((ran["rows_held"] for ran in counted), default=0)
+    if not counted:
+        return None
+    return max(ran["rows_read"] for ran in counted) / held if held else 1.0
 
 
 def first_seconds(record: Record) -> float | None:

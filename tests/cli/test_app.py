@@ -48,10 +48,11 @@ for arguments in ([], *([name] for name in COMMANDS)):
 
 def test_every_command_is_a_module_with_options_and_every_such_module_a_command() -> None:
     folder = Path(sparseattn.__file__).parent / "cli"
-    assert {path.stem.removesuffix("_options") for path in folder.glob("*_options.py")} == set(COMMANDS)
+    files = {path.stem.removesuffix("_options") for path in folder.glob("*_options.py")}
+    assert files == {name.replace("-", "_") for name in COMMANDS}
     for name in COMMANDS:
         assert load(name).name == name
-        assert callable(importlib.import_module(f"sparseattn.cli.{name}").run)
+        assert callable(importlib.import_module(f"sparseattn.cli.{name.replace('-', '_')}").run)
 
 
 def test_names_in_help_are_those_that_there_are() -> None:

@@ -562,8 +562,8 @@ def test_the_table_shows_rulers_figure_where_several_values_are_asked_for(
     Console(width=WIDE).print(*report.tables(records))
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = ["words", "10", "RULER", "kv", "10", "passkey", "10", "RULER", "own", "10"]
-    assert ["method", "budget", "rows", *head] in shown
-    assert ["full", "-", "9", "75", "100", "100", "0", "100", "50"] in shown
+    assert ["method", "budget", "rows", "sparse", "steps", *head] in shown
+    assert ["full", "-", "9", "-", "75", "100", "100", "0", "100", "50"] in shown
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from sparseattn import Quest
+from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.evaluation.tasks.base import Example
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.evaluation.tasks.switched import Switched
 from sparseattn.evaluation.tasks.tokens import Tokens
-from sparseattn.serving.vllm.counters import VLLMStats
 from sparseattn.serving.vllm.offline import Answered, OfflinePrompt
 from sparseattn.serving.vllm.settings import Settings, parse
 
@@ -32,9 +32,9 @@ class Engine:
     def use(self, settings: Settings | None) -> None:
         self.served.append(settings)
 
-    def counts(self) -> VLLMStats:
+    def counts(self) -> Activity:
         calls = self.sparse_calls.pop(0)
-        return VLLMStats(sparse_calls=calls, rows_read=calls, rows_held=4 * calls)
+        return Activity({0: LayerActivity(sparse_steps=calls, rows_read=calls, rows_held=4 * calls)})
 
     def answers(self, asked: Iterable[tuple[Any, OfflinePrompt]]) -> Iterator[tuple[Any, Answered]]:
         for (prompt, _), length in zip(asked, self.lengths, strict=True):
@@ -59,5 +59,5 @@ def test_an_answer_of_one_token_is_none_that_was_decoded() -> None:
 
 @pytest.mark.parametrize(("settings", "calls"), [(SETTINGS, 0), (None, 3)], ids=["never on", "on in stock's turn"])
 def test_counters_that_deny_the_method_end_the_run(settings: Settings | None, calls: int) -> None:
-    with pytest.raises(RuntimeError, match=r"decoded 4 tokens, and vLLM's plug-in counts VLLMStats"):
+    with pytest.raises(RuntimeError, match=r"decoded 4 tokens, and vLLM's plug-in counts [0-9,]+ sparse steps"):
         measured(Engine([5], [calls]), settings)

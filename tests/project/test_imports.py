@@ -32,6 +32,7 @@ OPTIONAL = (
     "rouge",
     "rouge_score",
     "jieba",
+    "lm_eval",
 )
 
 # A folder -> the folders of the package that it may import. In the order of docs/write/design.md, from the ground up.
@@ -49,7 +50,7 @@ BELOW = {
     "evaluation": ("serving", "models", "cache", "roles", "selectors", "kernels", "traces", "core", "utils"),
     "training": ("evaluation", "cost_model", "cache", "selectors", "traces", "core", "utils"),
     "recommend": ("evaluation", "models", "cost_model", "cache", "roles", "selectors", "core", "utils"),
-    "reporting": ("recommend", "evaluation", "cost_model", "selectors", "core", "utils"),
+    "reporting": ("recommend", "evaluation", "cost_model", "roles", "selectors", "core", "utils"),
     "cli": (
         "reporting",
         "training",
@@ -98,6 +99,7 @@ HOMES = {
     "rouge": ("evaluation/metrics/libraries.py",),
     "rouge_score": ("evaluation/metrics/libraries.py",),
     "jieba": ("evaluation/metrics/libraries.py",),
+    "lm_eval": tuple(f"evaluation/harness/{name}.py" for name in ("model", "server", "launch")),
     "faiss": ("kernels/nearest.py", "training/kmeans.py"),
     "numba": (
         "kernels/graph/build_and_search.py",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sparseattn import Quest
+from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.selectors.abilities import Evicts
 from sparseattn.serving.vllm import counters, engine_checks, installed
 from sparseattn.serving.vllm.counters import stats
@@ -73,7 +74,7 @@ class Config(SimpleNamespace):
         kinds = changed.pop("layer_types", None)
         text = SimpleNamespace() if kinds is None else SimpleNamespace(layer_types=kinds)
         model = {"use_mla": False, "runner_type": "generate", "is_attention_free": False, "is_hybrid": False,
-                 "hf_text_config": text, "disable_sliding_window": False,
+                 "hf_text_config": text, "disable_sliding_window": False, "max_model_len": 32768,
                  "get_total_num_hidden_layers": lambda: 4}  # fmt: skip
         cache = {"cache_dtype": "auto", "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "none"}
         parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
@@ -83,6 +84,18 @@ class Config(SimpleNamespace):
         given = {"additional_config": {"sparseattn": {**GIVEN, **changed.pop("settings", {})}},
                  "kv_transfer_config": None, "speculative_config": None}  # fmt: skip
         super().__init__(**{**given, **{name: SimpleNamespace(**part) for name, part in parts.items()}, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"max_model_len": 8000}, "--above 8000 keeps every sequence dense: the longest sequence of this engine"),
+        ({"settings": {"budget": 32700}}, "--budget 32700 has no effect: .* a budget below 32,700 leaves some out"),
+    ],
+)
+def test_settings_without_effect_at_the_engines_lengths_are_refused(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        engine_checks.settings_of(Config(**changed))
 
 
 @pytest.fixture(autouse=True)
@@ -146,14 +159,17 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str |
 
 def test_counts_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(counters.FOLDER, str(tmp_path))
-    assert stats() == counters.VLLMStats()
+    assert stats() == Activity()
     own = counters.Counter()
-    own.add(rows_read=3, sparse_calls=1)
-    own.add(rows_read=4, rows_held=10)
-    (tmp_path / "1.counts").write_bytes(counters.FILE.pack(*range(len(counters.NAMES))))
+    own.add(0, rows_read=3, sparse_steps=1)
+    own.add(2, rows_read=4, rows_held=10)
+    other = counters.LAYER.pack(*range(len(counters.NAMES)))
+    (tmp_path / "1.counts").write_bytes(other + bytes((counters.LAYERS - 1) * len(other)))
     (tmp_path / "2.counts").touch()  # of a process that has just begun
-    assert stats() == counters.VLLMStats(sparse_calls=1, dense_calls=1, rows_read=9, rows_held=13, entries_made=4)
+    first = LayerActivity(1, 1, 5, 3, 4, 5, 6)
+    assert stats() == Activity({0: first, 2: LayerActivity(rows_read=4, rows_held=10)})
     assert stats().share == 9 / 13
-    assert (stats() - counters.VLLMStats(rows_read=2)).rows_read == 7
+    assert (stats() - Activity({0: LayerActivity(rows_read=2)})).rows_read == 7
+    assert Activity.from_dict(stats().to_dict()) == stats()
     monkeypatch.setenv(counters.FOLDER, str(tmp_path / "ended"))
-    assert stats() == counters.VLLMStats()
+    assert stats() == Activity()

@@ -301,7 +301,7 @@ def main(model: str, interpreted: bool) -> dict[str, Any]:
         result[name] = watch.begin(budget)
         before = stats()
         result[name]["tokens"] = generate()
-        result[name]["counts"] = vars(stats() - before)
+        result[name]["counts"] = (stats() - before).to_dict()
     return result
 
 

@@ -6,7 +6,6 @@ answered, and what `stats` says in this process, which starts them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ def main() -> None:
     model, sparse, given = sys.argv[1], *map(json.loads, sys.argv[2:])
     with engine(Path(model), sparse, apart=True, **given) as llm:
         answer = ask(llm, prompts(*LENGTHS), TOKENS)
-    print(json.dumps({"tokens": answer.tokens, "stats": dataclasses.asdict(answer.stats), "pid": os.getpid()}))
+    print(json.dumps({"tokens": answer.tokens, "stats": answer.stats.to_dict(), "pid": os.getpid()}))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def stock(models: Callable[..., Path]) -> Callable[..., Answer]:
         if key not in known:
             with engine(model, None, **given) as llm:
                 known[key] = ask(llm, prompts(*LENGTHS), TOKENS)
-            assert known[key].stats.sparse_calls == known[key].stats.dense_calls == 0, "it is not stock"
+            assert known[key].stats.sparse_steps == known[key].stats.dense_steps == 0, "it is not stock"
         return known[key]
 
     return answer
@@ -95,7 +95,7 @@ def test_full_budget_is_stock_in_batches_that_mix_prefill_and_decoding(
         found = ask(llm, prompts(*LENGTHS), TOKENS)
     assert found.tokens == expected.tokens
     check_counts(found, full=True)
-    assert found.stats.sparse_calls == (LAYERS - 1) * decoded(LENGTHS, TOKENS)
+    assert found.stats.sparse_steps == (LAYERS - 1) * decoded(LENGTHS, TOKENS)
     served = [step for step in steps if step is not None]
     assert any(step.rest is not None and step.count > 1 for step in served), "some batches are mixed"
     assert any(step.rest is None for step in served), "some are not"
@@ -141,7 +141,7 @@ def test_every_method_and_setting_is_stock_at_full_budget_and_alone_as_in_a_batc
         llm.reset_prefix_cache()
         found = ask(llm, asked, TOKENS)
         assert found.tokens == expected.tokens
-        assert found.stats.sparse_calls == 0
+        assert found.stats.sparse_steps == 0
         # What stock wrote and cached is read by the next method without being written again: its index is made of that.
         first = [ids[:512] for ids in asked if len(ids) > 512]
         switch(parse({**SPARSE, "budget": 64}))
@@ -226,8 +226,8 @@ def test_beams_are_stock_at_any_budget(several: dict[str, dict[str, Any]]) -> No
     for name in ("full", "small"):
         found = several[name]["beams"]
         assert found.tokens == several["stock"]["beams"].tokens
-        assert found.stats.sparse_calls == 0
-        assert found.stats.dense_calls > 0
+        assert found.stats.sparse_steps == 0
+        assert found.stats.dense_steps > 0
 
 
 def test_preempted_requests(models: Callable[..., Path]) -> None:
@@ -256,10 +256,10 @@ def test_layers_with_windows_stay_stock(models: Callable[..., Path], steps: list
         assert [layer.impl.sparse for layer in layers(llm).values()] == [False, False, False, True, True]
     assert found.tokens == expected.tokens
     check_counts(found, full=True)
-    assert found.stats.sparse_calls == 2 * decoded(LENGTHS[:5], TOKENS[:5])
+    assert found.stats.sparse_steps == 2 * decoded(LENGTHS[:5], TOKENS[:5])
     if not apart:  # a step is built once: the three layers of full attention count, those with windows do not
         alone = [step is not None and step.rest is None for step in steps]
-        assert found.stats.dense_calls == 3 * len(steps) - 2 * sum(alone)
+        assert found.stats.dense_steps == 3 * len(steps) - 2 * sum(alone)
 
 
 def test_bfloat16(models: Callable[..., Path]) -> None:

@@ -131,9 +131,14 @@ def test_metrics_are_what_was_counted(model: Path) -> None:
     with engine(model, {**SPARSE, "budget": 32}) as llm:
         check_counts(ask(llm, prompts(300)), full=False)
     counts = stats()
-    samples = {sample.name: sample.value for metric in REGISTRY.collect() for sample in metric.samples}
-    for name, count in vars(counts).items():
-        assert samples[f"sparseattn_{name}_total"] == count
+    samples = {
+        (sample.name, sample.labels.get("layer")): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+    }
+    for layer, numbers in counts.layers.items():
+        for name, count in numbers.to_dict().items():
+            assert samples[f"sparseattn_{name}_total", str(layer)] == count
 
 
 def test_layers_of_chunks_stay_dense_and_settings_that_do_not_fit_change_nothing(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engines import LAYERS, LENGTHS, SPARSE, TOKENS, Answer, ask, check_counts, decoded, engine, llama, prompts
 
-from sparseattn.serving.vllm.counters import VLLMStats
+from sparseattn.core.activity import Activity
 
 HERE = Path(__file__).parent
 
@@ -36,7 +36,7 @@ def spawned(model: Path, sparse: dict[str, Any], given: dict[str, Any], **enviro
     done = subprocess.run(command, env={**around, "PYTHONPATH": path, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     said = json.loads(done.stdout.splitlines()[-1])
-    return Answer(said["tokens"], [], VLLMStats(**said["stats"]))
+    return Answer(said["tokens"], [], Activity.from_dict(said["stats"]))
 
 
 def test_layers_shared_by_two_processes(model: Path, expected: list[list[list[int]]]) -> None:
@@ -44,7 +44,7 @@ def test_layers_shared_by_two_processes(model: Path, expected: list[list[list[in
     found = spawned(model, SPARSE, {"tensor_parallel_size": 2}, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert found.tokens == expected
     check_counts(found, full=True)
-    assert found.stats.sparse_calls == 2 * (LAYERS - 1) * decoded(LENGTHS, TOKENS)
+    assert found.stats.sparse_steps == 2 * (LAYERS - 1) * decoded(LENGTHS, TOKENS)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_a_compiled_model(model: Path, expected: list[list[list[int]]]) -> None:
     found = spawned(model, SPARSE, {"enforce_eager": False})
     assert found.tokens == expected
     check_counts(found, full=True)
-    assert found.stats.sparse_calls == (LAYERS - 1) * decoded(LENGTHS, TOKENS)
+    assert found.stats.sparse_steps == (LAYERS - 1) * decoded(LENGTHS, TOKENS)
     small = spawned(model, {**SPARSE, "budget": 64}, {"enforce_eager": False})
     assert small.tokens != expected
     check_counts(small, full=False)

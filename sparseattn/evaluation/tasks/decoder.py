@@ -165,7 +165,7 @@ class ModelSession:
     def facts(self) -> dict[str, Any]:
         """`rows` attended by a query head of a sparse layer, of `context` rows stored, and the share of these rows'
         bytes that were read, to choose too (None where the selector does not say); means over the tokens. Layers that
-        roles leave dense count, with all their rows."""
+        roles leave dense count, with all their rows. `activity` has the counts by layer."""
         stats = self._cache.stats()
         context = self._held / max(self._fed, 1)
         share, rows = (stats.bytes_share, stats.rows) if stats.sparse_calls else (1.0, context)
@@ -178,6 +178,7 @@ class ModelSession:
             "rows": rows,
             "context": context,
             "bytes_share": None if math.isnan(share) else share,
+            "activity": self._cache.activity().to_dict(),
             "sparse_calls": stats.sparse_calls,
             "dense_calls": stats.dense_calls,
         }

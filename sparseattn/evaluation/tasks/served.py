@@ -7,10 +7,12 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from sparseattn.core.activity import Activity
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
 from sparseattn.evaluation.tasks.run import ending, scored
 from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.serving.metrics import MetricsError, served_activity
 from sparseattn.serving.openai_client import Server
 from sparseattn.serving.questions import Answer, Question, ServerError
 
@@ -52,6 +54,7 @@ class Asked:
         self.server, self.tokens, self.chat, self.concurrency = server, tokens, chat, concurrency
         self.label, self.source = server.name, f"{server.model} at {server.url}"
         self.compared = [self]
+        self._before: Activity | None = None
         self.facts = {
             "url": server.url,
             "served_model": server.model,
@@ -65,6 +68,7 @@ class Asked:
         Raises:
             ServerError: out of reach, refused, or broken off, again and again where it may pass.
         """
+        self._before = self._counted()
         coming = (prompt for prompt in prompts if self._key(prompt) not in known)
         asked: dict[Future[Answer], Prompt] = {}
         with self.server.asking(self.concurrency) as ask:
@@ -77,6 +81,18 @@ class Asked:
                 for future in sorted(done, key=lambda one: one.exception() is not None):  # keep what is there first
                     answer = future.result()
                     yield self._record(asked.pop(future), answer)
+
+    def _counted(self) -> Activity | None:
+        """What the server has counted so far; None where it is no server of `sparseattn serve`."""
+        try:
+            return served_activity(self.server.url)
+        except MetricsError:
+            return None
+
+    def _ran(self) -> dict[str, Any] | None:
+        """What the server has done since the pass began, whoever asked it, as records have it."""
+        now = None if self._before is None else self._counted()
+        return None if self._before is None or now is None else (now - self._before).to_dict()
 
     def _key(self, prompt: Prompt) -> Key:
         (key,) = prompt.keys((WHOLE,), self.compared)
@@ -101,6 +117,7 @@ class Asked:
             "first_token_seconds": None if first is None else round(first, 4),
             "new_tokens": self.tokens.count(answer.text),
             "attempts": answer.attempts,
+            "activity": self._ran(),
         }
         return prompt.record(self._key(prompt), scored(prompt.example, response), facts, self.facts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
+from sparseattn.core.activity import Activity
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
 from sparseattn.evaluation.tasks.run import Method, ending, scored
@@ -67,18 +68,19 @@ class Serving:
         for prompt, answer in self.engine.answers(coming()):
             steps += len(answer.ids) - 1  # the first token is the prefill's
             ran = self.engine.counts() - before
-            if (ran.sparse_calls > 0) if self.settings is None else (steps > 0 and not ran.sparse_calls):
+            if (ran.sparse_steps > 0) if self.settings is None else (steps > 0 and not ran.sparse_steps):
                 raise RuntimeError(f"{self.compared[0].label} decoded {steps} tokens, and vLLM's plug-in counts {ran}")
-            yield self._record(prompt, answer, ran.share)
+            yield self._record(prompt, answer, ran)
 
-    def _record(self, prompt: Prompt, answer: Answered, share: float) -> dict[str, Any]:
-        """With the share of rows that decoding has read since the pass began."""
+    def _record(self, prompt: Prompt, answer: Answered, ran: Activity) -> dict[str, Any]:
+        """With what ran since the pass began."""
         assert prompt.example is not None
         (key,) = prompt.keys((WHOLE,), self.compared)
         facts = {
             "seconds": round(answer.seconds, 4),
             "first_token_seconds": round(answer.first_seconds, 4),
             "new_tokens": len(answer.ids),
-            "rows_share": round(share, 4) if self.settings else 1.0,
+            "rows_share": round(ran.share, 4) if self.settings else 1.0,
+            "activity": ran.to_dict(),
         }
         return prompt.record(key, scored(prompt.example, self.tokens.text(answer.ids)), facts, self.facts)

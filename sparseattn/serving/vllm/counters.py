@@ -13,42 +13,13 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from sparseattn.core.activity import NAMES, Activity, LayerActivity, added
+
 FOLDER = "SPARSEATTN_VLLM_COUNTS"  # environment variable: where the files are
-NAMES = ("sparse_calls", "dense_calls", "rows_read", "rows_held", "entries_made")
-FILE = struct.Struct(f"={len(NAMES)}q")  # of a process: each count in 8 bytes
-
-
-@dataclass(frozen=True)
-class VLLMStats:
-    """Counts since the engine started, over its processes.
-
-    Args:
-        sparse_calls: tokens decoded sparsely, times layers, times processes that share a layer (tensor parallelism).
-        dense_calls: attention calls of full-attention layers in which any request was attended to densely: prefill,
-            short sequences, layers that stay dense.
-        rows_read: rows that sparse calls read, summed over KV heads; with a choice for each query head, the most that
-            one of them reads.
-        rows_held: rows that full attention would have read in the same calls.
-        entries_made: entries of the index that were computed, summed over layers.
-    """
-
-    sparse_calls: int = 0
-    dense_calls: int = 0
-    rows_read: int = 0
-    rows_held: int = 0
-    entries_made: int = 0
-
-    @property
-    def share(self) -> float:
-        """Return rows read over rows held in sparse calls; 0 if there were none."""
-        return self.rows_read / self.rows_held if self.rows_held else 0.0
-
-    def __sub__(self, other: VLLMStats) -> VLLMStats:
-        """What came since `other`."""
-        return VLLMStats(*(getattr(self, name) - getattr(other, name) for name in NAMES))
+LAYERS = 1024  # of a model, at most
+LAYER = struct.Struct(f"={len(NAMES)}q")  # of a process and a layer: each count in 8 bytes
 
 
 class Counter:
@@ -58,8 +29,8 @@ class Counter:
         folder = Path(os.environ[FOLDER])
         path = folder / f"{os.getpid()}.counts"  # there already where a process of this number has ended
         with path.open("r+b" if path.exists() else "w+b") as file:
-            file.truncate(FILE.size)
-            self._counts = memoryview(mmap.mmap(file.fileno(), FILE.size)).cast("q")
+            file.truncate(LAYERS * LAYER.size)
+            self._counts = memoryview(mmap.mmap(file.fileno(), LAYERS * LAYER.size)).cast("q")
 
     @classmethod
     def of_process(cls) -> Counter:
@@ -69,10 +40,10 @@ class Counter:
             _own = os.getpid(), cls()
         return _own[1]
 
-    def add(self, **counts: int) -> None:
-        """Adds to counts by name."""
+    def add(self, layer: int, **counts: int) -> None:
+        """Adds to counts of a layer by name."""
         for name, count in counts.items():
-            self._counts[_PLACES[name]] += count
+            self._counts[layer * len(NAMES) + _PLACES[name]] += count
 
 
 _PLACES = {name: place for place, name in enumerate(NAMES)}
@@ -89,33 +60,46 @@ def begin() -> None:
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == own else None)
 
 
-def stats() -> VLLMStats:
-    """Return the counts of all processes of engines started from here, including those that have ended."""
+def stats() -> Activity:
+    """Return the counts of all processes of engines started from here, including those that have ended.
+
+    A layer that processes share (tensor parallelism) counts its steps and rows in each. With a choice for each query
+    head, `rows_read` is of the most that one of them reads.
+    """
     if FOLDER not in os.environ:
-        return VLLMStats()
+        return Activity()
     held = [path.read_bytes() for path in Path(os.environ[FOLDER]).glob("*.counts")]
-    whole = [
-        FILE.unpack(counts) for counts in held if len(counts) == FILE.size
-    ]  # else its process is about to write it
-    return VLLMStats(*map(sum, zip(*whole, strict=True))) if whole else VLLMStats()
+    return added(_counted(counts) for counts in held if len(counts) == LAYERS * LAYER.size)  # else it is being made
+
+
+def _counted(counts: bytes) -> Activity:
+    """Return the counts of one process, of the layers that did anything."""
+    return Activity(
+        {layer: LayerActivity(*numbers) for layer, numbers in enumerate(LAYER.iter_unpack(counts)) if any(numbers)}
+    )
 
 
 class Collector:
-    """The counts for Prometheus, `sparseattn_*_total`."""
+    """The counts for Prometheus, `sparseattn_*_total` by layer."""
 
     def collect(self) -> Iterator[object]:
         from prometheus_client.core import CounterMetricFamily
 
         texts = {
-            "sparse_calls": "Tokens decoded sparsely, times layers",
-            "dense_calls": "Attention calls with dense requests",
-            "rows_read": "KV rows read by sparse calls",
-            "rows_held": "KV rows that full attention would have read in sparse calls",
+            "sparse_steps": "Tokens decoded sparsely",
+            "dense_steps": "Attention calls with dense requests",
+            "rows_read": "KV rows read by sparse steps",
+            "rows_held": "KV rows that full attention would have read in sparse steps",
+            "bytes_read": "Bytes of KV rows and index read by sparse steps",
+            "bytes_held": "Bytes of KV rows that full attention would have read in sparse steps",
             "entries_made": "Index entries computed",
         }
         counts = stats()
         for name, text in texts.items():
-            yield CounterMetricFamily(f"sparseattn_{name}", text, value=getattr(counts, name))
+            family = CounterMetricFamily(f"sparseattn_{name}", text, labels=["layer"])
+            for layer, numbers in counts.layers.items():
+                family.add_metric([str(layer)], getattr(numbers, name))
+            yield family
 
 
 def publish() -> None:

@@ -101,6 +101,10 @@ class ServedRequests:
     held: int
     known: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
+    def entries(self, page: int, unit: int) -> int:
+        """Entries of the index that all requests score, of pages of `page` rows and entries of `unit`."""
+        return int(self.pages.sum()) * page // unit
+
     def read(self, page: int, most: int) -> int:
         """Rows that a KV head of a layer reads, of all requests, which chooses `most` pages of `page` rows at most."""
         if (page, most) not in self.known:
@@ -293,11 +297,11 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.packing = ""
         self.sparse = settings is not None and dense is None
         self.full = self.sparse or dense in (EARLY, PLANNED)
-        self.counter = Counter.of_process()
+        self.counter, self.index = Counter.of_process(), extract_layer_index(name)
         if settings is not None and dense is None:
-            index = extract_layer_index(name)
-            self.selector, self.pages = settings.make(index).for_layer(index), settings.pages(index)
+            self.selector, self.pages = settings.make(self.index).for_layer(self.index), settings.pages(self.index)
             self.page, self.unit = settings.shape
+            self.entry: int | None = None  # bytes of an entry of the index, of all heads, once the cache is known
 
     def forward(
         self,
@@ -314,7 +318,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         metadata = attn_metadata
         if not self.sparse or not isinstance(metadata, SparseCPUMetadata):
             if metadata is not None and self.full and self.counter is not None:
-                self.counter.add(dense_calls=1)
+                self.counter.add(self.index, dense_steps=1)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale
             )
@@ -324,12 +328,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if metadata.due is not None and self.store is not None:
             for places in metadata.due.split(AT_ONCE):
                 self.store.update(places, BlockCache(kv_cache, self.packing).keys(places, self.unit))
-            self.counter.add(entries_made=len(metadata.due))
+            self.counter.add(self.index, entries_made=len(metadata.due))
         served = metadata.served
         if served is None or served.rest is not None:
             dense = metadata if served is None else served.rest
             super().forward(layer, query, key, value, kv_cache, dense, output, output_scale, output_block_scale)
-            self.counter.add(dense_calls=1)
+            self.counter.add(self.index, dense_steps=1)
         if served is None:
             return output
         heads, size = self.num_kv_heads, self.head_size
@@ -341,9 +345,23 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             scores = self.store.scores(grouped, served.table)
         pages = StepPages(self.page, self.unit, served.table, served.always, served.tails, served.tokens)
         attend_blocks(query, output, BlockCache(kv_cache, self.packing), pages, scores, self.pages, self.scale)
-        read = served.read(self.page, self.pages)
-        self.counter.add(sparse_calls=served.count, rows_read=read * heads, rows_held=served.held * heads)
+        self._count(served, kv_cache)
         return output
+
+    def _count(self, served: ServedRequests, kv_cache: Tensor) -> None:
+        heads, row = self.num_kv_heads, 2 * self.head_size * kv_cache.element_size()
+        if self.entry is None:
+            self.entry = entry_bytes(self.selector, heads, self.head_size, kv_cache.dtype)
+        read, held = served.read(self.page, self.pages), served.held
+        assert self.counter is not None
+        self.counter.add(
+            self.index,
+            sparse_steps=served.count,
+            rows_read=read,
+            rows_held=held,
+            bytes_read=read * heads * row + served.entries(self.page, self.unit) * self.entry,
+            bytes_held=held * heads * row,
+        )
 
     def _index(self, kv_cache: Tensor) -> Store:
         """Beside a cache, which is there with the first call."""

@@ -24,7 +24,6 @@ row and its output overwritten. FlashAttention 3 plans on the device ahead of a 
 
 from __future__ import annotations
 
-import collections
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +50,7 @@ from sparseattn.serving.vllm.counters import Counter
 from sparseattn.serving.vllm.cuda_layer import SparseCUDALayer
 from sparseattn.serving.vllm.cuda_step import Eager, Fixed, Step, decoding, reads
 from sparseattn.serving.vllm.engine_checks import check_shape, settings_of, why_dense
+from sparseattn.serving.vllm.page_index import entry_bytes
 from sparseattn.serving.vllm.page_tables import PageZones
 from sparseattn.serving.vllm.settings import KEY, Settings
 from sparseattn.serving.vllm.sparse_layers import plan_layers
@@ -117,7 +117,18 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
         indexed = any(isinstance(made, PageSelector) for made in settings.each())
         self.eager = Eager(self.zones, indexed)
         self.fixed: Fixed | None = None
-        self.dense, self.sparse = len(layer_names), take(vllm_config, kv_cache_spec, layer_names, settings)
+        self.sparse = take(vllm_config, kv_cache_spec, layer_names, settings)
+        spec = kv_cache_spec
+        # Of each sparse layer its number, and the bytes of an entry of its index; the numbers of the others.
+        self.counted = [
+            (
+                extract_layer_index(layer.layer_name),
+                entry_bytes(layer.impl.sparse.selector, spec.num_kv_heads, spec.head_size, spec.dtype),
+            )
+            for layer in self.sparse
+        ]
+        taken = {index for index, _ in self.counted}
+        self.others = [index for name in layer_names if (index := extract_layer_index(name)) not in taken]
         self.unfitted = list(self.sparse)
         if self.sparse and self.decode_cudagraph_enabled:
             requests, most = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
@@ -175,17 +186,26 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
 
     def _count(self, common: CommonAttentionMetadata, metadata: SparseCUDAMetadata, sparse: Tensor) -> None:
         """What the step's layers do, counted here: a graph that is replayed counts nothing. On the host alone."""
-        layers, rows = len(self.sparse), common.seq_lens_cpu_upper_bound[sparse]
-        heads = self.kv_cache_spec.num_kv_heads
-        budgets = collections.Counter(layer.impl.sparse.pages for layer in self.sparse)  # of most layers one
+        rows, heads = common.seq_lens_cpu_upper_bound[sparse], self.kv_cache_spec.num_kv_heads
+        row = 2 * heads * self.kv_cache_spec.head_size * self.kv_cache_spec.dtype.itemsize
+        read = {pages: reads(self.zones, rows, pages) for pages in {layer.impl.sparse.pages for layer in self.sparse}}
+        held = int(rows.sum())
+        scored = int((self.zones.sealed(rows) - self.zones.first).sum())
         dense = bool((~sparse & (common.query_start_loc_cpu.diff() > 0)).any())
-        Counter.of_process().add(
-            sparse_calls=len(rows) * layers,
-            dense_calls=self.dense - layers + dense * layers,
-            rows_read=sum(reads(self.zones, rows, pages) * count for pages, count in budgets.items()) * heads,
-            rows_held=int(rows.sum()) * layers * heads,
-            entries_made=0 if metadata.places is None else len(metadata.places) * layers,
-        )
+        counter = Counter.of_process()
+        for index in self.others:
+            counter.add(index, dense_steps=1)
+        for layer, (index, entry) in zip(self.sparse, self.counted, strict=True):
+            counter.add(
+                index,
+                sparse_steps=len(rows),
+                dense_steps=int(dense),
+                rows_read=read[layer.impl.sparse.pages],
+                rows_held=held,
+                bytes_read=read[layer.impl.sparse.pages] * row + scored * entry,
+                bytes_held=held * row,
+                entries_made=0 if metadata.places is None else len(metadata.places),
+            )
 
 
 class SparseTritonImpl(TritonAttentionImpl):

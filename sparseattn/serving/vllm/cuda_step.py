@@ -26,7 +26,7 @@ class Step:
         queries: `[n]` int64, the row of each in the step's queries; None: request i is row i.
         sparse: `[n]` bool, which of them do; None: all.
         bounds: `sink | sealed | recent` of each, in rows; no row at all where it is not sparse.
-        table: `[n,E]` int32, the entries to choose from, see `Zones.entries`.
+        table: `[n,E]` int32, the entries to choose from, see `PageZones.entries`.
         blocks: `[n,M]` int32, the engine's block table.
         others: metadata by which vLLM's own attention serves the rest; None: there is no rest.
     """

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparseattn.serving.vllm.counters import VLLMStats, stats
+from sparseattn.core.activity import Activity
+from sparseattn.serving.vllm.counters import stats
 from sparseattn.serving.vllm.installed import check_plugin, engine
 from sparseattn.serving.vllm.settings import KEY, Settings
 from sparseattn.utils import children
@@ -157,6 +158,6 @@ class Offline:
             llm.abort_request(list(under_way))
 
     @staticmethod
-    def counts() -> VLLMStats:
+    def counts() -> Activity:
         """What ran so far, see `stats`."""
         return stats()

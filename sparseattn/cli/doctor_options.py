@@ -1,0 +1,111 @@
+"""The options of `sparseattn doctor`, and what its help says; see `cli.command`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparseattn.cli import options as shared
+from sparseattn.cli import values
+from sparseattn.serving.vllm import defaults
+
+if TYPE_CHECKING:
+    from sparseattn.core.budget import Budget
+    from sparseattn.roles.roles import Roles
+    from sparseattn.serving.vllm.settings import Settings
+
+SELECTOR = "quest"
+
+
+class Runner(str, Enum):
+    """What decodes."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+@dataclass(frozen=True, eq=False)
+class DoctorOptions:
+    """Say of each layer of MODEL from which row on it is sparse and by which method, or why it is dense.
+
+    Rows are those of the settings; nothing is decoded. Settings without effect at --length are named. The exit status
+    is 1 where no layer would leave a row out.
+    """
+
+    context: typer.Context
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP)]
+    selector: Annotated[
+        str | None,
+        typer.Option(help=f"NAME[:arg=value,...]; default {SELECTOR}, and for vLLM {defaults.SELECTOR}."),
+    ] = None
+    budget: Annotated[
+        str, typer.Option(help='Rows beyond sink and window: a number, a share ("5%"), a mass, or all.')
+    ] = "1024"
+    roles: Annotated[Path | None, typer.Option(help="File of roles, instead of --selector.")] = None
+    plan: Annotated[Path | None, typer.Option(help="File of a plan for this model, instead of --selector.")] = None
+    trust: shared.Trust = None
+    length: Annotated[int | None, typer.Option(help="Rows of the sequence; default the model's positions.")] = None
+    engine: Annotated[
+        Runner, typer.Option("--for", help="transformers: a SparseCache; vllm: a server of `sparseattn serve`.")
+    ] = Runner.transformers
+    above: Annotated[int, typer.Option(help="For vLLM: sequences of so many rows or fewer stay dense.")] = (
+        defaults.ABOVE
+    )
+    sink: shared.Sink = 4
+    window: shared.Window = 64
+    dense_layers: shared.DenseLayers = 0
+    json: shared.JsonLines = False
+
+    def __post_init__(self) -> None:
+        values.check_positive({"--length": self.length})
+        if sum(x is not None for x in (self.selector, self.roles, self.plan)) > 1:
+            raise ValueError("--selector, --roles and --plan each say what a layer reads: give one of them")
+        if self.vllm and self.roles is not None:
+            raise ValueError("vLLM serves one method a layer: --for vllm takes --selector or --plan, and no --roles")
+
+    @property
+    def vllm(self) -> bool:
+        """Whether vLLM decodes."""
+        return self.engine is Runner.vllm
+
+    @cached_property
+    def given(self) -> set[str]:
+        """The parameters that the user gave."""
+        return shared.given_options(self.context)
+
+    @cached_property
+    def rows(self) -> Budget:
+        """The budget of all layers."""
+        from sparseattn.core.budget import parse_budget
+
+        return parse_budget(self.budget)
+
+    @cached_property
+    def file(self) -> Roles | None:
+        """The roles or the plan, opened."""
+        from sparseattn.roles.plan import Plan
+        from sparseattn.roles.roles import Roles
+
+        modules = shared.trusted(self.trust, [self.selector] if self.selector else None)
+        if self.plan is not None:
+            return Plan.load(self.plan, modules)
+        return None if self.roles is None else Roles.load(self.roles, modules)
+
+    @property
+    def settings(self) -> Settings:
+        """Of an engine."""
+        from sparseattn.roles.plan import Plan
+        from sparseattn.serving.vllm.settings import Settings, parse
+
+        if isinstance(self.file, Plan):
+            return Settings.of_plan(self.file, self.above)
+        if not isinstance(self.rows, int):
+            raise ValueError(f"for vLLM a --budget is rows, got {self.budget}")
+        names = ("sink", "window", "dense_layers", "above")
+        zones = {name: getattr(self, name) for name in names}
+        return parse({"selector": self.selector or defaults.SELECTOR, "budget": self.rows, **zones})

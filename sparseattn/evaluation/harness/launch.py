@@ -1,0 +1,131 @@
+"""Run lm-eval's own command with a model that decodes sparsely."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from lm_eval._cli import HarnessCLI
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.utils import setup_logging, simple_parse_args_string
+
+from sparseattn.evaluation.harness.model import NAME
+from sparseattn.evaluation.harness.report import taken
+from sparseattn.evaluation.harness.server import NAME as SERVER
+from sparseattn.evaluation.harness.server import refuse_logprobs
+from sparseattn.evaluation.harness.settings import SparseSettings
+from sparseattn.evaluation.harness.tasks import asking_logprobs
+from sparseattn.models.load import folder_of
+from sparseattn.serving.metrics import address_of_metrics
+
+SERVERS = ("local-completions", SERVER)
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of `lm-eval run`, as lm-eval reads them, a `--config` file's among them.
+
+    It exits, as lm-eval does, where they are wrong.
+    """
+    with _command_line(["lm-eval", "run", *(words[1:] if words[:1] == ["run"] else words)]):
+        given = HarnessCLI().parse_args()
+    file = EvaluatorConfig.load_yaml_config(given.config) if given.config else {}
+    given.model = given.model or file.get("model") or NAME
+    for name in ("model_args", "metadata"):
+        of_file = file.get(name) or {}
+        of_file = simple_parse_args_string(of_file) if isinstance(of_file, str) else of_file
+        setattr(given, name, {**of_file, **(getattr(given, name) or {})})
+    return given
+
+
+def run(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
+    """Run lm-eval, and return what ran, as its results have it.
+
+    Args:
+        given: lm-eval's arguments.
+        settings: how to decode.
+
+    Raises:
+        ValueError: another model than ours, settings that do not fit, or a run of which no step was sparse.
+    """
+    if given.model in SERVERS:
+        return _run_server(given, settings)
+    if given.model != NAME:
+        raise ValueError(
+            f"--model is {NAME}, which decodes sparsely here, or {SERVERS[0]}, a server of `sparseattn serve`, got "
+            f"{given.model}"
+        )
+    if not given.model_args.get("pretrained"):
+        raise ValueError("--model_args needs pretrained=MODEL, such as pretrained=smollm2")
+    if twice := sorted(given.model_args.keys() & {one.name for one in fields(settings)}):
+        raise ValueError(f"{', '.join(twice)} are options of this command, and not of --model_args")
+    folder = folder_of(str(given.model_args["pretrained"]))
+    # Tasks that make their prompts, such as RULER's, count them by this tokenizer.
+    given.metadata = {"tokenizer": folder, **given.metadata}
+    if given.use_cache:  # lm-eval finds responses by their prompt alone, whoever gave them
+        given.use_cache = f"{given.use_cache}-{settings.digest({**given.model_args, 'pretrained': folder})}"
+    given.model_args = {**given.model_args, **settings.given()}
+    return _launched(given)
+
+
+def _run_server(given: argparse.Namespace, settings: SparseSettings) -> dict[str, Any]:
+    """Ask a server.
+
+    Raises:
+        ValueError: settings of ours, tasks that ask for log-probabilities, or a server that does not count.
+    """
+    if ours := ", ".join(f"--{name.replace('_', '-')}" for name in settings.given()):
+        raise ValueError(f"a server decodes as it was started: give {ours} to `sparseattn serve`, and not here")
+    if given.use_cache:
+        raise ValueError(
+            "--use_cache keeps responses by their prompt, and another server, or this one started otherwise, would be "
+            "given the same ones: leave it out where a server answers"
+        )
+    if not given.model_args.get("base_url"):
+        raise ValueError("--model_args needs base_url=URL, such as base_url=http://127.0.0.1:8000/v1/completions")
+    address_of_metrics(str(given.model_args["base_url"]))
+    with _in_a_sentence():
+        config = EvaluatorConfig.from_cli(given)
+        manager = config.process_tasks(config.metadata)
+    refuse_logprobs(asking_logprobs(manager, config.tasks))
+    given.model = SERVER
+    return _launched(given)
+
+
+def _launched(given: argparse.Namespace) -> dict[str, Any]:
+    """Run lm-eval, and return what it says of what ran."""
+    setup_logging()
+    taken()
+    with _in_a_sentence():
+        given.func(given)
+    (record,) = taken()
+    return record
+
+
+@contextlib.contextmanager
+def _in_a_sentence() -> Iterator[None]:
+    """Turn what lm-eval says of wrong arguments, by an error with a traceback, into one of ours."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        where = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+        if not where.startswith(("lm_eval.config", "lm_eval._cli", "lm_eval.evaluator", "lm_eval.tasks")):
+            raise
+        raise ValueError(f"lm-eval: {error}") from error
+
+
+@contextlib.contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    """Let lm-eval's parser, which reads the process's command line, read this one."""
+    before = sys.argv
+    sys.argv = words
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,37 @@
+"""The table of `doctor`: what settings make of every layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sparseattn.core.diagnosis import LayerDiagnosis
+from sparseattn.evaluation.measures import Format
+from sparseattn.reporting.table import Column, Table
+from sparseattn.roles.roles import ranges
+
+
+def layers_table(title: str, lines: Sequence[LayerDiagnosis]) -> Table:
+    """Return a row for each run of layers of which the settings make the same."""
+    out = Table(
+        title,
+        [
+            Column.text("layers"),
+            Column.text("method", missing="dense"),
+            Column("budget"),
+            Column("sparse from row", "{:,}".format),
+            Column("rows read", "{:,.0f}".format),
+            Column("of", "{:,}".format),
+            Column("read %", Format(1, 100)),
+            Column.text("why dense", missing=""),
+        ],
+        row_head=0,
+    )
+    for _, run in itertools.groupby(lines, lambda line: replace(line, layer=0)):
+        alike = list(run)
+        one = alike[0]
+        share = one.rows_read / one.rows_held
+        numbers = ranges([line.layer for line in alike])
+        out.add(numbers, one.method, one.budget, one.sparse_from, one.rows_read, one.rows_held, share, one.why_dense)
+    return out
