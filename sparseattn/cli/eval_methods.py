@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sparseattn.cache import input_checks
 from sparseattn.cache.shown_rows import GROUP, check_seal
 from sparseattn.cli import values
-from sparseattn.cli.eval_options import ALL_LAYERS
+from sparseattn.cli.options import ALL_LAYERS
 from sparseattn.core.budget import budget_label, budget_of, budget_order
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.roles.roles import Method as Sparse

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
 SERVED = (defaults.SELECTOR, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
-ALL_LAYERS = "all"  # of `--sparse-layers`: every one that attends to the whole context
 BUDGETS = "64,256,1024"  # where none are asked for; those of them that a prompt is too short for change nothing
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
 OF_PROMPTS = ("layout", "templates", "demos", "results")
@@ -118,7 +117,7 @@ class EvalOptions:
         list[str] | None,
         typer.Option(
             help="Layers that selectors choose in, such as 0-9,12; the others stay dense. Repeat it to compare sets. "
-            f"Default: {ALL_LAYERS}, every one that attends to the whole context, but for --dense-layers."
+            f"Default: {shared.ALL_LAYERS}, every one that attends to the whole context, but for --dense-layers."
         ),
     ] = None
     sink: shared.Sink = 4
@@ -324,7 +323,7 @@ class EvalOptions:
             self.specs,
             self.budget,
             self.prompt_lengths,
-            self.sparse_layers or [ALL_LAYERS],
+            self.sparse_layers or [shared.ALL_LAYERS],
             [*open_roles(self.roles, trusted=modules), *open_roles(self.plan, Plan, modules)],
             values.kv_bits(self.kv_bits),
             self.seal,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 LEAD = "smollm2"  # the model that is asked where none is named
+ALL_LAYERS = "all"  # of `eval --sparse-layers`: every one that attends to the whole context
 
 SELECTOR_HELP = (
     "NAME[:arg=value,...], such as quest:page=32; `sparseattn info` lists the names. package.module:Class is a class "
