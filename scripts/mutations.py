@@ -541,7 +541,7 @@ def _recommend_settings() -> dict[str, Any]:
 def _prompts() -> bytes:
     lines: list[dict[str, Any]] = [
         {"context": "The key is 7. " * 20, "question": "What is the key?", "answers": ["7", 7]},
-        {"input": "x" * 300, "outputs": ["x"], "answer_prefix": "It is"},
+        {"input": "x" * 300, "answers": ["x"], "gen_prefix": "It is"},
         {"prompt": "word " * 80, "answer": "word"},
     ]
     return "".join(json.dumps(one) + "\n" for one in lines).encode()

@@ -265,7 +265,7 @@ def test_before_the_first_row_there_are_no_slots() -> None:
 def test_the_shape_is_that_of_the_budget_or_of_the_lists(probes, neighbours, guides, budget, slots) -> None:
     keys, queries = rows(1, 2, 2, 60)
     selector = QueryBridge(probes, neighbours, guides)
-    step = filled(selector, keys, queries).step()
+    step = filled(selector, keys, queries).search.step()
     for t in range(0, 60, 9):
         assert selector.select(queries[:, :, :, t], step, budget).start.shape == (1, 4, slots)
 

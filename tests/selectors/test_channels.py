@@ -127,7 +127,7 @@ def test_labels_of_few_bits_are_half_a_step_off_at_most(bits: int) -> None:
     four, full = (DoubleSparsity(7, each, share=1.0) for each in (bits, 16))
     query = queries[:, :, :, -1]
     for one in (four, full):
-        valid = filled(one, keys, queries=queries).step().valid
+        valid = filled(one, keys, queries=queries).search.step().valid
     kept = query.gather(3, four.which.data[:, :, None].expand(-1, -1, 3, -1)).abs().sum(3) / 4  # sum |q_i| / sqrt(D)
     off = (four.logits(query, valid) - full.logits(query, valid)).abs()
     step = four.levels.data[..., 1].float()[:, :, None]  # [B,H,1,N]

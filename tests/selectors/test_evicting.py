@@ -122,13 +122,13 @@ class Failing(Heaviest):
 @pytest.mark.parametrize(
     ("selector", "settings", "sentence"),
     [
-        (Exact(), {}, r"Exact\(.*\) drops no rows \(Evicts\), so there are none to free"),
+        (Exact(), {}, r"exact:.* drops no rows \(Evicts\), so there are none to free"),
         (
             Silent(),
             {},
-            r"Silent\(rows=40\) does not say, or a part of it, how its state follows rows that move \(FollowsMoves\)",
+            r":Silent:rows=40 does not say, or a part of it, how its state follows rows that move \(FollowsMoves\)",
         ),
-        (Same(Silent()), {}, r"Same\(.*\) does not say, or a part of it"),
+        (Same(Silent()), {}, r":Same:.* does not say, or a part of it"),
         (
             Fixed(),
             {"capacity": 300, "fixed": True},
@@ -137,7 +137,7 @@ class Failing(Heaviest):
         (
             Odd(),
             {},
-            r"held of Odd\(rows=40\) is bool \[B,H,N\] = \[2, 2, 188\] on cpu or None, got torch.bool \[2, 188\]",
+            r"held of .*:Odd:rows=40 is bool \[B,H,N\] = \[2, 2, 188\] on cpu or None, got torch.bool \[2, 188\]",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Selector) else None,

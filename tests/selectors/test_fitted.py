@@ -70,7 +70,7 @@ def test_it_does_in_a_cache_what_its_inner_does_and_survives_copies(bounds: Path
         assert torch.equal(decode(query, cache, 32), decode(query, plain, 32))
         assert not torch.equal(decode(query, cache, Mass(0.5)), decode(query, plain, Mass(0.5)))
         scale, offset = Estimates.load(bounds).of(0)
-        raw = plain.selector.weigh(query, plain.step(), 192)
+        raw = plain.selector.weigh(query, plain.search.step(), 192)
         mine = cache.selector.weigh(query, cache.search.step(), 192)
         size = raw.selection.length.float().log()
         expected = scale.flatten()[None, :, None] * (raw.weights - size) + offset.flatten()[None, :, None] + size

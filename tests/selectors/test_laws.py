@@ -292,7 +292,7 @@ def test_compact_frees_memory_and_changes_nothing_else(case: Case, lengths: tupl
             assert cache.nbytes["kv"] == before["kv"] - more * 2 * B * H * D * 4
             assert sum(cache.nbytes.values()) <= sum(before.values()) - more * 2 * B * H * D * 4
             torch.testing.assert_close(decode(query, cache.clone(), 30), expected, rtol=1e-5, atol=1e-5)
-            for one, other in everything(zip(cache), everything(plain), strict=True):
+            for one, other in zip(everything(cache), everything(plain), strict=True):
                 assert one.shape[2] == other.shape[2] - freed
             mine, others = (kept[1][kept[2]][:, 0].sort().values for kept in (everything(c) for c in (cache, plain)))
             assert torch.equal(mine, others), "what is dropped is there in neither"

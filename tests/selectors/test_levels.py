@@ -71,9 +71,7 @@ def test_it_finds_about_what_quest_finds() -> None:
 
 @pytest.mark.parametrize("cache", [{}, {"bits": 8}, {"bits": 4, "group": 16}])
 def test_other_caches_are_refused(cache: dict[str, int]) -> None:
-    with pytest.raises(
-        ValueError, match=r"Levels\(page=64, group='sum'\) reads the levels of rounded keys in groups of 64"
-    ):
+    with pytest.raises(ValueError, match="Levels:page=64,group=sum reads the levels of rounded keys in groups of 64"):
         KVCache(Levels(64), **cache)
     with pytest.raises(RuntimeError, match="use it in one with bits=8 or 4"):
         Levels(16).scores(torch.zeros(1, 1, 1, 8), {}, torch.ones(1, 2, dtype=torch.bool))

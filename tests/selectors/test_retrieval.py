@@ -703,8 +703,7 @@ def test_names_and_labels() -> None:
     assert SELECTORS["retrieval"] is RetrievalAttention
     made = make_selector("retrieval:beam=64,metric=query,share=0.25")
     assert repr(made) == (
-        "RetrievalAttention(beam=64, neighbours=100, degree=32, pivots=4, build_beam=64, share=0.25, metric='query', "
-        "guides=2048)"
+        "retrieval:beam=64,neighbours=100,degree=32,pivots=4,build_beam=64,share=0.25,metric=query,guides=2048"
     )
     assert made.queries_share == 0.25
 
@@ -727,7 +726,7 @@ def test_without_faiss_or_numba_the_constructor_says_what_to_install(monkeypatch
 def test_rows_on_another_device_are_refused_with_the_remedy() -> None:
     keys = torch.zeros(1, 1, 4, D, device="meta")
     cache = KVCache(RetrievalAttention(), sink=0, window=0, seal=1)
-    with pytest.raises(ValueError, match=r"RetrievalAttention\(.* on meta: .*KVCache\(..., sealed_device=.cpu.\)"):
+    with pytest.raises(ValueError, match=r"retrieval:.* on meta: .*KVCache\(..., sealed_device=.cpu.\)"):
         cache.append(keys, keys, keys[:, :, None])
     assert cache.batch == 0
     assert not any(state.rows for _, state in cache.selector.buffers())
@@ -740,7 +739,7 @@ def test_the_papers_setting_decodes() -> None:
     queries, keys, values = attention(1, 1, 2, 1500, 32)
     cache = KVCache(**RetrievalAttention.paper(beam=150))
     assert (cache.sink, cache.window, cache.sealed_device) == (128, 512, torch.device("cpu"))
-    assert repr(cache.selector).startswith("RetrievalAttention(beam=150,")
+    assert repr(cache.selector).startswith("retrieval:beam=150,")
     cache.append(keys[:, :, :1490], values[:, :, :1490], queries[:, :, :, :1490])
     cache.seal()
     for t in range(1490, 1500):

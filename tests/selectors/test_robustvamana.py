@@ -62,5 +62,5 @@ def test_a_larger_alpha_takes_more_neighbours() -> None:
 def test_arguments_out_of_range() -> None:
     with pytest.raises(ValueError, match=r"alpha is 1 or more, got 0.5"):
         make_selector("robustvamana:alpha=0.5")
-    with pytest.raises(ValueError, match="RobustVamana has no argument 'pivots'"):
+    with pytest.raises(ValueError, match="robustvamana has no argument 'pivots'"):
         make_selector("robustvamana:pivots=4")

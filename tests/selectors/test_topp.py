@@ -29,7 +29,7 @@ def test_the_fewest_of_the_proposed_rows_that_hold_p_are_read(propose: int | flo
     chosen = cache.select(query, 400)
     held.select(query, 400)
     entries = {name: getattr(fine, name).visible for name in fine.entry_names}
-    logits = fine.page_logits(query, entries, held.step().valid)  # [B,H,G,N]
+    logits = fine.page_logits(query, entries, held.search.step().valid)  # [B,H,G,N]
     mask = proposed.mask(N).unflatten(1, (H, -1)).expand(-1, -1, G, -1)
     weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)
     weights = weights.flatten(1, 2) if group == "each" else weights.mean(2)

@@ -120,7 +120,7 @@ def test_draws_do_not_depend_on_the_batch_and_query_heads_share_them() -> None:
     twice.append(keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1))
     alone, both = decode(query, cache, 600), decode(query.repeat(2, 1, 1, 1), twice, 600)
     torch.testing.assert_close(both[1:], alone)
-    assert torch.equal(twice.latest.mask(N - 8)[1], cache.search.latest.mask(N - 8)[0])
+    assert torch.equal(twice.search.latest.mask(N - 8)[1], cache.search.latest.mask(N - 8)[0])
     sample = cache.search.latest.mask(N - 8).view(H, G, -1)
     least = min(int(rows.sum()) for rows in sample[0])
     assert int((sample[0, 0] & sample[0, 1]).sum()) > 0.5 * least

@@ -40,4 +40,7 @@ def models_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def distinct(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """Return the values that a field has in records, in their order."""
-    return list(dict.fromkeys(one[name] for one in records if one.get(name) is not None))
+    found = [one[name] for one in records if one.get(name) is not None]
+    if wrong := [value for value in found if isinstance(value, (dict, list))]:
+        raise ValueError(f"{name} of a record is a text or a number, got {wrong[0]!r:.80}")
+    return list(dict.fromkeys(found))

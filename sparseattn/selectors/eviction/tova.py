@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import Scan
 from sparseattn.selectors.abilities import WeighsNear
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.eviction.attention_received import received
@@ -61,6 +63,12 @@ class TOVA(WeighsNear, Observing):
         assert step.near is not None
         self.near.data[:, 0] = step.near
         return super().select(query, step, budget)
+
+    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
+        """With the key of the step's own row, which is all that is not sealed in the paper's setting."""
+        scan = super().scan(query, sealed, budget)
+        own = query.shape[3] * self.bytes_of(query)
+        return replace(scan, scanned=scan.scanned + 1, read=scan.read + own)
 
     def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
