@@ -47,7 +47,7 @@ from sparseattn.cli.command import raised_here  # noqa: E402
 from sparseattn.core.rope import Rope  # noqa: E402
 from sparseattn.cost_model.machine import Machine, Speed  # noqa: E402
 from sparseattn.evaluation.builtin_traces import pieces_of  # noqa: E402
-from sparseattn.evaluation.tasks.prompts import read_prompts  # noqa: E402
+from sparseattn.evaluation.layouts.registry import read_prompts  # noqa: E402
 from sparseattn.evaluation.tasks.records import Records as EvalRecords  # noqa: E402
 from sparseattn.models.gguf import convert, folder_of  # noqa: E402
 from sparseattn.recommend.records import TrialRecords as RecommendRecords  # noqa: E402
@@ -521,7 +521,7 @@ def _calibration(path: Path) -> None:
 
 def _estimates(path: Path) -> None:
     layers = {i: (torch.ones(2, 2), torch.zeros(2, 2)) for i in (0, 1)}
-    Estimates("Quest(page=16)", layers, {"model": "m", "traces": ["a"]}).save(path)
+    Estimates("quest:page=16,group=sum,int8=False", layers, {"model": "m", "traces": ["a"]}).save(path)
 
 
 def _similarity(path: Path) -> None:
@@ -672,7 +672,7 @@ FORMATS: dict[str, Format] = {
         "recommend.jsonl",
         lines=True,
     ),
-    "prompts": Format(_prompts, lambda path: void(read_prompts(path, "all")), mutated_lines, "own.jsonl", lines=True),
+    "prompts": Format(_prompts, lambda path: void(read_prompts(path)), mutated_lines, "own.jsonl", lines=True),
     "plan": Format(
         _json_of(lambda: _plan().record()), lambda path: void(repr(Plan.load(path))), mutated_json, "plan.json"
     ),

@@ -59,7 +59,7 @@ def _recall(told: Trace) -> list[dict[str, Any]]:
         "keys to keys": [Problem.of(told.layer(0), told.positions, 8, held_out=True)],
     }
     made = []
-    for label, spec in (("Quest", "quest:page=1"), ("Exact", "exact")):
+    for label, spec in (("quest", "quest:page=1"), ("exact", "exact")):
         for task, curve in curves(make_selector(spec), tasks, k=10).items():
             facts = {"source": "tale", "direction": task, "label": label, "gap": None}
             made += [{**facts, **one} for one in curve.records()]
@@ -99,10 +99,10 @@ def recommended() -> list[dict[str, Any]]:
 def answers() -> list[dict[str, Any]]:
     """A pass key at three depths of two lengths: Quest loses it at the beginning."""
     made = []
-    for method, budget, rows in ((FULL, None, 2000.0), ("Quest", "64", 140.0), ("Quest", "256", 330.0)):
+    for method, budget, rows in ((FULL, None, 2000.0), ("quest", "64", 140.0), ("quest", "256", 330.0)):
         for length in (1024, 4096):
             for depth in (0.0, 0.5, 1.0):
-                score = 0.0 if method == "Quest" and budget == "64" and depth == 0 else 1.0
+                score = 0.0 if method == "quest" and budget == "64" and depth == 0 else 1.0
                 facts = {"task": "passkey", "protocol": "question", "prompt": f"{length} {depth}", "length": length}
                 facts |= {"depth": depth, "method": method, "budget": budget, "score": score, "rows": rows}
                 made.append({**facts, "bytes_share": rows / 4096, "settings": {"model": "made up", "seal": None}})
@@ -113,8 +113,8 @@ def agreement() -> list[dict[str, Any]]:
     made = []
     for method, budget, rows, kl in (
         (FULL, None, 2048.0, 0.0),
-        ("Quest", "64", 140.0, 0.2),
-        ("Exact", "64", 130.0, 0.01),
+        ("quest", "64", 140.0, 0.2),
+        ("exact", "64", 130.0, 0.01),
     ):
         for window in range(3):
             facts = {"task": "agreement", "protocol": FORCED, "prompt": f"w{window}", "length": 2048, "text": "alice"}

@@ -5,7 +5,6 @@ Each of `FRAMES` takes a record and its measurements, and gives the rows of one 
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
 import random
@@ -18,11 +17,12 @@ import torch
 
 from scripts.evidence.condensing import exploded
 from scripts.evidence.expressions import known
-from scripts.evidence.markdown import spec
+from scripts.evidence.labels import shown
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.recall_curve import Curve, Point
 from sparseattn.recommend.single import between
 from sparseattn.reporting.eval_tables import ANSWERED
+from sparseattn.selectors.registry import parsed
 
 Record: TypeAlias = "Mapping[str, Any]"
 Row: TypeAlias = "dict[str, Any]"
@@ -34,28 +34,28 @@ ROWS, BYTES = "mean.attended", "mean.bytes_share"
 LEAST = 1e-6  # errors below are rounding
 FAR = 0.3  # share of a query head's attention on indexed rows from which on it counts as looking far
 INNER = {
-    "FreeKV": "Quest",
-    "Kascade": "Exact(group='softmax')",
+    "freekv": "quest",
+    "kascade": "exact:group=softmax",
 }  # whose choices are read again where a label names none
 ORDER = ("kmeans", "kmeans, no RoPE", "saap, no RoPE")  # SAAP's paper, rising: the first is of roped keys
 PLAN = "plan "  # begins the label of one
 CLOSE = (0.1, 0.03, 0.01)  # nats a token
 DRAWS = 1000  # of windows, for an interval
 ROUNDED, CONTROLS = "rounded rows", "controls"
-# Family -> classes of its methods.
+# Family -> names of its methods.
 FAMILIES = {
-    "exact keys (oracle)": "Exact",
-    "page scores": "Quest Unique Mean Quad Clse Ellipsoid InfLLM",
-    "keys of few bits": "LowBit Fier SelfIndex PQ PQCache TwoStage ParisKV",
-    "channels": "SparQ DoubleSparsity Loki RocketKV",
-    "graphs": "RetrievalAttention",
-    "buckets": "KMeans Moments SAAP",
-    "dropping rows": "H2O TOVA SnapKV PyramidKV",
-    "sampling": "MagicPIG VAttention",
-    "top-p": "TopP",
-    "estimated tails": "Tailed RetroInfer",
-    "reuse": "FreeKV Kascade",
-    CONTROLS: "Recent Random Window",
+    "exact keys (oracle)": "exact",
+    "page scores": "quest unique mean quad clse ellipsoid infllm",
+    "keys of few bits": "lowbit fier selfindex pq pqcache twostage pariskv",
+    "channels": "sparq doublesparsity loki rocketkv",
+    "graphs": "retrieval",
+    "buckets": "kmeans moments saap",
+    "dropping rows": "h2o tova snapkv pyramidkv",
+    "sampling": "magicpig vattention",
+    "top-p": "topp",
+    "estimated tails": "tailed retroinfer",
+    "reuse": "freekv kascade",
+    CONTROLS: "recent random window",
 }
 
 
@@ -115,7 +115,7 @@ def errors(record: Record, rows: Sequence[Row]) -> list[Row]:
     }
     found: list[Row] = []
     for (label, mine), (other, theirs) in itertools.permutations(of.items(), 2):
-        pair = {"label": label, "other": spec(other)}
+        pair = {"label": label, "other": shown(other)}
         equal = {name: ratio(mine, theirs, cost) for name, cost in (("at_rows", ROWS), ("at_bytes", BYTES))}
         found.append(pair | equal)
         for row, beside in itertools.product(mine, theirs):
@@ -181,18 +181,16 @@ def reused(record: Record, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         wrapper, inner = _wrapped(row["label"])
         made = row["mean.scanned"] / scanned[inner, row["budget"]] if scanned[inner, row["budget"]] else None
-        found.append({**row, "wrapper": wrapper, "of": spec(inner), "made": made})
+        found.append({**row, "wrapper": wrapper, "of": shown(inner), "made": made})
     return found
 
 
 def _wrapped(label: str) -> tuple[str | None, str]:
-    """The class that a label says to read choices again, and the label of the method within it; or it alone."""
-    call = ast.parse(label, mode="eval").body
-    name = ast.unparse(call.func) if isinstance(call, ast.Call) else label
+    """The method that a label says to read choices again, and the label of the method within it; or it alone."""
+    name, given = parsed(label)
     if name not in INNER:
         return None, label
-    given = {part.arg: ast.unparse(part.value) for part in call.keywords} if isinstance(call, ast.Call) else {}
-    return name, given.get("inner", INNER[name])
+    return name, (dict(given).get("inner") or INNER[name]).removeprefix("[").removesuffix("]")
 
 
 def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
@@ -202,7 +200,7 @@ def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
         {
             **row,
             "asked": float(row["budget"].removeprefix("mass:")),
-            "method": re.sub(r"^fitted:inner=\[?(.*?)\]?$", r"\1", spec(row["label"])),
+            "method": re.sub(r"^sparseattn:Fitted:inner=\[?(.*?)\]?$", r"\1", shown(row["label"])),
             "gap": row["mean.promised"] - row["mean.mass"],
             "kept_promise": float(abs(row["mean.promised"] - row["mean.mass"]) <= 0.01),
         }
@@ -211,7 +209,7 @@ def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
 
 
 def rounded(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `bits` of the rows of a label such as `Quest, 8-bit rows`, and its `method`."""
+    """With `bits` of the rows of a label such as `quest, 8-bit rows`, and its `method`."""
     found = []
     for row in rows:
         label = str(row.get("label", row.get("method")))
@@ -225,8 +223,8 @@ def families(record: Record, rows: Sequence[Row]) -> list[Row]:
     found = [
         {
             **row,
-            "family": GROUPS[row["plain"].partition("(")[0]] if row["bits"] == 16 else ROUNDED,
-            "typed": spec(row["plain"]),
+            "family": GROUPS[row["plain"].partition(":")[0]] if row["bits"] == 16 else ROUNDED,
+            "typed": shown(row["plain"]),
         }
         for row in rounded(record, rows)
         if row["method"] != FULL

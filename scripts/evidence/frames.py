@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.memory import PLAIN
-from scripts.evidence import condensing, derived
-from scripts.evidence.markdown import linked, spec
+from scripts.evidence import condensing, derived, labels
+from scripts.evidence.markdown import linked
 from scripts.evidence.step import REPORTED, RESULTS
 from sparseattn.selectors.methods import METHODS
 
@@ -44,7 +44,7 @@ def loader(results: Path = RESULTS, reported: Path = REPORTED) -> Load:
             path = theirs
         if not path.exists():
             raise LookupError(f"there is no record {path.name} in {results}: python -m scripts.evidence --only {name}")
-        record: Record = json.loads(path.read_text())
+        record: Record = labels.relabelled(json.loads(path.read_text()))
         return record
 
     return load
@@ -86,9 +86,9 @@ def rows(name: str, record: Record, frame: str = "") -> list[Row]:
 
 
 def typed(row: Row) -> str:
-    """The method of a row as one types it, whatever column has it and however it is written there."""
-    names = [str(row[name]) for name in METHOD if row.get(name) is not None]
-    return next((name for name in names if name[0].islower() and "(" not in name), spec(names[0]) if names else "")
+    """The method of a row in the fewest words that any column has for it, without artefacts."""
+    names = [labels.shown(str(row[name])) for name in METHOD if row.get(name) is not None]
+    return min(names, key=len, default="")
 
 
 def measured(record: Record) -> list[Row]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
 from typing import Any
+
+from scripts.evidence import labels
 
 WIDE = 120  # columns of a line of text
 
@@ -23,9 +24,9 @@ def linked(words: str) -> str:
 
 def shown(value: Any, form: str) -> str:
     """A value by a format: one of Python's, `.1%` with a space before the sign, `.1p` for percent without it, `~2` for
-    two significant digits, `~2%` for both, and `spec` for a method as one types it."""
+    two significant digits, `~2%` for both, and `spec` for a method without its artefacts."""
     if form == "spec":
-        return spec(value)
+        return labels.shown(value)
     if form.startswith("~"):
         percent = form.endswith("%")
         words = significant(100 * value if percent else value, int(form[1:].removesuffix("%")))
@@ -41,33 +42,3 @@ def significant(value: float, digits: int = 2) -> str:
         return "0"
     places = digits - 1 - int(f"{abs(value):e}".partition("e")[2])
     return f"{value:,.{max(places, 0)}f}"
-
-
-def spec(label: str) -> str:
-    """`Quest(page=8, int8=True)` as one types it: `quest:page=8,int8=True`; a part of it stands in brackets.
-
-    The path of an artefact, which says where a run put it, is left out; what is no label stays as it is.
-    """
-    try:
-        return _spec(ast.parse(label, mode="eval").body)
-    except (SyntaxError, TypeError):
-        return label
-
-
-def _spec(one: ast.expr) -> str:
-    called = one.func if isinstance(one, ast.Call) else one
-    if not isinstance(called, (ast.Name, ast.Attribute)):
-        raise TypeError("no name of a class")
-    name = ast.unparse(called)
-    short = {"RetrievalAttention": "retrieval", "QueryBridge": "bridge"}.get(name, name.lower())
-    pairs = [(part.arg, part.value) for part in one.keywords] if isinstance(one, ast.Call) else []
-    written = [f"{name}={_given(value)}" for name, value in pairs if name != "artefact"]
-    return f"{short}:{','.join(written)}" if written else short
-
-
-def _given(value: ast.expr) -> str:
-    if isinstance(value, ast.Constant):
-        return str(value.value)
-    if isinstance(value, ast.Name) and value.id[0].isupper():  # a part as by default
-        return _spec(value)
-    return f"[{_spec(value)}]" if isinstance(value, ast.Call) else ast.unparse(value)

@@ -142,7 +142,7 @@ def _observed(cache: KVCache, selection: Selection, weights: Tensor, lse: Tensor
     """`weights` `[B,H*G,S,span]` of a part with `lse` `[B,H,G]` become those of the whole with `total`."""
     if lse is not total:  # the part is not all there is
         weights = weights * share(lse, total).float().flatten(1)[..., None, None]
-    cache.search.observe(selection, weights)
+    cache.search.observe(selection, weights, total)
 
 
 def _to_host(rows: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

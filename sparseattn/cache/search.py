@@ -202,7 +202,7 @@ class Search:
         """Whether the selector, or a part of it, learns from what a step's selection got."""
         return bool(self.abilities.observers) and self.stored.zones.zone > 0
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         """Tell parts that observe what a step's selection got, see `Observes`."""
         for part in self.abilities.observers:
-            part.observe(selection, weights)
+            part.observe(selection, weights, total)

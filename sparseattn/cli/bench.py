@@ -35,7 +35,6 @@ from sparseattn.reporting import layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
 from sparseattn.roles.role import rounded_label
 from sparseattn.roles.roles import Method
-from sparseattn.selectors.base import Selector
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
 
@@ -268,7 +267,7 @@ def _measured(
             for (method, budgets), bits in itertools.product(replay.methods.methods, options.rounding):
                 rising = sorted(budgets, key=lambda budget: budget_order(budget, trace.tokens))
                 rising = rising if method.uses_budget else rising[:1]
-                label = rounded_label(repr(method) if isinstance(method, Selector) else method.label(), bits)
+                label = rounded_label(method.label(), bits)
                 task = bar.add_task(f"{trace.name} {label}", total=options.last * len(layers) * len(rising))
                 advance = functools.partial(bar.advance, task)
                 try:

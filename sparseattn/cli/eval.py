@@ -14,7 +14,8 @@ from sparseattn.cli.command import command
 from sparseattn.cli.eval_engines import addresses, local, served, settings_of_methods, switched
 from sparseattn.cli.eval_measure import measured
 from sparseattn.cli.eval_options import EngineName, EvalOptions
-from sparseattn.cli.eval_show import show
+from sparseattn.cli.eval_prompts import check_before_loading, lines_of
+from sparseattn.cli.eval_show import show, write_kvpress
 from sparseattn.cli.eval_sources import Files, sources
 from sparseattn.cli.results import check_figures, results_folder
 from sparseattn.evaluation.tasks.engines import Engine
@@ -38,19 +39,21 @@ def run(options: EvalOptions) -> None:
     settings_in_vllm = settings_of_methods(options) if vllm else []
     check_figures(options.figures)
     files = Files.read(options)
+    lines = lines_of(files.prompts) if options.results else {}
     place = usable_device(options.device)
     results_folder(options.out)
 
     with contextlib.ExitStack() as stack:
         # Of two runs, each would write every record.
         stack.enter_context(locked(options.out / "eval.lock", f"--out {options.out}"))
+        checked = not servers and check_before_loading(options.model_name, files.prompts, options)
         if servers:
             opened = stack.enter_context(served(options, servers))
         elif vllm:
             opened = stack.enter_context(switched(options, settings_in_vllm))
         else:
             opened = local(options, place)
-        prompts = sources(options, files, opened.engine, opened.tokens)
+        prompts = sources(options, files, opened.engine, opened.tokens, checked and not vllm)
         settings = {
             **opened.settings,
             "chat": options.chat,
@@ -68,6 +71,8 @@ def run(options: EvalOptions) -> None:
             if options.json:
                 typer.echo("\n".join(map(json.dumps, whole)))
         show(shown, file.path, json=options.json, figures=options.figures)
+        if lines:
+            write_kvpress(shown, lines, options.out / "kvpress")
 
 
 def baseline_of(engine: Engine) -> Row:

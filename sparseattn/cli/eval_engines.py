@@ -12,7 +12,7 @@ import torch
 from sparseattn.cli import options as shared
 from sparseattn.cli.command import say
 from sparseattn.cli.eval_options import EvalOptions
-from sparseattn.cli.inputs import leading_model, open_model, open_tokenizer
+from sparseattn.cli.inputs import open_model, open_tokenizer
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.decoder import ModelDecoder
 from sparseattn.evaluation.tasks.engines import Engine
@@ -65,7 +65,7 @@ def local(options: EvalOptions, place: torch.device) -> Opened:
     Raises:
         ValueError: no such model, or layers that it does not have.
     """
-    name = leading_model() if options.model is None else options.model
+    name = options.model_name
     stored = shared.torch_dtype(options.dtype)
     model, tokenizer = open_model(name, stored, place)
     tokens = Tokens(tokenizer, options.chat)
@@ -101,7 +101,7 @@ def switched(options: EvalOptions, settings: Sequence[Settings]) -> Iterator[Ope
     Raises:
         ValueError: no such model, no vLLM, or a method that it cannot serve.
     """
-    name = leading_model() if options.model is None else options.model
+    name = options.model_name
     folder, _ = servable(name)
     for method in options.methods:
         if isinstance(method.selector, Plan):

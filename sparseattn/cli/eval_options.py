@@ -14,10 +14,12 @@ import typer
 from sparseattn.cli import options as shared
 from sparseattn.cli import values
 from sparseattn.cli.eval_methods import ALL_LAYERS, methods
-from sparseattn.cli.inputs import LEAD, open_roles
+from sparseattn.cli.inputs import LEAD, leading_model, open_roles
+from sparseattn.evaluation.layouts.base import TAIL, TEMPLATE
+from sparseattn.evaluation.layouts.registry import LAYOUTS, layout_named
+from sparseattn.evaluation.ruler.tasks import CWE, QA, SEED, TEMPLATES
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
 from sparseattn.evaluation.tasks.compared import PROTOCOLS
-from sparseattn.evaluation.tasks.prompts import TAIL, TEMPLATE
 from sparseattn.evaluation.tasks.registry import TASKS
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.evaluation.tasks.scoring import SCORINGS
@@ -29,6 +31,13 @@ SELECTED = ("exact", "quest", "lowbit", "random", "window")
 SERVED = (DEFAULT, "lowbit:bits=1,page=16", "window")  # by vLLM
 GENERATED = "passkey,kv"
 OWN_TOKENS = 64  # of an answer to a prompt of the user's
+OF_PROMPTS = ("layout", "templates", "demos", "results")
+
+
+class ResultsForm(str, Enum):
+    """A form that results are written in besides `eval.jsonl`."""
+
+    kvpress = "kvpress"
 
 
 class EngineName(str, Enum):
@@ -70,14 +79,21 @@ class EvalOptions:
     task: Annotated[
         str | None,
         typer.Option(
-            help=f"Of {', '.join(TASKS)}, and {AGREEMENT}: how far predictions of --text are from full attention's; "
-            f"several with commas. Default: {GENERATED}, or none where --prompts are given."
+            help=f"Of {', '.join(TASKS)}; RULER's own, {', '.join(TEMPLATES)}; and {AGREEMENT}: how far predictions of "
+            f"--text are from full attention's; several with commas. Default: {GENERATED}, or none where "
+            "--prompts are given."
         ),
     ] = None
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, or of a window of --text.")] = "1024,4096"
     depths: Annotated[str, typer.Option(help="Where the needle lies: 0 is the beginning, 1 the end.")] = "0,0.5,1"
     samples: Annotated[int, typer.Option(help="Prompts for each length and depth, or windows of --text.")] = 2
-    seed: Annotated[int, typer.Option(help="Seed of the first prompt; each next one adds one.")] = 0
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the first prompt; each next one adds one. RULER draws all prompts of a task from one seed, "
+            f"{SEED} unless this is given."
+        ),
+    ] = 0
     selector: Annotated[
         list[str] | None,
         shared.selector_option(f"Default: {' '.join(SELECTED)}. Full attention is measured beside them."),
@@ -113,18 +129,42 @@ class EvalOptions:
     filler: Annotated[
         str | None, typer.Option(help=f"To hide needles in: {shared.TEXT_HELP} Default: made-up sentences.")
     ] = None
+    qa: Annotated[
+        Path | None,
+        typer.Option(help=f"Questions and documents for {QA}: a JSON file in the form of SQuAD or HotpotQA."),
+    ] = None
+    ruler_words: Annotated[
+        Path | None,
+        typer.Option(help=f"More words for {CWE}: RULER's english_words.json, for lists longer than wonderwords'."),
+    ] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="JSON Lines of your own prompts: prompt, or context and question, and answers; the names of fields in "
-            "LongBench, RULER and InfiniteBench are understood. Repeat for more."
+            help="Files of prompts, JSON Lines, JSON or parquet, or folders of them: your own (prompt, or context and "
+            "question, and answers), or a benchmark's as it publishes them. Repeat for more."
         ),
+    ] = None
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The form of --prompts, of {', '.join(LAYOUTS)}; NAME:TASK where files do not say the benchmark's "
+            "task. Default: told from the fields."
+        ),
+    ] = None
+    templates: Annotated[
+        Path | None,
+        typer.Option(
+            help="The benchmark's own file of prompts, or a clone of its repository. Default: beside the data."
+        ),
+    ] = None
+    demos: Annotated[
+        Path | None, typer.Option(help="The file that HELMET draws the examples before a question from.")
     ] = None
     scoring: Annotated[
         str,
         typer.Option(
-            help="Of --prompts. all: share of the answers found, less where values are named that were not asked for; "
-            "part: any found; exact: nothing but an answer; f1: words shared with the nearest."
+            help="Of --prompts of the layout plain. all: share of the answers found, less where values are named that "
+            "were not asked for; part: any found; exact: nothing but an answer; f1: words shared with the nearest."
         ),
     ] = "all"
     template: Annotated[
@@ -159,6 +199,13 @@ class EvalOptions:
             help="Folder for the records, eval.jsonl, and the figures; what is there already is not measured again."
         ),
     ] = Path("eval")
+    results: Annotated[
+        ResultsForm | None,
+        typer.Option(
+            help="kvpress: write predictions.csv, metrics.json and config.yaml of every method and budget too, as "
+            "kvpress' leaderboard has them; of --prompts of its layout."
+        ),
+    ] = None
     json: shared.JsonLines = False
     figures: shared.Figures = True
 
@@ -176,15 +223,25 @@ class EvalOptions:
             }
         )
         values.check_one_of("--scoring", self.scoring, SCORINGS)
+        if self.layout is not None:
+            layout_named(self.layout)
 
     def check_together(self) -> None:
         """Refuse options that exclude each other, or that need another."""
         if self.endpoint and self.engine is not EngineName.local:
             raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
+        if self.results is not None and self.endpoint:
+            raise ValueError("--results kvpress needs the rows that were read, which no server of --endpoint says")
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
             raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
         if bool(self.text) != (AGREEMENT in self.tasks):
             raise ValueError(f"--task {AGREEMENT} and --text go together")
+        if (self.qa is not None) != (QA in self.tasks):
+            raise ValueError(f"--task {QA} and --qa go together")
+        if self.ruler_words is not None and CWE not in self.tasks:
+            raise ValueError(f"--ruler-words are for --task {CWE}")
+        if not self.prompts and (alone := shared.spelled(name for name in OF_PROMPTS if name in self.given)):
+            raise ValueError(f"{alone} is of --prompts: name a file with it")
 
     @cached_property
     def given(self) -> set[str]:
@@ -192,10 +249,15 @@ class EvalOptions:
         return shared.given_options(self.context)
 
     @cached_property
+    def model_name(self) -> str:
+        """The model here: the one that is named, or `inputs.leading_model`."""
+        return leading_model() if self.model is None else self.model
+
+    @cached_property
     def tasks(self) -> list[str]:
-        """Names in `TASKS`, and `AGREEMENT`."""
+        """Names in `TASKS`, RULER's, and `AGREEMENT`."""
         task = self.task or ("" if self.prompts else GENERATED)
-        return values.names(task, "--task", (*TASKS, AGREEMENT))
+        return values.names(task, "--task", (*TASKS, AGREEMENT, *TEMPLATES))
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
@@ -211,6 +273,11 @@ class EvalOptions:
     def seeds(self) -> range:
         """A seed for each sample."""
         return range(self.seed, self.seed + self.samples)
+
+    @property
+    def ruler_seed(self) -> int:
+        """The seed of all prompts of one of RULER's tasks."""
+        return self.seed if "seed" in self.given else SEED
 
     @cached_property
     def protocols(self) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparseattn.cli.command import errors
 from sparseattn.evaluation.tasks.compared import FORCED
 from sparseattn.evaluation.tasks.records import WHOLE
-from sparseattn.reporting import agreement_tables, eval_tables, server_tables
+from sparseattn.reporting import agreement_tables, eval_tables, kvpress_results, server_tables
 from sparseattn.reporting.eval_records import FULL_ROW, Record, by_place, rows_of
 from sparseattn.reporting.terminal import Screen, table_screen
 
@@ -37,6 +38,12 @@ def show(found: Sequence[Record], path: Path, *, json: bool, figures: bool) -> N
         errors.print(f"sparseattn: {line}", soft_wrap=True)
     for line in eval_tables.verdicts(scored) + agreement_tables.verdicts(forced) + server_tables.verdicts(whole):
         (errors if json else Screen()).print(line, soft_wrap=True)
+
+
+def write_kvpress(found: Sequence[Record], lines: Mapping[tuple[str, int], Mapping[str, Any]], folder: Path) -> None:
+    """Writes results in kvpress' form and says where they lie; `lines` as of `eval_prompts.lines_of`."""
+    for place in kvpress_results.write(folder, kvpress_results.runs(found, lines)):
+        errors.print(f"results: {place}", soft_wrap=True)
 
 
 def _drawn(scored: Sequence[Record], forced: Sequence[Record], whole: Sequence[Record], folder: Path) -> list[Path]:

@@ -6,14 +6,17 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sparseattn.cli.eval_options import OWN_TOKENS, EvalOptions
-from sparseattn.cli.inputs import InputText, open_text, open_texts
+from sparseattn.cli.eval_options import EvalOptions
+from sparseattn.cli.eval_prompts import own_prompts, prompt_file
+from sparseattn.cli.eval_ruler import open_filler, open_material, ruler_prompts
+from sparseattn.cli.inputs import InputText, open_texts
+from sparseattn.evaluation.layouts.registry import PromptFile
+from sparseattn.evaluation.ruler.tasks import TEMPLATES, Material
 from sparseattn.evaluation.tasks.agreement import AGREEMENT
-from sparseattn.evaluation.tasks.base import Example, Filler
+from sparseattn.evaluation.tasks.base import Filler
 from sparseattn.evaluation.tasks.engines import Engine
 from sparseattn.evaluation.tasks.filler import from_text, made_up
 from sparseattn.evaluation.tasks.prompt import Prompt
-from sparseattn.evaluation.tasks.prompts import read_prompts
 from sparseattn.evaluation.tasks.registry import TASKS, example
 from sparseattn.evaluation.tasks.tokens import Tokens
 
@@ -23,13 +26,15 @@ class Files:
     """What the user's files hold.
 
     Args:
-        prompts: the examples of each file of prompts.
+        prompts: each file of prompts, with its examples.
         filler: makes the sentences that needles are hidden in.
+        material: of RULER's tasks; None where none is asked for.
         texts: those to predict.
     """
 
-    prompts: Sequence[Sequence[Example]]
+    prompts: Sequence[PromptFile]
     filler: Filler
+    material: Material | None
     texts: Sequence[InputText]
 
     @classmethod
@@ -38,16 +43,14 @@ class Files:
 
         Raises:
             OSError: no such file.
+            ImportError: a package that a file or a metric needs is missing.
             ValueError: naming the file, and the line of a prompt that cannot be used; a text that cannot be had, or two
                 of one name.
         """
-        layout = options.template.replace("\\n", "\n")
         return cls(
-            [
-                read_prompts(path, options.scoring, layout, options.tail)
-                for path in dict.fromkeys(options.prompts or ())
-            ],
-            made_up if options.filler is None else from_text(open_text(options.filler)[1]),
+            [prompt_file(path, options) for path in dict.fromkeys(options.prompts or ())],
+            made_up if options.filler is None else from_text(open_filler(options.filler)[1]),
+            open_material(options),
             open_texts(options.text or ()),
         )
 
@@ -67,14 +70,31 @@ class Source:
     make: Callable[[], Iterable[Prompt]]
 
 
-def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens) -> list[Source]:
+def sources(options: EvalOptions, files: Files, engine: Engine, tokens: Tokens, checked: bool = False) -> list[Source]:
     """Return all that is asked; what does not fit the model is refused here, before anything is measured.
+
+    Args:
+        options: of the command.
+        files: what the user's files hold.
+        engine: what answers.
+        tokens: what prompts are counted in.
+        checked: the user's own prompts are known to fit the model.
 
     Raises:
         ValueError: naming the option, a length that is too short for its task or too long for the model.
     """
-    prompts = [_generated(name, options, files.filler, engine, tokens) for name in options.tasks if name != AGREEMENT]
-    prompts += [_own(examples, options, engine, tokens) for examples in files.prompts]
+    prompts = []
+    for name in options.tasks:
+        if name in TASKS:
+            prompts.append(_generated(name, options, files.filler, engine, tokens))
+        elif files.material is not None and name in TEMPLATES:
+            make = ruler_prompts(name, options, files.material, engine, tokens)
+            prompts.append(Source(name, len(options.prompt_lengths) * options.samples, make))
+    prompts += [
+        Source(task, len(examples), made)
+        for file in files.prompts
+        for task, examples, made in own_prompts(file, options, engine, tokens, check=not checked)
+    ]
     if files.texts:
         engine.check(options.prompt_lengths[-1], "--lengths")
         prompts += [_windows(text, options, tokens) for text in files.texts]
@@ -97,26 +117,6 @@ def _generated(name: str, options: EvalOptions, filler: Filler, engine: Engine, 
                     yield Prompt.of(make_one(length, depth, seed), tokens, options.answer_tokens)
 
     return Source(name, len(options.prompt_lengths) * len(depths) * options.samples, make)
-
-
-def _own(examples: Sequence[Example], options: EvalOptions, engine: Engine, tokens: Tokens) -> Source:
-    """Return a file of the user's, cut to `--max-length` where that is given."""
-    limit, longest, most = options.answer_tokens or OWN_TOKENS, options.max_length, engine.positions
-    if longest is not None and most is not None and longest > most:
-        raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
-
-    def make() -> Iterator[Prompt]:
-        for own_example in examples:
-            prompt = Prompt.of(own_example, tokens, limit)
-            if longest is not None:
-                prompt = prompt.shortened(longest, tokens, "--max-length")
-            what = f"{prompt.name} with its answer"
-            engine.check(prompt.tokens + limit, what, f"; --max-length {most} cuts the middle out of its context")
-            yield prompt
-
-    for _ in make():  # not kept: lists of a million tokens take more memory than tokenizing twice takes time
-        pass
-    return Source(examples[0].task, len(examples), make)
 
 
 def _windows(text: InputText, options: EvalOptions, tokens: Tokens) -> Source:

@@ -13,7 +13,6 @@ import torch
 from sparseattn.cli.command import errors, say
 from sparseattn.cli.progress import model_progress
 from sparseattn.evaluation.builtin_traces import BUILTIN, BYTES, LEADING, builtin_trace, prepare
-from sparseattn.evaluation.tasks.prompts import read_text
 from sparseattn.models.errors import ModelError
 from sparseattn.models.load import REFERENCE, load_model, load_tokenizer
 from sparseattn.models.pypi_models import PACKAGED, fetched
@@ -21,6 +20,7 @@ from sparseattn.reporting.terminal import plain
 from sparseattn.roles.roles import Roles
 from sparseattn.traces.texts import TEXTS, read_named
 from sparseattn.traces.trace import Trace
+from sparseattn.utils.files import read_text
 from sparseattn.utils.pypi_wheels import FetchError
 from sparseattn.utils.suggest import did_you_mean
 

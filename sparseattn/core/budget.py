@@ -111,7 +111,7 @@ def budget_of(selector: Reader, budget: Budget, context: int) -> int:
     budget = parse_budget(budget)
     if isinstance(budget, Mass) and selector.uses_budget and not selector.estimates:
         raise ValueError(
-            f"{selector!r} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass: "
+            f"{selector} does not estimate what its rows weigh (weigh), so it cannot read until they hold a mass: "
             f"give it rows or a share of the context, not {budget}"
         )
     return budget_rows(budget, context, selector.span, selector)

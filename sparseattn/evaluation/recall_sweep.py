@@ -176,24 +176,24 @@ def check(selector: Selector, keys: int, k: int) -> None:
     """`k` of `keys` keys can be looked for with this selector; else ValueError."""
     if selector.find(Observes):
         raise ValueError(
-            f"{selector!r} learns from what its selections got, and a sweep asks for rows without attending to them: "
+            f"{selector} learns from what its selections got, and a sweep asks for rows without attending to them: "
             f"measure it by bench"
         )
     if selector.find(LooksAhead):
         raise ValueError(
-            f"{selector!r} goes by queries foreseen from the layer before, and a sweep has none: measure it by bench, "
+            f"{selector} goes by queries foreseen from the layer before, and a sweep has none: measure it by bench, "
             f"on traces made with `sparseattn capture --ahead`"
         )
     if selector.find(Evicts):
         raise ValueError(
-            f"{selector!r} drops rows for good at the first query, and a sweep asks one index with many: measure it by "
+            f"{selector} drops rows for good at the first query, and a sweep asks one index with many: measure it by "
             f"bench"
         )
     if k < 1:
         raise ValueError(f"k is 1 or more keys, got {k}")
     if k > keys // selector.unit * selector.unit:
-        raise ValueError(f"recall@{k} needs at least {k} keys that {selector!r} can index, there are {keys}")
-    budget_rows(k, keys, selector.span, repr(selector))
+        raise ValueError(f"recall@{k} needs at least {k} keys that {selector} can index, there are {keys}")
+    budget_rows(k, keys, selector.span, selector)
 
 
 class _Index:

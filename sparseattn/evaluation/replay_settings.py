@@ -90,7 +90,7 @@ def replay_device(method: Method, device: torch.device | str | None) -> torch.de
         return torch.device("cpu")
     place = usable_device(device)
     if method.host and place.type != "cpu":
-        raise ValueError(f"{method!r} works in host memory: its device is cpu, or none is named, got {place}")
+        raise ValueError(f"{method} works in host memory: its device is cpu, or none is named, got {place}")
     return place
 
 
@@ -134,7 +134,7 @@ def check_replay(trace: Trace, budgets: Sequence[Budget], method: Method, replay
         blind = [index for index, share in each if share.selector.find(LooksAhead) and not trace.shapes[index].ahead]
         if blind:
             raise ValueError(
-                f"{method!r} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
+                f"{method} goes by queries foreseen from the layer before, and {trace.name} holds none for layers "
                 f"{blind}: `sparseattn capture --ahead` records them for every layer but the first, which is to be "
                 f"left out"
             )
@@ -153,7 +153,7 @@ def _check_rows(trace: Trace, methods: Sequence[Share], replay: Replay) -> None:
         if left < (least := unit_of(share.selector, replay.bits)):
             raise ValueError(
                 f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
-                f"rows before the replay to select from; {share.selector!r} needs at least {least}"
+                f"rows before the replay to select from; {share.selector} needs at least {least}"
             )
     held = min(shape.queries or trace.tokens for shape in trace.shapes.values())
     if last > held:
@@ -169,7 +169,7 @@ def _check_layer(trace: Trace, index: int, share: Share, replay: Replay) -> None
     for part in own.find(FollowsLayers):
         if (anchor := part.follows) is not None and anchor not in layers[: layers.index(index)]:
             raise ValueError(
-                f"{own!r} reads in layer {index} what layer {anchor} chose, so that layer is measured too, "
+                f"{own} reads in layer {index} what layer {anchor} chose, so that layer is measured too, "
                 f"before it; got layers {layers}"
             )
     own.check_shape(shape.heads if share.heads is None else len(share.heads.which), shape.group, shape.size)
@@ -178,6 +178,6 @@ def _check_layer(trace: Trace, index: int, share: Share, replay: Replay) -> None
     lacking = trace.tokens - (shape.queries or trace.tokens)  # the first tokens, whose queries it does not hold
     if own.learns and lacking > unread:
         raise ValueError(
-            f"{own!r} learns from the queries of the prefill, and this trace holds only those of the last "
+            f"{own} learns from the queries of the prefill, and this trace holds only those of the last "
             f"{shape.queries} tokens of {trace.tokens}"
         )

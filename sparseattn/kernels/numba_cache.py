@@ -42,11 +42,13 @@ UNUSED = 86_400  # seconds since a process last began to use a folder that may g
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
     """Compile as numba's `njit` does; with `cache` keep the compiled code in `folder()`.
 
-    Where nothing can be written there, every process compiles anew, and a warning says so once.
+    Where nothing can be written there, every process compiles anew, and a warning says so once. No way in for C is
+    compiled, which nothing here calls. In compiled code numbers are copied from array to array in a loop: the first
+    `array[:n] = other[:n]` of a process compiles the text of an error for seconds.
     """
     if function is None:
         return functools.partial(njit, cache=cache, **options)
-    made: Any = numba.njit(**options)(function)
+    made: Any = numba.njit(no_cfunc_wrapper=True, **options)(function)
     if cache and made is not function:  # with NUMBA_DISABLE_JIT it is the function itself
         made._cache = Kept(function)  # as `enable_caching` sets numba's own
     return made

@@ -82,7 +82,7 @@ class LayerMaker:
         what, selector = self.layers[index], self._selector(share, index)
         if selector.find(LooksAhead):
             raise ValueError(
-                f"{selector!r} goes by the input of the layer before, which layers of a model are not told: evaluate "
+                f"{selector} goes by the input of the layer before, which layers of a model are not told: evaluate "
                 f"it on traces made with `sparseattn capture --ahead`, or make the layer dense"
             )
         heads = what.heads if share.heads is None else len(share.heads.which)

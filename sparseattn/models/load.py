@@ -108,6 +108,17 @@ def load_tokenizer(path_or_id: str | os.PathLike[str], progress: Progress | None
     return _tokenizer(name, _config(name))
 
 
+def positions_of(path_or_id: str | os.PathLike[str], progress: Progress | None = None) -> int | None:
+    """Return how many tokens a model tells apart by place, without loading its weights; None: any number, or a GGUF
+    file that is not converted yet. Arguments and errors as of `load_tokenizer`."""
+    _check_transformers("a model's config")
+    if gguf.is_gguf(path_or_id) and not (gguf.folder_of(Path(path_or_id)) / "config.json").is_file():
+        return None
+    config = _config(folder_of(path_or_id, progress)).get_text_config(decoder=True)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    return positions
+
+
 def _check_transformers(what: str) -> None:
     try:
         import transformers  # noqa: F401

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sparseattn.evaluation.metrics import registry as metrics
 from sparseattn.reporting.eval_records import (
     FULL_ROW,
     Record,
@@ -23,7 +24,7 @@ from sparseattn.reporting.table import Column, Table
 
 NEAR = 0.02  # of full attention's score: near enough
 ANSWERED = 0.8  # by full attention: below it a task says nothing of other methods
-GRADED = ("f1",)  # scorings that right answers do not bring near 1: those compare words
+GRADED = frozenset({"f1", *metrics.GRADED})  # scorings that right answers do not bring near 1: those compare words
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

@@ -166,7 +166,7 @@ class Selector(Stateful, Named, ABC):
         Raises:
             ValueError: a method that cannot: it works on the host, or nobody has said how much room its state needs.
         """
-        raise ValueError(f"{self!r} has no step of fixed shapes and addresses: build the KVCache without fixed=True")
+        raise ValueError(f"{self} has no step of fixed shapes and addresses: build the KVCache without fixed=True")
 
     def check_state(self, state: Mapping[str, Tensor], rows: Rows, order: Tensor | None) -> None:
         """Refuse what no `append(rows)` of an empty instance leaves in its row buffers: a file may hold anything.
@@ -183,7 +183,7 @@ class Selector(Stateful, Named, ABC):
         Raises:
             ValueError: a name, shape, dtype or number that does not fit.
         """
-        raise ValueError(f"{self!r} does not say what its state must be (check_state), so it is not read from files")
+        raise ValueError(f"{self} does not say what its state must be (check_state), so it is not read from files")
 
     # -- the layer -----------------------------------------------------------------------------------------------------
 

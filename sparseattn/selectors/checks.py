@@ -47,7 +47,7 @@ def check_group(group: str) -> str:
 def warn_of_keys_as_queries(method: object, heads: int, total: int) -> None:
     """Warn that in `heads` of `total` heads no query was there to learn from."""
     warnings.warn(
-        f"{method!r} has no queries of the prefill to learn from in {heads} of {total} heads: the keys serve as "
+        f"{method} has no queries of the prefill to learn from in {heads} of {total} heads: the keys serve as "
         f"queries, so it finds less at the same work",
         stacklevel=3,
     )

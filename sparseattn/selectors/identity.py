@@ -1,9 +1,11 @@
-"""What a method is called: in labels of experiments, in records and in index files."""
+"""What a method is called in tables, records, errors and index files: the text that `make_selector` reads."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparseattn.selectors.methods import NAMES
@@ -24,6 +26,9 @@ def identity(method: type[Any]) -> str:
 class Named:
     """A method whose constructor's arguments are its configuration, each stored under its own name.
 
+    `str` gives its label, the shortest text that `make_selector` reads as this method, and `repr` the text with every
+    argument. Both leave out what only Python could give, such as a class within a function.
+
     Attributes:
         knob: the argument that trades recall for work in `select`; set on a built selector, it holds from the next
             query on. None: there is no such argument.
@@ -36,20 +41,19 @@ class Named:
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def label(self, *, knob: bool = True) -> str:
-        """Return the class and the arguments that differ from their defaults, a part by its label.
+        """Return the shortest text that names this method, without arguments at their defaults: `lowbit:bits=1`.
 
         Args:
             knob: whether the `knob` is among them.
         """
-        parameters, shown = inspect.signature(type(self)).parameters, []
-        for name, value in self.arguments().items():
-            default = parameters[name].default
-            if isinstance(value, Named):
-                if not _is_default(value, default):
-                    shown.append(f"{name}={value.label()}")
-            elif value != default and (knob or name != self.knob):
-                shown.append(f"{name}={value!r}")
-        return type(self).__name__ + (f"({', '.join(shown)})" if shown else "")
+        defaults = {name: one.default for name, one in inspect.signature(type(self)).parameters.items()}
+        other = {name: value for name, value in self.arguments().items() if not _is_default(value, defaults[name])}
+        return self._typed({name: value for name, value in other.items() if knob or name != self.knob}, str)
+
+    def _typed(self, arguments: Mapping[str, Any], text_of: Callable[[Any], str]) -> str:
+        """Return the text of this method with such arguments, of which `text_of` writes those that are methods."""
+        written = [f"{name}={as_typed(value, text_of)}" for name, value in arguments.items()]
+        return identity(type(self)) + (f":{','.join(written)}" if written else "")
 
     def index_arguments(self) -> dict[str, Any]:
         """Return, for JSON, what the index of given rows depends on: the constructor's arguments but the knob; of a
@@ -60,23 +64,37 @@ class Named:
             if name != self.knob
         }
 
+    def __str__(self) -> str:
+        return self.label()
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments().items())})"
+        return self._typed(self.arguments(), repr)
 
 
-def _is_default(part: Named, default: object) -> bool:
-    """Whether a part is the method that its argument's default names, such as "quest" or "exact:group=softmax"."""
-    if not isinstance(default, str):
+def as_typed(value: object, text_of: Callable[[Any], str] = str) -> str:
+    """Return an argument's value as one types it: a method by `text_of` it, in brackets if it has arguments itself; a
+    text in quotes only if it would be read as something else without; a tuple as a list."""
+    if isinstance(value, Named):
+        text = text_of(value)
+        return f"[{text}]" if "=" in text else text
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(as_typed(one) if isinstance(one, (list, tuple)) else repr(one) for one in value)}]"
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"
+    return value if isinstance(value, str) and _is_plain(value) else repr(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text needs no quotes: it is no Python literal, and nothing in it ends or nests a value."""
+    if not text or text != text.strip() or not text.isprintable() or set(text) & set("[],") or text[0] in "'\"":
         return False
-    name, _, text = default.partition(":")
-    pairs = (pair.split("=", 1) for pair in text.split(",") if pair)
-    arguments = ", ".join(f"{argument}={_literal(value)!r}" for argument, value in pairs)
-    shown = type(part).__name__ + (f"({arguments})" if arguments else "")
-    return identity(type(part)) == name and part.label() == shown
-
-
-def _literal(text: str) -> object:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return True
+    return False
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Whether an argument's value is its default; a method is, if the default is its label."""
+    return str(value) == default if isinstance(value, Named) else bool(value == default)

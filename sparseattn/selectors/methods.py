@@ -170,7 +170,7 @@ METHODS = {
         "2407.12820",
         reads="the tokens whose keys, quantised to two 6-bit codes, have the largest logits",
         faithful="two codes of six bits, one choice per KV head",
-        departs="25 rounds of k-means before the first decoded token, where its code runs 3 to 10 while the prompt is "
+        departs="25 rounds of k-means before the first decoded token, where its code runs 3 to 300 while the prompt is "
         "read; a byte per code; no cache of blocks, which does not affect the choice",
         scans="two codes of every row",
         builds="k-means, and each key's nearest centroids",
@@ -193,8 +193,8 @@ METHODS = {
         "2502.14051",
         reads="the tokens of small pages whose bounds over few channels promise the largest logits",
         faithful="bounds chosen by the sign of the summed query, its largest channels, SparQ's temperature",
-        departs="pages are a power of two; the first stage, which drops rows of the prompt, is off by default, so that "
-        "a second question can be served",
+        departs="the first stage, which drops rows of the prompt, is off by default, so that a second question can be "
+        "served",
         scans="r of D channels of one bound of every page",
         builds="the smallest and the largest key of each page, per channel",
         needs="nothing; with `prompt=` the prompt's last queries",
@@ -382,8 +382,8 @@ METHODS = {
     "reformer": MethodRow(
         "hashing.reformer:Reformer",
         "2001.04451",
-        reads="a chunk of rows in the order of the nearest direction",
-        faithful="buckets by the nearest direction, chunks of equal size",
+        reads="the newest rows of the query's bucket, then the newest of all others",
+        faithful="buckets by the nearest direction; the authors' decoding, or chunks of equal size (`rows=`)",
         departs="only the hash, one of them and of unchanged keys, for single queries, as in SAAP's Figure 5",
         scans="a binary search per query head",
         builds="N products with each direction, and a sort",

@@ -11,6 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any, get_args, get_type_hints
 
 from sparseattn.selectors.base import Selector
+from sparseattn.selectors.identity import identity
 from sparseattn.selectors.methods import BASE, METHODS
 from sparseattn.utils.suggest import did_you_mean
 
@@ -49,12 +50,15 @@ SELECTORS = Methods()
 LONGEST = 10_000  # characters of a selector's text
 DEEPEST = 20  # brackets of any kind within each other
 _SPEC = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?::(?P<args>[A-Za-z_]\w*=.*))?")
+# A value in quotes, or a character: an apostrophe within a value is one.
+_PIECE = re.compile(r"""(?<==)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|.""", re.S)
 
 
 def make_selector(spec: str) -> Selector:
     """The selector that a text names: `name[:arg=value,...]` or `package.module:Class[:arg=value,...]`.
 
-    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`). A value that is a selector
+    Values are Python literals; what is not one is a string (`quest:page=32,group=sum`), which takes quotes if it has a
+    comma or a bracket. `str` of a selector is the shortest such text (`Named.label`). A value that is a selector
     itself, which its argument's annotation tells, is such a text again, in brackets if it has arguments, and brackets
     nest: `twostage:pages=lowbit,times=4`, `twostage:pages=[quest:page=8,int8=True],times=4`. A shell may want quotes
     around them. A module is imported, which runs its code with the rights of this process: take no such text from where
@@ -64,26 +68,18 @@ def make_selector(spec: str) -> Selector:
         ValueError: an unknown name or argument (with the nearest known one), brackets that do not match or are nested
             more than `DEEPEST` deep, a text of more than `LONGEST` characters, or a value the selector refuses.
     """
-    _check_size(spec)
-    match = _SPEC.fullmatch(spec)
-    if match is None:
-        raise ValueError(
-            f"{spec!r} is not a selector: write NAME or NAME:arg=value,arg=value, with NAME one of "
-            f"{', '.join(SELECTORS)} or package.module:Class"
-        )
-    method = _find(match["name"])
+    given, texts = parsed(spec)
+    method = _find(given)
     types = get_type_hints(method.__init__)
     known = list(inspect.signature(method).parameters)
     arguments: dict[str, Any] = {}
-    for pair in _pairs(match["args"]) if match["args"] else []:
-        name, equals, text = pair.partition("=")
-        if not equals or name not in known:
-            raise ValueError(
-                f"{method.__name__} has no argument {name!r}{did_you_mean(name, known)}; "
-                f"it takes {', '.join(known) or 'none'}"
-            )
+    for name, text in texts:
         if name in arguments:
             raise ValueError(f"{spec!r} gives {name!r} twice")
+        if text is None or name not in known:
+            raise ValueError(
+                f"{given} has no argument {name!r}{did_you_mean(name, known)}; it takes {', '.join(known) or 'none'}"
+            )
         arguments[name] = _value(method, name, text, types.get(name))
     try:
         selector = method(**arguments)
@@ -91,6 +87,24 @@ def make_selector(spec: str) -> Selector:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{spec!r}: {error}") from error
     return selector
+
+
+def parsed(spec: str) -> tuple[str, list[tuple[str, str | None]]]:
+    """Return the name in a selector's text, and its arguments: name and text of each, None for one without "=".
+
+    Raises:
+        ValueError: text of no selector, brackets that do not match or are nested more than `DEEPEST` deep, or more
+            than `LONGEST` characters.
+    """
+    _check_size(spec)
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise ValueError(
+            f"{spec!r} is not a selector: write NAME or NAME:arg=value,arg=value, with NAME one of "
+            f"{', '.join(SELECTORS)} or package.module:Class"
+        )
+    pairs = [pair.partition("=") for pair in _pairs(match["args"])] if match["args"] else []
+    return match["name"], [(name, text if equals else None) for name, equals, text in pairs]
 
 
 def _check_size(spec: str) -> None:
@@ -113,16 +127,16 @@ def as_selector(given: Selector | str) -> Selector:
 
 
 def _pairs(text: str) -> list[str]:
-    """`"a=1,b=[c:d=2,e=3]"` at the commas outside of brackets; ValueError where these do not match."""
+    """`"a=1,b=[c:d=2,e=3]"` at the commas outside of brackets and quotes; ValueError where brackets do not match."""
     pairs, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
+    for piece in _PIECE.findall(text):
+        depth += (piece == "[") - (piece == "]")
         if depth < 0:
             break
-        if letter == "," and not depth:
+        if piece == "," and not depth:
             pairs.append("")
         else:
-            pairs[-1] += letter
+            pairs[-1] += piece
     if depth:
         what = "closes a bracket that it did not open" if depth < 0 else "leaves a bracket open"
         raise ValueError(f"{text!r} {what}: a selector with arguments, as a value, is name=[NAME:arg=value,...]")
@@ -135,20 +149,22 @@ def _value(method: type[Selector], name: str, text: str, kind: Any) -> Any:
         bracketed = text.startswith("[") and text.endswith("]")
         if "=" in text and not bracketed:
             raise ValueError(
-                f"{method.__name__}'s {name} is a selector, whose arguments stand in brackets: {name}=[NAME:arg=value,"
+                f"{identity(method)}'s {name} is a selector, whose arguments stand in brackets: {name}=[NAME:arg=value,"
                 f"...], got {text!r}"
             )
         return make_selector(text[1:-1] if bracketed else text)
-    if kind is str:
+    if kind is str and text[:1] not in ("'", '"'):
         return text
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two of a long row of signs
         value = text
+    if kind is str:
+        return value if isinstance(value, str) else text
     if kind is float and type(value) is int:
         return float(value)
     if kind in (int, float, bool) and type(value) is not kind:
-        raise ValueError(f"{method.__name__}'s {name} is of type {kind.__name__}, got {text!r}")
+        raise ValueError(f"{identity(method)}'s {name} is of type {kind.__name__}, got {text!r}")
     return value
 
 

@@ -319,7 +319,8 @@ def _begin(client: Any, model: str, question: Question) -> Awaitable[Any]:
     if question.begun is None:
         started: Awaitable[Any] = client.completions.create(prompt=question.prompt, **options, extra_body=more)
         return started
-    messages = [{"role": "user", "content": question.prompt}]
+    turns = (*question.before, ("user", question.prompt))
+    messages = [{"role": role, "content": content} for role, content in turns]
     if question.begun:  # the server's template must not close the turn that the model is to go on with
         messages.append({"role": "assistant", "content": question.begun})
         more |= {"continue_final_message": True, "add_generation_prompt": False}

@@ -57,6 +57,7 @@ class Question:
         begun: None: `prompt` is plain text. Else it is the turn of a user in a chat, and the answer begins so.
         limit: tokens of an answer at most. A server that sends more pieces of text is cut there.
         ended: whether an answer so far is whole, though the server goes on.
+        before: turns of a chat before the user's, each a role and its content.
     """
 
     what: str
@@ -64,6 +65,7 @@ class Question:
     begun: str | None
     limit: int
     ended: Callable[[str], bool]
+    before: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,11 @@ def read_named(name: str, progress: Progress | None = None) -> str:
     """
     if name not in TEXTS:
         raise TextError(f"there is no text {name!r}, there are {', '.join(TEXTS)}")
-    text = TEXTS[name]
+    return read(TEXTS[name], progress)
+
+
+def read(text: NamedText, progress: Progress | None = None) -> str:
+    """Return a text, which is fetched once and kept if it does not ship; raise as `read_named` does."""
     if not text.cached:
         _fetch(text, progress or (lambda what, done, total: None))
     data = text.path.read_bytes()

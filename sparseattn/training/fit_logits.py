@@ -54,7 +54,7 @@ def fit(
     """
     made = as_selector(selector)
     if not made.estimates:
-        raise ValueError(f"{made!r} does not estimate what its rows weigh, so there is nothing to fit")
+        raise ValueError(f"{made} does not estimate what its rows weigh, so there is nothing to fit")
     models = {str(trace.meta.get("model")) for trace in traces}
     if len(models) != 1:
         raise ValueError(f"estimates are fitted on one trace or more of one model, got {', '.join(models) or 'none'}")

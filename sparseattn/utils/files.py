@@ -60,6 +60,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 os.close(folder)
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return a UTF-8 file.
+
+    Raises:
+        OSError: no such file.
+        ValueError: it is not UTF-8.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start} is 0x{data[error.start]:02x})") from None
+
+
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole or not at all (see `replacing`).
 

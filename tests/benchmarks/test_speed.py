@@ -436,7 +436,7 @@ def test_what_it_refuses(arguments: str, sentence: str, capsys: pytest.CaptureFi
         ("--rows-sizes 0,5", "--rows-sizes is 1 or more, got 0"),
         ("--memory 0", "--memory is more than 0 GiB, got 0"),
         ("--dtype int8", "--dtype is one of float32, float16, bfloat16, got 'int8'"),
-        ("--budget-sizes 8,64", "a budget of 8 rows is less than one span of Quest(page=16"),
+        ("--budget-sizes 8,64", "a budget of 8 rows is less than one span of quest"),
         ("--rows-sizes 20", "leave less than a unit of 16 of 20 rows to select (quest)"),
     ],
 )

@@ -198,7 +198,7 @@ def test_bench_ends_with_one_sentence(tmp_path: Path) -> None:
     line = f"bench {trace} --selector {__name__}:Greedy --budget 20 --last 2 --no-figures --out"
     done = run(line, tmp_path / "out")
     assert done.exit_code == 2
-    assert "Greedy(" in done.stderr
+    assert ":Greedy:" in done.stderr
     assert "rows for a budget of 20" in done.stderr
     assert "Traceback" not in done.output
 

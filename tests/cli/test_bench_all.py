@@ -19,6 +19,7 @@ from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.exact import Exact
 from sparseattn.selectors.checks import check_group
+from sparseattn.selectors.identity import identity
 from sparseattn.selectors.pages.quest import Quest
 from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.traces.synthetic import synthetic
@@ -45,9 +46,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-BUCKETS = {"Kascade", "KMeans", "Moments", "SAAP"}  # of a model, which a file is for
-LEARN = {"DoubleSparsity", "H2O", "InfLLM", "InfiniGen", "PyramidKV", "QueryBridge", "RetrievalAttention"}
-LEARN |= {"RobustVamana", "SnapKV"}
+BUCKETS = {"kascade", "kmeans", "moments", "saap"}  # of a model, which a file is for
+LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
+LEARN |= {"robustvamana", "snapkv"}
 
 
 def run(trace: Path, out: Path, *more: str) -> Result:
@@ -81,8 +82,8 @@ def test_every_method_is_measured_or_its_reason_is_said(trace: Path, tmp_path: P
             assert rows["left_out"][label] == read["left_out"][label]
             assert f"small: {label} is not measured: {' '.join(rows['left_out'][label].split())}" in text
     assert repr(Quest(8)) in measured, "beside what is named"
-    assert "learns from the queries of the prefill" in rows["left_out"]["RetrievalAttention"]
-    assert "RoPE" in rows["left_out"]["SAAP"]
+    assert "learns from the queries of the prefill" in rows["left_out"]["retrieval"]
+    assert "RoPE" in rows["left_out"]["saap"]
     assert "small, 74 rows attended, those of budget 64: every method, that with the least error first" in text
     assert "small, 60% of the cache's bytes: every method" in text
     reads = {one["label"]: one["mean"]["bytes_share"] for one in read["methods"]}
@@ -100,17 +101,17 @@ def test_only_what_is_trained_for_a_model_is_left_out_where_a_trace_holds_all(wh
     text = " ".join(done.output.split())
     found = records(tmp_path / "bench.jsonl")
     labels = {make_selector(name).label() for name in SELECTORS}
-    assert {one["label"] for one in found} == labels - BUCKETS, "PyramidKV too, as the trace tells the depth"
+    assert {one["label"] for one in found} == labels - BUCKETS, "pyramidkv too, as the trace tells the depth"
     assert text.count("is not measured") == len(BUCKETS)
     budgets = {one["label"]: [] for one in found}
     for one in found:
         budgets[one["label"]].append(one["budget"])
-    assert budgets.pop("InfLLM") == [128, 130], "a whole block, and what is asked for"
-    assert "whole: InfLLM reads 128 rows at a time, so it is measured at a budget of 128 in place of 16" in text
-    assert budgets.pop("Window") == [16]
+    assert budgets.pop("infllm") == [128, 130], "a whole block, and what is asked for"
+    assert "whole: infllm reads 128 rows at a time, so it is measured at a budget of 128 in place of 16" in text
+    assert budgets.pop("window") == [16]
     assert set(map(tuple, budgets.values())) == {(16, 130)}
     rows, _ = records(tmp_path / "by-layer.jsonl")
-    assert rows["left_out"].keys() == BUCKETS | ({"InfLLM"} & rows["left_out"].keys())
+    assert rows["left_out"].keys() == BUCKETS | ({"infllm"} & rows["left_out"].keys())
 
 
 def test_what_is_named_must_run(trace: Path, tmp_path: Path) -> None:
@@ -151,8 +152,8 @@ def test_what_a_method_refuses_when_it_sees_rows_is_said_and_a_fault_ends_the_ru
     done = run(trace, tmp_path, "--selector", "all")
     assert (done.exit_code == 0) == left_out, done.output
     if left_out:
-        assert "small: Refusing is not measured: group is one of" in " ".join(done.output.split())
-        assert records(tmp_path / "by-layer.jsonl")[0]["left_out"]["Refusing"].startswith("group is one of")
+        assert "Refusing is not measured: group is one of" in " ".join(done.output.split())
+        assert records(tmp_path / "by-layer.jsonl")[0]["left_out"][identity(Refusing)].startswith("group is one of")
     else:
         assert "Greedy" in done.stderr or "reshape" in str(done.exception)
 
@@ -192,13 +193,13 @@ def test_bench_by_step_records_and_draws(trace: Path, tmp_path: Path, monkeypatc
     assert done.exit_code == 0, done.output
     assert (tmp_path / "recall@10-small.png").stat().st_size > 0
     found = {(one["label"], one["budget"]): one["steps"]["recall@10"] for one in records(tmp_path / "bench.jsonl")}
-    assert found["Exact", 32] == [[1.0] * 4]
+    assert found["exact", 32] == [[1.0] * 4]
     (figure,) = drawn
     for axis, budget in zip(figure.axes, (16, 32), strict=True):
         lines = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
-        assert set(lines) == {"Quest", "Exact", "Window", "full attention"}
-        assert lines["Quest"] == pytest.approx(found["Quest", budget][0])
-        assert lines["Window"] == [0.0] * 4, "without a budget, in every panel"
+        assert set(lines) == {"quest", "exact", "window", "full attention"}
+        assert lines["quest"] == pytest.approx(found["quest", budget][0])
+        assert lines["window"] == [0.0] * 4, "without a budget, in every panel"
 
 
 def test_what_has_no_value_at_every_step_is_refused(trace: Path) -> None:

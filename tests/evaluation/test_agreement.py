@@ -134,11 +134,11 @@ def test_full_attention_runs_once_a_prompt_and_again_where_records_are_continued
     methods = [Method(), Method(Quest(), 64, "64"), Method(Quest(), 256, "256"), Method(Window())]
     decoder, keys = Fixed(), prompt.keys([], methods)
     records = list(measure(prompt, methods, [], decoder, BYTES))
-    assert [label for label, _ in decoder.fed] == [FULL, "Quest", "Quest", "Window"]
+    assert [label for label, _ in decoder.fed] == [FULL, "quest", "quest", "window"]
     assert [(one["kl"], one["same_top"]) for one in records] == [(0.0, 1.0)] * 4
     decoder = Fixed()
     assert len(list(measure(prompt, methods, [], decoder, BYTES, known=keys[:2]))) == 2
-    assert [label for label, _ in decoder.fed] == [FULL, "Quest", "Window"]
+    assert [label for label, _ in decoder.fed] == [FULL, "quest", "window"]
     decoder = Fixed()
     assert not list(measure(prompt, methods, [], decoder, BYTES, known=keys))
     assert decoder.reads == []
@@ -212,7 +212,7 @@ def test_a_run_by_texts_budgets_and_layers_and_its_continuation(folder: Path, bo
     said = " ".join(done.output.split())
     assert "apache-2.0 (licence), 300 tokens, 2 windows, the last 8 tokens of each" in said
     assert said.count("agreement with full attention: ") == 4
-    assert "Quest, layers 0-1" in said
+    assert "quest, layers 0-1" in said
     assert "agreement at 300 tokens, sparse in layers 0-1 (book.txt, apache-2.0; 4 windows): " in said
     assert (tmp_path / "agreement.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "accuracy.png").exists()
@@ -262,25 +262,25 @@ def made(method: str, budget: str | None, rows: float, *kl: float, **facts: Any)
 def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -> None:
     records = [
         *made(FULL, None, 4096, 0.0, 0.0),
-        *made("Exact", "64", 132, 0.02, 0.012, bytes_share=0.53),
-        *made("Quest", "256", 324, 0.1, 0.3),
-        *made("Quest", "1024", 1092, 0.01, 0.02),
-        *made("Window", None, 68, 0.4, 0.4, same_top=0.5),
+        *made("exact", "64", 132, 0.02, 0.012, bytes_share=0.53),
+        *made("quest", "256", 324, 0.1, 0.3),
+        *made("quest", "1024", 1092, 0.01, 0.02),
+        *made("window", None, 68, 0.4, 0.4, same_top=0.5),
     ]
     assert report.verdicts(records) == [
-        "agreement at 4,096 tokens (t; 2 windows): fewest rows within 0.02 nats a token of full attention: Exact at "
-        "budget 64, 132 rows, 0.016 nats, 90% of the likeliest tokens the same. Fewest bytes: Quest at budget 1024, "
-        "27% of a sparse layer's. Farthest: Window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
+        "agreement at 4,096 tokens (t; 2 windows): fewest rows within 0.02 nats a token of full attention: exact at "
+        "budget 64, 132 rows, 0.016 nats, 90% of the likeliest tokens the same. Fewest bytes: quest at budget 1024, "
+        "27% of a sparse layer's. Farthest: window, 68 rows, 0.400 nats, 50% of the likeliest tokens the same."
     ]
     other = [{**one, "text": "u", "prompt": "q", "kl": 2 * one["kl"]} for one in records]
     (line,) = report.verdicts([*records, *other])
     assert line.startswith(
         "agreement at 4,096 tokens (t, u; 3 windows): nothing measured stays within 0.02 nats a token of full "
-        "attention on every text; nearest: Quest at budget 1024, 1,092 rows, 0.030 nats where it is largest, "
+        "attention on every text; nearest: quest at budget 1024, 1,092 rows, 0.030 nats where it is largest, "
     )
     unknown = [{**one, "bytes_share": None} for one in records]
     assert "bytes" not in report.verdicts(unknown)[0]
-    sets = [one for one in records if one["method"] != "Quest"] + made("Quest", "64", 132, 0.01, layers="0-9")
+    sets = [one for one in records if one["method"] != "quest"] + made("quest", "64", 132, 0.01, layers="0-9")
     assert [line.split(" (")[0] for line in report.verdicts(sets)] == [
         "agreement at 4,096 tokens",
         "agreement at 4,096 tokens, sparse in layers 0-9",
@@ -290,17 +290,17 @@ def test_the_closing_line_says_what_stays_near_for_the_fewest_rows_and_bytes() -
 def test_the_table_shows_intervals_over_windows_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    records = [*made(FULL, None, 4096, 0.0, 0.0, 0.0), *made("Quest", "256", 324, 0.01, 0.02, 0.03)]
+    records = [*made(FULL, None, 4096, 0.0, 0.0, 0.0), *made("quest", "256", 324, 0.01, 0.02, 0.03)]
     Console(width=150).print(*report.tables(records))
     shown = capsys.readouterr().out
     assert "0.0200 (0.0000 to 0.0448)" in shown  # 4.303 * 0.01 / sqrt(3), and not below nothing
     assert "t (novel), 4,096 tokens, 3 windows" in shown
     assert f"{math.e:.3f}" in shown
-    Console(width=150).print(*report.tables(made("Quest", "256", 324, 0.01, bytes_share=None)))
+    Console(width=150).print(*report.tables(made("quest", "256", 324, 0.01, bytes_share=None)))
     shown = capsys.readouterr().out
     assert "1 window, so no interval" in " ".join(shown.split())
     assert " to " not in shown.split("KL")[-1]
-    assert ["Quest", "256", "324", "?", "0.0100", "90.0", "0.0100", "2.718"] in [
+    assert ["quest", "256", "324", "?", "0.0100", "90.0", "0.0100", "2.718"] in [
         line.split() for line in shown.splitlines()
     ]
 
@@ -308,7 +308,7 @@ def test_the_table_shows_intervals_over_windows_where_there_are_some(capsys: pyt
 def test_a_perplexity_beyond_all_numbers_is_infinite(tmp_path: Path) -> None:
     from sparseattn.reporting import plots
 
-    records = [*made(FULL, None, 9, 0.0), *made("Window", None, 9, 1e6, nll=1e6)]
+    records = [*made(FULL, None, 9, 0.0), *made("window", None, 9, 1e6, nll=1e6)]
     assert report.perplexity(records[1:]) == math.inf
     assert "1000000.000 nats" in report.verdicts(records)[0]
     plots.agreement(records, tmp_path / "agreement.png")

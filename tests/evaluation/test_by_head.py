@@ -42,7 +42,7 @@ RESULTS = [
     measured("B", 32, 0.08, [[0.5, 0.2], [0.1, 0.9]]),
     measured("Silent", 16, nan, [[0.5, 0.5], [0.5, 0.5]], scanned=nan),
     measured("Silent", 32, nan, [[0.5, 0.5], [0.5, 0.5]], scanned=nan),
-    measured("Window", 16, 0.01, [[0.0, 0.0], [0.0, 0.0]], scanned=0.0, attended=10),
+    measured("window", 16, 0.01, [[0.0, 0.0], [0.0, 0.0]], scanned=0.0, attended=10),
 ]
 
 
@@ -57,7 +57,7 @@ def test_ranks_correlate_as_scipy_says() -> None:
 
 def test_equal_bytes_are_a_mixture_of_two_measured_neighbours() -> None:
     one = at_bytes(RESULTS, 0.15)
-    assert list(one.readings) == ["A", "B", "Window"]
+    assert list(one.readings) == ["A", "B", "window"]
     a, b = one.readings["A"], one.readings["B"]
     assert a.budgets == (16, 32)
     assert a.part == pytest.approx(0.25)
@@ -74,8 +74,8 @@ def test_equal_bytes_are_a_mixture_of_two_measured_neighbours() -> None:
 
 def test_equal_rows_and_which_heads_fail() -> None:
     one = at_rows(RESULTS, 32)
-    assert list(one.readings) == ["Oracle", "A", "B", "Silent", "Window"], "the window has no budget"
-    assert one.rivals == ["A", "B", "Silent", "Window"]
+    assert list(one.readings) == ["Oracle", "A", "B", "Silent", "window"], "the window has no budget"
+    assert one.rivals == ["A", "B", "Silent", "window"]
     assert one.count() == 4
     assert one.missed().tolist() == [
         [0, 0, 0, 0, 0],
@@ -84,7 +84,7 @@ def test_equal_rows_and_which_heads_fail() -> None:
         [0, 0, 0, 0, 0],
         [0, 2, 2, 0, 4],
     ]
-    assert one.wins() == {"A": 2, "B": 1, "Silent": 2, "Window": 0}, "two have the first head"
+    assert one.wins() == {"A": 2, "B": 1, "Silent": 2, "window": 0}, "two have the first head"
     assert one.winners() == {3: "Silent", 7: "A"}
     found = [one.readings[label].heads("recovered").flatten() for label in ("A", "B")]
     assert float(one.correlation()[1, 2]) == pytest.approx(float(rank_correlation(*found)))
@@ -95,8 +95,8 @@ def test_equal_rows_and_which_heads_fail() -> None:
 def test_equal_rows_are_those_attended_and_not_the_budget() -> None:
     """Sink, window and 32 rows are 42: who attends fewer at this budget, or more, is mixed; no one is flattered."""
     found = [
-        measured("Exact", 16, 0.1, [[0.2, 0.2], [0.2, 0.2]]),
-        measured("Exact", 32, 0.2, [[0.4, 0.4], [0.4, 0.4]]),
+        measured("exact", 16, 0.1, [[0.2, 0.2], [0.2, 0.2]]),
+        measured("exact", 32, 0.2, [[0.4, 0.4], [0.4, 0.4]]),
         measured("Few", 32, 0.1, [[0.2, 0.4], [0.6, 0.8]], attended=30),
         measured("Few", 64, 0.1, [[0.6, 0.8], [0.6, 1.0]], attended=46),
         measured("Fewest", 32, 0.1, [[0.2, 0.4], [0.6, 0.8]], attended=20),
@@ -106,12 +106,12 @@ def test_equal_rows_are_those_attended_and_not_the_budget() -> None:
     one = at_rows(found, 32)
     assert (one.attended, one.record()["attended"]) == (42, 42)
     assert {label: reading.mean("attended") for label, reading in one.readings.items()} == {
-        "Exact": 42,
+        "exact": 42,
         "Few": pytest.approx(42),
         "Fewest": 20,
         "Near": 44,
     }
-    assert one.readings["Exact"].budgets == (32,)
+    assert one.readings["exact"].budgets == (32,)
     assert one.readings["Few"].budgets == (32, 64)
     assert one.readings["Few"].heads("recovered").flatten().tolist() == pytest.approx([0.5, 0.7, 0.6, 0.95])
     assert one.left_out == {"Many": "attends 45 rows at least"}
@@ -173,7 +173,7 @@ def test_bench_by_layer_is_what_the_library_measures(
     assert (
         "small, 42 rows attended, those of budget 32: share recovered of the weight on indexed rows, by layer" in text
     )
-    assert "small, 20% of the cache's bytes: Exact reads 6" in text
+    assert "small, 20% of the cache's bytes: exact reads 6" in text
     assert "16+32" in text
     assert {path.name for path in tmp_path.iterdir()} == {
         *("bench.jsonl", "by-layer.jsonl"),
@@ -188,7 +188,7 @@ def test_bench_by_layer_is_what_the_library_measures(
     assert quest["recovered"] == pytest.approx(same.mean(1).tolist())
     assert {round(one["mean"]["attended"], 6) for one in rows["methods"]} == {42}
     assert (quest["budgets"], quest["part"]) == ([16, 32], pytest.approx(part))
-    assert [one["label"] for one in read["methods"]] == ["Quest", "Random"]
+    assert [one["label"] for one in read["methods"]] == ["quest", "random"]
     quest, random = read["methods"]
     assert (quest["budgets"], quest["mean"]["bytes_share"]) == ([16, 32], pytest.approx(0.2))
     assert random["budgets"] == [32]

@@ -98,18 +98,18 @@ def ask(answers: dict[str, str], protocols: Sequence[str], **options: Any) -> tu
     return list(measure(prompt, METHODS, protocols, decoder, BYTES, ends=[0], **options)), decoder
 
 
-ANSWERS = {"full": "71432", "Quest": "71432.\nkey:", "Window": "99999999999999999999999999999999999"}
+ANSWERS = {"full": "71432", "quest": "71432.\nkey:", "window": "99999999999999999999999999999999999"}
 
 
 def test_both_protocols_feed_the_same_tokens_and_read_the_context_once() -> None:
     records, decoder = ask(ANSWERS, ["question", "prefill"])
     assert decoder.reads == [CONTEXT]
     whole = CONTEXT + ASKED[:-1]
-    assert decoder.indexed == [(label, text) for text in (CONTEXT, whole) for label in (FULL, "Quest", "Window")]
+    assert decoder.indexed == [(label, text) for text in (CONTEXT, whole) for label in (FULL, "quest", "window")]
     assert [one["protocol"] for one in records] == ["question"] * 4 + ["prefill"] * 4
     # the last token of the question is fed in both: every token of the answer comes from the sparse path
-    assert decoder.fed["Quest", 64, CONTEXT] == ASKED + "71432."
-    assert decoder.fed["Quest", 64, whole] == ASKED[-1] + "71432."
+    assert decoder.fed["quest", 64, CONTEXT] == ASKED + "71432."
+    assert decoder.fed["quest", 64, whole] == ASKED[-1] + "71432."
 
 
 def test_responses_end_at_an_end_a_line_or_the_limit() -> None:
@@ -118,9 +118,9 @@ def test_responses_end_at_an_end_a_line_or_the_limit() -> None:
     limit = 2 * len("71432\n") + 8
     assert responses == {
         (FULL, None): "71432",
-        ("Quest", "64"): "71432.\n",
-        ("Quest", "256"): "71432.\n",
-        ("Window", None): "9" * limit,
+        ("quest", "64"): "71432.\n",
+        ("quest", "256"): "71432.\n",
+        ("window", None): "9" * limit,
     }
     assert [one["score"] for one in records] == [1.0, 1.0, 1.0, 0.0]
 
@@ -133,7 +133,7 @@ def test_a_record_says_what_was_measured() -> None:
         "length": 14,
         "depth": 0.5,
         "seed": 0,
-        "method": "Quest",
+        "method": "quest",
         "budget": "64",
         "scoring": "all",
     }
@@ -149,7 +149,7 @@ def test_what_is_known_is_not_measured_again() -> None:
     prompt = Prompt.of(EXAMPLE, BYTES)
     keys = prompt.keys(["question", "prefill"], METHODS)
     records, decoder = ask(ANSWERS, ["question", "prefill"], known=keys[:3] + keys[4:])
-    assert [(one["method"], one["protocol"]) for one in records] == [("Window", "question")]
+    assert [(one["method"], one["protocol"]) for one in records] == [("window", "question")]
     assert decoder.reads == [CONTEXT]
     records, decoder = ask(ANSWERS, ["question", "prefill"], known=keys)
     assert records == []
@@ -306,7 +306,7 @@ def test_all_tasks_and_protocols_in_one_run(folder: Path, tmp_path: Path) -> Non
     )
     assert done.exit_code == 0, done.output
     records = lines(out)
-    methods = [("full", None), ("Quest", "32"), ("Quest", "10%"), ("Window", None)]
+    methods = [("full", None), ("quest", "32"), ("quest", "10%"), ("window", None)]
     for task in (*TASKS, "own", "agreement"):
         for protocol in [FORCED] if task == "agreement" else ["question", "prefill"]:
             mine = [one for one in records if one["task"] == task and one["protocol"] == protocol]
@@ -317,9 +317,9 @@ def test_all_tasks_and_protocols_in_one_run(folder: Path, tmp_path: Path) -> Non
         assert one["settings"]["sink"] == 2
         assert one["versions"]["torch"]
         assert one["prompt_tokens"] <= 560
-        if one["method"] == "Window":
+        if one["method"] == "window":
             assert one["rows"] == 10
-        elif one["method"] == "Quest" and one["budget"] == "32":
+        elif one["method"] == "quest" and one["budget"] == "32":
             assert 10 < one["rows"] <= 2 + 8 + 15 + 32  # a page less one row waits to be sealed
     assert [one["scoring"] for one in records if one["task"] == "own"] == ["f1"] * 8
     said = " ".join(done.output.split())  # a table breaks lines where the model's path ends
@@ -369,8 +369,8 @@ def test_more_methods_come_on_top_and_other_settings_do_not(folder: Path, tmp_pa
     assert run(*options, "--selector", "window").exit_code == 0
     done = run(*options, "--selector", "quest", "--budget", "32")
     assert done.exit_code == 0, done.output
-    assert [one["method"] for one in lines(tmp_path)] == ["full", "Window", "Quest"]
-    assert "Window" not in done.stdout
+    assert [one["method"] for one in lines(tmp_path)] == ["full", "window", "quest"]
+    assert not [line for line in done.stdout.splitlines() if line.strip().startswith("window")]
     before = (tmp_path / "eval.jsonl").read_bytes()
     for option in (["--sink", "0"], ["--dense-layers", "1"], ["--answer-tokens", "3"], ["--seal", "64"]):
         done = run(*options, "--selector", "window", *option)
@@ -433,7 +433,7 @@ def test_heat_maps_are_drawn_where_there_is_a_grid(folder: Path, tmp_path: Path)
         (["--lengths", "100"], "a passkey prompt with seed 0 has at least"),
         (["--lengths", "560,1010"], "has 1024 positions, --lengths 1010 with an answer of 22 tokens takes 1032"),
         (["--seal", "0"], "--seal is 1 or more, got 0"),
-        (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of InfLLM("),
+        (["--selector", "infllm", "--seal", "64"], "seal is at least the unit of infllm:"),
         (["--depths", "2"], "a depth lies between 0 (first) and 1 (last), got 2"),
         (["--dense-layers", "2"], "the model has 2 layers: of them 0 to 1 may be dense, got 2"),
         (["--selector", "quests"], "no selector is called 'quests'"),
@@ -639,21 +639,21 @@ def made(method: str, budget: str | None, rows: float, score: float, **facts: An
 def test_the_closing_line_names_the_fewest_rows_near_full_attention_on_every_task() -> None:
     records = [
         *(made(FULL, None, 1000, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 1.0))),
-        *(made("Quest", "64", 100, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 0.9))),
-        *(made("Quest", "256", 300, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 0.99))),
-        *(made("Exact", "256", 320, 1.0, task=task) for task in ("kv", "kv", "passkey")),
-        *(made("Window", None, 68, 0.0, task=task) for task in ("kv", "kv", "passkey")),
+        *(made("quest", "64", 100, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 0.9))),
+        *(made("quest", "256", 300, score, task=task) for task, score in (("kv", 1.0), ("kv", 0.5), ("passkey", 0.99))),
+        *(made("exact", "256", 320, 1.0, task=task) for task in ("kv", "kv", "passkey")),
+        *(made("window", None, 68, 0.0, task=task) for task in ("kv", "kv", "passkey")),
     ]
     assert report.verdicts(records) == [
         "question: full attention has kv 75%, passkey 100%. Fewest rows within 2 points of that on every task: "
-        "Quest at budget 256: 300 rows, 1.0 points lost on the task that loses most."
+        "quest at budget 256: 300 rows, 1.0 points lost on the task that loses most."
     ]
     few = [
-        one for one in records if (one["method"], one["budget"]) in ((FULL, None), ("Quest", "64"), ("Window", None))
+        one for one in records if (one["method"], one["budget"]) in ((FULL, None), ("quest", "64"), ("window", None))
     ]
     assert report.verdicts(few) == [
         "question: full attention has kv 75%, passkey 100%. Nothing measured stays within 2 points of that on every "
-        "task; nearest: Quest at budget 64: 100 rows, 10.0 points lost on the task that loses most."
+        "task; nearest: quest at budget 64: 100 rows, 10.0 points lost on the task that loses most."
     ]
 
 
@@ -663,7 +663,7 @@ def test_what_full_attention_does_not_answer_is_said(capsys: pytest.CaptureFixtu
     def asked(task: str, right: int, **facts: Any) -> list[dict[str, Any]]:
         return [
             made(method, None, 9, float(n < right), task=task, prompt=f"{task}{n}", **facts)
-            for method in (FULL, "Window")
+            for method in (FULL, "window")
             for n in range(5)
         ]
 
@@ -692,27 +692,27 @@ def test_what_full_attention_does_not_answer_is_said(capsys: pytest.CaptureFixtu
     column = report.marked([*asked("kv", 4), *asked("kv", 1, protocol="prefill")])
     assert [(one["full_answers"], one["uninformative"]) for one in column] == [(0.8, False)] * 10 + [(0.2, True)] * 10
     assert not report.marked(asked("own", 1, scoring="f1"))[0]["uninformative"]
-    (forced,) = report.marked([{"protocol": "forced", "nll": 1.0, "method": "Window", "budget": None}])
+    (forced,) = report.marked([{"protocol": "forced", "nll": 1.0, "method": "window", "budget": None}])
     assert "uninformative" not in forced
 
 
 def test_sets_of_layers_are_methods_of_their_own_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    records = [made(FULL, None, 9, 1.0), *(made("Quest", "64", 9, 0.5, layers=layers) for layers in (None, "0-9", "7"))]
+    records = [made(FULL, None, 9, 1.0), *(made("quest", "64", 9, 0.5, layers=layers) for layers in (None, "0-9", "7"))]
     Console(width=WIDE).print(*report.tables(records))
     shown = capsys.readouterr().out
     assert [line.split("  ")[0].strip() for line in shown.splitlines()[-5:-1]] == [
-        *("full", "Quest", "Quest, layers 0-9", "Quest, layers 7")
+        *("full", "quest", "quest, layers 0-9", "quest, layers 7")
     ]
 
 
 def test_figures_of_methods_without_budgets_and_of_many_panels(tmp_path: Path) -> None:
     from sparseattn.reporting import plots
 
-    plain = [made(FULL, None, 9, 1.0), made("Window", None, 9, 0.0)]
+    plain = [made(FULL, None, 9, 1.0), made("window", None, 9, 0.0)]
     plots.accuracy(plain, tmp_path / "plain.png")
     many = [
         made(method, budget, 9, 0.5, length=length, depth=depth, task=task, protocol=protocol)
-        for method, budget in ((FULL, None), *(("Quest", str(n)) for n in range(5)))
+        for method, budget in ((FULL, None), *(("quest", str(n)) for n in range(5)))
         for length in (10, 20)
         for depth in (0.0, 1.0)
         for task in ("kv", "passkey", "multikey", "words")

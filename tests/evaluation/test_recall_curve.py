@@ -65,12 +65,12 @@ def test_more_probes_scan_more_and_find_more_until_everything(tasks: dict[str, l
     assert recalls(one)[-1] >= 0.995 or scans(one)[-1] >= 0.6
     assert recalls(one)[-2] < 0.995
     assert scans(one)[-2] < 0.6
-    assert one.points[2].selector == "IVF(lists=32, probes=3, seed=0)"
+    assert one.points[2].selector == "ivf:lists=32,probes=3,seed=0"
     whole = curves("ivf:lists=32", tasks, k=50, values=[1, 32])["queries"]
     assert recalls(whole)[-1] == 1.0
     assert scans(whole)[-1] == pytest.approx(1 + 32 / KEYS)
     assert recalls(whole)[0] == recalls(one)[0], "the same again"
-    assert one.selector == "IVF(lists=32, probes=64, seed=0)"
+    assert one.selector == "ivf:lists=32,probes=64,seed=0"
 
 
 def test_recall_counts_the_exact_top_keys() -> None:
@@ -222,7 +222,7 @@ def test_records_hold_a_point_each_and_are_json(tasks: dict[str, list[Problem]])
     assert [record["value"] for record in records] == [4, 8]
     for record, point in zip(records, one.points, strict=True):
         assert record["knob"] == "probes"
-        assert record["selector"] == f"IVF(lists=0, probes={record['value']}, seed=0)"
+        assert record["selector"] == f"ivf:lists=0,probes={record['value']},seed=0"
         assert record["mean"]["recall"] == point.mean("recall")
         assert record["worst"]["recall"] == float(point.heads["recall"].min()) <= record["mean"]["recall"]
         assert record["worst"]["scanned_share"] == float(point.heads["scanned_share"].max())

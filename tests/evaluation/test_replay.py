@@ -200,7 +200,7 @@ def test_a_record_is_json_with_settings_and_heads(trace: Trace) -> None:
     result = evaluate(trace, Window(), 1, sink=SINK, window=WINDOW, last=LAST, layers=[0], progress=steps.append)
     assert sum(steps) == LAST
     record = json.loads(json.dumps(result.record(per_head=True)))
-    assert record["selector"] == "Window()"
+    assert record["selector"] == "window"
     assert record["sink"] == SINK
     assert record["tokens"] == 200
     assert set(record["mean"]) == set(record["worst"]) == set(record["heads"]) == set(MEASURES)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from sparseattn.evaluation.layouts.base import Setup
+from sparseattn.evaluation.layouts.registry import read_prompts
 from sparseattn.evaluation.tasks.filler import from_text
-from sparseattn.evaluation.tasks.prompts import read_prompts
 from sparseattn.evaluation.tasks.records import Records
 from sparseattn.evaluation.tasks.registry import TASKS, example
 from sparseattn.evaluation.tasks.scoring import SCORINGS, found, ruler, score
@@ -346,21 +347,25 @@ def test_prompts_of_the_users_own_in_all_known_names(tmp_path: Path) -> None:
         tmp_path / "mine.jsonl",
         {"prompt": "x" * 20 + "Who?", "answers": ["a", "b"]},
         {"context": "C", "question": "Q?", "answers": "a"},
-        {"context": "C", "input": "Q?", "answers": ["a"], "length": 7, "dataset": "qasper"},  # LongBench
-        {"input": "y" * 20 + "What?", "outputs": ["a"], "answer_prefix": " It is", "index": 0},  # RULER
-        {"id": 0, "context": "C", "input": "Q?", "answer": 42},  # InfiniteBench
+        {"context": "C", "input": "Q?", "answers": ["a"], "length": 7},
+        {"input": "y" * 20 + "What?", "outputs": ["a"], "answer_prefix": " It is", "index": 0},
+        {"id": 0, "context": "C", "input": "Q?", "answer": 42, "gen_prefix": " It", "max_new_tokens": 5},
     )
-    got = read_prompts(path, "part", "Read {context}. Then: {question} A:", tail=10)
+    setup = Setup(path, scoring="part", template="Read {context}. Then: {question} A:", tail=10)
+    file = read_prompts(path, setup, "plain")
+    got = file.examples
     assert [(one.context, one.question, one.answers) for one in got] == [
         ("x" * 14, "x" * 6 + "Who?", ("a", "b")),
         ("Read C", ". Then: Q? A:", ("a",)),
         ("Read C", ". Then: Q? A:", ("a",)),
         ("y" * 20 + "W", "hat? It is", ("a",)),
-        ("Read C", ". Then: Q? A:", ("42",)),
+        ("Read C", ". Then: Q? A: It", ("42",)),
     ]
+    assert [(one.lead, one.limit) for one in got] == [("", None)] * 3 + [(" It is", None), (" It", 5)]
     assert {one.task for one in got} == {"mine"}
     assert {one.scoring for one in got} == {"part"}
-    assert [one.meta for one in got][2] == {"file": "mine.jsonl", "line": 3}
+    assert (file.layout, file.guessed) == ("plain", False)
+    assert [one.meta for one in got][2] == {"file": "mine.jsonl", "line": 3, "layout": "plain"}
 
 
 @pytest.mark.parametrize(
@@ -369,7 +374,7 @@ def test_prompts_of_the_users_own_in_all_known_names(tmp_path: Path) -> None:
         ([1], "line 1: a line is a JSON object, got list"),
         (
             {"prompt": "x" * 200},
-            "line 1: answers are a string or a list of strings under answers, answer, outputs, got",
+            "line 1: answers are a string or a list of strings under answers, answer, outputs, none of them empty, got",
         ),
         ({"prompt": "x" * 200, "answers": []}, r"line 1: answers are .* got \[\]"),
         ({"prompt": "x" * 200, "answers": ["a", " "]}, "line 1: answers are"),
@@ -385,7 +390,7 @@ def test_prompts_of_the_users_own_in_all_known_names(tmp_path: Path) -> None:
 )
 def test_unusable_lines_are_named(tmp_path: Path, record: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        read_prompts(write(tmp_path / "bad.jsonl", record), "all")
+        read_prompts(write(tmp_path / "bad.jsonl", record))
 
 
 @pytest.mark.parametrize(
@@ -405,13 +410,13 @@ def test_lines_that_break_readers_are_named(tmp_path: Path, value: str, sentence
         path.read_text().rstrip() + f'\n{{"context": "C", "question": "Q?", "answers": "a", "{name}": {value}}}'
     )
     with pytest.raises(ValueError, match=re.escape(f"{path}, line 2: {sentence}")):
-        read_prompts(path, "all")
+        read_prompts(path)
 
 
 def test_a_pair_of_surrogates_is_a_character_and_long_digits_may_be_text(tmp_path: Path) -> None:
     path = tmp_path / "good.jsonl"
     path.write_text(r'{"context": "\ud83d\ude00", "question": "Q?", "answers": "' + "9" * 5000 + '"}')
-    (one,) = read_prompts(path, "all", "{context} {question}")
+    (one,) = read_prompts(path, Setup(path, template="{context} {question}")).examples
     assert one.context == "\U0001f600"
     assert score(one.scoring, "9" * 5000, one.answers) == 1.0
 
@@ -420,23 +425,24 @@ def test_unusable_files_and_templates(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": \n')
     with pytest.raises(ValueError, match=r"bad.jsonl, line 1: it is not JSON at column \d+: Expecting value"):
-        read_prompts(path, "all")
+        read_prompts(path)
     path.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(ValueError, match=r"bad.jsonl is not UTF-8 \(byte 12 is 0xff\)"):
-        read_prompts(path, "all")
+        read_prompts(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompt"):
-        read_prompts(path, "all")
+        read_prompts(path)
+    write(path, {"prompt": "x" * 200, "answers": "a"})
     for template in ("{context}", "{question} {context}", "{context} {context} {question}"):
         with pytest.raises(ValueError, match=r"a template holds \{context\} and behind it \{question\}"):
-            read_prompts(path, "all", template)
+            read_prompts(path, Setup(path, template=template))
 
 
 RECORD = {
     "task": "kv",
     "prompt": "p",
     "protocol": "question",
-    "method": "Quest",
+    "method": "quest",
     "budget": "64",
     "source": "quest",
     "score": 1.0,
@@ -450,7 +456,7 @@ def test_records_are_there_when_a_run_comes_back(tmp_path: Path) -> None:
     kept = first.add(RECORD)
     assert kept == {**RECORD, "settings": {"model": "m", "sink": 4}}
     again = Records(path, {"model": "m", "sink": 4})
-    key = ("kv", "p", "question", "Quest", "64", RECORD["source"], None)  # records of before name no layers: all
+    key = ("kv", "p", "question", "quest", "64", RECORD["source"], None)  # records of before name no layers: all
     assert again.found == {key: kept}
 
 
@@ -511,7 +517,7 @@ def test_records_that_say_no_score_are_named_by_file_and_line(tmp_path: Path, fi
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
     sentence = (
-        r"what was measured \(task kv, protocol question, method Quest, budget 64\) cannot be kept: nll is .* got nan"
+        r"what was measured \(task kv, protocol question, method quest, budget 64\) cannot be kept: nll is .* got nan"
     )
     with pytest.raises(ValueError, match=sentence):
         Records(path, {}).add({**RECORD, "nll": float("nan"), "scored_tokens": 3})

@@ -244,7 +244,7 @@ def test_a_replay_counts_bytes_of_codes_and_compares_with_rows_as_they_came() ->
     errors = {bits: one.mean("relative_error") for bits, one in found.items()}
     assert errors[8] == pytest.approx(errors[None], rel=0.1)
     assert errors[4] > errors[None]
-    assert found[4].label == "Quest(page=32), 4-bit rows"
+    assert found[4].label == "quest:page=32, 4-bit rows"
     assert found[4].settings["bits"] == 4
     assert found[4].mean("recovered") == pytest.approx(found[None].mean("recovered")), "the choice is the same"
     width = trace.dtype.itemsize
@@ -259,8 +259,8 @@ def test_bits_in_a_command() -> None:
     with pytest.raises(ValueError, match="--kv-bits takes 16, 8 and 4, separated by commas, got 5"):
         kv_bits("8,5")
     made = methods(["quest"], "64", [1024], rounding=[None, 4])
-    assert [one.label for one in made] == ["full", "Quest", "Quest, 4-bit rows"]
+    assert [one.label for one in made] == ["full", "quest", "quest, 4-bit rows"]
     with pytest.raises(ValueError, match="leave bits out"):
         methods(["exact"], "64", [1024], rounding=[8])
     beside = methods(["quest", "exact"], "64", [1024], rounding=[None, 8])
-    assert [one.label for one in beside] == ["full", "Quest", "Quest, 8-bit rows", "Exact"]
+    assert [one.label for one in beside] == ["full", "quest", "quest, 8-bit rows", "exact"]

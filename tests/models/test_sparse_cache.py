@@ -232,7 +232,7 @@ def test_counters(llama: Any) -> None:
     with SparseCache(llama, "exact", 8, sink=2, window=8, seal=1, dense_layers=[1]) as cache:
         generate(llama, cache, inputs)
         stats = cache.stats()
-        assert [layer.selector for layer in stats.layers] == ["Exact", None, "Exact"]
+        assert [layer.selector for layer in stats.layers] == ["exact", None, "exact"]
         assert [layer.sparse_calls for layer in stats.layers] == [NEW - 1, 0, NEW - 1]
         assert [layer.dense_calls for layer in stats.layers] == [1, NEW, 1]
         assert (stats.sparse_calls, stats.dense_calls) == (2 * (NEW - 1), NEW + 2)
@@ -309,7 +309,7 @@ def test_clones_at_other_budgets(llama: Any) -> None:
     everything = generate(llama, SparseCache(llama, "exact", None, **SMALL, sparse_from=59), inputs)
     same(generate(llama, base.clone(budget="mass:1"), inputs), everything)
     same(generate(llama, base.clone(budget=Mass(1.0)), inputs), everything)
-    with pytest.raises(ValueError, match=r"layer 0: Random.* does not estimate .*mass:0.9"):
+    with pytest.raises(ValueError, match=r"layer 0: random does not estimate .*mass:0.9"):
         SparseCache(llama, "random", "mass:0.9", **SMALL)
     with pytest.raises(ValueError, match="layer 0: a budget is at least 1 row, got 0"):
         base.clone(budget=0)

@@ -73,9 +73,8 @@ def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_own_selector(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("own_selector.py", "--tokens", "600", "--new", "8", monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "TopChannels(channels=32)",
-        "TopChannels(channels=8)",
+    assert [line.partition(": ")[0] for line in lines] == [
+        *("__main__:TopChannels:channels=32", "__main__:TopChannels:channels=8"),
         "quest",
     ]
     assert int(re.findall(r"first (\d+) of 8", lines[0])[0]) >= 6

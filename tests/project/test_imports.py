@@ -27,6 +27,11 @@ OPTIONAL = (
     "openai",
     "anyio",
     "playwright",
+    "punkt",
+    "pyarrow",
+    "rouge",
+    "rouge_score",
+    "jieba",
 )
 
 # A folder -> the folders of the package that it may import. In the order of docs/write/design.md, from the ground up.
@@ -86,8 +91,13 @@ HOMES = {
     "jinja2": ("reporting/html/html.py",),
     "matplotlib": ("reporting/plots/panels.py",),
     "sklearn": ("evaluation/attention_stats.py",),
+    "punkt": ("evaluation/ruler/sentences.py",),
     "openai": ("serving/openai_client.py",),
     "anyio": ("serving/openai_client.py",),
+    "pyarrow": ("evaluation/layouts/tables.py",),
+    "rouge": ("evaluation/metrics/libraries.py",),
+    "rouge_score": ("evaluation/metrics/libraries.py",),
+    "jieba": ("evaluation/metrics/libraries.py",),
     "faiss": ("kernels/nearest.py", "training/kmeans.py"),
     "numba": (
         "kernels/graph/build_and_search.py",

@@ -162,7 +162,7 @@ def test_a_file_imports_no_module_but_those_that_are_trusted(
         assert "evilmod" not in sys.modules
     loaded = kind.load(path, trusted={"evilmod"})
     assert evil()
-    assert "X" in {part.label().partition("(")[0] for one in loaded.distinct() for part in one.selector.tree()}
+    assert "evilmod:X" in {str(part).partition(":page")[0] for one in loaded.distinct() for part in one.selector.tree()}
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_a_cache_takes_trusted_modules_and_asks_for_the_weights_first(
     assert not evil()
     for given in ({"plan": plan}, {"roles": roles}):
         with SparseCache(llama, trusted={"evilmod"}, **given) as cache:
-            assert cache.sparse_layers[1].label == "X at 64"
+            assert cache.sparse_layers[1].label == "evilmod:X at 64"
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_the_other_commands_refuse_a_plan_before_any_work(command: str, here: Pa
 def test_an_engine_is_told_where_the_users_modules_lie(here: Path) -> None:
     settings = parse({"selector": SPEC, "budget": 64, "modules": str(here)})
     assert str(here) not in sys.path, "but while the modules are imported"
-    assert settings.each()[0].label() == "X"
+    assert settings.each()[0].label() == "evilmod:X"
     assert settings.to_dict()["modules"] == str(here)
     assert parse(settings.to_dict()) == settings
     assert "modules" not in Settings("quest", 64).to_dict()
@@ -303,7 +303,7 @@ def test_a_report_imports_no_module_that_a_record_names(tmp_path: Path, evil: Ca
     assert done.exit_code == 0, done.output
     assert not evil()
     page = (tmp_path / "page.html").read_text()
-    for shown in (SPEC, nested, "Mean(bits=8)"):
+    for shown in (SPEC, nested, "mean:bits=8"):
         assert json.dumps(shown) in page
 
 

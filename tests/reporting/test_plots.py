@@ -89,8 +89,8 @@ def test_every_line_is_named_beside_its_panel_and_no_two_names_touch(tmp_path: P
 
 
 def test_one_method_at_one_budget_is_drawn_without_a_warning(tmp_path: Path, drawn: list[Figure]) -> None:
-    plots.frontier([measured("Window", 10, 0.9)], tmp_path / "f.png")
-    assert [text.get_text() for axis in drawn[0].axes for text in axis.texts] == ["Window"] * 4
+    plots.frontier([measured("window", 10, 0.9)], tmp_path / "f.png")
+    assert [text.get_text() for axis in drawn[0].axes for text in axis.texts] == ["window"] * 4
 
 
 def test_a_line_without_a_point_in_the_panel_has_no_name() -> None:
@@ -125,14 +125,14 @@ def test_few_prompts_have_intervals(prompts: int, bars: bool, tmp_path: Path, dr
         facts = {"task": "kv", "protocol": "question", "method": method, "budget": budget, "prompt": n}
         return facts | {"score": float(n % 2), "settings": {"model": "m"}}
 
-    rows = ((FULL, None), ("Window", None), ("Quest", "16"), ("Quest", "64"))
+    rows = ((FULL, None), ("window", None), ("quest", "16"), ("quest", "64"))
     plots.accuracy([made(*row, n) for row in rows for n in range(prompts)], tmp_path / "a.png")
     (axis,) = drawn[0].axes
     assert axis.get_title() == f"kv, question, {prompts} prompts"
     assert axis.get_xlabel() == "budget, rows beyond sink and window"
     assert len(axis.collections) == (4 if bars else 0)
     assert ("intervals of 95%" in drawn[0].get_suptitle()) is bars
-    assert sorted(text.get_text() for text in axis.texts) == ["Quest", "Window", "full"]
+    assert sorted(text.get_text() for text in axis.texts) == ["full", "quest", "window"]
     if bars:
         spans = [segment[:, 1].tolist() for bar in axis.collections for segment in bar.get_segments()]
         assert spans == [pytest.approx(intervals.wilson([0.0, 1.0] * 4))] * 4
@@ -149,11 +149,11 @@ def test_divergence_is_drawn_against_rows_and_bytes_with_intervals(
 
     one = [
         *made(FULL, None, 4096, 0.0, 0.0, 0.0),
-        *made("Quest", "64", 132, 0.1, 0.2, 0.3),
-        *made("Quest", "256", 324, 0.01, 0.02, 0.03),
-        *made("Quest", "256", 324, 0.05, 0.06, 0.07, layers="0-9"),
-        *made("Exact", "all", 4096, 0.0, 0.0, 0.0),
-        *made("Window", None, 68, 0.4, 0.5, 0.6),
+        *made("quest", "64", 132, 0.1, 0.2, 0.3),
+        *made("quest", "256", 324, 0.01, 0.02, 0.03),
+        *made("quest", "256", 324, 0.05, 0.06, 0.07, layers="0-9"),
+        *made("exact", "all", 4096, 0.0, 0.0, 0.0),
+        *made("window", None, 68, 0.4, 0.5, 0.6),
     ]
     other = [record | {"text": "u", "kind": "$x$"} for record in one if record["prompt"] == 0]
     plots.agreement(one + other, tmp_path / "a.png")
@@ -161,9 +161,9 @@ def test_divergence_is_drawn_against_rows_and_bytes_with_intervals(
     assert len(axes) == (4 if known else 2)
     assert axes[0].get_title("left") == "t (novel), 4,096 tokens, 3 windows"
     assert {axis.get_yscale() for axis in axes} == {axis.get_xscale() for axis in axes} == {"log"}
-    names = ["Quest", "Quest, layers 0-9", "Window"]  # what does not diverge has no place on a logarithmic axis
+    names = ["quest", "quest, layers 0-9", "window"]  # what does not diverge has no place on a logarithmic axis
     assert sorted(text.get_text().replace("\n", " ") for text in axes[0].texts) == names
-    quest = next(line for line in axes[0].lines if line.get_label() == "Quest")
+    quest = next(line for line in axes[0].lines if line.get_label() == "quest")
     assert quest.get_xydata().tolist() == [pytest.approx([132, 0.2]), pytest.approx([324, 0.02])]
     spans = [segment[:, 1].tolist() for bar in axes[0].collections for segment in bar.get_segments()]
     around = [intervals.student([scale * one for one in (1.0, 2.0, 3.0)]) for scale in (0.1, 0.01)]
@@ -178,7 +178,7 @@ def test_budgets_that_are_shares_are_not_called_rows(tmp_path: Path, drawn: list
     one = {
         "task": "kv",
         "protocol": "question",
-        "method": "Quest",
+        "method": "quest",
         "prompt": 1,
         "score": 1.0,
         "settings": {"model": "m"},

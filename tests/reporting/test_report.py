@@ -140,19 +140,19 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     assert views["plan"] == ["lines", "given", "heat", "table"]
     said, (lines, given, heat, table) = sections["plan"]
     assert [(one["method"], one["at"], one["values"]["kl"]) for one in lines.data["points"]] == [
-        ("Quest", "budget 16", 1.5 / 16),
-        ("Quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
+        ("quest", "budget 16", 1.5 / 16),
+        ("quest", "budget 64", pytest.approx(1.5 / 64, abs=1e-6)),
     ], "what is measured in every layer"
     assert heat.data["panels"][0]["values"]["kl"] == [[0.09375, 0.09375], [0.0625, None]]
     (plan,) = given.data["plans"]
     assert plan["layers"][1] == {
         "layer": 1,
         "agree": False,
-        "heads": [{"method": "Quest", "budget": "64"}, {"method": "dense", "budget": ""}],
+        "heads": [{"method": "quest", "budget": "64"}, {"method": "dense", "budget": ""}],
     }
-    assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "Window", "budget": ""}] * 2}
+    assert plan["layers"][0] == {"layer": 0, "agree": True, "heads": [{"method": "window", "budget": ""}] * 2}
     assert table.cells[1:] == [
-        ["made up-1%", "1", "KV head 0", "Quest", "64"],
+        ["made up-1%", "1", "KV head 0", "quest", "64"],
         ["made up-1%", "1", "KV head 1", "dense", "\u2013"],
     ]
     assert said[0].startswith("The plan made up-1% reads 25\u00a0% of full attention's bytes. On 3 held-out windows")
@@ -163,15 +163,15 @@ def test_the_page_holds_every_kind_of_record_and_its_findings(page: str) -> None
     ]  # window; Quest at 64 and dense
     means = [sum(values) / 2 for values in zip(*layers, strict=True)]
     assert [dot["values"][name] for name in ("bytes_heads", "kl", "error_heads")] == pytest.approx(means, rel=1e-4)
-    assert dot["beside"]["kl"]["method"] == "Quest"
+    assert dot["beside"]["kl"]["method"] == "quest"
     assert 16 / 500 < dot["beside"]["kl"]["value"] < 64 / 500, "between two budgets of the best single method"
     assert views["answers"] == ["lines", "table", "lines", "heat", "table"]
     (needles,) = (view for view in sections["answers"][1] if view.kind == "heat")
-    lost = [one for one in needles.data["panels"] if one["method"] == "Quest" and one["choice"]["budget"] == "64"]
+    lost = [one for one in needles.data["panels"] if one["method"] == "quest" and one["choice"]["budget"] == "64"]
     assert [(one["rows"], one["columns"], one["values"]["score"]) for one in lost] == [
         ([0, 0.5, 1], [1024, 4096], [[0, 0], [1, 1], [1, 1]])
     ]
-    assert [one["name"] for one in data_of(page)["methods"]] == ["Quest", "Exact", "Window", "LowBit"]
+    assert [one["name"] for one in data_of(page)["methods"]] == ["quest", "exact", "window", "lowbit"]
 
 
 def test_the_page_holds_every_setting_and_version(page: str, folders: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_page_holds_every_setting_and_version(page: str, folders: Path) -> N
     (made_by,) = (facts for name, facts in groups.items() if name.startswith("versions and machine of"))
     assert (made_by["sparseattn"], made_by["cores"]) == ("0.1.0", "2")
     explored = groups["the attention of tale"]
-    assert explored["selectors"].startswith("Quest(page=16, group='sum', int8=False), LowBit(")
+    assert explored["selectors"].startswith("quest:page=16,group=sum,int8=False, lowbit:bits=2,")
     assert explored["versions torch"] == torch.__version__
 
 
@@ -252,7 +252,7 @@ def test_two_folders_of_one_kind_are_two_sections(tmp_path: Path, folders: Path)
         ),
         ("[1]\n", "bench.jsonl, line 1 is no record but [1]"),
         (
-            '{"trace": "t", "label": "Quest"}\n',
+            '{"trace": "t", "label": "quest"}\n',
             "bench.jsonl, line 1 is no record that this command can read: budget is missing",
         ),
     ],

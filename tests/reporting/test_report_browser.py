@@ -104,23 +104,23 @@ def test_a_method_switched_off_leaves_plots_maps_and_tables(width: int, opened: 
     page = opened(width)
     if width < 800:
         page.locator(".methods summary").click()  # folded away where there is no room beside
-    switch = page.locator("input[data-method=Exact]")
+    switch = page.locator("input[data-method=exact]")
     rows = page.locator("#frontier tbody tr")
-    assert lines_of(page) == ["Quest", "Exact", "Window"]
+    assert lines_of(page) == ["quest", "exact", "window"]
     assert rows.count() == 5
     switch.uncheck()
-    assert lines_of(page) == ["Quest", "Window"]
+    assert lines_of(page) == ["quest", "window"]
     assert rows.count() == 3
-    assert page.locator("#frontier .panel[data-method=Exact]").count() == 0
-    assert page.locator("#frontier .panel[data-method=Quest]").count() == 1
-    assert "Exact" not in page.locator("#explorer .facts-of").inner_text()
+    assert page.locator("#frontier .panel[data-method=exact]").count() == 0
+    assert page.locator("#frontier .panel[data-method=quest]").count() == 1
+    assert "exact" not in page.locator("#explorer .facts-of").inner_text()
     assert page.locator(".methods summary").inner_text() == "Methods, 3 of 4 shown"
     page.get_by_role("button", name="none").click()
     assert lines_of(page) == []
     page.get_by_role("button", name="all", exact=True).click()
-    assert lines_of(page) == ["Quest", "Exact", "Window"]
+    assert lines_of(page) == ["quest", "exact", "window"]
     assert page.locator("#plan figure.given g[aria-label=cell] rect").count() == 4
-    page.locator("input[data-method=Quest]").uncheck()
+    page.locator("input[data-method=quest]").uncheck()
     assert page.locator("#plan figure.given g[aria-label=cell] rect").count() == 4, "a plan is shown whole"
 
 
@@ -140,12 +140,12 @@ def test_a_plot_rescales_to_the_methods_that_are_on(width: int, opened: Callable
     rule, axis = (view.locator(f"g[aria-label='{of}']").first.bounding_box() for of in ("rule", "x-axis tick"))
     assert rule["y"] < axis["y"]
     names = view.locator("g[font-size] g[data-method]").evaluate_all("all => all.map(one => one.dataset.method)")
-    assert sorted(names) == ([] if width < 800 else ["Exact", "Quest", "Window"]), "lines are named if there is room"
+    assert sorted(names) == ([] if width < 800 else ["exact", "quest", "window"]), "lines are named if there is room"
     if width < 800:
-        view.get_by_role("button", name="Window").click()
-        assert view.get_by_role("button", name="Window").get_attribute("aria-pressed") == "false"
+        view.get_by_role("button", name="window").click()
+        assert view.get_by_role("button", name="window").get_attribute("aria-pressed") == "false"
     else:
-        page.locator("input[data-method=Window]").uncheck()
+        page.locator("input[data-method=window]").uncheck()
     assert ticks("x") != everything
     plan = page.locator("#plan figure.lines g.plan")
     assert plan.locator("text").first.text_content().startswith("plan made up-1%: ")
@@ -174,8 +174,8 @@ def test_what_is_chosen_is_what_a_plot_shows(opened: Callable[..., Any]) -> None
     view.locator("select").first.select_option("recovered")
     assert "share recovered of the far attention" in view.locator("svg").first.inner_html()
     plot = view.locator(".plot")
-    plot.locator("g[data-method=Quest][aria-label=dot] > *").first.hover(force=True)
-    assert plot.locator(".tip").inner_text().startswith("Quest\nbudget ")
+    plot.locator("g[data-method=quest][aria-label=dot] > *").first.hover(force=True)
+    assert plot.locator(".tip").inner_text().startswith("quest\nbudget ")
     heat = page.locator("#frontier figure.heat")
     first = heat.locator("g[aria-label=cell] rect").first.get_attribute("fill")
     heat.get_by_label("Budget").select_option("64")
@@ -205,7 +205,7 @@ def test_a_token_clicked_shows_its_rows(width: int, opened: Callable[..., Any]) 
     view = page.locator("#explorer")
     view.get_by_role("button", name="Show the whole text").click()
     view.get_by_label("layer 1, head 2: ").click()
-    for token, method, label in ((1, 0, "Quest"), (2, 1, "LowBit")):
+    for token, method, label in ((1, 0, "quest"), (2, 1, "lowbit")):
         asking = found.tokens[token]
         view.locator(f".text [data-row='{asking}']").click()
         assert view.locator(".asks [aria-checked=true]").get_attribute("data-token") == str(asking)
@@ -222,8 +222,8 @@ def test_a_token_clicked_shows_its_rows(width: int, opened: Callable[..., Any]) 
         assert row[1] == f"{len(read)}"
         assert row[4].strip() == str(len(needed - set(read)))
     view.locator(".text .read").first.click()
-    assert "of the attention; Quest " in view.locator(".row-said").inner_text()
-    assert "LowBit reads it" in view.locator(".row-said").inner_text()
+    assert "of the attention; quest " in view.locator(".row-said").inner_text()
+    assert "lowbit reads it" in view.locator(".row-said").inner_text()
 
 
 def test_two_methods_stand_side_by_side_and_tokens_play(opened: Callable[..., Any]) -> None:
@@ -304,9 +304,9 @@ def test_everything_is_reached_by_keys(width: int, opened: Callable[..., Any]) -
     ):
         assert part in reached, part
 
-    page.locator("input[data-method=Exact]").focus()
+    page.locator("input[data-method=exact]").focus()
     page.keyboard.press("Space")
-    assert lines_of(page) == ["Quest", "Window"]
+    assert lines_of(page) == ["quest", "window"]
     plot = page.locator("#frontier .plot").first
     plot.focus()
     page.keyboard.press("ArrowRight")

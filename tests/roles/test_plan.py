@@ -136,7 +136,7 @@ def test_eval_compares_a_plan(tmp_path: Path) -> None:
     done = run(*given, "--selector", "quest", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(one["method"], one["budget"]) for one in records] == [("full", None), ("Quest", "64"), ("plan mine", None)]
+    assert [(one["method"], one["budget"]) for one in records] == [("full", None), ("quest", "64"), ("plan mine", None)]
     _, quest, mine = records
     window = (4 + 64) / mine["context"]  # what waits for a page of quest is a few rows
     assert mine["bytes_share"] == pytest.approx((2 + quest["bytes_share"] + window) / 4, abs=0.02), "dense layers count"
@@ -162,7 +162,7 @@ def test_an_engine_serves_layers_that_differ() -> None:
     assert parse(json.loads(json.dumps(settings.to_dict()))) == settings
     assert (settings.sink, settings.window, settings.above, settings.dense_layers) == (8, 32, 100, 0)
     assert [settings.is_dense(layer) for layer in range(4)] == [True, False, False, False]
-    assert [settings.make(layer).label() for layer in (1, 2, 3)] == ["Quest", "Window", "Mean(bits=8)"]
+    assert [settings.make(layer).label() for layer in (1, 2, 3)] == ["quest", "window", "mean:bits=8"]
     assert [settings.pages(layer) for layer in (1, 2, 3)] == [4, 0, 8]
     assert settings.shape == (16, 16)
     with pytest.raises(ValueError, match="layers name every layer of full attention, and layer 4 is missing"):
@@ -173,7 +173,7 @@ def test_an_engine_serves_layers_that_differ() -> None:
     ("layers", "words"),
     [
         ({0: ["window", Role("quest", 64)]}, "layer 0: vLLM serves one method for all heads of a layer"),
-        ({0: Role("quest", 64), 1: Role("lowbit:page=16", 64)}, "Quest has 16 and 16, LowBit.* has 16 and 64"),
+        ({0: Role("quest", 64), 1: Role("lowbit:page=16", 64)}, "quest has 16 and 16, lowbit:page=16 has 16 and 64"),
         ({0: Role("window", 32)}, "layer 0: in vLLM a window has no budget"),
         ({0: Role("quest", "5%")}, "layer 0: in vLLM a budget is rows, got '5%' for quest"),
         ({0: "quest"}, "layer 0: in vLLM a budget is rows, got None for quest"),

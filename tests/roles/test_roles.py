@@ -207,7 +207,7 @@ def test_bench_compares_roles_as_one_method(trace: Trace, tmp_path: Path) -> Non
     assert "roles mixed " in done.output
     records = [json.loads(line) for line in (tmp_path / "o" / "bench.jsonl").read_text().splitlines()]
     assert [(one["label"], one["budget"]) for one in records] == [
-        *(("Quest", budget) for budget in (16, 64)),
+        *(("quest", budget) for budget in (16, 64)),
         *(("roles mixed", budget) for budget in (16, 64)),
     ]
     assert records[2]["selector"] == repr(roles)
@@ -297,16 +297,16 @@ def test_counts_are_means_over_heads(llama: Any) -> None:
         generate(llama, alone, inputs)
         quest = alone.stats().layers[0]
     assert [layer.selector for layer in stats.layers] == [
-        "window (2 of 4 heads), Quest(page=4) (1 of 4 heads), dense (1 of 4 heads)",
-        "Quest(page=4)",
-        "Exact at 8 (3 of 4 heads), Random (1 of 4 heads)",
+        "window (2 of 4 heads), quest:page=4 (1 of 4 heads), dense (1 of 4 heads)",
+        "quest:page=4",
+        "exact at 8 (3 of 4 heads), random (1 of 4 heads)",
     ]
     assert [layer.sparse_calls for layer in stats.layers] == [NEW - 1] * 3
     assert (parts["dense"].mean_rows, parts["dense"].bytes_share) == (stats.layers[0].context, 1.0)
-    assert parts["Quest(page=4)"].mean_rows == quest.rows
+    assert parts["quest:page=4"].mean_rows == quest.rows
     narrow = parts["window"]
     assert stats.layers[0].rows == pytest.approx((2 * narrow.mean_rows + quest.rows + stats.context) / 4)
-    shares = (2 * narrow.bytes_share + parts["Quest(page=4)"].bytes_share + 1) / 4
+    shares = (2 * narrow.bytes_share + parts["quest:page=4"].bytes_share + 1) / 4
     assert stats.layers[0].bytes_share == pytest.approx(shares)
 
 

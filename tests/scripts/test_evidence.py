@@ -16,11 +16,11 @@ from tests.project.test_docs import check
 
 pytest.importorskip("rich")
 
-from scripts.evidence import condensing, documents, frames, made, pictures, tables, toml
+from scripts.evidence import condensing, documents, frames, labels, made, pictures, tables, toml
 from scripts.evidence.__main__ import main
 from scripts.evidence.documents import BLOCK, CLAIM, FENCE, NUMBER, stray
 from scripts.evidence.expressions import Scope, evaluate, filled
-from scripts.evidence.markdown import linked, shown, spec
+from scripts.evidence.markdown import linked, shown
 from scripts.evidence.running import order, run
 from scripts.evidence.step import OUT, REPORTED, RESULTS, Step
 from scripts.evidence.steps import DEFINED, STEPS
@@ -31,7 +31,7 @@ from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.recommend.candidates import METHODS
 from sparseattn.selectors import methods
-from sparseattn.selectors.registry import make_selector
+from sparseattn.selectors.registry import SELECTORS, make_selector
 from sparseattn.traces.synthetic import synthetic
 
 # What stands in documents outside of blocks with a unit of measurement and is no measurement of ours, by document:
@@ -244,7 +244,7 @@ def test_templates(template: str, text: str) -> None:
         (0.056, ".0p", "6"),
         (-0.25, "+.1%", "-25.0 %"),
         (0, "~2", "0"),
-        ("Quest(page=8, int8=True)", "spec", "quest:page=8,int8=True"),
+        ("kascade:artefact=/a/b.safetensors,anchors=1", "spec", "kascade:anchors=1"),
     ],
 )
 def test_formats(value: Any, form: str, text: str) -> None:
@@ -252,16 +252,57 @@ def test_formats(value: Any, form: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "typed"),
+    ("label", "text"),
     [
+        ("Quest(page=8, int8=True)", "quest:page=8,int8=True"),
+        ("Exact(group='softmax')", "exact:group=softmax"),
+        ("Window()", "window"),
         ("Tailed(inner=LowBit(bits=1, scales=8), rows=64)", "tailed:inner=[lowbit:bits=1,scales=8],rows=64"),
         ("Tailed(inner=LowBit, rows=64)", "tailed:inner=lowbit,rows=64"),
-        ("Kascade(artefact='/a/b.safetensors', anchors=1)", "kascade:anchors=1"),
+        ("QueryBridge, 8-bit rows", "bridge, 8-bit rows"),
+        ("Kascade(artefact='/a,b.safetensors', anchors=[1, 2])", "kascade:artefact='/a,b.safetensors',anchors=[1,2]"),
+        ("exact, one choice a group", "exact, one choice a group"),
+        ("Plan(a; 0: quest at 64)", "Plan(a; 0: quest at 64)"),
+        ("a novel", "a novel"),
+    ],
+)
+def test_labels_of_old_records_are_read_as_one_types_them(label: str, text: str) -> None:
+    assert labels.typed(label) == labels.typed(text) == text
+    record = {
+        "settings": {"label": label, "why": label},
+        "columns": ["why", "method"],
+        "records": [[label, label], [label, None]],
+        "by_layer": [{"left_out": {label: label}}],
+    }
+    assert labels.relabelled(record) == {
+        "settings": {"label": text, "why": label},
+        "columns": ["why", "method"],
+        "records": [[label, text], [label, None]],
+        "by_layer": [{"left_out": {text: label}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("kascade:artefact=/a/b.safetensors,anchors=1", "kascade:anchors=1"),
+        ("tailed:inner=[saap:artefact='/a,b]'],rows=0", "tailed:inner=saap,rows=0"),
+        ("tailed:inner=[saap:artefact=x,probes=4], 4-bit rows", "tailed:inner=[saap:probes=4], 4-bit rows"),
+        ("quest:page=8", "quest:page=8"),
         ("exact, one choice a group", "exact, one choice a group"),
     ],
 )
-def test_labels_as_one_types_them(label: str, typed: str) -> None:
-    assert spec(label) == typed
+def test_tables_leave_out_where_an_artefact_lay(label: str, text: str) -> None:
+    assert shown(label, "spec") == text
+
+
+def test_every_method_of_a_record_can_be_typed() -> None:
+    load = frames.loader()
+    rows = [row for path in RESULTS.glob("*.json") for row in frames.rows(path.stem, load(path.stem))]
+    every = {row["typed"].partition(", ")[0] for row in rows}
+    methods = [name for name in every if name.partition(":")[0] in SELECTORS]
+    assert [make_selector(name).label() for name in methods]
+    assert not [name for name in every if name[:1].isupper() and not name.startswith("Plan(")]
 
 
 @pytest.mark.parametrize(
@@ -476,7 +517,7 @@ def traced() -> dict[str, dict[str, Any]]:
     task = {"queries to keys": [Problem.of(trace.layer(0), trace.positions, 8)]}
     task["keys to keys"] = [Problem.of(trace.layer(0), trace.positions, 8, held_out=True)]
     lines = [
-        {"source": "a", "direction": direction, "label": "Bridge", "gap": None, **one}
+        {"source": "a", "direction": direction, "label": "bridge", "gap": None, **one}
         for direction, curve in curves(make_selector("bridge"), task, k=20, values=[1, 4]).items()
         for one in curve.records()
     ]
@@ -535,9 +576,9 @@ def test_tables_of_agreement() -> None:
         {**shared, "text": name, "start": at, "method": method, "budget": budget, "kl": kl, "settings": SETTINGS}
         for name in ("a", "b")
         for at, kl in ((0, 0.25), (1, 0.5), (2, 0.75))
-        for method, budget in (("full", None), ("Quest", "64"), ("Window", None))
+        for method, budget in (("full", None), ("quest", "64"), ("window", None))
     ]
-    lines += [{**one, "layers": "2-5"} for one in lines if one["method"] == "Window"]
+    lines += [{**one, "layers": "2-5"} for one in lines if one["method"] == "window"]
     record = record_of("agreement", "eval.jsonl", lines)
     assert record["settings"]["model"] == "m"
     assert "3 windows of each text" in " ".join(table("agreement", record).split())
@@ -552,7 +593,7 @@ def test_what_full_attention_does_not_answer_is_no_column() -> None:
     lines = [
         {**shared, "task": task, "method": method, "budget": budget, "prompt": str(seed), "score": score}
         for task, score in (("passkey", 1.0), ("kv", 0.0))
-        for method, budget in (("full", None), ("Quest", "64"))
+        for method, budget in (("full", None), ("quest", "64"))
         for seed in (0, 1)
     ]
     shown = table("asked", record_of("asked", "eval.jsonl", lines))
@@ -561,7 +602,7 @@ def test_what_full_attention_does_not_answer_is_no_column() -> None:
 
 
 def test_passkeys_by_protocol() -> None:
-    answered = {("full", "question"): 1, ("full", "prefill"): 1, ("SnapKV", "prefill"): 1, ("Quest", "question"): 1}
+    answered = {("full", "question"): 1, ("full", "prefill"): 1, ("snapkv", "prefill"): 1, ("quest", "question"): 1}
     shared = {"task": "passkey", "length": 512, "prompt": "x", "settings": SETTINGS}
     lines = [
         {
@@ -571,7 +612,7 @@ def test_passkeys_by_protocol() -> None:
             "budget": budget,
             "score": float(answered.get((method, protocol), 0)),
         }
-        for method, budget in (("full", None), ("SnapKV", "64"), ("Quest", "64"))
+        for method, budget in (("full", None), ("snapkv", "64"), ("quest", "64"))
         for protocol in ("question", "prefill")
     ]
     shown = table("protocols", record_of("passkey", "eval.jsonl", lines))
@@ -587,10 +628,10 @@ def test_errors_are_compared_at_equal_rows_and_bytes() -> None:
         return label, budget, {"attended": attended, "bytes_share": attended / 1000, "relative_error": error}
 
     record = benched(
-        *(line("Random", at, at, 1 / at) for at in (100, 200, 400)),
-        *(line("KDEformer(rows=0)", at, at, 1.5 / at) for at in (100, 200, 400)),
-        *(line("MagicPIG", at, 150, 0.5 / 150) for at in (100, 200)),
-        *(line("KMeans", at, 10 * at, 0.1 / at) for at in (100, 200)),
+        *(line("random", at, at, 1 / at) for at in (100, 200, 400)),
+        *(line("kdeformer:rows=0", at, at, 1.5 / at) for at in (100, 200, 400)),
+        *(line("magicpig", at, 150, 0.5 / 150) for at in (100, 200)),
+        *(line("kmeans", at, 10 * at, 0.1 / at) for at in (100, 200)),
     )
     assert "| `kdeformer:rows=0` | 1.50 |" in table("errors-at-rows", record, "other=random")
     assert "| `magicpig` | 0.50 |" in table("errors-at-rows", record, "other=random")
@@ -601,10 +642,10 @@ def test_a_tail_is_compared_at_equal_bytes_and_at_equal_budgets() -> None:
     def line(label: str, budget: int, share: float, error: float) -> tuple[str, int, dict[str, float]]:
         return label, budget, {"attended": budget, "bytes_share": share, "relative_error": error, "recovered": 0.5}
 
-    tailed = "Tailed(inner=LowBit, rows=64)"
-    lines = [line("LowBit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]
+    tailed = "tailed:inner=lowbit,rows=64"
+    lines = [line("lowbit", at, at / 1000, 0.3 * 100 / at) for at in (100, 200, 400)]
     lines += [line(tailed, at, at / 1000, 0.1 * 100 / at) for at in (100, 200, 400)]
-    record = benched(*lines, line("RetroInfer(zone=1.0)", 100, 0.1, 0.2))
+    record = benched(*lines, line("retroinfer:zone=1.0", 100, 0.1, 0.2))
     pair = "typed=tailed:inner=lowbit,rows=64 other=lowbit"
     assert "| `tailed:inner=lowbit,rows=64` | `lowbit` | 0.33 | 0.33 | 0.33 | 0.33 |" in table(
         "tail-errors", record, pair
@@ -618,11 +659,11 @@ def test_choices_read_again() -> None:
         return label, 256, means
 
     record = benched(
-        line("Quest", 50.0, 0.3, 0.8),
-        line("Exact(group='softmax')", 800.0, 0.6, 0.9),
-        line("FreeKV", 40.0, 0.28, 0.79),
-        line("FreeKV(tau=0.5)", 5.0, 0.2, 0.4),
-        line("Kascade(artefact='/a/b.safetensors', anchors=1)", 400.0, 0.35, 0.5),
+        line("quest", 50.0, 0.3, 0.8),
+        line("exact:group=softmax", 800.0, 0.6, 0.9),
+        line("freekv", 40.0, 0.28, 0.79),
+        line("freekv:tau=0.5", 5.0, 0.2, 0.4),
+        line("kascade:artefact=/a/b.safetensors,anchors=1", 400.0, 0.35, 0.5),
     )
     steps = table("reused-steps", record)
     assert "| `quest`, 256 | 100 % | 30.0 % | 0.900 | 0.800 | 10.0 % |" in steps
@@ -660,17 +701,17 @@ def test_tables_of_budgets_by_mass(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_tables_of_rows_of_few_bits() -> None:
     """A line for each method and number of bits, beside the same method's rows as they came."""
     record = benched(
-        ("Quest", 64, {"relative_error": 0.2, "bytes_share": 0.10}),
-        ("Quest", 1024, {"relative_error": 0.10, "bytes_share": 0.20}),
-        ("Quest, 4-bit rows", 64, {"relative_error": 0.21, "bytes_share": 0.06}),
-        ("Quest, 4-bit rows", 1024, {"relative_error": 0.12, "bytes_share": 0.08}),
-        ("Quest, 8-bit rows", 1024, {"relative_error": 0.10, "bytes_share": 0.15}),
+        ("quest", 64, {"relative_error": 0.2, "bytes_share": 0.10}),
+        ("quest", 1024, {"relative_error": 0.10, "bytes_share": 0.20}),
+        ("quest, 4-bit rows", 64, {"relative_error": 0.21, "bytes_share": 0.06}),
+        ("quest, 4-bit rows", 1024, {"relative_error": 0.12, "bytes_share": 0.08}),
+        ("quest, 8-bit rows", 1024, {"relative_error": 0.10, "bytes_share": 0.15}),
     )
     assert "| `quest` | 16 | 20.0 % | 10.0 % | 10.0 % | 20.0 % |" in table("rows8", record)
     assert "| `quest` | 4 | 21.0 % | 6.0 % | 12.0 % | 8.0 % |" in table("rows8", record)
     assert "| `m`, `quest` | 1.00 | 0.75 | 1.20 | 0.40 |" in table("rows8-cost", record)
     shared = {**SETTINGS, "length": 512, "scored_tokens": 16, "kind": "novel", "text": "a", "start": 0}
     columns = ["method", "budget", "kl", "same_top", "nll", "nll_difference", "bytes_share"]
-    lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["Quest, 8-bit rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
+    lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["quest, 8-bit rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
     shown = table("rows8-agreement", {"settings": shared, "columns": columns, "records": lines})
     assert "| `quest`, 64 | 8 | 0.2500 | 75 % | +0.1000 | 5.0 % |" in shown

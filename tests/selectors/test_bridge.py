@@ -398,7 +398,7 @@ def test_bad_arguments_get_a_sentence(given: dict, sentence: str) -> None:
 def test_names_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SELECTORS["bridge"] is QueryBridge
     assert repr(make_selector("bridge:probes=4,centroids=True")) == (
-        "QueryBridge(probes=4, neighbours=256, guides=2048, centroids=True, share=1.0)"
+        "bridge:probes=4,neighbours=256,guides=2048,centroids=True,share=1.0"
     )
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"pip install 'sparseattn\[faiss\]'"):

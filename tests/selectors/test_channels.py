@@ -121,9 +121,10 @@ def test_double_sparsity_keeps_the_channels_whose_products_are_largest() -> None
         filled(DoubleSparsity(share=0.0), keys)
 
 
-def test_labels_of_four_bits_are_half_a_step_off_at_most() -> None:
+@pytest.mark.parametrize("bits", [2, 4])
+def test_labels_of_few_bits_are_half_a_step_off_at_most(bits: int) -> None:
     queries, keys, _ = heads(2, 2, 3, 100, 16)
-    four, full = (DoubleSparsity(7, bits, share=1.0) for bits in (4, 16))
+    four, full = (DoubleSparsity(7, each, share=1.0) for each in (bits, 16))
     query = queries[:, :, :, -1]
     for one in (four, full):
         valid = filled(one, keys, queries=queries).step().valid
@@ -132,7 +133,7 @@ def test_labels_of_four_bits_are_half_a_step_off_at_most() -> None:
     step = four.levels.data[..., 1].float()[:, :, None]  # [B,H,1,N]
     rounded = 16 * 2**-8 * step + 0.02 * four.levels.data[..., 0].float().abs()[:, :, None]  # levels are of 16 bits
     assert bool((off <= kept[..., None] * (0.5 * step + rounded)).all())
-    assert four.labels.data.shape[3] == 4
+    assert four.labels.data.shape[3] == bits
 
 
 def test_pqcache_names_each_half_of_a_key_by_one_of_64_centroids_of_all_keys() -> None:
@@ -158,6 +159,7 @@ def test_pqcache_names_each_half_of_a_key_by_one_of_64_centroids_of_all_keys() -
         ("loki", 16 * 2, 4 * 64 * 16),
         ("doublesparsity:share=1.0", 16 // 2 + 4, 0),
         ("doublesparsity:share=1.0,bits=16", 16 * 2, 0),
+        ("doublesparsity:share=1.0,bits=2,channels=32", 32 // 4 + 4, 0),
     ],
 )
 def test_bytes_read_are_those_of_the_channels(spec: str, row: int, once: int) -> None:
@@ -236,9 +238,9 @@ def test_the_command_writes_what_the_selector_reads(traces: list[Path], tmp_path
     make_selector(f"loki:artefact={file},before=True").for_layer(1)
     shown = CliRunner().invoke(app, ["info", str(file)])
     assert "de-roped" in shown.stdout
-    with pytest.raises(ValueError, match="is of keys before RoPE, and this Loki takes them after it"):
+    with pytest.raises(ValueError, match="is of keys before RoPE, and loki takes them after it"):
         make_selector(f"loki:artefact={file}")
-    with pytest.raises(ValueError, match="is a calibration for loki, DoubleSparsity needs one for doublesparsity"):
+    with pytest.raises(ValueError, match="is a calibration for loki, and doublesparsity needs one for doublesparsity"):
         make_selector(f"doublesparsity:artefact={file}")
     with pytest.raises(CalibrationError, match=r"holds layers 0, 1, layer 5 is asked for"):
         Loki(artefact=str(file), before=True).for_layer(5)
@@ -264,5 +266,5 @@ def test_what_does_not_fit_is_refused_in_a_sentence(traces: list[Path], tmp_path
         calibrate(traces, "doublesparsity", file, roped=False)
     with pytest.raises(ValueError, match="channels is 1 or more, got 0"):
         SparQ(0)
-    with pytest.raises(ValueError, match="bits is 4, or 16 for numbers as keys are, got 8"):
+    with pytest.raises(ValueError, match="bits is 2 or 4, or 16 for numbers as keys are, got 8"):
         DoubleSparsity(bits=8)

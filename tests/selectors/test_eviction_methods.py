@@ -109,9 +109,11 @@ def test_h2o_counts_every_query_of_the_prompt(sink: int, window: int, rollback: 
         torch.testing.assert_close(cache.selector.worth.data[b].double(), total, rtol=1e-5, atol=1e-5)
 
 
-def test_tova_drops_the_row_with_the_least_attention_of_the_newest_query() -> None:
-    """In the mean over every head of the layer, the newest row's own weight among those compared."""
+@pytest.mark.parametrize("peak", [1, 20], ids=["flat", "peaked"])
+def test_tova_drops_the_row_with_the_least_attention_of_the_newest_query(peak: int) -> None:
+    """In the mean over every head of the layer, the newest row's own weight among those compared, however small."""
     queries, keys, values = heads(1, H, G, PROMPT + STEPS, D)
+    queries = queries * peak
     q, k, v = queries[0], keys[0], values[0]
     held = set(softmax(q[:, :, PROMPT - 1], k[:, :PROMPT]).mean((0, 1)).topk(BUDGET).indices.tolist())
     lost = []

@@ -242,9 +242,9 @@ def test_bad_arguments_get_a_sentence(spec: str, sentence: str) -> None:
 
 def test_names_and_labels() -> None:
     assert [SELECTORS[name] for name in ("flat", "ivf", "hnsw")] == [Flat, IVF, HNSW]
-    assert repr(Flat()) == "Flat()"
-    assert repr(make_selector("ivf:lists=512,probes=150")) == "IVF(lists=512, probes=150, seed=0)"
-    assert repr(HNSW()) == "HNSW(degree=32, build_beam=200, beam=128, metric='ip')"
+    assert repr(Flat()) == "flat"
+    assert repr(make_selector("ivf:lists=512,probes=150")) == "ivf:lists=512,probes=150,seed=0"
+    assert repr(HNSW()) == "hnsw:degree=32,build_beam=200,beam=128,metric=ip"
 
 
 def test_faiss_and_torch_take_turns_with_all_threads() -> None:

@@ -80,7 +80,7 @@ def test_it_does_in_a_cache_what_its_inner_does_and_survives_copies(bounds: Path
 def test_what_does_not_fit_is_refused(bounds: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not estimate"):
         Fitted(Random(), str(bounds))
-    with pytest.raises(EstimatesError, match="was fitted to Quest"):
+    with pytest.raises(EstimatesError, match="was fitted to quest"):
         Fitted(LowBit(), str(bounds))
     with pytest.raises(EstimatesError, match="is not there"):
         Fitted("quest", str(tmp_path / "none.safetensors"))
@@ -102,9 +102,9 @@ def test_what_does_not_fit_is_refused(bounds: Path, tmp_path: Path) -> None:
         Estimates.load(broken)
     for scale in (0.0, float("nan")):
         with pytest.raises(EstimatesError, match="scale"):
-            Estimates("Quest()", {0: (torch.full((1, 1), scale), torch.zeros(1, 1))})
+            Estimates("quest", {0: (torch.full((1, 1), scale), torch.zeros(1, 1))})
     with pytest.raises(EstimatesError, match="at least one layer"):
-        Estimates("Quest()", {})
+        Estimates("quest", {})
 
 
 def test_the_command_fits_what_the_selector_reads(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_what_it_refuses() -> None:
         make_selector("freekv:inner=[kascade:anchors=[0]]")
     with pytest.raises(ValueError, match="the host waits for the device at every step"):
         KVCache(FreeKV(), capacity=500, fixed=True)
-    assert make_selector("freekv:inner=[quest:page=8],tau=0.5").label() == "FreeKV(inner=Quest(page=8), tau=0.5)"
+    assert make_selector("freekv:inner=[quest:page=8],tau=0.5").label() == "freekv:inner=[quest:page=8],tau=0.5"
     paper = KVCache(**FreeKV.paper())
     assert (paper.selector.inner.page, paper.selector.refresh, paper.seal_rows) == (32, True, 32)
 

@@ -96,6 +96,28 @@ def test_a_larger_budget_adds_neighbours_on_both_sides_or_before() -> None:
             assert torch.equal(more, torch.arange(begin, begin + 48).remainder(256).sort().values)
 
 
+@pytest.mark.parametrize("seal", [1, 40])
+def test_reformer_decodes_as_its_authors_do(seal: int) -> None:
+    """Rows rank by position, those of the query's bucket before all others: google/trax, efficient_attention.py:2073,
+    `kv_priorities = arange + seqlen * is_valid_target`, of which the largest are read."""
+    queries, keys, values = heads(2, 2, 3, 200, 16)
+    selector = Reformer(16)
+    cache = KVCache(selector, sink=0, window=0, seal=seal, check=True)
+    positions = torch.arange(200).expand(2, -1) - torch.tensor([[0], [30]])  # sequence 1 has 30 rows of padding
+    cache.append(keys, values, positions=positions.clamp(min=-1))
+    cache.seal()
+    stored = cache.stored.sealed_keys.shape[2]
+    for t in (5, 77, 199):
+        query = queries[:, :, :, t].contiguous()
+        found = cache.select(query, 25).mask(stored)
+        real = cache.search.step().valid
+        same = selector.hashed(cache.stored.sealed_keys)[:, :, None] == selector.hashed(query)[..., None]  # [B,H,G,N]
+        rank = (torch.arange(stored) + stored * same).masked_fill(~real[:, None, None], -1)
+        expected = torch.zeros_like(same).scatter_(3, rank.topk(25).indices, True)
+        assert torch.equal(found, expected.flatten(1, 2))
+        assert 0 < int((same & expected).sum()) < int(expected.sum()), "rows of the bucket, and others"
+
+
 def test_directions_are_those_of_seed_layer_and_head() -> None:
     _, keys, _ = heads(1, 4, 1, 40, 16)
     before = torch.get_rng_state()

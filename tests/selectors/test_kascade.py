@@ -230,7 +230,7 @@ def test_what_it_refuses(trace: Trace, file: Path) -> None:
     with pytest.raises(ValueError, match="stores rows in an order of its own"):
         ordering.seal()
     label = make_selector("kascade:anchors=[0,2],inner=[quest:page=8]").label()
-    assert label == "Kascade(anchors=[0, 2], inner=Quest(page=8))"
+    assert label == "kascade:anchors=[0,2],inner=[quest:page=8]"
 
 
 def test_layers_that_seal_otherwise_are_refused() -> None:

@@ -187,12 +187,13 @@ def test_reorder_clone_and_reset(case: Case, apart: str | None) -> None:
     twin = cache.clone()
     beams = torch.tensor([1, 1, 0])
     cache.reorder(beams)
+    of_beams = [x[beams] for x in (keys, values, queries)]
     for t in range(150, 200):
         one = slice(t, t + 1)
         twin.append(keys[:, :, one], values[:, :, one], queries[:, :, :, one])
-        cache.append(keys[beams][:, :, one], values[beams][:, :, one], queries[beams][:, :, :, one])
+        cache.append(*(x[..., one, :] for x in of_beams))
         expected = decode(queries[:, :, :, t], twin, 40)
-        torch.testing.assert_close(decode(queries[beams][:, :, :, t], cache, 40), expected[beams])
+        torch.testing.assert_close(decode(of_beams[2][:, :, :, t], cache, 40), expected[beams])
     label = repr(cache.selector)
     cache.reset()
     assert cache.batch == 0

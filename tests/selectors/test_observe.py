@@ -29,7 +29,7 @@ class Watch(Observes, Exact):
         super().__init__()
         self.seen = (Selection.none(1, 1), torch.zeros(0))
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         self.seen = selection, weights
 
 
@@ -131,7 +131,7 @@ def test_who_asks_must_take_it() -> None:
 
 def test_who_learns_from_attention_is_refused_where_there_is_none() -> None:
     layer = synthetic(96, heads=H, group=G, size=8, layers=1).layer(0)
-    with pytest.raises(ValueError, match=r"Estimate\(biased=True\) learns from what its selections got, and a sweep"):
+    with pytest.raises(ValueError, match=r"tests.cases:Estimate learns from what its selections got, and a sweep"):
         curve(Estimate(), layer.keys, layer.query[:, :, -4:], k=16)
 
 

@@ -20,11 +20,11 @@ def filled(selector: Selector, keys: torch.Tensor, queries: torch.Tensor | None 
 
 @pytest.mark.parametrize(
     ("ratio", "page", "channels"),
-    [(1, 1, 64), (2, 2, 64), (4, 2, 32), (5, 4, 51), (8.5, 4, 30), (16, 4, 16), (400, 16, 2)],
+    [(1, 1, 64), (1.5, 1, 42), (2, 2, 64), (4, 2, 32), (5, 3, 38), (8.5, 3, 22), (16, 4, 16), (400, 20, 3)],
 )
 def test_page_and_channels_follow_from_the_ratio(ratio: float, page: int, channels: int) -> None:
-    assert (RocketKV(ratio).span, RocketKV(ratio)._channels(64)) == (page, channels)
-    assert (RocketKV(ratio, 8, 5).span, RocketKV(ratio, 8, 5)._channels(64)) == (8, 5)
+    assert (RocketKV(ratio).unit, RocketKV(ratio)._channels(64)) == (page, channels)
+    assert (RocketKV(ratio, 8, 5).unit, RocketKV(ratio, 8, 5)._channels(64)) == (8, 5)
     assert RocketKV(1e9)._channels(64) == 1
 
 
@@ -58,6 +58,22 @@ def test_rows_are_those_of_the_best_pages_and_the_last_page_is_cut() -> None:
     assert not found.whole
     with pytest.raises(ValueError, match="at least 4 rows, got 3"):
         rocket.select(query, query.new_zeros(1), 3)
+
+
+@pytest.mark.parametrize("page", [3, 5])
+def test_pages_of_any_size_are_found_and_read_whole(page: int) -> None:
+    queries, keys, _ = heads(2, 2, 3, 20 * page, 16)
+    query, rocket = queries[:, :, :, -1].contiguous(), RocketKV(16, page=page, channels=16, group="each")
+    cache = filled(rocket, keys, seal=page)
+    assert rocket.bounds.rows == 20
+    found = cache.select(query, 4 * page)
+    assert found.length.unique().tolist() == [page]
+    signs = torch.where(query.sum(2, keepdim=True) > 0, 1.0, -1.0)  # [B,H,1,D]
+    pages = (keys[:, :, None] * signs[..., None, :]).unflatten(3, (20, page)).amax(4)[:, :, 0]  # [B,H,20,D]
+    order = ((query * signs) @ pages.mT).flatten(1, 2).argsort(dim=-1, descending=True)  # [B,H*G,20]
+    assert torch.equal((found.start // page).sort(-1).values, order[..., :4].int().sort(-1).values)
+    every = decode(query, cache, None)
+    torch.testing.assert_close(every, decode(query, filled(Exact(), keys), None))
 
 
 def test_without_compression_the_top_rows_are_read() -> None:
@@ -105,10 +121,13 @@ def test_what_is_dropped_can_be_freed() -> None:
 
 def test_the_papers_setting_splits_the_compression_between_the_stages() -> None:
     setting = RocketKV.paper(32768, 512, answer=128)
-    method, held = setting["selector"], 32768 / 64**0.56
-    assert method.ratio == pytest.approx(held / 512)
-    assert (method.prompt, method.span, setting["seal"]) == (int(held) - 128, 4, 4)
+    method, held = setting["selector"], int(32768 / 64**0.56)
+    assert method.ratio == held / 512
+    assert (method.prompt, method.unit, setting["seal"]) == (held - 128, 3, 3)
     assert RocketKV.paper(100, 200, 0)["selector"].ratio == 1
+    # A long answer has room: twice its tokens are held at least, but no more than there are.
+    assert RocketKV.paper(32768, 512, answer=3000)["selector"].prompt == 3000
+    assert RocketKV.paper(4000, 512, answer=3000)["selector"].prompt == 1000
 
 
 def test_a_step_reads_few_channels_of_one_bound() -> None:
@@ -122,7 +141,7 @@ def test_arguments_out_of_range_are_refused() -> None:
     for given, words in (
         ({"ratio": 0.5}, "ratio is 1 .* got 0.5"),
         ({"ratio": math.inf}, "got inf"),
-        ({"page": 3}, "a power of two rows, or 0 for the ratio's, got 3"),
+        ({"page": -1}, "page is 0 or more, got -1"),
         ({"channels": -1}, "channels is 0 or more, got -1"),
         ({"prompt": 3}, "at least a page, 4 rows, got 3"),
         ({"kernel": 4}, "kernel is an odd number"),

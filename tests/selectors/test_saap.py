@@ -461,7 +461,7 @@ def test_an_artefact_is_read_once(file: str, tmp_path: Path, monkeypatch: pytest
     reads, load = [], Artefact.load
     monkeypatch.setattr(Artefact, "load", lambda path: reads.append(path) or load(path))
     selector = make_selector(f"saap:artefact={file},probes=16")
-    assert repr(selector) == f"SAAP(artefact={file!r}, probes=16, group='softmax', span=16, context=0.0)"
+    assert repr(selector) == f"saap:artefact={file},probes=16,group=softmax,span=16,context=0.0"
     assert reads == [], "a spec reads nothing"
     layers = [one.for_layer(LayerContext(i, rope=ROPE)) for one in (selector, KMeans(file)) for i in (LAYER, 5)]
     assert len({id(one.trained()) for one in layers}) == len(reads) == 1  # type: ignore[attr-defined]
@@ -502,7 +502,7 @@ def test_the_artefact_that_ships_for_a_layer_is_found_by_its_rope(name: str, kv:
         cache.seal()
         found.append(cache.select(queries[:, :, :, -1], 32).rows)
     assert torch.equal(*found)
-    assert repr(Moments()) == "Moments(artefact='auto', probes=32, group='softmax', span=16)"
+    assert repr(Moments()) == "moments:artefact=auto,probes=32,group=softmax,span=16"
     assert Moments().source() != Moments(name).source()
     with pytest.raises(
         ArtefactError, match=r"no artefact that ships \(reference, smollm2\) is for a layer with a RoPE"

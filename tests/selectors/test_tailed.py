@@ -160,7 +160,7 @@ def test_a_tail_lessens_the_error_where_rows_beside_each_other_are_alike(inner: 
     [
         ({"inner": SparQ(8)}, "have a tail that stands for rows not read, .* mean=False"),
         ({"inner": "magicpig"}, "have a bias"),
-        ({"inner": "quest", "rows": 8}, "at least the span of Quest.*, 16, or 0, got 8"),
+        ({"inner": "quest", "rows": 8}, "at least the span of quest.*, 16, or 0, got 8"),
         ({"inner": "exact", "rows": 24}, "a power of two"),
         ({"inner": "saap", "rows": 16}, "its buckets, so rows is 0, got 16"),
         ({"zone": 0.0}, "above 0 and up to 1, got 0"),

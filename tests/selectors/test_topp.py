@@ -49,8 +49,8 @@ def test_the_fewest_of_the_proposed_rows_that_hold_p_are_read(propose: int | flo
 def test_its_arguments_are_checked_and_written() -> None:
     made = make_selector("topp:inner=[quest:page=8],p=.9,propose=2048")
     assert (made.p, made.propose, made.inner.page) == (0.9, 2048, 8)
-    assert eval(repr(made), {"TopP": TopP, "Quest": Quest}).label() == made.label()
-    assert TopP().label() == "TopP"
+    assert make_selector(repr(made)).label() == made.label() == "topp:inner=[quest:page=8],p=0.9,propose=2048"
+    assert TopP().label() == "topp"
     for arguments in ({"p": 0.0}, {"p": 1.1}, {"propose": 0}, {"propose": 1.5}, {"propose": True}, {"group": "sum"}):
         with pytest.raises(ValueError, match=next(iter(arguments))):
             TopP(**arguments)

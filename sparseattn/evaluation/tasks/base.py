@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,6 +16,24 @@ Filler: TypeAlias = Callable[[random.Random], Callable[[], str]]  # what makes s
 
 
 @dataclass(frozen=True)
+class Chat:
+    """How a prompt is put in a chat.
+
+    Args:
+        user: what stands in place of the question in the user's turn.
+        begun: the beginning of the model's own turn, which it goes on with.
+        before: turns before the user's, each a role and its content; they are the context then.
+    """
+
+    user: str
+    begun: str = ""
+    before: tuple[tuple[str, str], ...] = ()
+
+
+OWN = Chat("")  # stands for "by the lead"
+
+
+@dataclass(frozen=True)
 class Example:
     """A prompt in two parts, and what a right response to it contains.
 
@@ -24,10 +42,15 @@ class Example:
         context: the long part, always read at once.
         question: what follows the context; `context + question` is the prompt.
         answers: the right answers.
-        scoring: a name in `scoring.SCORINGS`.
+        scoring: a name in `scoring.SCORINGS`, or of a benchmark's metric in `metrics.registry.METRICS`.
         meta: length, depth, seed, or where it was read from.
         others: where several values are asked for, those of the same kind in the context that are not.
         lead: the end of the question that begins the answer, such as "The pass key is".
+        limit: tokens of an answer at most; None: nobody says.
+        one_line: whether a response ends where a line with text does.
+        chat: how it is put in a chat; None: a benchmark's prompt that is none; `OWN`: by `lead`.
+        reference: what a benchmark's metric looks at besides the answers.
+        fields: of the layout kvpress, the line that it was read from, without the context: its form of results has it.
     """
 
     task: str
@@ -38,6 +61,19 @@ class Example:
     meta: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     lead: str = ""
+    limit: int | None = None
+    one_line: bool = True
+    chat: Chat | None = OWN
+    reference: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def turn(self) -> Chat | None:
+        """How it is put in a chat; None: it never is. Without a form of its own the lead begins the model's turn."""
+        if self.chat is not OWN:
+            return self.chat
+        if not self.lead:
+            return Chat(self.question)
+        return Chat(self.question[: -len(self.lead)].rstrip(), self.lead.lstrip())
 
     @property
     def target(self) -> str:

@@ -19,6 +19,12 @@ from sparseattn.roles.plan import Plan
 from sparseattn.roles.roles import Method, Roles
 
 
+def check_positions(positions: int | None, tokens: int, what: str, remedy: str = "") -> None:
+    """ModelError where a model has no positions for so many tokens, with the `remedy` behind it; None: it has any."""
+    if positions is not None and tokens > positions:
+        raise ModelError(f"the model has {positions} positions, {what} takes {tokens}{remedy}")
+
+
 class ModelDecoder:
     """Decodes with a causal LM of transformers, one sequence at a time.
 
@@ -60,8 +66,7 @@ class ModelDecoder:
 
     def check(self, tokens: int, what: str, remedy: str = "") -> None:
         """ModelError where the model has no positions for so many tokens, with the `remedy` behind it."""
-        if self.positions is not None and tokens > self.positions:
-            raise ModelError(f"the model has {self.positions} positions, {what} takes {tokens}{remedy}")
+        check_positions(self.positions, tokens, what, remedy)
 
     @functools.cached_property
     def sparse(self) -> tuple[int, ...]:

@@ -35,10 +35,9 @@ class Prompt:
 
     @classmethod
     def of(cls, example: Example, tokens: Tokens, limit: int | None = None) -> Prompt:
-        """The prompt of an example; `limit` None: twice the tokens of the answers and 8."""
-        question = tokens.asked(example.question, example.lead)
-        limit = limit or 2 * tokens.count(example.target) + 8
-        context = [*tokens.before, *tokens.ids(example.context)]
+        """The prompt of an example; `limit` None: its own, or twice the tokens of the answers and 8."""
+        context, question = tokens.parts(example)
+        limit = limit or example.limit or 2 * tokens.count(example.target) + 8
         return cls({"task": example.task, **example.meta}, context, question, example, limit=limit)
 
     def shortened(self, longest: int, tokens: Tokens, option: str = "longest") -> Prompt:
@@ -79,7 +78,7 @@ class Prompt:
         """What the sentences of errors call it."""
         where = [
             f"{name} {self.facts[name]}"
-            for name in ("file", "line", "text", "length", "start", "depth", "seed")
+            for name in ("file", "line", "text", "length", "start", "depth", "seed", "sample")
             if name in self.facts
         ]
         return f"a prompt of {self.facts['task']} ({', '.join(where)})"
@@ -92,7 +91,9 @@ class Prompt:
     @property
     def hash(self) -> str:
         """Of all tokens and what they are for."""
-        place = (self.context, self.question, self.expected, self.example and self.example.answers)
+        place: tuple[Any, ...] = (self.context, self.question, self.expected, self.example and self.example.answers)
+        if self.example is not None and self.example.reference:
+            place += (self.example.scoring, sorted(self.example.reference.items()))
         return hashlib.sha256(repr(place).encode()).hexdigest()[:16]
 
     def protocols(self, asked: Sequence[str]) -> Sequence[str]:

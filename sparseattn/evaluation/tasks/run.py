@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from sparseattn.core.budget import Budget
+from sparseattn.evaluation.metrics.registry import METRICS, metric_score
 from sparseattn.evaluation.tasks.agreement import agreement
 from sparseattn.evaluation.tasks.base import Example
 from sparseattn.evaluation.tasks.compared import FORCED, FULL
@@ -158,7 +159,9 @@ def measure(
 def _answer(
     session: Session, fed: Sequence[int], prompt: Prompt, tokens: Tokens, ends: Collection[int]
 ) -> dict[str, Any]:
-    """Greedy decoding until an end, a line's end behind some text, or the limit."""
+    """Greedy decoding until an end, the limit, or what `ending` says."""
+    assert prompt.example is not None
+    ended = ending(prompt.example)
     logits = session.feed(fed)[-1]
     made: list[int] = []
     while True:
@@ -167,10 +170,9 @@ def _answer(
             break
         made.append(token)
         response = tokens.text(made)
-        if len(made) == prompt.limit or line_ended(response):
+        if len(made) == prompt.limit or ended(response):
             break
         logits = session.feed([token])[-1]
-    assert prompt.example is not None
     return scored(prompt.example, tokens.text(made))
 
 
@@ -179,12 +181,21 @@ def line_ended(response: str) -> bool:
     return "\n" in response.lstrip()
 
 
+def ending(example: Example) -> Callable[[str], bool]:
+    """What says whether a response so far is whole: `line_ended`, or nothing where a benchmark lets responses go on."""
+    return line_ended if example.one_line else lambda response: False
+
+
 def scored(example: Example, response: str) -> dict[str, Any]:
     """A response and its scores, for a record."""
+    if example.scoring in METRICS:
+        value = metric_score(example.scoring, response, example.answers, example.reference)
+    else:
+        value = score(example.scoring, response, example.answers, example.others)
     return {
         "response": response,
         "answers": list(example.answers),
         "scoring": example.scoring,
-        "score": score(example.scoring, response, example.answers, example.others),
+        "score": value,
         "ruler": ruler(example.scoring, response, example.answers),
     }

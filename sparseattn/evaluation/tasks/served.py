@@ -9,8 +9,8 @@ from typing import Any
 
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
-from sparseattn.evaluation.tasks.run import line_ended, scored
-from sparseattn.evaluation.tasks.tokens import Tokens, turns
+from sparseattn.evaluation.tasks.run import ending, scored
+from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.serving.openai_client import Server
 from sparseattn.serving.questions import Answer, Question, ServerError
 
@@ -85,13 +85,16 @@ class Asked:
     def _question(self, prompt: Prompt) -> Question:
         one = prompt.example
         assert one is not None
-        question, begun = turns(one.question, one.lead) if self.chat else (one.question, None)
-        return Question(prompt.name, one.context + question, begun, prompt.limit, line_ended)
+        turn = one.turn() if self.chat else None
+        if turn is None:
+            return Question(prompt.name, one.context + one.question, None, prompt.limit, ending(one))
+        text = turn.user if turn.before else one.context + turn.user
+        return Question(prompt.name, text, turn.begun, prompt.limit, ending(one), turn.before)
 
     def _record(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
         """With seconds to the first token and to the end, tokens of the response, and attempts that it took."""
         assert prompt.example is not None
-        response = whole_line(answer.text)
+        response = whole_line(answer.text) if prompt.example.one_line else answer.text
         first = answer.first_seconds
         facts = {
             "seconds": round(answer.seconds, 4),

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import WHOLE, Key
-from sparseattn.evaluation.tasks.run import Method, line_ended, scored
+from sparseattn.evaluation.tasks.run import Method, ending, scored
 from sparseattn.evaluation.tasks.tokens import Tokens
 from sparseattn.serving.vllm.offline import Answered, Offline, OfflinePrompt
 from sparseattn.serving.vllm.settings import Settings
@@ -58,7 +58,9 @@ class Serving:
         def coming() -> Iterator[tuple[Prompt, OfflinePrompt]]:
             for prompt in prompts:
                 if prompt.keys((WHOLE,), self.compared)[0] not in known:
-                    yield prompt, OfflinePrompt([*prompt.context, *prompt.question], prompt.limit, line_ended)
+                    assert prompt.example is not None
+                    ids, ended = [*prompt.context, *prompt.question], ending(prompt.example)
+                    yield prompt, OfflinePrompt(ids, prompt.limit, ended)
 
         for prompt, answer in self.engine.answers(coming()):
             steps += len(answer.ids) - 1  # the first token is the prefill's

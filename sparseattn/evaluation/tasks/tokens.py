@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparseattn.evaluation.tasks.base import Chat, Example
+
 MARK = "sparseattn-prompt"  # stands for the prompt in a chat template
-
-
-def turns(question: str, lead: str) -> tuple[str, str]:
-    """A question in a chat: the end of the user's turn, and how the model's own begins."""
-    return (question[: -len(lead)].rstrip(), lead.lstrip()) if lead else (question, "")
 
 
 class Tokens:
@@ -48,16 +45,31 @@ class Tokens:
         """Tokens that a prompt has besides its own."""
         return len(self.before) + len(self.after)
 
-    def asked(self, question: str, lead: str) -> list[int]:
-        """The tokens behind a context: `question`, which ends with `lead`, the beginning of an answer.
+    def parts(self, example: Example) -> tuple[list[int], list[int]]:
+        """The tokens of a context, with what stands before any text, and those of its question.
 
-        In a chat template the lead is the model's own beginning of its turn: there a model goes on with it, in the
-        user's turn it would begin anew.
+        In a chat template the question ends the user's turn, and the beginning of an answer is the model's own
+        beginning of its turn: there a model goes on with it, in the user's turn it would begin anew.
+
+        Raises:
+            ValueError: a chat template that does not take the turns before the question.
         """
-        if not self.after:
-            return self.ids(question)
-        users, begun = turns(question, lead)
-        return [*self.ids(users), *self.after, *self.ids(begun)]
+        turn = example.turn()
+        if not self.after or turn is None:
+            return [*self.start, *self.ids(example.context)], self.ids(example.question)
+        before, after = (self.before, self.after) if not turn.before else self._around(turn)
+        context = [] if turn.before else self.ids(example.context)
+        return [*before, *context], [*self.ids(turn.user), *after, *self.ids(turn.begun)]
+
+    def _around(self, turn: Chat) -> tuple[list[int], list[int]]:
+        """The tokens before and behind the last turn of a conversation."""
+        said = [{"role": role, "content": content} for role, content in (*turn.before, ("user", MARK))]
+        try:
+            text = str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # the template's own, whatever it raises
+            raise ValueError(f"the model's chat template does not take the conversation: {error}") from None
+        before, _, after = text.rpartition(MARK)
+        return self.ids(before), self.ids(after)
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without any that mark its beginning or end."""

@@ -92,7 +92,8 @@ def _part(query, scale, all_keys, all_values, form, spans, part, sums):
     """Attention of a list's query heads `[share,D]` over one part of their rows.
 
     all_keys, all_values: codes and levels, each flat, with the place of the head's first row and the step to the next;
-    form: rows in all, rows that share levels, and bits; spans: start, length and bias `[S]`, and the longest; part: its number, and how many there are; sums: `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
+    form: rows in all, rows that share levels, and bits; spans: start, length and bias `[S]`, and the longest; part: its
+    number, and how many there are; sums: `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
     """
     (keys, key_base, key_step), (levels, level_base, level_step) = all_keys
     (values, value_base, value_step), (of_values, of_base, of_step) = all_values

@@ -259,10 +259,12 @@ def offer(points, adjacency, parent, nodes, starts, offers, degree, keep_all, fi
             if keep + count == size:
                 continue
             if keep + count <= degree:
-                held[keep : keep + count] = candidates[:count]
+                for k in range(count):
+                    held[keep + k] = candidates[k]
             elif keep < degree:
                 _prune(points, x, candidates, count, held[:degree], keep, degree, fill, alpha)
-            adjacency[x] = held
+            for j in range(width):
+                adjacency[x, j] = held[j]
 
 
 @entry(parallel=True, cache=True)

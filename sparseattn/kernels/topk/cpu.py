@@ -152,7 +152,8 @@ def best(scores, ids):
             places[found], keys[found] = row, _key(scores[row])
             found += 1
     if found <= count:
-        ids[:found], ids[found:] = places[:found], -1
+        for i in range(count):
+            ids[i] = places[i] if i < found else -1
         return
     edge, equal = _nth(keys, found, count, spare)
     filled = 0

@@ -20,7 +20,7 @@ class ReadsKeys:
         """Return `stored`; RuntimeError outside a cache."""
         if self.stored is None:
             raise RuntimeError(
-                f"{self!r} scores the cache's own keys: use it in a KVCache without bits, or set `stored` to [B,H,N,D]"
+                f"{self} scores the cache's own keys: use it in a KVCache without bits, or set `stored` to [B,H,N,D]"
             )
         return self.stored
 

@@ -45,7 +45,7 @@ class Exact(ReadsKeys, EstimatesMass, Selector):
 
     def fix(self, rows: int, seal: int) -> None:
         if self.refresh > 1:
-            raise ValueError(f"{self!r} counts queries on the host: with fixed=True refresh is 1")
+            raise ValueError(f"{self} counts queries on the host: with fixed=True refresh is 1")
 
     def append(self, rows: Rows) -> None:
         return None

@@ -198,13 +198,13 @@ class Partitioned(Selector):
             rope, heads = self.layer_context.rope, self.layer_context.heads
             if rope is None and self.artefact == AUTO:
                 raise ValueError(
-                    f"{self!r} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
+                    f"{self} finds its artefact by the layer's RoPE, and no fixed RoPE of layer {self.layer} is "
                     f"known here: give for_layer a LayerContext with it, or name an artefact that needs none, "
                     f"artefact=FILE of rows without RoPE (`sparseattn train --roped`)"
                 )
             if rope is None and not self.trained().roped:
                 raise ValueError(
-                    f"{self!r} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
+                    f"{self} takes RoPE back from keys and queries, and no fixed RoPE of layer {self.layer} is "
                     f"known here: give for_layer a LayerContext with it, or use an artefact of roped keys where the "
                     f"layer applies none or one whose frequencies change with the length of the sequence"
                 )

@@ -118,7 +118,7 @@ class PerfectBuckets(ReadsKeys, Partitioned):
     """
 
     def fix(self, rows: int, seal: int) -> None:
-        raise ValueError(f"{self!r} looks up every row's bucket on the host: build the KVCache without fixed=True")
+        raise ValueError(f"{self} looks up every row's bucket on the host: build the KVCache without fixed=True")
 
     def rank(self, query: Tensor, positions: Tensor, own: Parameters) -> Tensor:
         keys, bucket, buckets = self.stored_keys(), self._stored(), own.buckets

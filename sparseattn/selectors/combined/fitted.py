@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,7 @@ class Fitted(EstimatesMass, Wrapper):
         super().__init__(inner)
         self.artefact = artefact
         if not self.inner.estimates:
-            raise ValueError(f"{self.inner!r} does not estimate what its rows weigh, so that nothing is fitted to it")
+            raise ValueError(f"{self.inner} does not estimate what its rows weigh, so that nothing is fitted to it")
         self._held: Estimates = shared(artefact)
         if self._held.selector != repr(self.inner):
             raise EstimatesError(
@@ -63,10 +61,6 @@ class Fitted(EstimatesMass, Wrapper):
                 f"{self.artefact} is of {given[0]} KV heads with {given[1]} query heads each, layer {self.layer} has "
                 f"{found}"
             )
-
-    def label(self, *, knob: bool = True) -> str:
-        """With the artefact's file name alone."""
-        return f"{type(self).__name__}(inner={self.inner.label()}, artefact={Path(self.artefact).name!r})"
 
     def source(self) -> str:
         return f"{super().source()} {file_hash(self.artefact)[:16]}"

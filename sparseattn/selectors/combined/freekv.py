@@ -131,12 +131,12 @@ class FreeKV(Wrapper):
         self.tau, self.refresh = tau, refresh
         if self.inner.find(Evicts):
             raise ValueError(
-                f"a choice that is kept may name rows that {self.inner!r} has dropped since: take a method that does "
+                f"a choice that is kept may name rows that {self.inner} has dropped since: take a method that does "
                 f"not evict"
             )
         if self.inner.find(FollowsLayers):
             raise ValueError(
-                f"layers that read the choice of another need one at every step, and {self.inner!r} would not be asked "
+                f"layers that read the choice of another need one at every step, and {self.inner} would not be asked "
                 f"at some: wrap what its anchors choose by, as in kascade:anchors=[0,2],inner=[freekv:tau=0.9]"
             )
         self.last = KeptChoices()
@@ -157,7 +157,7 @@ class FreeKV(Wrapper):
 
     def fix(self, rows: int, seal: int) -> None:
         raise ValueError(
-            f"{self!r} asks {self.inner!r} only where a head needs it, so the host waits for the device at every step: "
+            f"{self} asks {self.inner} only where a head needs it, so the host waits for the device at every step: "
             f"build the KVCache without fixed=True"
         )
 

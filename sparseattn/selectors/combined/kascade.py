@@ -65,7 +65,7 @@ class Kascade(FollowsLayers, Wrapper):
             )
         if self.inner.find(Evicts):
             raise ValueError(
-                f"layers read what another layer chose, of rows that they all hold, and {self.inner!r} drops rows in "
+                f"layers read what another layer chose, of rows that they all hold, and {self.inner} drops rows in "
                 f"each layer apart: take a method that does not evict"
             )
         self.shown = 0  # rows, padding included
@@ -111,7 +111,7 @@ class Kascade(FollowsLayers, Wrapper):
             return
         if (own := self.layer_context.heads) is not None:
             raise ValueError(
-                f"{self!r} chooses in layer {self.layer} for all of its KV heads, and is given {len(own.which)} "
+                f"{self} chooses in layer {self.layer} for all of its KV heads, and is given {len(own.which)} "
                 f"of {own.of}: give the layer one role"
             )
         super().check_shape(heads, group, size)
@@ -151,7 +151,7 @@ class Kascade(FollowsLayers, Wrapper):
             return
         if self.inner.append(rows) is not None:
             raise ValueError(
-                f"{self.inner!r} stores rows in an order of its own, and layers that read the choice of layer "
+                f"{self.inner} stores rows in an order of its own, and layers that read the choice of layer "
                 f"{self.layer} store theirs otherwise: take a method that leaves rows where they are"
             )
 

@@ -66,15 +66,15 @@ class Tailed(HasTail, FollowsMoves, Wrapper):
         if biased or inner.find(HasTail):
             has = "a bias" if biased else "a tail"
             raise ValueError(
-                f"the selections of {inner!r} have {has} that stands for rows not read, which would count twice: take "
+                f"the selections of {inner} have {has} that stands for rows not read, which would count twice: take "
                 f"an inner without (of sparq: mean=False)"
             )
         if isinstance(inner, Partitioned):
             if rows:
-                raise ValueError(f"the groups of {inner!r} are its buckets, so rows is 0, got {rows}")
+                raise ValueError(f"the groups of {inner} are its buckets, so rows is 0, got {rows}")
         elif rows and (rows & (rows - 1) or rows < inner.span):
             raise ValueError(
-                f"rows of a group are a power of two and at least the span of {inner!r}, {inner.span}, or 0, got {rows}"
+                f"rows of a group are a power of two and at least the span of {inner}, {inner.span}, or 0, got {rows}"
             )
         self.rows, self.zone = rows, check_zone(zone)
         self.keys, self.values = RowBuffer(2), RowBuffer(2)  # [B,H,P,D] means, of 16 bits

@@ -38,7 +38,8 @@ class TopP(TwoStage):
     Departures. The paper's four-bit copy has a scale for every row; here one for every channel of `rows` rows, which
     finds more (`LowBit`). Its softmax is over what is proposed, sink and window among it; here these are read besides
     and weigh nothing, so that p is of the other rows: for a share of all attention, give `lowbit:bits=4` a budget of
-    `mass:0.85`. Layers 0 and 1 are dense there; which are is the caller's choice here.
+    `mass:0.85`. The CPU kernel rounds the query, times the steps, to 8 bits. Layers 0 and 1 are dense there; which are
+    is the caller's choice here.
 
     `scanned` and `scan_bytes`: as of `TwoStage`.
 

@@ -72,12 +72,12 @@ class TwoStage(ReadsKeys, Selector):
         self.pages, self.times = as_selector(pages), times
         if self.pages.find(Evicts):
             raise ValueError(
-                f"a first stage proposes rows at every step, and {self.pages!r} drops what it does not: take one that "
+                f"a first stage proposes rows at every step, and {self.pages} drops what it does not: take one that "
                 f"does not evict"
             )
         if self.pages.find(Biases):
             raise ValueError(
-                f"{self.pages!r} corrects a sample of rows by a bias, which is wrong for some of the sample: take a "
+                f"{self.pages} corrects a sample of rows by a bias, which is wrong for some of the sample: take a "
                 f"first stage without"
             )
         self.inside = LowBit(bits, rows, group=group, scales=scales)

@@ -94,11 +94,9 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
         }
         for ability, what in wrong.items():
             if self.inner.find(ability):
-                raise ValueError(
-                    f"{self.inner!r} {what}, and here all that it does not choose is sampled: take another"
-                )
+                raise ValueError(f"{self.inner} {what}, and here all that it does not choose is sampled: take another")
         if any(isinstance(part, Partitioned) for part in self.inner.tree()):
-            raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
+            raise ValueError(f"{self.inner} stores rows in an order of its own, and a sample is drawn by position")
         self.uses_budget = True  # for the sample, whatever the inner method does
         self.epsilon, self.delta, self.rate, self.top = epsilon, delta, rate, top
         self.margin, self.seed = margin, seed
@@ -109,11 +107,11 @@ class VAttention(Biases, WeighsNear, ReadsKeys, Wrapper):
         return budget
 
     def fix(self, rows: int, seal: int) -> None:
-        raise ValueError(f"{self!r} draws as many rows as are stored: build the KVCache without fixed=True")
+        raise ValueError(f"{self} draws as many rows as are stored: build the KVCache without fixed=True")
 
     def append(self, rows: Rows) -> Tensor | None:
         if self.inner.append(rows) is not None:
-            raise ValueError(f"{self.inner!r} stores rows in an order of its own, and a sample is drawn by position")
+            raise ValueError(f"{self.inner} stores rows in an order of its own, and a sample is drawn by position")
         return None
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:

@@ -69,7 +69,7 @@ class H2O(ReadsKeys, Observing):
 
     def fix(self, rows: int, seal: int) -> None:
         if self.scores == "decode":
-            raise ValueError(f"{self!r} has another first step than the rest: with fixed=True, scores is 'prompt'")
+            raise ValueError(f"{self} has another first step than the rest: with fixed=True, scores is 'prompt'")
         super().fix(rows, seal)
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -106,7 +106,7 @@ class H2O(ReadsKeys, Observing):
         logits = query.float() @ self.stored_keys().float().mT / self.temperature(query.shape[-1])
         return vote(logits.masked_fill((self.worth.visible == -torch.inf)[:, :, None], -torch.inf), "softmax")
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         self.watched = True
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting.data[:, :, -1] += left(got).sum(2)

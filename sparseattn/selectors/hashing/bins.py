@@ -33,8 +33,8 @@ class Binned(Hashed):
 
     operators = 50
 
-    def __init__(self, rows: int, seed: int) -> None:
-        check_least(rows=(rows, 0))
+    def __init__(self, rows: int | None, seed: int) -> None:
+        check_least(rows=(rows or 0, 0))
         super().__init__(seed)
         self.rows = rows
         self.hashes = RowBuffer(2, spare=NONE)  # [B,H,N] int32, rising

@@ -27,9 +27,9 @@ class KDEformer(Binned):
 
     Departures. The paper estimates the matrix product of a whole prefill: it also samples columns by their norm, and
     queries are sorted and binned as keys are. As SAAP does, this takes its hash alone, for single queries. Neighbours
-    are ours (SAAP visits one bin). In the authors' later code (HyperAttention) signs are mapped by the Gray code
-    itself, not by its inverse, so that consecutive buckets differ in up to several signs; here the order is the one
-    that the papers describe. See `Binned` for how rows of later seals come in and what it costs.
+    are ours (SAAP visits one bin). In the authors' code, KDEformer's and HyperAttention's, signs are mapped by the Gray
+    code itself, not by its inverse, so that consecutive buckets differ in up to several signs; here the order is the
+    one that the papers describe. See `Binned` for how rows of later seals come in and what it costs.
     """
 
     def __init__(self, bits: int = 16, rows: int = 64, seed: int = 0) -> None:

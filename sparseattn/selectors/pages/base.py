@@ -199,9 +199,7 @@ class PageSelector(EstimatesMass, Selector):
         return made
 
     def _refuse(self, budget: int) -> NoReturn:
-        raise ValueError(
-            f"{type(self).__name__} reads whole pages: its budget is at least {self.page} rows, got {budget}"
-        )
+        raise ValueError(f"{self} reads whole pages: its budget is at least {self.page} rows, got {budget}")
 
     def _entries(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).visible for name in self.entry_names}

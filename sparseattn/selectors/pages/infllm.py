@@ -103,7 +103,7 @@ class InfLLM(LearnsFromQueries, Selector):
     def _rope(self) -> Rope:
         if self.layer_context.rope is None:
             raise ValueError(
-                f"{self!r} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: give "
+                f"{self} puts blocks at one distance, and no fixed RoPE of layer {self.layer} is known here: give "
                 f"for_layer a LayerContext with it, or score keys as they are, distance=None"
             )
         return self.layer_context.rope

@@ -55,5 +55,5 @@ class Levels(ReadsRoundedKeys, PageSelector):
 
     def _rounded(self) -> CodedRows:
         if self.rounded is None:
-            raise RuntimeError(f"{self!r} reads the levels of a KVCache's rounded keys: use it in one with bits=8 or 4")
+            raise RuntimeError(f"{self} reads the levels of a KVCache's rounded keys: use it in one with bits=8 or 4")
         return self.rounded

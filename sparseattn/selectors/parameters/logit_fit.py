@@ -3,15 +3,15 @@
 An estimate x of a logit becomes `scale * x + offset`, for each query head of each layer. `training.fit_logits` finds
 them on traces, the selector `Fitted` applies them.
 
-The file, format version 1 (any safetensors reader opens it):
+The file, format version 2 (any safetensors reader opens it):
 
     layers.{i}.scale     [H,G] float32, above 0
     layers.{i}.offset    [H,G] float32
 
     metadata (strings, as safetensors requires):
     format    "sparseattn-estimates"
-    version   "1"
-    selector  repr of the selector whose estimates they are
+    version   "2"
+    selector  text of the selector whose estimates they are, with every argument (its `repr`)
     meta      JSON object: model, traces, tokens, versions
     sha256    SHA-256 of metadata and tensors (`tensor_files`)
 """
@@ -34,7 +34,7 @@ from sparseattn.utils.json_text import JsonError, parse_entry
 from sparseattn.utils.tensor_files import TensorFileError, load_tensors, save_tensors
 
 FORMAT = "sparseattn-estimates"
-VERSION = "1"
+VERSION = "2"
 WHAT = "a file of fitted estimates (`sparseattn calibrate --method mass` makes one)"
 
 
@@ -47,7 +47,7 @@ class Estimates:
     """Scale and offset of a selector's estimates, for some layers of one model.
 
     Args:
-        selector: repr of the selector.
+        selector: `repr` of the selector.
         layers: layer -> scale and offset, `[H,G]` float32 each.
         meta: where they come from, for JSON.
 

@@ -11,6 +11,7 @@ from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.selectors.base import LayerContext, Rows
 from sparseattn.selectors.checks import warn_of_keys_as_queries
+from sparseattn.selectors.identity import identity
 from sparseattn.selectors.parameters.channel_calibration import METHODS, Calibration, CalibrationError, shared
 from sparseattn.selectors.tokens.base import Ranked
 from sparseattn.utils.hashing import file_hash
@@ -53,13 +54,13 @@ class Calibrated(Ranked):
             held = shared(self.artefact)
             if held.method != self.method:
                 raise CalibrationError(
-                    f"{self.artefact} is a calibration for {held.method}, {type(self).__name__} needs one for "
+                    f"{self.artefact} is a calibration for {held.method}, and {identity(type(self))} needs one for "
                     f"{self.method}: sparseattn calibrate --method {self.method}"
                 )
             if held.roped != self.roped:
                 found, asked = ("after", "before") if held.roped else ("before", "after")
                 raise CalibrationError(
-                    f"{self.artefact} is of keys {found} RoPE, and this {type(self).__name__} takes them {asked} it"
+                    f"{self.artefact} is of keys {found} RoPE, and {identity(type(self))} takes them {asked} it"
                 )
             self._held = held
         return self._held
@@ -83,7 +84,7 @@ class Calibrated(Ranked):
         """What takes RoPE back from keys; ValueError where it is not known."""
         if self.layer_context.rope is None:
             raise ValueError(
-                f"{self!r} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
+                f"{self} takes RoPE back from keys, and no fixed RoPE of layer {self.layer} is known here: give "
                 f"for_layer a LayerContext with it, or take keys as they are, before=False"
             )
         return self.layer_context.rope

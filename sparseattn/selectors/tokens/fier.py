@@ -24,7 +24,7 @@ class Fier(LowBit):
     to nearest between minimum and maximum, groups of 32 tokens for each channel, a choice of single tokens for each
     query head, layers 0 and 1 dense. So "each" is the vote nearest to it; one list per KV head is ours, for comparisons
     at equal rows. Which layers are dense is the caller's choice here, as are sink and window. Levels are rounded
-    outwards to 16 bits.
+    outwards to 16 bits. The CPU kernel rounds the query, times the steps, to 8 bits, see `LowBit`.
 
     `scan_bytes`: the codes and levels of every row.
     """

@@ -29,7 +29,8 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
     most the budget, is how many rows every head reads.
 
     Args:
-        ratio: share of the channels that are kept, above 0 to 1; 0.2 in the released code's runs.
+        ratio: share of the channels that are kept, above 0 to 1, rounded down to whole channels, 1 or more; 0.2 in the
+            released code's runs.
         alpha: how far below the largest a logit may be, in natural logarithms; 4 for OPT in the released code, 5 for
             Llama-2. `math.inf`: the budget alone decides.
         group: how a query group votes, see `vote`: "each" (default), every query head takes its own rows, "softmax",
@@ -88,7 +89,7 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if step.lookahead is None:
             raise ValueError(
-                f"{self!r} goes by a query foreseen from the input of the layer before, and none was given for layer "
+                f"{self} goes by a query foreseen from the input of the layer before, and none was given for layer "
                 f"{self.layer}: record it with `sparseattn capture --ahead` (the first attention layer has none: leave "
                 f"it out, or dense), or tell it with cache.search.foresee before each step; a SparseCache cannot"
             )
@@ -111,7 +112,7 @@ class InfiniGen(LooksAhead, LearnsFromQueries, Selector):
 
     def _kept(self, size: int) -> int:
         """r, of keys of `size` channels."""
-        return math.ceil(self.ratio * size)
+        return max(int(self.ratio * size), 1)
 
 
 def _turn(queries: Tensor, keys: Tensor, count: int) -> Tensor:

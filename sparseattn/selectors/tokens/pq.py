@@ -65,8 +65,7 @@ class PQ(Coded):
         if size % subspaces:
             given = f"got {subspaces}" if self.subspaces else f"one for every {self.bits} channels makes {subspaces}"
             raise ValueError(
-                f"{type(self).__name__}'s subspaces are a divisor of the head size, here of {size}, {given}: set "
-                f"subspaces"
+                f"{self}'s subspaces are a divisor of the head size, here of {size}, {given}: set subspaces"
             )
         return subspaces
 

@@ -22,10 +22,10 @@ class PQCache(PQ):
     keys. Codebooks hold for the positions that they were learned at, see `PQ`.
 
     Departures, from its code (HugoZHL/PQCache). k-means runs 25 rounds of faiss before the first decoded token; there
-    it runs 3 to 10 of scikit-learn on idle CPU cores, as many as fit while the prompt is read. Rows get names when they
-    are sealed, as there when they leave the local window. Its 32 first tokens, and a window of half the budget, are
-    sink and window here, on top of the budget. Its cache of blocks on a GPU, where all others lie in host memory, is no
-    part of the choice (`KVCache(sealed_device="cpu")` keeps sealed rows there).
+    it runs 3 to 300 of scikit-learn on idle CPU cores, as many as fit while the prompt is read. Rows get names when
+    they are sealed, as there when they leave the local window. Its 32 first tokens, and a window of half the budget,
+    are sink and window here, on top of the budget. Its cache of blocks on a GPU, where all others lie in host memory,
+    is no part of the choice (`KVCache(sealed_device="cpu")` keeps sealed rows there).
 
     `scan_bytes`: the names of every row, and the codebooks once per KV head.
     """

@@ -154,7 +154,7 @@ def servable(text: str) -> PageSelector | Window:
         return made
     if not isinstance(made, PageSelector):
         raise ValueError(
-            f"vLLM's cache is kept by page, and {type(made).__name__} ({text!r}) has another kind of index: serve "
+            f"vLLM's cache is kept by page, and {text} has another kind of index: serve "
             f"quest, lowbit:page=16, window, or a PageSelector of your own"
         )
     if made.learns or made.find(Evicts):

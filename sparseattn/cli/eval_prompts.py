@@ -1,0 +1,154 @@
+"""The user's files of prompts: read, said what they are, and made into prompts that fit the model."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from sparseattn.cli import options as shared
+from sparseattn.cli.command import say
+from sparseattn.cli.eval_options import OWN_TOKENS, EvalOptions
+from sparseattn.cli.inputs import open_tokenizer
+from sparseattn.evaluation.layouts.base import Setup
+from sparseattn.evaluation.layouts.registry import PromptFile, read_prompts
+from sparseattn.evaluation.tasks.base import Example
+from sparseattn.evaluation.tasks.decoder import check_positions
+from sparseattn.evaluation.tasks.engines import Engine
+from sparseattn.evaluation.tasks.prompt import Prompt
+from sparseattn.evaluation.tasks.scoring import SCORINGS
+from sparseattn.evaluation.tasks.tokens import Tokens
+from sparseattn.models.load import positions_of
+
+
+def prompt_file(path: Path, options: EvalOptions) -> PromptFile:
+    """Return a file of prompts and say what it was read as. Raises as `Files.read`."""
+    setup = Setup(
+        path,
+        templates=options.templates,
+        demos=options.demos,
+        chat=options.chat,
+        scoring=options.scoring,
+        template=options.template.replace("\\n", "\n"),
+        tail=options.tail,
+    )
+    file = read_prompts(path, setup, options.layout)
+    own = shared.spelled(name for name in ("scoring", "template", "tail") if name in options.given)
+    if own and file.layout != "plain":
+        raise ValueError(
+            f"{path} is of the layout {file.layout}, which asks and scores by its own rules: leave out {own}"
+        )
+    tasks = Counter(example.task for example in file.examples)
+    kinds = ", ".join(f"{task} {count}" for task, count in tasks.items())
+    told = " (told from its fields)" if file.guessed else ""
+    left = f"; {file.left_out} lines that the benchmark leaves out" if file.left_out else ""
+    say(f"{path}: layout {file.layout}{told}, prompts: {kinds}{left}")
+    if file.examples[0].meta.get("templates_checked") is False:
+        say(
+            f"the prompts of {file.layout} are not those of the file that was checked: its hash is in the records",
+            "yellow",
+        )
+    return file
+
+
+def lines_of(files: Sequence[PromptFile]) -> dict[tuple[str, int], Mapping[str, Any]]:
+    """Return what was read of the layout kvpress, by the file's name and the line's number, for its form of results.
+
+    Raises:
+        ValueError: a file of another layout, or two files of one name.
+    """
+    found: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for file in files:
+        if file.layout != "kvpress":
+            raise ValueError(f"--results kvpress is of its own data sets, and {file.path} is of {file.layout}")
+        for example in file.examples:
+            place = (example.meta["file"], example.meta["line"])
+            if place in found:
+                raise ValueError(f"--results kvpress tells lines apart by their file, and two are called {place[0]}")
+            found[place] = example.fields
+    return found
+
+
+class Unopened:
+    """What is known of a model before its weights are loaded, in an engine's place."""
+
+    def __init__(self, positions: int | None) -> None:
+        self.positions = positions
+
+    def check(self, tokens: int, what: str, remedy: str = "") -> None:
+        """ModelError where the model has no positions for so many tokens."""
+        check_positions(self.positions, tokens, what, remedy)
+
+
+def check_before_loading(name: str, files: Sequence[PromptFile], options: EvalOptions) -> bool:
+    """Check that prompts fit the model `name`, by its tokenizer and config alone; return whether that says all.
+
+    A GGUF file that is not converted yet has no config to say how long prompts may be.
+
+    Raises:
+        ValueError: naming file and line of a prompt that is too long, or an option that does not fit.
+    """
+    if not files:
+        return True
+    engine, tokens = Unopened(positions_of(name)), Tokens(open_tokenizer(name), options.chat)
+    for file in files:
+        own_prompts(file, options, engine, tokens, check=True)
+    return engine.positions is not None
+
+
+# A task, its examples and what makes their prompts.
+Made: TypeAlias = tuple[str, Sequence[Example], Callable[[], Iterator[Prompt]]]
+
+
+def own_prompts(
+    file: PromptFile, options: EvalOptions, engine: Engine | Unopened, tokens: Tokens, check: bool
+) -> list[Made]:
+    """Return the prompts of each task of a file, cut to `--max-length` where that is given.
+
+    Args:
+        file: the file.
+        options: of the command.
+        engine: what answers, or what is known of it.
+        tokens: what prompts are counted in.
+        check: make every prompt once now, so that what is wrong with one is said before any work.
+
+    Raises:
+        ValueError: naming file and line, a prompt that is too long or that the chat template does not take.
+    """
+    longest, most = options.max_length, engine.positions
+    if longest is not None and most is not None and longest > most:
+        raise ValueError(f"--max-length is at most the model's {most} positions, got {longest}")
+    if longest is not None and any(example.chat and example.chat.before for example in file.examples):
+        raise ValueError(f"{file.path} holds conversations: --max-length would cut their turns apart, leave it out")
+
+    def made(examples: Sequence[Example]) -> Iterator[Prompt]:
+        for example in examples:
+            prompt = Prompt.of(example, tokens, options.answer_tokens or example.limit or _unsaid_limit(example))
+            if longest is not None:
+                prompt = prompt.shortened(longest, tokens, "--max-length")
+            remedy = f"; --max-length {most} cuts the middle out of its context"
+            engine.check(prompt.tokens + prompt.limit, f"{prompt.name} with its answer", remedy)
+            yield prompt
+
+    found: list[Made] = []
+    for task, examples in by_task(file.examples):
+        if check:
+            for _ in made(examples):  # not kept: lists of a million tokens take more memory than twice takes time
+                pass
+        found.append((task, examples, functools.partial(made, examples)))
+    return found
+
+
+def _unsaid_limit(example: Example) -> int | None:
+    """The limit of an answer where neither user nor benchmark names one; None: twice the right answer's and 8."""
+    return OWN_TOKENS if example.scoring in SCORINGS else None
+
+
+def by_task(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
+    """Return the examples of each task of a file, in the order in which the tasks come first."""
+    held: dict[str, list[Example]] = {}
+    for one in examples:
+        held.setdefault(one.task, []).append(one)
+    return list(held.items())

@@ -1,0 +1,126 @@
+"""The two examples before a question in HELMET's sets of passages: drawn from a second file by the question's hash."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparseattn.evaluation.layouts.base import Setup
+from sparseattn.evaluation.layouts.fields import answers, number, text
+from sparseattn.evaluation.layouts.files import lines
+
+SHOTS = 2
+SEEDS = 2**31
+
+
+class Demos:
+    """Draws examples as `datasets` shuffles: by numpy's generator, whose seed is the hash of a question's key.
+
+    Args:
+        setup: of the file of questions; `demos` is the second file.
+        templates: HELMET's `demo_template` and `passage_template` of questions.
+    """
+
+    def __init__(self, setup: Setup, templates: Mapping[str, str]) -> None:
+        self.setup, self.templates = setup, templates
+
+    @functools.cached_property
+    def all(self) -> list[dict[str, Any]]:
+        """The lines of the second file."""
+        if self.setup.demos is None:
+            raise ValueError("its examples come from a second file of HELMET's: name it with --demos")
+        return [dict(line.fields) for line in lines(self.setup.demos)]
+
+    @functools.cached_property
+    def asked(self) -> set[str]:
+        """The keys of all questions to rank by."""
+        return {str(line.fields.get("qid")) for line in lines(self.setup.path)}
+
+    def questions(self, fields: Mapping[str, Any], data_set: str, popular: float) -> dict[str, Any]:
+        """Return what fills the template of a question over passages.
+
+        Args:
+            fields: of the line.
+            data_set: HELMET's name.
+            popular: of `kilt_popqa_3`, the popularity in powers of ten from which on an example is none.
+        """
+        key = "id" if "id" in fields else "question"
+        shown = self.all
+        if "popqa" in data_set:
+            shown = [one for one in shown if popularity(one) < popular and one.get(key) != fields[key]]
+        drawn = _drawn(shown, key, str(fields[key]))
+        passage = self.templates["passage_template"]
+        demos = "".join(
+            self.templates["demo_template"].format(**one, documents=_passages(one, passage), answer=_answers(one)[0])
+            + "\n\n"
+            for one in drawn
+        )
+        context, right = _passages(fields, passage), _answers(fields)
+        return {"question": text(fields, "question"), "demos": demos, "context": context, "right": right}
+
+    def rerank(self, fields: Mapping[str, Any], titled: str, untitled: str) -> dict[str, Any]:
+        """Return what fills the template of a ranking; passages with and without titles have a template each."""
+        qid = text(fields, "qid")
+        known = self.asked if len(self.all) > 2 * len(self.asked) else {qid}
+        passage = titled if "title" in _held(fields)[0] else untitled
+        drawn = _drawn([one for one in self.all if one.get("qid") not in known], "qid", qid)
+        demos = "".join(
+            f"{_passages(one, passage)}\n\nQuery: {text(one, 'query')}\nRanking: {_ranking(one)}\n\n" for one in drawn
+        )
+        context, right = _passages(fields, passage), [_ranking(fields)]
+        return {"question": text(fields, "query"), "demos": demos, "context": context, "right": right}
+
+
+def _drawn(shown: Sequence[dict[str, Any]], key: str, value: str) -> list[dict[str, Any]]:
+    """`SHOTS` examples with keys of their own."""
+    import numpy
+
+    seed = int(hashlib.sha256(value.encode()).hexdigest(), 16) % SEEDS
+    found: dict[str, dict[str, Any]] = {}
+    for place in numpy.random.default_rng(seed).permutation(len(shown)):
+        found.setdefault(str(shown[place].get(key)), shown[place])
+    if len(found) < SHOTS:
+        raise ValueError(f"the file of --demos has {SHOTS} examples with another {key} or more, got {len(found)}")
+    return list(found.values())[:SHOTS]
+
+
+def popularity(fields: Mapping[str, Any]) -> float:
+    """Return how popular what a question asks about is, in powers of ten."""
+    return math.log10(number(fields, "s_pop"))
+
+
+def relevance(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the label of each passage of a ranking by its ID, in the order of the passages."""
+    return {text(passage, "id"): number(passage, "label", least=0) for passage in _held(fields)}
+
+
+def _held(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    held = fields.get("ctxs")
+    if not isinstance(held, list) or not held or not all(isinstance(passage, dict) for passage in held):
+        raise ValueError(f"ctxs are a list of passages, each an object, got {reprlib.repr(held)}")
+    return held
+
+
+def _passages(fields: Mapping[str, Any], template: str) -> str:
+    try:
+        return "\n\n".join(template.format(**passage) for passage in _held(fields))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a passage of ctxs has what {template!r} names: {error}") from None
+
+
+def _ranking(fields: Mapping[str, Any]) -> str:
+    labels = relevance(fields)
+    return " > ".join(sorted(labels, key=lambda name: labels[name], reverse=True))
+
+
+def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    return answers({"answers": _flat(fields.get("answers"))}, "answers")
+
+
+def _flat(value: Any) -> Any:
+    """Answers that stand in lists of lists, as HELMET takes them, in one list."""
+    return [one for item in value for one in _flat(item)] if isinstance(value, list) else [value]

@@ -1,0 +1,1 @@
+"""RULER's own tasks, made by its rules (https://arxiv.org/abs/2404.06654)."""
