@@ -32,8 +32,7 @@ def check(
     Makes the host wait for the device.
 
     Args:
-        selection: what `select` returned.
-        query, positions, budget: what it was given: `[B,H,G,D]`, `[B]` and rows.
+        selection, query, positions, budget: what `select` returned, and was given: `[B,H,G,D]`, `[B]` and rows.
         sealed: rows that the selector has been shown, padding included.
         real: `[B,H,sealed]` bool, which of them are neither padding nor dropped (`Selector.held`); None: all.
         selector: who it was, for the sentence.
@@ -178,9 +177,14 @@ def _check_rows(
         refuse(wrong, "the bias of {rows} is NaN or infinite, and a bias is finite")
     refuse(length.sum(-1) > budget, f"it names {{total}} rows for a budget of {budget}")
     if real is not None and sealed:
-        before = torch.nn.functional.pad(real.to("cpu", torch.int64).cumsum(-1), (1, 0))  # [B,H,sealed+1]
-        before = before.repeat_interleave(shape[1] // heads, 1)
-        first = torch.where(used, start, 0)
-        count = before.gather(-1, first + torch.where(used, length, 0)) - before.gather(-1, first)
+        count = _real_rows(start, torch.where(used, length, 0), real)
         more = " or what it had dropped (held)" if selector.find(Evicts) else ""
         refuse(used & (count < length), "it names {rows}, among them padding" + more)
+
+
+def _real_rows(start: Tensor, length: Tensor, real: Tensor) -> Tensor:
+    """`[B,Hs,S]`: how many rows of each span, of a start and a length, are `real` `[B,H,sealed]`."""
+    before = torch.nn.functional.pad(real.to("cpu", torch.int64).cumsum(-1), (1, 0))  # [B,H,sealed+1]
+    before = before.repeat_interleave(start.shape[1] // real.shape[1], 1)
+    first = torch.where(length > 0, start, 0)
+    return before.gather(-1, first + length) - before.gather(-1, first)

@@ -210,16 +210,8 @@ def compile_lowbit_ahead(
     steps: Arguments = [1 << 20, 1 << 16, rows * wide, 1 << 20, 1 << 16, size, 1 << 20, 1 << 16, size]
     stored: Arguments = [0, 1 << 16, rows * wide, 0, 1 << 16, size, 0, 1 << 16, size] if table else steps
     row_bytes = wide + scales * size / (4 * rows) + (4 / rows if table else 1)
-    arguments = [
-        *inputs,
-        *((None, "*i32") if table else ("*i1", None)),
-        "*fp32",
-        "*fp32" if softmax else None,
-        "i32",
-        "i32",
-        "fp32",
-        *stored,
-    ]
+    where: Arguments = [None, "*i32"] if table else ["*i1", None]
+    arguments = [*inputs, *where, "*fp32", "*fp32" if softmax else None, "i32", "i32", "fp32", *stored]
     tile_bytes = constants["PART"] * constants["BLOCK_W"]
     found = [_compile(quantized_keys_gpu.score_rows, arguments, constants, options, arch, tile_bytes, row_bytes)]
     if softmax:

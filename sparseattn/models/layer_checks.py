@@ -28,6 +28,21 @@ def dense_layers(given: int | Sequence[int], layers: int) -> tuple[int, ...]:
     )
 
 
+def loaded_roles(
+    given: Roles | str | os.PathLike[str] | None, selector: object, trusted: Collection[str]
+) -> Roles | None:
+    """Return roles, or those of a file; ValueError where there is a selector beside them."""
+    if given is not None and selector is not None:
+        raise ValueError(f"roles name the selector of every layer: give them or a selector, got {selector!r} too")
+    return given if given is None or isinstance(given, Roles) else Roles.load(given, trusted)
+
+
+def check_plan_budget(plan: Plan, budget: object) -> None:
+    """Refuse, by ValueError, a budget that a plan has no use for."""
+    if not plan.uses_budget:
+        raise ValueError(f"plan {plan.name} says what every layer reads: leave the budget out, got {budget!r}")
+
+
 def planned(plan: Plan | str | os.PathLike[str], model: Any, beside: object, trusted: Collection[str] = ()) -> Plan:
     """Return the plan, read from its file if it is a path. It may name classes of `trusted` modules.
 

@@ -114,13 +114,11 @@ class SparseCache(Cache):
     ) -> None:
         if sparse_from is not None and (type(sparse_from) is not int or sparse_from < 0):
             raise ValueError(f"sparse_from is a position, 0 or more, or None, got {sparse_from!r}")
-        if roles is not None and selector is not None:
-            raise ValueError(f"roles name the selector of every layer: give them or a selector, got {selector!r} too")
-        self.roles = roles if roles is None or isinstance(roles, Roles) else Roles.load(roles, trusted)
+        self.roles = checks.loaded_roles(roles, selector, trusted)
         if plan is not None:
             self.roles = made = checks.planned(plan, model, self.roles or selector, trusted)
-            if budget != BUDGET and not made.uses_budget:
-                raise ValueError(f"plan {made.name} says what every layer reads: leave the budget out, got {budget!r}")
+            if budget != BUDGET:
+                checks.check_plan_budget(made, budget)
             if (sink, window) != (SINK, WINDOW):
                 made.check_rows(sink, window)
             sink, window = made.sink, made.window
@@ -145,23 +143,27 @@ class SparseCache(Cache):
         self._dtype = model.dtype  # when the first row came
         self.prepared, self._prepared_before = prepare(model, self)
         try:
-            layers = DynamicCache(config=model.config).layers
-            self.dense_layers = checks.dense_layers(dense_layers, len(layers))
-            found = self.prepared.layers
-            if self.roles is not None:
-                self.dense_layers = checks.dense_by_roles(self.roles, model, layers, found, self.dense_layers)
-            self._passes = Passes([index for index, what in found.items() if what.beyond is None])
-            sparse = checks.sparse_layers(model, layers, found, self.dense_layers)
-            for name, given in (("selector", self.selector), ("budget", budget)):
-                checks.check_mapping(name, given, sparse)
-            methods = self.selector if self.roles is None else self.roles
-            maker = LayerMaker(found, len(layers), methods, self._settings, seal, self.board, impl)
-            for index in sparse:
-                layers[index] = maker.layer(index, checks.of_layer(budget, index))
+            layers = self._made_layers(dense_layers, impl)
         except BaseException:
             leave(self, self._prepared_before)
             raise
         super().__init__(layers=layers)
+
+    def _made_layers(self, dense_layers: int | Sequence[int], impl: str | None) -> list[Any]:
+        """Return the model's layers, those that are to be sparse in place of transformers' own."""
+        layers, found = DynamicCache(config=self.model.config).layers, self.prepared.layers
+        self.dense_layers = checks.dense_layers(dense_layers, len(layers))
+        if self.roles is not None:
+            self.dense_layers = checks.dense_by_roles(self.roles, self.model, layers, found, self.dense_layers)
+        self._passes = Passes([index for index, what in found.items() if what.beyond is None])
+        sparse = checks.sparse_layers(self.model, layers, found, self.dense_layers)
+        for name, given in (("selector", self.selector), ("budget", self.budget)):
+            checks.check_mapping(name, given, sparse)
+        methods = self.selector if self.roles is None else self.roles
+        maker = LayerMaker(found, len(layers), methods, self._settings, self._seal, self.board, impl)
+        for index in sparse:
+            layers[index] = maker.layer(index, checks.of_layer(self.budget, index))
+        return layers
 
     # -- what ran --------------------------------------------------------------------------------------------------
 

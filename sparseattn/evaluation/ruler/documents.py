@@ -17,7 +17,7 @@ STEP = 10  # documents
 
 
 @dataclass(frozen=True)
-class Question:
+class DocumentQuestion:
     """A question.
 
     Args:
@@ -38,7 +38,7 @@ class Questions:
     """A file: its name, questions in their order, and documents, each once, sorted."""
 
     name: str
-    questions: Sequence[Question]
+    questions: Sequence[DocumentQuestion]
     documents: Sequence[str]
 
 
@@ -72,7 +72,7 @@ def read_questions(path: str | os.PathLike[str]) -> Questions:
     return Questions(Path(path).name, questions, documents)
 
 
-def _squad(articles: Sequence[Any]) -> tuple[list[str], list[Question]]:
+def _squad(articles: Sequence[Any]) -> tuple[list[str], list[DocumentQuestion]]:
     documents = sorted({paragraph["context"] for article in articles for paragraph in article["paragraphs"]})
     numbers = {document: number for number, document in enumerate(documents)}
     questions = []
@@ -88,7 +88,7 @@ def _squad(articles: Sequence[Any]) -> tuple[list[str], list[Question]]:
     return documents, questions
 
 
-def _hotpotqa(items: Sequence[Any]) -> tuple[list[str], list[Question]]:
+def _hotpotqa(items: Sequence[Any]) -> tuple[list[str], list[DocumentQuestion]]:
     written = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in items]
     documents = sorted({document for of_item in written for document in of_item})
     numbers = {document: number for number, document in enumerate(documents)}
@@ -98,10 +98,10 @@ def _hotpotqa(items: Sequence[Any]) -> tuple[list[str], list[Question]]:
     ]
 
 
-def _question(words: Any, answers: Sequence[Any], own: tuple[int, ...], near: tuple[int, ...] = ()) -> Question:
+def _question(words: Any, answers: Sequence[Any], own: tuple[int, ...], near: tuple[int, ...] = ()) -> DocumentQuestion:
     if not isinstance(words, str) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
         raise ValueError(f"a question is text with one answer or more, got {words!r} and {list(answers)!r}")
-    return Question(words, tuple(answers), own, near)
+    return DocumentQuestion(words, tuple(answers), own, near)
 
 
 class Documents:
@@ -147,7 +147,7 @@ class Documents:
         ask = QUESTIONS.ask.format(query=question.words)
         return Drawn(QUESTIONS.head + context, ask + QUESTIONS.lead, QUESTIONS.lead, question.answers, n)
 
-    def _chosen(self, question: Question, n: int) -> list[int]:
+    def _chosen(self, question: DocumentQuestion, n: int) -> list[int]:
         own, near = list(question.own), list(question.near)
         more = n - len(own)
         if more <= len(near):

@@ -30,11 +30,15 @@ PART_ROWS = 128  # rows for which a part of its own pays
 
 
 @njit(fastmath=set(FAST))
-def _part(
-    query, scale, keys, key_steps, values, value_steps, h, table, block_rows, start, length, bias, span,
-    sink, base, sealed, end, split, splits, acc, peak, total,
-):  # fmt: skip
-    """Attention of a list's query heads `[share,D]` over one part: `acc` `[share*D]`, `peak` and `total` `[share]`."""
+def _part(query, scale, stored, h, table, spans, zones, part, sums):
+    """Attention of a list's query heads `[share,D]` over one part of their rows.
+
+    stored: keys and values flat, each with the steps of block, head and row; table: blocks of the sequence, and rows of
+    one; spans: start, length and bias `[S]`, and the longest; zones: sink, base, sealed and end; part: its number,
+    and how many there are; sums: `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
+    """
+    ((keys, key_steps), (values, value_steps)), (table, block_rows), (start, length, bias, span) = stored, table, spans
+    (sink, base, sealed, end), (split, splits), (acc, peak, total) = zones, part, sums
     share, size = query.shape
     slots, zone = start.shape[0], min(sealed, block_rows * table.shape[0]) - base
     recent = max(end - sealed, 0)
@@ -92,7 +96,7 @@ def _attend(
 ):  # fmt: skip
     """query, out: `[B*Hs,share,D]`; keys, values: flat, with the steps of block, head and row; table: `[B,M]`, blocks
     of each sequence; start, length, bias: `[B*Hs,S]`, or a bias without slots; acc, peak and total:
-    `[B*Hs,splits,share,..]`, the parts."""
+    `[B*Hs,splits,share,..]`, the parts. Loose, as taking tuples apart costs a call 1 to 2 us."""
     lists, splits = total.shape[:2]
     chosen = lists // sink.shape[0]
     for unit in prange(lists * splits):
@@ -100,9 +104,9 @@ def _attend(
         b = which // chosen
         h = which % chosen * heads // chosen
         _part(
-            query[which], scale, keys, key_steps, values, value_steps, h, table[b], block_rows,
-            start[which], length[which], bias[which], span, sink[b], base, sealed[b], end[b], split, splits,
-            acc[which, split].reshape(-1), peak[which, split], total[which, split],
+            query[which], scale, ((keys, key_steps), (values, value_steps)), h, (table[b], block_rows),
+            (start[which], length[which], bias[which], span), (sink[b], base, sealed[b], end[b]), (split, splits),
+            (acc[which, split].reshape(-1), peak[which, split], total[which, split]),
         )  # fmt: skip
     for which in range(lists):
         for g in range(total.shape[2]):
@@ -126,9 +130,8 @@ def attend(
     batch, heads, group, size = query.shape
     chosen, slots = selection.start.shape[1:]
     lists = batch * chosen
+    shape = lists, slots
     splits = max(1, min(-(-PARTS // max(lists, 1)), slots * selection.span // PART_ROWS + 1))
-    k, key_steps = flat_rows(keys)
-    v, value_steps = flat_rows(values)
     share = heads * group // chosen
     acc, total = torch.empty(lists, splits, share, size), torch.empty(2, lists, splits, share)
     out, lse = torch.empty(batch, heads, group, size), torch.empty(batch, heads, group)
@@ -140,16 +143,14 @@ def attend(
         _attend(
             as_bits(query).reshape(lists, share, size),
             np.float32(scale) * LOG2E,
-            k,
-            key_steps,
-            v,
-            value_steps,
+            *flat_rows(keys),
+            *flat_rows(values),
             heads,
             _own_blocks(batch) if block_table is None else block_table.contiguous().numpy(),
             max(keys.shape[2], 1),
-            selection.start.contiguous().numpy().reshape(lists, slots),  # a view of other steps would compile anew
-            selection.length.contiguous().numpy().reshape(lists, slots),
-            no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(lists, slots),
+            selection.start.contiguous().numpy().reshape(shape),  # a view of other steps would compile anew
+            selection.length.contiguous().numpy().reshape(shape),
+            no_bias(lists) if selection.bias is None else selection.bias.contiguous().numpy().reshape(shape),
             selection.span,
             bounds.sink.contiguous().numpy(),
             bounds.base,

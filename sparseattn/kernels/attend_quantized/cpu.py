@@ -88,11 +88,17 @@ def _value(codes, at, levels, level_at, groups, out, to, size, bits):
 
 
 @njit(fastmath=set(FAST))
-def _part(
-    query, scale, keys, key_base, key_step, levels, level_base, level_step, values, value_base, value_step,
-    of_values, of_base, of_step, stored, group, bits, start, length, bias, span, split, splits, acc, peak, total,
-):  # fmt: skip
-    """Attention of a list's query heads `[share,D]` over one part: `acc` `[share*D]`, `peak` and `total` `[share]`."""
+def _part(query, scale, all_keys, all_values, form, spans, part, sums):
+    """Attention of a list's query heads `[share,D]` over one part of their rows.
+
+    all_keys, all_values: codes and levels, each flat, with the place of the head's first row and the step to the next;
+    form: rows in all, rows that share levels, and bits; spans: start, length and bias `[S]`, and the longest; part: its
+    number, and how many there are; sums: `acc` `[share*D]`, `peak` and `total` `[share]`, which are written.
+    """
+    (keys, key_base, key_step), (levels, level_base, level_step) = all_keys
+    (values, value_base, value_step), (of_values, of_base, of_step) = all_values
+    (stored, group, bits), (start, length, bias, span), (split, splits) = form, spans, part
+    acc, peak, total = sums
     share, size = query.shape
     slots, groups = start.shape[0], (size + CHANNELS - 1) // CHANNELS
     wide = (size * bits + 7) // 8
@@ -165,13 +171,14 @@ def _attend(
         which, split = unit // splits, unit % splits
         b = which // chosen
         h = which % chosen * heads // chosen
+        key_codes = keys, b * key_steps[0] + h * key_steps[1], key_steps[2]
+        key_levels = levels, b * level_steps[0] + h * level_steps[1], level_steps[2]
+        value_codes = values, b * value_steps[0] + h * value_steps[1], value_steps[2]
+        value_levels = of_values, b * of_steps[0] + h * of_steps[1], of_steps[2]
         _part(
-            query[which], scale, keys, b * key_steps[0] + h * key_steps[1], key_steps[2],
-            levels, b * level_steps[0] + h * level_steps[1], level_steps[2],
-            values, b * value_steps[0] + h * value_steps[1], value_steps[2],
-            of_values, b * of_steps[0] + h * of_steps[1], of_steps[2], stored, group, bits,
-            start[which], length[which], bias[which], span, split, splits,
-            acc[which, split].reshape(-1), peak[which, split], total[which, split],
+            query[which], scale, (key_codes, key_levels), (value_codes, value_levels), (stored, group, bits),
+            (start[which], length[which], bias[which], span), (split, splits),
+            (acc[which, split].reshape(-1), peak[which, split], total[which, split]),
         )  # fmt: skip
     for which in range(lists):
         for g in range(total.shape[2]):

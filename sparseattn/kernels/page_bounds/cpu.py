@@ -32,11 +32,14 @@ def _bound(up, down, q, high, low, at, other, size):
 
 
 @njit(fastmath=set(FAST))
-def _pages(
-    up, down, low, low_base, low_step, high, high_base, high_step, valid, valid_base, tabled, first, last, each, scores
-):  # fmt: skip
-    """Scores `[G or 1,P]` of the pages from `first` to `last` of one KV head; up, down: `[G,D]`; valid: whether there
-    is such a page, or if `tabled` where it lies, below 0 for none."""
+def _pages(halves, lows, highs, pages, first, last, each, scores):
+    """Scores `[G or 1,P]` of the pages from `first` to `last` of one KV head.
+
+    halves: both `[G,D]`; lows, highs: storage, place of the head's first bound and step to the next; pages: storage and
+    place of what says whether there is such a page, or if the third is true where it lies, below 0 for none.
+    """
+    (up, down), (low, low_base, low_step), (high, high_base, high_step) = halves, lows, highs
+    valid, valid_base, tabled = pages
     group, size = up.shape
     ups, downs = up.reshape(-1), down.reshape(-1)
     for p in range(first, last):
@@ -84,8 +87,8 @@ def _page_scores(query, root, summed, low, low_steps, high, high_steps, valid, v
         which, chunk = unit // chunks, unit % chunks
         b, h = which // heads, which % heads
         _pages(
-            up[which], down[which], low, b * low_steps[0] + h * low_steps[1], low_steps[2],
-            high, b * high_steps[0] + h * high_steps[1], high_steps[2], valid, b * valid_step, tabled,
+            (up[which], down[which]), (low, b * low_steps[0] + h * low_steps[1], low_steps[2]),
+            (high, b * high_steps[0] + h * high_steps[1], high_steps[2]), (valid, b * valid_step, tabled),
             chunk * PAGES, min(pages, (chunk + 1) * PAGES), each, scores[b, h],
         )  # fmt: skip
 
@@ -97,14 +100,12 @@ def scores(query: Tensor, bounds: PageBounds, group: str, temperature: float) ->
     valid = bounds.valid
     batch, heads, share, size = query.shape
     pages, each, summed = valid.shape[1], group in ("each", "softmax"), group == "sum"  # the bound is linear in halves
-    minimum, minimum_steps = flat_rows(bounds.minimum)
-    maximum, maximum_steps = flat_rows(bounds.maximum)
     out = torch.empty(batch, heads, share if each else 1, pages)
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else share) * size * pages)
         _page_scores(
             as_bits(query).reshape(batch * heads, share, size), np.float32(temperature), summed,
-            minimum, minimum_steps, maximum, maximum_steps, storage_of(valid), valid.stride(0), False, each,
+            *flat_rows(bounds.minimum), *flat_rows(bounds.maximum), storage_of(valid), valid.stride(0), False, each,
             out.numpy(),
         )  # fmt: skip
     return vote_softmax(out) if group == "softmax" else out.flatten(1, 2)
@@ -119,9 +120,9 @@ def scores_at(query: Tensor, store: PageBounds, table: Tensor, group: str, tempe
     with ONE_AT_A_TIME:
         use_threads(2 * batch * heads * (1 if summed else share) * size * pages, STEP)
         _page_scores(
-            as_bits(query).reshape(batch * heads, share, size), np.float32(temperature), summed, storage_of(minimum),
-            (0, *minimum.stride()[:2]), storage_of(maximum), (0, *maximum.stride()[:2]), table.numpy().reshape(-1),
-            pages, True, each, out,
+            as_bits(query).reshape(batch * heads, share, size), np.float32(temperature), summed,
+            storage_of(minimum), (0, *minimum.stride()[:2]), storage_of(maximum), (0, *maximum.stride()[:2]),
+            table.numpy().reshape(-1), pages, True, each, out,
         )  # fmt: skip
     voted = torch.from_numpy(out)
     return vote_softmax(voted) if group == "softmax" else voted.flatten(1, 2)
