@@ -39,8 +39,6 @@ gc.disable()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """From here on the collector looks at what tests make, and no more at what is there."""
-    gc.freeze()
     gc.enable()
 
 
