@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -18,16 +19,18 @@ from sparseattn.selectors.base import Selector
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparseattn"
-USE = (
-    *("index", "use/quickstart", "use/choosing", "use/serving", "use/eval", "use/recommend", "use/report", "use/roles"),
-    *("use/training", "use/troubleshooting", "write/selector"),
-)
 
 
 def tracked(folder: str, suffix: str = ".py") -> list[Path]:
     """Return the files of a folder that git tracks."""
     names = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in names.splitlines() if name.endswith(suffix)]
+
+
+def first_pages() -> list[Path]:
+    """Return what a user meets first: README and the pages of the site's menu before its Reference."""
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("  - Reference:\n")[0]
+    return [ROOT / "README.md", *(ROOT / "docs" / name for name in re.findall(r"[\w/-]+\.md", menu))]
 
 
 def lines(path: Path) -> int:
@@ -76,8 +79,7 @@ def main() -> None:
     )
     attributes, methods = contract()
     guards = sum(path.read_text().count("Selection.none(") for path in tracked("sparseattn/selectors"))
-    words = sum(len((ROOT / "docs" / f"{name}.md").read_text().split()) for name in USE)
-    words += len((ROOT / "README.md").read_text().split())
+    words = sum(len(page.read_text().split()) for page in first_pages())
     print(f"modules in sparseattn/ itself: {len([path for path in package if path.parent == PACKAGE])}")
     print(f"folders in sparseattn/: {len({path.relative_to(PACKAGE).parts[0] for path in package}) - 2}")
     print(f"longest file: {sizes[longest]} lines ({longest.relative_to(ROOT)})")

@@ -34,6 +34,7 @@ from sparseattn.reporting.eval_records import by_place
 from sparseattn.reporting.terminal import WIDE
 from sparseattn.selectors.parameters.saap_artefact import locate
 from sparseattn.utils.locks import locked
+from tests.evaluation.byte_llama import save_byte_llama
 
 BYTES = Tokens(None)
 METHODS = [Method(), Method(Quest(), 64, "64"), Method(Quest(), 256, "256"), Method(Window())]
@@ -179,22 +180,7 @@ def test_a_long_prompt_loses_the_middle_of_its_context() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of bytes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_byte_llama(tmp_path_factory.mktemp("model"))
 
 
 def run(*arguments: object) -> Result:

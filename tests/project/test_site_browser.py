@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 
 from tests import ROOT
+from tests.chromium import NEEDS_CHROMIUM, WIDTHS, empty_pages, started
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sparseattn[browser]'")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SITE = Path(os.environ.get("SITE", "")).resolve() if os.environ.get("SITE") else None
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+    NEEDS_CHROMIUM,
     pytest.mark.skipif(SITE is None, reason="needs a built site: make docs builds one and tests it"),
 ]
 SAMPLE = (
@@ -30,41 +28,26 @@ SAMPLE = (
     "lab/log/index",
 )  # a page of each kind
 TALLEST = 20_000  # pixels of a page of the API at 1,280
-WIDTHS = pytest.mark.parametrize("width", [1280, 400])
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
+    with started() as chromium:
+        yield chromium
 
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """`opened(name, width, theme)`: a page from the disk; fails if a script fails or anything is fetched."""
-    said: list[str] = []
-    contexts = []
+    with empty_pages(browser) as (new, said):
 
-    def open_page(name: str, width: int = 1280, theme: str = "light", scripts: bool = True) -> Any:
-        size = {"width": width, "height": 900}
-        context = browser.new_context(
-            viewport=size, color_scheme=theme, reduced_motion="reduce", java_script_enabled=scripts
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("requestfailed", lambda one: said.append(one.url) if "NOT_FOUND" in (one.failure or "") else None)
-        page.on("request", lambda one: said.append(one.url) if one.url.startswith(("http", "ws")) else None)
-        page.goto(address(name))
-        return page
+        def open_page(name: str, width: int = 1280, theme: str = "light", scripts: bool = True) -> Any:
+            page = new(width, theme, scripts)
+            page.on("requestfailed", lambda one: said.append(one.url) if "NOT_FOUND" in (one.failure or "") else None)
+            page.goto(address(name))
+            return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == []
+        yield open_page
 
 
 def address(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,12 @@ from sparseattn.cli.report import write_report
 from sparseattn.cli.report_options import Explored
 from sparseattn.evaluation.token_explorer import explore
 from tests import report_records as records
+from tests.chromium import NEEDS_CHROMIUM, WIDTHS, empty_pages, started
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sparseattn[browser]'")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 SHOWN = {"budget": 16, "queries": 4, "sink": 2, "window": 8}
 SELECTORS = ("quest", "lowbit", "exact")
-
-
-WIDTHS = pytest.mark.parametrize("width", [1280, 400])
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +32,23 @@ def page_file(once: Callable[[str, Callable[[Path], None]], Path], tmp_path_fact
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
+    with started() as chromium:
+        yield chromium
 
 
 @pytest.fixture
 def opened(browser: Any, page_file: Path) -> Iterator[Callable[..., Any]]:
     """`opened(width, theme)`: the page from the disk, drawn; fails where anything was said or fetched."""
-    said: list[str] = []
-    contexts = []
+    with empty_pages(browser) as (new, said):
 
-    def open_page(width: int = 1280, theme: str = "light") -> Any:
-        size = {"width": width, "height": 900}
-        context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda one: said.append(one.url) if one.url.startswith(("http", "ws")) else None)
-        page.goto(page_file.as_uri())
-        page.wait_for_selector("figure.explorer[data-ready=yes]")
-        return page
+        def open_page(width: int = 1280, theme: str = "light") -> Any:
+            page = new(width, theme)
+            page.on("console", lambda message: said.append(message.text))
+            page.goto(page_file.as_uri())
+            page.wait_for_selector("figure.explorer[data-ready=yes]")
+            return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == []
+        yield open_page
 
 
 def lines_of(page: Any) -> list[str]:

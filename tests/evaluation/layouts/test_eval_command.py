@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import Result
 
 from sparseattn.cli import eval_engines
 from tests.command import run
+from tests.evaluation.byte_llama import save_byte_llama
 from tests.evaluation.layouts import lines
 from tests.evaluation.layouts.lines import write
 
@@ -22,22 +22,7 @@ LONG = "The grass is green. " * 20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of bytes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_byte_llama(tmp_path_factory.mktemp("model"))
 
 
 def evaluate(model: Path, path: Path, *more: object) -> Result:
