@@ -25,7 +25,7 @@ from sparseattn.core.effects import idle_budget, idle_layers, refuse
 from sparseattn.evaluation.harness.forced import Forced, predicted
 from sparseattn.evaluation.harness.report import finished
 from sparseattn.evaluation.harness.settings import SparseSettings
-from sparseattn.evaluation.harness.tails import Tail
+from sparseattn.evaluation.harness.tails import PromptTail
 from sparseattn.evaluation.harness.tally import Tally
 from sparseattn.evaluation.harness.tasks import by_task
 from sparseattn.models.cache_argument import cache_argument
@@ -73,8 +73,8 @@ class SparseLM(HFLM):
         if not self._empty.sparse_layers:
             whole = SparseCache(self.model, "window", None)
             refuse(idle_layers(self.settings.dense_layers, max(whole.sparse_layers)))
-        self._tails: dict[str, Tail] = {}  # by prompt, of the task that is asked
-        self._batch: list[Tail] = []  # of the batch that was encoded last
+        self._tails: dict[str, PromptTail] = {}  # by prompt, of the task that is asked
+        self._batch: list[PromptTail] = []  # of the batch that was encoded last
         self.tally = Tally(self.settings.to_dict())
 
     # -- task by task --------------------------------------------------------------------------------------------------

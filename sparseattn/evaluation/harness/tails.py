@@ -18,7 +18,7 @@ FIXED = "tokens"
 
 
 @dataclass(frozen=True)
-class Tail:
+class PromptTail:
     """The end of one prompt.
 
     Args:
@@ -60,7 +60,7 @@ class Tails:
             fixed.append((task.strip() or "*", int(count)))
         return cls(tuple(fixed))
 
-    def of(self, task: str | None, doc: Any, prompt: str, count: Callable[[str], int]) -> Tail:
+    def of(self, task: str | None, doc: Any, prompt: str, count: Callable[[str], int]) -> PromptTail:
         """Return the tail of a prompt.
 
         Args:
@@ -71,9 +71,9 @@ class Tails:
         """
         for pattern, tokens in self.fixed:
             if fnmatch.fnmatchcase(task or "", pattern):
-                return Tail(tokens, FIXED)
+                return PromptTail(tokens, FIXED)
         begin, rule = question_begins(doc, prompt)
-        return Tail(TOKENS, FIXED) if begin is None else Tail(max(count(prompt[begin:]), 1), rule)
+        return PromptTail(TOKENS, FIXED) if begin is None else PromptTail(max(count(prompt[begin:]), 1), rule)
 
     def __str__(self) -> str:
         return ",".join(str(n) if task == "*" else f"{task}={n}" for task, n in self.fixed) or "by document"

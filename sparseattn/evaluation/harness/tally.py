@@ -6,7 +6,7 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from sparseattn.core.activity import Activity, added
-from sparseattn.evaluation.harness.tails import Tail
+from sparseattn.evaluation.harness.tails import PromptTail
 
 KEY = "sparseattn activity of "  # of a task, among lm-eval's responses, whose keys are hashes
 
@@ -38,7 +38,7 @@ class Tally:
                 if key.startswith(KEY):
                     self._earlier[key[len(KEY) :]] = Activity.from_dict(kept[key])
 
-    def begin(self, task: str, tails: Iterable[Tail] = ()) -> None:
+    def begin(self, task: str, tails: Iterable[PromptTail] = ()) -> None:
         """Begin to count for a task, whose prompts have these tails."""
         self._task = task
         self.ran.setdefault(task, Activity())
