@@ -64,8 +64,15 @@ class Binned(Hashed):
         self.order.fix(rows)
 
     def append(self, rows: Rows) -> None:
+        self.sort_in(self.hashes_of(rows))
+
+    def hashes_of(self, rows: Rows) -> Tensor:
+        """Return the hash of each new row, `[B,H,n]` int32; `NONE` for padding."""
         self.draw(rows.keys)
-        hashes = self.hashed(rows.keys).masked_fill((rows.positions < 0)[:, None], NONE)  # [B,H,n]
+        return self.hashed(rows.keys).masked_fill((rows.positions < 0)[:, None], NONE)
+
+    def sort_in(self, hashes: Tensor) -> None:
+        """Put new rows of hashes `[B,H,n]` in their places of the order."""
         before, new = self.order.rows, hashes.shape[2]
         order = torch.arange(before, before + new, dtype=torch.int32, device=hashes.device).expand_as(hashes)
         if before:

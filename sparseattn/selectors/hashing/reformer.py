@@ -72,9 +72,10 @@ class Reformer(Binned):
         self.bucket.fix(rows)
 
     def append(self, rows: Rows) -> None:
-        super().append(rows)
+        hashes = self.hashes_of(rows)
+        self.sort_in(hashes)
         if self.rows is None:
-            self.bucket.append(self.hashed(rows.keys).masked_fill((rows.positions < 0)[:, None], NONE))
+            self.bucket.append(hashes)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.rows is not None:
@@ -92,10 +93,9 @@ class Reformer(Binned):
         found = bucket.gather(2, there.clamp(min=0))
         others = ((found[:, :, None] != hashed[..., None]) & (there >= 0)[:, :, None]).expand_as(place)
         candidates = torch.cat([own, there[:, :, None].expand_as(place).to(own.dtype)], -1)  # [B,H,G,2S]
-        first = torch.cat([of_bucket, others], -1).int().argsort(dim=-1, descending=True, stable=True)
-        first = first[..., : len(slot)]
-        used = torch.cat([of_bucket, others], -1).gather(-1, first)
-        return Selection.tokens(candidates.gather(-1, first).masked_fill(~used, -1).flatten(1, 2))
+        fits = torch.cat([of_bucket, others], -1)
+        first = fits.int().argsort(dim=-1, descending=True, stable=True)[..., : len(slot)]
+        return Selection.tokens(candidates.gather(-1, first).masked_fill(~fits.gather(-1, first), -1).flatten(1, 2))
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         if self.rows is not None:
