@@ -27,8 +27,10 @@ class TOVA(WeighsNear, Observing):
     step's.
 
     A token's weight on itself is computed from its own logit, as in the authors' code: what the rows read leave of 1
-    would be lost in rounding where attention is peaked. Nothing but the newest weights is kept. As in the paper, no row
-    is safe, the first and the newest ones neither; a cache with sink and window keeps these on top of the budget.
+    would be lost in rounding where attention is peaked. So every step first weighs the rows that are not sealed, which
+    reads their keys once more: one row in the paper's setting. Nothing but the newest weights is kept. As in the paper,
+    no row is safe, the first and the newest ones neither; a cache with sink and window keeps these on top of the
+    budget.
 
     Where a fused kernel attends, the weights of a step are computed after it, from the keys of the rows selected, which
     are read twice. `scan_bytes` does not count that.
