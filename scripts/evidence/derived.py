@@ -46,7 +46,7 @@ ROUNDED, CONTROLS = "rounded rows", "controls"
 FAMILIES = {
     "exact keys (oracle)": "Exact",
     "page scores": "Quest Unique Mean Quad Clse Ellipsoid InfLLM",
-    "keys of few bits": "LowBit Fier SelfIndex PQ PQCache TwoStage ParisKV",
+    "keys of few bits": "LowBit Fier SelfIndex PQ PQCache QueryPQ TwoStage ParisKV",
     "channels": "SparQ DoubleSparsity Loki RocketKV",
     "graphs": "RetrievalAttention",
     "buckets": "KMeans Moments SAAP",
