@@ -325,7 +325,8 @@ SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
     "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
     "querypq-keys", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
-    "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate", "vattention-pages",
+    "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate",
+    "vattention-pages",
 }  # fmt: skip
 
 
