@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch
 from sparseattn.kernels import codebooks
+from sparseattn.kernels.product_codes import dispatch as product_codes
+from sparseattn.kernels.product_codes.codes import MOST, ProductCodes
 from sparseattn.selectors.abilities import LearnsFromQueries
-from sparseattn.selectors.base import Rows
+from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.query_metric import balanced, metric_of
 from sparseattn.selectors.tokens.product_base import ProductCoded
@@ -46,6 +49,9 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
+    With "softmax", four rows for every row of the budget are candidates, by tables rounded to 8 bits. They vote by sums
+    of tables that are not rounded (`kernels.product_codes.dispatch.best`).
+
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
 
     `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
@@ -68,8 +74,11 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         check_share(share)
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
+        if subspaces > MOST:
+            raise ValueError(f"subspaces is {MOST} or less, as sums of their tables have 16 bits, got {subspaces}")
         self.metric, self.share = metric, share
         self.queries_share = share if metric == "own" else 0.0
+        self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
         self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
         self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
@@ -94,15 +103,31 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
             return metric_of(keys[:, None])
         return metric_of(rows.queries[0])
 
+    def append(self, rows: Rows) -> None:
+        self.learn(rows)
+        self.codes.append(self.encode(rows.keys).mT)
+
     def encode(self, keys: Tensor) -> Tensor:
         centre, turn = self.centre.data[:, :, None], self.turn.data.mT
         return torch.cat([self.packed((part.float() - centre) @ turn) for part in keys.split(CHUNK, 2)], 2)
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
-        tables = codebooks.tables(query @ self.back.visible.float().mT, self.centroids.visible)
-        tables[:, :, :, 0] += query @ self.centre.visible[..., None]
-        return tables
+        products = codebooks.products(query @ self.back.visible.float().mT, self.centroids.visible)
+        products[:, :, :, 0] += query @ self.centre.visible[..., None]
+        return products
+
+    def stored(self, valid: Tensor) -> ProductCodes:
+        """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
+        return ProductCodes(self.codes.visible, self.bits, valid)
+
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
+        return product_codes.logits(self.scaled_tables(query), self.stored(valid))
+
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        if self.group != "softmax":
+            return super().select(query, step, budget)
+        return Selection.tokens(product_codes.best(self.scaled_tables(query), self.stored(step.valid), budget))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         size = query.shape[3]
