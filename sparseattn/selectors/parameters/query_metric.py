@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ASKED = 64  # queries of the prompt's end that say which keys are reached
 RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no query of the sample has stay finite
 
 
@@ -60,3 +61,27 @@ def dealt(variances: Tensor, parts: int) -> Tensor:
         dealt_to[part].append(i)
         product[part] += logs[i]
     return torch.tensor([i for part in dealt_to for i in part], device=variances.device)
+
+
+def unit_metric(keys: Tensor) -> Tensor:
+    """Return `[H,D,D]` float64, the metric of keys `[H,n,D]` themselves."""
+    return torch.eye(keys.shape[2], dtype=torch.double, device=keys.device).expand(len(keys), -1, -1)
+
+
+def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """Return what queries of the prompt's end pay to each key, on average 1: `[H,n]` float32.
+
+    Args:
+        queries: `[H,G,m,D]` over the temperature, of which at most 64 of the last quarter are asked.
+        at: `[m]` int64, their positions, rising.
+        keys: `[H,n,D]`, among which a query's attention is shared out.
+        places: `[n]` int64, their positions.
+    """
+    count = len(at)
+    first = count - max(count // 4, 1)
+    asked = torch.linspace(first, count - 1, min(ASKED, count - first), device=at.device).long()
+    seen = places <= at[asked, None]  # [q,n]
+    logits = queries[:, :, asked].flatten(1, 2) @ keys.mT  # [H,G*q,n]
+    hidden = ~seen.repeat(queries.shape[1], 1)
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0.0).mean(1)
+    return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

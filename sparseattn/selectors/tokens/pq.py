@@ -48,7 +48,7 @@ class PQ(ProductCoded):
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys = rows.keys[0]
-        books = self.books(self.drawn(keys).float().cpu())
+        books = self.books(keys[:, self.drawn(keys)].float().cpu())
         return {"centroids": books.to(keys.device, half(keys))}
 
     def encode(self, keys: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from sparseattn.kernels.product_codes.codes import MOST, ProductCodes
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
-from sparseattn.selectors.parameters.query_metric import balanced, metric_of
+from sparseattn.selectors.parameters.query_metric import balanced, metric_of, reached, unit_metric
 from sparseattn.selectors.tokens.product_base import ProductCoded
 
 METRICS = ("own", "keys")
@@ -42,6 +42,8 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         sample: most keys of a KV head that centroids are learned from, drawn at random; 0: all of them.
         share: share of the prompt's queries for the metric, evenly spaced. Where none are given, the keys serve as
             queries, and a warning says so.
+        reach: power of a key's mean attention, from queries of the prompt's end, that it counts for in the mean of its
+            centroid; 0: all keys count alike.
         seed: of the draw and of the first centroids.
         group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
             for itself.
@@ -65,8 +67,9 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         subspaces: int = 0,
         bits: int = 4,
         metric: str = "own",
-        sample: int = 4096,
+        sample: int = 8192,
         share: float = 0.1,
+        reach: float = 0.5,
         seed: int = 0,
         group: str = "softmax",
     ) -> None:
@@ -76,7 +79,9 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
         if subspaces > MOST:
             raise ValueError(f"subspaces is {MOST} or less, as sums of their tables have 16 bits, got {subspaces}")
-        self.metric, self.share = metric, share
+        if not 0 <= reach <= 1:
+            raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
+        self.metric, self.share, self.reach = metric, share, reach
         self.queries_share = share if metric == "own" else 0.0
         self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
         self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
@@ -85,23 +90,24 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys, kind = rows.keys[0], half(rows.keys)
-        sample = self.drawn(keys).float()
+        drawn = self.drawn(keys)
+        sample, queries = keys[:, drawn].float(), None
+        if self.metric == "own":
+            if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
+                warn_of_keys_as_queries(self, len(keys), len(keys))
+                queries, at = sample[:, None], rows.positions[0, drawn]
+            else:
+                queries, at = rows.queries[0].float(), rows.query_positions[0]
         centre = sample.mean(1)  # [H,D]
-        sample = sample - centre[:, None]
-        turn, back = balanced(sample, self._metric(rows), self.subspaces_of(keys.shape[2]))
-        books = self.books(sample @ turn.mT).to(kind)
+        centred = sample - centre[:, None]
+        metric = unit_metric(keys) if queries is None else metric_of(queries)
+        turn, back = balanced(centred, metric, self.subspaces_of(keys.shape[2]))
+        weights = None
+        if queries is not None and self.reach:
+            logits_of = queries / self.temperature(keys.shape[2])
+            weights = reached(logits_of, at, sample, rows.positions[0, drawn]).pow(self.reach)
+        books = self.books(centred @ turn.mT, weights).to(kind)
         return {"centre": centre, "turn": turn, "back": back.to(kind), "centroids": books}
-
-    def _metric(self, rows: Rows) -> Tensor:
-        """`[H,D,D]` float64."""
-        keys = rows.keys[0]
-        heads, _, size = keys.shape
-        if self.metric == "keys":
-            return torch.eye(size, dtype=torch.double, device=keys.device).expand(heads, -1, -1)
-        if rows.queries is None or not rows.queries.shape[3]:
-            warn_of_keys_as_queries(self, heads, heads)
-            return metric_of(keys[:, None])
-        return metric_of(rows.queries[0])
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)
