@@ -165,7 +165,7 @@ class BenchOptions:
 
         longest = max(traces, key=lambda trace: trace.tokens)
         for budget in self.budgets if self.budget != BUDGETS else ():
-            refuse(idle_budget(budget, longest.tokens, self.sink, self.window, f"the longest trace, {longest.name},"))
+            refuse(idle_budget(budget, longest.tokens, self.sink, self.window, f"the longest trace ({longest.name})"))
 
     def check_method(self, trace: Trace, layers: list[int], method: Method, budgets: Sequence[Budget]) -> None:
         """Refuse, by a ValueError, a method that cannot be measured on a trace."""

@@ -581,7 +581,7 @@ def test_a_progress_bar_shows_names_as_they_are() -> None:
         (["--budget", "0"], "at least 1 row"),
         (["--budget", "many"], 'got "many"|many'),
         (["--budget", "8"], "less than one span"),
-        (["--window", "1000"], "leave 0 of the"),
+        (["--window", "1000"], "so that no method chooses"),
         (["--layers", "9"], "not [9]"),
         (["--layers", "x"], "--layers takes integers"),
         (["--last", "0"], "last is 1 to"),
