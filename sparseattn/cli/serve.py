@@ -9,6 +9,7 @@ from sparseattn.cli.command import say
 from sparseattn.cli.inputs import say_terms
 from sparseattn.cli.progress import model_progress
 from sparseattn.cli.serve_options import ServeOptions
+from sparseattn.core.effects import idle_above, idle_budget, refuse
 from sparseattn.serving.vllm import installed
 from sparseattn.serving.vllm import server as serving
 from sparseattn.serving.vllm.settings import Settings
@@ -38,6 +39,7 @@ def run(options: ServeOptions) -> None:
         source, called = serving.servable(options.model, progress)
     if options.opened_plan is not None:
         serving.check_plan(options.opened_plan, source, options.model)
+    _check_effect(settings, server.max_model_len or serving.positions(source), server.max_model_len is not None)
     cache = server.cache_bytes
     if cache is None and engine.cpu and serving.SPACE not in environment:
         cache = quarter_of_memory()
@@ -50,6 +52,19 @@ def run(options: ServeOptions) -> None:
     say(f"serving {server.name} by vLLM {engine.version} at {address} with {how}")
     arguments = server.command()
     os.execve(arguments[0], arguments, server.environment(os.environ))
+
+
+def _check_effect(settings: Settings | None, longest: int | None, asked: bool) -> None:
+    """NoEffect for settings by which no sequence of up to `longest` rows would be sparse; None: nobody knows.
+
+    asked: whether the user said how long sequences are.
+    """
+    if settings is None or longest is None:
+        return
+    what = "the longest sequence (--max-model-len)" if asked else "the longest sequence of the model"
+    refuse(idle_above(settings.above, longest, what))
+    if settings.layers is None and settings.make().uses_budget:
+        refuse(idle_budget(settings.budget, longest, settings.sink, settings.window, what))
 
 
 def _described(settings: Settings) -> str:

@@ -490,3 +490,16 @@ def test_a_server_ends_with_its_parent(tmp_path: Path, port: int) -> None:
         while lives(members[0]):
             assert time.monotonic() < end
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--max-model-len", 4096], "--above 8000 keeps every sequence dense: the longest sequence (--max-model-len)"),
+        (["--above", 0, "--max-model-len", 1000, "--budget", 960], "--budget 960 has no effect: the longest sequence"),
+    ],
+)
+def test_settings_without_effect_at_the_longest_sequence_are_refused(
+    packages: Path, model: Path, port: int, monkeypatch: pytest.MonkeyPatch, given: list[object], says: str
+) -> None:
+    assert says in refusal(monkeypatch, model, *given, "--port", port)

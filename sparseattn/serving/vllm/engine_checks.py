@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparseattn.core.effects import idle_above, idle_budget, refuse
+from sparseattn.core.effects import idle_above, refuse
 from sparseattn.serving.vllm.installed import why_not_version
 from sparseattn.serving.vllm.settings import Settings, configured
 
@@ -88,12 +88,9 @@ def _check_model(vllm_config: Any, settings: Settings) -> None:
         full = list(kinds).count(FULL)
     else:  # each may be; what they are is seen when they are made
         full = model.get_total_num_hidden_layers()
-    refuse(idle_above(settings.above, model.max_model_len, "the longest sequence of this engine (max_model_len)"))
-    if settings.layers is None and settings.each()[0].uses_budget:
-        what = "the longest sequence of this engine (max_model_len)"
-        refuse(idle_budget(settings.budget, model.max_model_len, settings.sink, settings.window, what))
     if settings.dense_layers >= full:
         raise ValueError(nothing_sparse(settings, f"it has {full} of full attention"))
+    refuse(idle_above(settings.above, model.max_model_len, "the longest sequence of this engine (max_model_len)"))
 
 
 def check_shape(settings: Settings, block: int) -> None:

@@ -196,6 +196,16 @@ def check_plan(plan: Plan, source: str, model: str) -> None:
     plan.check_model(first, model, *others)
 
 
+def positions(source: str) -> int | None:
+    """Return how many tokens of a sequence a model has positions for; None of one on the hub, or that does not say."""
+    try:
+        config = json.loads((Path(source) / "config.json").read_text())
+        found = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if type(found) is int else None
+
+
 def has_chat_template(source: str, more: Sequence[str]) -> bool | None:
     """Whether chats can be asked for, given vLLM's further arguments; None for a model on the hub."""
     folder = Path(source)
