@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.tokens.pariskv import ParisKV as ParisKV
     from sparseattn.selectors.tokens.pq import PQ as PQ
     from sparseattn.selectors.tokens.pqcache import PQCache as PQCache
+    from sparseattn.selectors.tokens.querypq import QueryPQ as QueryPQ
     from sparseattn.selectors.tokens.rocketkv import RocketKV as RocketKV
     from sparseattn.selectors.tokens.selfindex import SelfIndex as SelfIndex
     from sparseattn.selectors.tokens.sparq import SparQ as SparQ

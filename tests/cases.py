@@ -46,6 +46,7 @@ from sparseattn import (
     PyramidKV,
     Quad,
     QueryBridge,
+    QueryPQ,
     Quest,
     Random,
     Recent,
@@ -325,8 +326,9 @@ class Case:
 SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
     "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
-    "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate", "same-heaviest",
-    "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate", "vattention-pages",
+    "querypq-keys", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
+    "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate",
+    "vattention-pages",
 }  # fmt: skip
 
 
@@ -438,6 +440,8 @@ CASES = [
     Case("pq", lambda: PQ(8), lambda: PQ(8)),
     Case("pq-each", lambda: PQ(16, 4, 300, 1, "each"), lambda: PQ(16, 4, 300, 1, "each")),
     Case("pqcache", lambda: PQCache(8), lambda: PQCache(8)),
+    Case("querypq", lambda: QueryPQ(8, 8, share=1.0), lambda: QueryPQ(8, 8, share=1.0)),
+    Case("querypq-keys", lambda: QueryPQ(16, 4, "keys", group="each"), lambda: QueryPQ(16, 4, "keys", group="each")),
     Case("sparq", lambda: SparQ(8), lambda: SparQ(1 << 20)),
     Case("sparq-mean", lambda: SparQ(8, True), lambda: SparQ(1 << 20, True)),
     Case("sparq-each", lambda: SparQ(4, True, "each"), lambda: SparQ(1 << 20, True, "each")),

@@ -46,7 +46,7 @@ ROUNDED, CONTROLS = "rounded rows", "controls"
 FAMILIES = {
     "exact keys (oracle)": "exact",
     "page scores": "quest unique mean quad clse ellipsoid infllm",
-    "keys of few bits": "lowbit fier selfindex pq pqcache twostage pariskv",
+    "keys of few bits": "lowbit fier selfindex pq pqcache querypq twostage pariskv",
     "channels": "sparq doublesparsity loki rocketkv",
     "graphs": "retrieval",
     "buckets": "kmeans moments saap",

@@ -37,6 +37,12 @@ def paired(names: Tensor) -> Tensor:
     return low | high << 4
 
 
+def products(query: Tensor, books: Tensor) -> Tensor:
+    """`[B,H,G,S,K]` float32: the products of queries `[B,H,G,S*d]` with the centroids `[B,H,S,K,d]`."""
+    cut = query.float().unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3)  # [B,H,S,G,d]
+    return (cut @ books.float().mT).transpose(2, 3)
+
+
 def tables(query: Tensor, books: Tensor) -> Tensor:
     """What each byte adds to the product of a query with a key.
 
@@ -47,8 +53,7 @@ def tables(query: Tensor, books: Tensor) -> Tensor:
     Returns:
         `[B,H,G,M,K]` float32, M = S; with two a byte `[B,H,G,M,256]`, M half of it.
     """
-    cut = query.float().unflatten(3, (books.shape[2], books.shape[4])).transpose(2, 3)  # [B,H,S,G,d]
-    each = (cut @ books.float().mT).transpose(2, 3)  # [B,H,G,S,K]
+    each = products(query, books)
     if each.shape[4] != HALF:
         return each
     low, high = torch.nn.functional.pad(each, (0, 0, 0, each.shape[3] % 2)).unflatten(3, (-1, 2)).unbind(4)

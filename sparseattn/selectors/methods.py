@@ -177,6 +177,17 @@ METHODS = {
         needs="faiss",
         runs="torch, simulated",
     ),
+    "querypq": MethodRow(
+        "tokens.querypq:QueryPQ",
+        "ours, over PQCache, 2407.12820, and A2ATS, 2502.12665",
+        reads="the tokens whose product-quantised keys, in the metric of the queries, have the largest logits",
+        faithful="product codes of keys, errors weighted by the queries' second moment",
+        departs="keys after RoPE are turned and balanced over the parts, from a sample of this prompt alone",
+        scans="half a bit per channel of every row, and the map of queries",
+        builds="the queries' second moment, k-means, and each key's nearest centroids",
+        needs="the prompt's queries; with `metric=keys` nothing",
+        runs="torch, simulated",
+    ),
     "sparq": MethodRow(
         "tokens.sparq:SparQ",
         "2312.04985",

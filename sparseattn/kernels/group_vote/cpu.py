@@ -25,7 +25,7 @@ def _highest(numbers):
 
 
 @njit(fastmath=set(FAST))
-def _vote(scores, out, peak):
+def vote_of_group(scores, out, peak):
     """Of one KV head, scores: `[G,N]`, replaced by the logarithms of probabilities; out, peak: `[N]`."""
     group, count = scores.shape
     peak[:], out[:] = -np.inf, 0
@@ -51,7 +51,7 @@ def _vote(scores, out, peak):
 @entry(parallel=True, cache=True, nogil=True)
 def _vote_softmax(scores, out, peak):
     for which in prange(len(out)):
-        _vote(scores[which], out[which], peak[which])
+        vote_of_group(scores[which], out[which], peak[which])
 
 
 def vote_softmax(scores: Tensor) -> Tensor:

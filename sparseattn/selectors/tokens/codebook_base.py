@@ -43,8 +43,11 @@ class Coded(Ranked):
         self.codes.append(self.encode(rows.keys))
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
-        tables = self.tables(query.float() / self.temperature(query.shape[3]))
-        return codebooks.logits(tables, self.codes.visible, valid)
+        return codebooks.logits(self.scaled_tables(query), self.codes.visible, valid)
+
+    def scaled_tables(self, query: Tensor) -> Tensor:
+        """`tables` of queries `[B,H,G,D]`, of what codes add to the logit."""
+        return self.tables(query.float() / self.temperature(query.shape[3]))
 
     @abstractmethod
     def names(self, size: int) -> tuple[int, int]:

@@ -5,22 +5,16 @@ As PQCache keeps keys, https://arxiv.org/abs/2407.12820, with more bits; `PQCach
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.nearest import in_threads, load_faiss
+from sparseattn.kernels.nearest import load_faiss
 from sparseattn.selectors.base import Rows
-from sparseattn.selectors.checks import check_least, half
-from sparseattn.selectors.tokens.codebook_base import Coded
-from sparseattn.utils.hashing import stream
-
-BITS = (4, 6, 8)
+from sparseattn.selectors.checks import half
+from sparseattn.selectors.tokens.product_base import ProductCoded
 
 
-class PQ(Coded):
+class PQ(ProductCoded):
     """Reads the rows whose keys, as a centroid for each subspace of channels, have the largest product with the query.
 
     faiss's k-means (25 rounds) finds the centroids of every subspace and KV head on a sample of the first real keys
@@ -49,61 +43,16 @@ class PQ(Coded):
     def __init__(
         self, subspaces: int = 0, bits: int = 8, sample: int = 4096, seed: int = 0, group: str = "softmax"
     ) -> None:
-        if bits not in BITS:
-            raise ValueError(f"bits is one of {', '.join(map(str, BITS))}, got {bits}")
-        check_least(subspaces=(subspaces, 0), sample=(sample, 0))
+        super().__init__(subspaces, bits, sample, seed, group)
         load_faiss()
-        super().__init__(group)
-        self.subspaces, self.bits, self.sample, self.seed = subspaces, bits, sample, seed
-
-    def check_shape(self, heads: int, group: int | None, size: int) -> None:
-        self._subspaces(size)
-
-    def _subspaces(self, size: int) -> int:
-        """S, of heads of this size."""
-        subspaces = self.subspaces or max(size // self.bits, 1)
-        if size % subspaces:
-            given = f"got {subspaces}" if self.subspaces else f"one for every {self.bits} channels makes {subspaces}"
-            raise ValueError(
-                f"{self}'s subspaces are a divisor of the head size, here of {size}, {given}: set subspaces"
-            )
-        return subspaces
 
     def learned(self, rows: Rows) -> dict[str, Tensor]:
         keys = rows.keys[0]
-        heads, count, size = keys.shape
-        subspaces = self._subspaces(size)
-        drawn = torch.randperm(count, generator=stream(self.seed, "sample"))[: self.sample or count].sort().values
-        sample = keys[:, drawn.to(keys.device)].float().cpu()
-        books = torch.empty(heads, subspaces, 1 << self.bits, size // subspaces)
-
-        def learn(h: int) -> None:
-            books[h] = product_codebooks(sample[h], subspaces, self.bits, self.seed)
-
-        in_threads(learn, range(heads))
+        books = self.books(keys[:, self.drawn(keys)].float().cpu())
         return {"centroids": books.to(keys.device, half(keys))}
 
     def encode(self, keys: Tensor) -> Tensor:
-        names = codebooks.nearest(keys, self.centroids.data)
-        return codebooks.paired(names) if self.bits == 4 else names
-
-    def names(self, size: int) -> tuple[int, int]:
-        subspaces = self._subspaces(size)
-        return -(-subspaces // 2) if self.bits == 4 else subspaces, size << self.bits
+        return self.packed(keys)
 
     def tables(self, query: Tensor) -> Tensor:
         return codebooks.tables(query, self.centroids.visible)
-
-
-def product_codebooks(keys: Tensor, subspaces: int, bits: int, seed: int) -> Tensor:
-    """`[S,2^bits,d]` float32: k-means centroids of keys `[n,D]` in each of S subspaces of d = D / S channels."""
-    (count, size), centroids = keys.shape, 1 << bits
-    if count <= centroids:
-        own = keys[torch.arange(centroids).clamp(max=count - 1)]
-        return own.unflatten(1, (subspaces, -1)).transpose(0, 1).contiguous()
-    faiss = load_faiss()
-    trained: Any = faiss.ProductQuantizer(size, subspaces, bits)
-    trained.cp.seed, trained.cp.min_points_per_centroid = seed, 1  # below the minimum faiss prints a warning
-    trained.cp.max_points_per_centroid = count  # what it is given is the sample
-    trained.train(keys.contiguous().numpy())
-    return torch.from_numpy(faiss.vector_to_array(trained.centroids)).view(subspaces, centroids, -1)

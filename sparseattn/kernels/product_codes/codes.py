@@ -1,0 +1,46 @@
+"""Product codes of the stored rows, as kernels read them, and a step's tables rounded to 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MORE = 4  # candidates for every row that is chosen
+LEVELS = 255  # steps of a rounded table
+MOST = 128  # subspaces: a sum of so many rounded numbers fits 15 bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProductCodes:
+    """The codes of N stored rows.
+
+    Args:
+        codes: `[B,H,R,N]` uint8: byte r of every row. With 4 bits it holds the codes of subspaces 2r, in its low bits,
+            and 2r + 1; with 8 the code of subspace r.
+        bits: of a code, 4 or 8.
+        valid: `[B,N]` bool, rows that are no padding.
+    """
+
+    codes: Tensor
+    bits: int
+    valid: Tensor
+
+
+def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tables rounded to 8 bits, with one step for all query heads of a KV head, so that these compare.
+
+    Each subspace's least number is taken from its numbers, so a logit is `least + step * sum` of the rounded ones,
+    within `M * step / 2`: every one of the M numbers is off by half a step at most.
+
+    Args:
+        tables: `[B,H,G,M,K]` float32.
+
+    Returns:
+        `[B,H,G,M,K]` uint8, the step `[B,H]` float32, and the sum of the least numbers `[B,H,G]` float32.
+    """
+    least, most = tables.aminmax(dim=4, keepdim=True)
+    step = (most - least).amax((2, 3, 4)) / LEVELS  # [B,H]
+    scale = torch.where(step > 0, step, 1)[:, :, None, None, None]
+    return ((tables - least) / scale).round_().clamp_(max=LEVELS).to(torch.uint8), step, least.sum((3, 4))

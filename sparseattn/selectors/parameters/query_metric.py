@@ -1,0 +1,87 @@
+"""The metric of the queries: a linear map of keys after which plain distances weigh errors as the queries do.
+
+For queries with the second moment C, an error e of a key changes a logit by `q'e`, on average over the queries by
+`e'Ce`. A2ATS weighs codes like this, https://arxiv.org/abs/2502.12665. The rotation behind it balances the parts'
+variances, the parametric form of OPQ, https://doi.org/10.1109/TPAMI.2013.240.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ASKED = 64  # queries of the prompt's end that say which keys are reached
+RIDGE = 1e-3  # of the mean eigenvalue, added to every one: directions that no query of the sample has stay finite
+
+
+def metric_of(queries: Tensor) -> Tensor:
+    """Return `[H,D,D]` float64, the mean of `q q'` over queries `[H,G,m,D]` of each KV head's group, and the ridge."""
+    flat = queries.double().flatten(1, 2)
+    moment = flat.mT @ flat / max(flat.shape[1], 1)
+    size = moment.shape[2]
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+    identity = torch.eye(size, dtype=moment.dtype, device=moment.device)
+    return moment + RIDGE * mean[:, None, None] * identity
+
+
+def balanced(keys: Tensor, metric: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Return the maps of keys and of queries, whose results have the products that keys and queries have.
+
+    Args:
+        keys: `[H,n,D]` less their mean.
+        metric: `[H,D,D]` float64, symmetric and positive definite.
+        parts: S, a divisor of D.
+
+    Returns:
+        two of `[H,D,D]` float32, A of keys and `A^-T` of queries. Of the mapped keys' variances every D / S consecutive
+        ones have nearly the same product.
+    """
+    lengths, axes = torch.linalg.eigh(metric)
+    root = lengths.sqrt()[:, :, None]
+    forth, back = axes.mT * root, axes.mT / root
+    turned = keys.double() @ forth.mT
+    variances, directions = torch.linalg.eigh(turned.mT @ turned / max(keys.shape[1], 1))
+    order = torch.stack([dealt(of_head, parts) for of_head in variances])
+    rotation = directions.gather(2, order[:, None].expand_as(directions)).mT
+    return (rotation @ forth).float(), (rotation @ back).float()
+
+
+def dealt(variances: Tensor, parts: int) -> Tensor:
+    """Return `[D]` int64, the directions in the order of the parts that they are dealt to.
+
+    The largest variance first, each goes to the part that has room and the smallest product so far.
+    """
+    size = len(variances)
+    found = variances.clamp(min=torch.finfo(variances.dtype).tiny).log()
+    logs: list[float] = (found - found.min()).tolist()  # none below zero: one more never makes a product smaller
+    dealt_to: list[list[int]] = [[] for _ in range(parts)]
+    product = [0.0] * parts
+    for i in sorted(range(size), key=lambda i: -logs[i]):
+        part = min((p for p in range(parts) if len(dealt_to[p]) < size // parts), key=product.__getitem__)
+        dealt_to[part].append(i)
+        product[part] += logs[i]
+    return torch.tensor([i for part in dealt_to for i in part], device=variances.device)
+
+
+def unit_metric(keys: Tensor) -> Tensor:
+    """Return `[H,D,D]` float64, the metric of keys `[H,n,D]` themselves."""
+    return torch.eye(keys.shape[2], dtype=torch.double, device=keys.device).expand(len(keys), -1, -1)
+
+
+def reached(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """Return what queries of the prompt's end pay to each key, on average 1: `[H,n]` float32.
+
+    Args:
+        queries: `[H,G,m,D]` over the temperature, of which at most 64 of the last quarter are asked.
+        at: `[m]` int64, their positions, rising.
+        keys: `[H,n,D]`, among which a query's attention is shared out.
+        places: `[n]` int64, their positions.
+    """
+    count = len(at)
+    first = count - max(count // 4, 1)
+    asked = torch.linspace(first, count - 1, min(ASKED, count - first), device=at.device).long()
+    seen = places <= at[asked, None]  # [q,n]
+    logits = queries[:, :, asked].flatten(1, 2) @ keys.mT  # [H,G*q,n]
+    hidden = ~seen.repeat(queries.shape[1], 1)
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0.0).mean(1)
+    return weights / weights.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

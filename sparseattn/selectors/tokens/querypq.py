@@ -1,0 +1,145 @@
+"""Every row ranked by product codes of its key, in the metric of the prompt's queries. Ours.
+
+PQCache keeps keys as product codes, https://arxiv.org/abs/2407.12820; A2ATS weighs them by the queries,
+https://arxiv.org/abs/2502.12665; the rotation is OPQ's, https://doi.org/10.1109/TPAMI.2013.240.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseattn.core.row_buffer import RowBuffer
+from sparseattn.core.selection import Selection
+from sparseattn.core.step_cost import Launch
+from sparseattn.kernels import codebooks
+from sparseattn.kernels.product_codes import dispatch as product_codes
+from sparseattn.kernels.product_codes.codes import MOST, ProductCodes
+from sparseattn.selectors.abilities import LearnsFromQueries
+from sparseattn.selectors.base import Rows, StepContext
+from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
+from sparseattn.selectors.parameters.query_metric import balanced, metric_of, reached, unit_metric
+from sparseattn.selectors.tokens.product_base import ProductCoded
+
+METRICS = ("own", "keys")
+CHUNK = 1 << 14  # rows that are turned at a time
+
+
+class QueryPQ(LearnsFromQueries, ProductCoded):
+    """Reads the rows with the largest products of the query with the centroids that stand for their turned keys.
+
+    The prompt's keys, less their mean, are turned so that a distance between two of them is the root mean square
+    difference of their logits over the prompt's queries. They are rotated so that the subspaces' variances have nearly
+    equal products. Each subspace is coded by the nearest of its centroids. A query is turned the other way, so that its
+    products stay what they are. A row's score is a sum of as many numbers as there are subspaces. Mean, map and
+    centroids are the prompt's; rows sealed later are coded with them.
+
+    Args:
+        subspaces: M, a divisor of the head size; 0 (default): half a bit a channel, one for every `2 * bits` channels.
+        bits: of a subspace's code: 4 (default), 16 centroids and two codes a byte; or 8, 256 centroids.
+        metric: "own" (default): the second moment of the prompt's queries, a query group's together; "keys": keys are
+            centred and rotated only.
+        sample: most keys of a KV head that centroids are learned from, drawn at random; 0: all of them.
+        share: share of the prompt's queries for the metric, evenly spaced. Where none are given, the keys serve as
+            queries, and a warning says so.
+        reach: power of a key's mean attention, from queries of the prompt's end, that it counts for in the mean of its
+            centroid; 0: all keys count alike.
+        seed: of the draw and of the first centroids.
+        group: how a query group votes, see `vote`: "softmax" (default), "sum", "max"; "each": every query head chooses
+            for itself.
+
+    An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
+    32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
+
+    With "softmax", four rows for every row of the budget are candidates, by tables rounded to 8 bits. They vote by sums
+    of tables that are not rounded (`kernels.product_codes.dispatch.best`).
+
+    k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
+
+    `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
+    """
+
+    choices = (4, 8)
+    channels = 2
+
+    def __init__(
+        self,
+        subspaces: int = 0,
+        bits: int = 4,
+        metric: str = "own",
+        sample: int = 8192,
+        share: float = 0.1,
+        reach: float = 0.5,
+        seed: int = 0,
+        group: str = "softmax",
+    ) -> None:
+        super().__init__(subspaces, bits, sample, seed, group)
+        check_share(share)
+        if metric not in METRICS:
+            raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
+        if subspaces > MOST:
+            raise ValueError(f"subspaces is {MOST} or less, as sums of their tables have 16 bits, got {subspaces}")
+        if not 0 <= reach <= 1:
+            raise ValueError(f"reach is a power of weights, 0 to 1, got {reach}")
+        self.metric, self.share, self.reach = metric, share, reach
+        self.queries_share = share if metric == "own" else 0.0
+        self.codes = RowBuffer(3, spare=0)  # [B,H,R,N] uint8, each byte of all rows together, as kernels read them
+        self.centre = RowBuffer(2)  # [B,H,D] float32, the mean key
+        self.turn = RowBuffer(2)  # [B,H,D,D] float32, of keys
+        self.back = RowBuffer(2)  # [B,H,D,D] of 16 bits, of queries
+
+    def learned(self, rows: Rows) -> dict[str, Tensor]:
+        keys, kind = rows.keys[0], half(rows.keys)
+        drawn = self.drawn(keys)
+        sample, queries = keys[:, drawn].float(), None
+        if self.metric == "own":
+            if rows.queries is None or rows.query_positions is None or not rows.query_positions.numel():
+                warn_of_keys_as_queries(self, len(keys), len(keys))
+                queries, at = sample[:, None], rows.positions[0, drawn]
+            else:
+                queries, at = rows.queries[0].float(), rows.query_positions[0]
+        centre = sample.mean(1)  # [H,D]
+        centred = sample - centre[:, None]
+        metric = unit_metric(keys) if queries is None else metric_of(queries)
+        turn, back = balanced(centred, metric, self.subspaces_of(keys.shape[2]))
+        weights = None
+        if queries is not None and self.reach:
+            logits_of = queries / self.temperature(keys.shape[2])
+            weights = reached(logits_of, at, sample, rows.positions[0, drawn]).pow(self.reach)
+        books = self.books(centred @ turn.mT, weights).to(kind)
+        return {"centre": centre, "turn": turn, "back": back.to(kind), "centroids": books}
+
+    def append(self, rows: Rows) -> None:
+        self.learn(rows)
+        self.codes.append(self.encode(rows.keys).mT)
+
+    def encode(self, keys: Tensor) -> Tensor:
+        centre, turn = self.centre.data[:, :, None], self.turn.data.mT
+        return torch.cat([self.packed((part.float() - centre) @ turn) for part in keys.split(CHUNK, 2)], 2)
+
+    def tables(self, query: Tensor) -> Tensor:
+        # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
+        products = codebooks.products(query @ self.back.visible.float().mT, self.centroids.visible)
+        products[:, :, :, 0] += query @ self.centre.visible[..., None]
+        return products
+
+    def stored(self, valid: Tensor) -> ProductCodes:
+        """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
+        return ProductCodes(self.codes.visible, self.bits, valid)
+
+    def logits(self, query: Tensor, valid: Tensor) -> Tensor:
+        return product_codes.logits(self.scaled_tables(query), self.stored(valid))
+
+    def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
+        if self.group != "softmax":
+            return super().select(query, step, budget)
+        return Selection.tokens(product_codes.best(self.scaled_tables(query), self.stored(step.valid), budget))
+
+    def reads(self, query: Tensor) -> tuple[int, int]:
+        size = query.shape[3]
+        row, once = super().reads(query)
+        return row, once + 2 * size * size + 4 * size
+
+    def scoring(self, query: Tensor, sealed: int) -> Launch:
+        launch, size = super().scoring(query, sealed), query.shape[3]
+        return Launch("names", flops=launch.flops + 2.0 * query.numel() * size, entries=launch.entries)
