@@ -12,9 +12,8 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch
-from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import MOST, ProductCodes
+from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
 from sparseattn.selectors.abilities import LearnsFromQueries
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
@@ -51,8 +50,8 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
-    With "softmax", four rows for every row of the budget are candidates, by tables rounded to 8 bits. They vote by sums
-    of tables that are not rounded (`kernels.product_codes.dispatch.best`).
+    With "softmax", four rows for every row of the budget are candidates, by sums of tables that are rounded to 8 bits,
+    and these alone vote (`kernels.product_codes.dispatch.best`).
 
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
 
@@ -118,22 +117,25 @@ class QueryPQ(LearnsFromQueries, ProductCoded):
         return torch.cat([self.packed((part.float() - centre) @ turn) for part in keys.split(CHUNK, 2)], 2)
 
     def tables(self, query: Tensor) -> Tensor:
-        # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
-        products = codebooks.products(query @ self.back.visible.float().mT, self.centroids.visible)
-        products[:, :, :, 0] += query @ self.centre.visible[..., None]
-        return products
+        return Tables(query, self.back.visible, self.centroids.visible).numbers()
+
+    def scaled(self, query: Tensor) -> Tables:
+        """Return what codes add to the logits of queries `[B,H,G,D]`, but for what the mean key adds to all of them."""
+        query = query.float() / self.temperature(query.shape[3])
+        return Tables(query, self.back.visible, self.centroids.visible)
 
     def stored(self, valid: Tensor) -> ProductCodes:
         """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
         return ProductCodes(self.codes.visible, self.bits, valid)
 
     def logits(self, query: Tensor, valid: Tensor) -> Tensor:
-        return product_codes.logits(self.scaled_tables(query), self.stored(valid))
+        tables = self.scaled(query)
+        return product_codes.logits(tables, self.stored(valid)) + tables.query @ self.centre.visible[..., None]
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.group != "softmax":
             return super().select(query, step, budget)
-        return Selection.tokens(product_codes.best(self.scaled_tables(query), self.stored(step.valid), budget))
+        return Selection.tokens(product_codes.best(self.scaled(query), self.stored(step.valid), budget))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         size = query.shape[3]
