@@ -1,7 +1,7 @@
 """The vote of a query group by "softmax" in vectors of 16 numbers: one exponential a number, and one logarithm a row.
 
-Weights are kept beside their largest: a row's vote is -inf where every query head weighs it at less than 2^-126 of that.
-A list may come in parts, each with a largest of its own.
+Weights are kept beside their largest: a vote is -inf where every query head weighs a row at less than 2^-126 of that. A
+list may come in parts, each with a largest of its own.
 """
 
 # Code for the compiler, which takes LLVM's types, for which Python has no annotations.

@@ -193,7 +193,7 @@ def _cut(below, count):
 @njit
 def _candidates(codes, at, step, count, bits, names, valid, total, more, best, limit, rows, below, sums):
     """List the valid ones of `total` rows that are no farther below the sample's best than the `more`-th, and perhaps
-    others behind these. Return how many are listed, -1 where they find no room, and how far below the last candidate is.
+    others behind these. Return how many are listed, -1 where there is no room, and how far below the last candidate is.
 
     valid: `[blocks * 64]`; best, limit: as `_sample` has them; rows, below, sums: as `_listed` has them.
     """
@@ -235,7 +235,7 @@ def _best(
     votes, ids,
 ):  # fmt: skip
     """query: `[lists,G*D]` float32; turn, centroids: flat; shape: G, M, K and d; valid: `[B,blocks*64]` uint8; rows,
-    below, votes: `[T,most]`, and sums, logits: `[T,G*most]`, of T threads, which are written; ids: `[lists,S]` int32."""
+    below, votes: `[T,most]`, sums, logits: `[T,G*most]`, of T threads, which are written; ids: `[lists,S]` int32."""
     lists, (share, subspaces, entries, size), workers = len(query), shape, len(rows)
     whole, wide = total // BLOCK, subspaces * size
     apart = max(1, min(whole // FEW, APART))

@@ -121,8 +121,8 @@ def _sums_of_heads(context, builder, heads, arrays, codes_at, step, count, size,
 def sums_of_block(typing, codes, at, step, count, tables, size, share, out, tops, near):
     """The sums of 64 rows for `share` query heads, and how far these are below `tops`.
 
-    `out[64 g:]` uint16 are the sums of `tables[g * size + 16 m + code]` over the codes m of `count` bytes, those of byte
-    r at `codes[at + r * step:]`, each below 16. `near` `[64]` int16 is the least over g of `tops[g]` less the sum.
+    `out[64 g:]` uint16 are the sums of `tables[g * size + 16 m + code]` over the codes m of `count` bytes, byte r at
+    `codes[at + r * step:]`, each below 16. `near` `[64]` int16 is the least over g of `tops[g]` less the sum.
     """
 
     def code(context, builder, signature, arguments):
@@ -148,8 +148,8 @@ def sums_of_block(typing, codes, at, step, count, tables, size, share, out, tops
 
 @intrinsic
 def raise_tops(typing, sums, heads, valid, v, tops):
-    """`tops[32 g:]` uint16: the larger of itself and of the sums `sums[64 g:]` of 64 rows where `valid[v:]` is not 0, in
-    each of `WIDTH / 2` lanes."""
+    """`tops[32 g:]` uint16: the larger of itself and of the sums `sums[64 g:]` of 64 rows where `valid[v:]` is not 0,
+    in each of `WIDTH / 2` lanes."""
 
     def code(context, builder, signature, arguments):
         sums_, heads_, valid_, v_, tops_ = arguments
@@ -196,8 +196,8 @@ def within(typing, near, valid, v, limit):
 def list_rows(typing, marks, first, near, own, share, rows, below, sums, most, found):
     """Write the rows that have a bit in `marks` behind the `found` ones that are listed, and return how many are then.
 
-    first: the block's first row; near, own: of `sums_of_block`; rows int32, below int16, and sums uint16, of which query
-    head g's begin at `g * most`.
+    first: the block's first row; near, own: of `sums_of_block`; rows int32, below int16, and sums uint16, of which
+    those of query head g begin at `g * most`.
     """
 
     def code(context, builder, signature, arguments):
