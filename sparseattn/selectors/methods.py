@@ -186,7 +186,6 @@ METHODS = {
         scans="half a bit per channel of every row, and the map of queries",
         builds="the queries' second moment, k-means, and each key's nearest centroids",
         needs="the prompt's queries; with `metric=keys` nothing",
-        runs="torch, simulated",
     ),
     "sparq": MethodRow(
         "tokens.sparq:SparQ",

@@ -7,7 +7,7 @@ from torch import Tensor
 from sparseattn.kernels.implementations import Operation
 from sparseattn.kernels.product_codes.codes import ProductCodes
 
-CODES = Operation(__package__, "torch", "numba")
+CODES = Operation(__package__, "torch", "numba", "triton")
 
 
 def logits(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tensor:
