@@ -67,6 +67,7 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
     `scan_bytes`: the codes of every row, and once per KV head the centroids, the map of queries and the mean.
     """
 
+    operators = 24
     choices = (4, 8)
     channels = 2
     method, command = "querypq", "train"
