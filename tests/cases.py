@@ -326,7 +326,7 @@ class Case:
 SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
     "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
-    "freekv-querypq", "kascade-querypq", "querypq-keys", "recent-few", "tailed-querypq", "topp-querypq",
+    "freekv-querypq", "kascade-querypq", "querypq-keys", "querypq-page", "recent-few", "tailed-querypq", "topp-querypq",
     "twostage-querypq", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate",
     "vattention-pages",
@@ -443,6 +443,11 @@ CASES = [
     Case("pqcache", lambda: PQCache(8), lambda: PQCache(8)),
     Case("querypq", lambda: QueryPQ(8, 8, share=1.0), lambda: QueryPQ(8, 8, share=1.0)),
     Case("querypq-keys", lambda: QueryPQ(16, 4, "keys", group="each"), lambda: QueryPQ(16, 4, "keys", group="each")),
+    Case(
+        "querypq-page",
+        lambda: QueryPQ(8, 8, share=1.0, group="sum", page=8),
+        lambda: QueryPQ(8, 8, share=1.0, group="sum", page=8),
+    ),
     Case("tailed-querypq", lambda: Tailed(QueryPQ(8, 8, share=1.0), 8), lambda: Tailed(QueryPQ(8, 8, share=1.0), 8)),
     Case(
         "twostage-querypq",

@@ -101,6 +101,25 @@ def test_rows_sealed_later_are_coded_with_the_prompts_books_and_change_none() ->
     assert torch.equal(codebooks.paired(codebooks.nearest(turned, books["centroids"])).mT, selector.codes.data)
 
 
+def test_pages_weigh_what_their_rows_weigh_by_code() -> None:
+    query, keys, values = attention(2, 2, 3, 400, 64)
+    caches = []
+    for page in (1, 16):
+        caches.append(KVCache(QueryPQ(share=1.0, page=page), sink=0, window=0, seal=16))
+        caches[-1].append(keys, values, query)
+        caches[-1].seal()
+    asked, (rows, pages) = query[:, :, :, -1], caches
+    assert torch.equal(rows.selector.codes.data, pages.selector.codes.data)
+    weights = rows.selector.logits(asked, rows.search.step().valid).softmax(3).sum(2)  # [B,H,N]
+    wanted = weights.unflatten(2, (-1, 16)).sum(3).topk(4).indices.sort(2).values * 16
+    found = pages.select(asked, 64)
+    assert (found.span, found.whole) == (16, True)
+    assert torch.equal(found.start.sort(2).values, wanted.int())
+    assert bool((pages.select(asked, Mass(0.3, 256)).attended < pages.select(asked, Mass(0.99, 256)).attended).all())
+    with pytest.raises(ValueError, match="a page is a power of two rows, or 1, got 12"):
+        QueryPQ(page=12)
+
+
 def test_a_budget_may_be_a_mass_and_a_tail_stands_for_what_codes_leave_out() -> None:
     query, keys, values = attention(1, 2, 3, 404, 64)
     asked, chosen = query[:, :, :, -1], []

@@ -55,12 +55,13 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
         artefact: a file that `sparseattn train --method querypq` has made of traces, with as many subspaces and bits.
             Mean, maps and centroids are the file's then, and metric, sample, share, reach and seed count for nothing:
             coding takes no k-means and no queries. "prompt" (default): they are the prompt's.
+        page: choose pages of so many rows by the sum of their rows' weights, a power of two; 1 (default): single rows.
 
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
-    With "softmax", four rows for every row of the budget are candidates, by tables rounded to 8 bits. They vote by sums
-    of tables that are not rounded (`kernels.product_codes.dispatch.best`).
+    With "softmax" and single rows, four rows for every row of the budget are candidates, by tables rounded to 8 bits.
+    They vote by sums of tables that are not rounded (`kernels.product_codes.dispatch.best`).
 
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
 
@@ -83,8 +84,12 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
         seed: int = 0,
         group: str = "softmax",
         artefact: str = PROMPT,
+        page: int = 1,
     ) -> None:
         ProductCoded.__init__(self, subspaces, bits, sample, seed, group)
+        if page < 1 or page & (page - 1):
+            raise ValueError(f"a page is a power of two rows, or 1, got {page}")
+        self.page = self.span = page
         check_share(share)
         if metric not in METRICS:
             raise ValueError(f"metric is one of {', '.join(METRICS)}, got {metric!r}")
@@ -178,7 +183,7 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
         return product_codes.logits(self.scaled_tables(query), self.stored(valid))
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        if self.group != "softmax":
+        if self.group != "softmax" or self.page > 1:
             return super().select(query, step, budget)
         return Selection.tokens(product_codes.best(self.scaled_tables(query), self.stored(step.valid), budget))
 
