@@ -40,12 +40,12 @@ def _looked_up(tables, which, code, LINES: tl.constexpr, ENTRIES: tl.constexpr, 
 # Specialised are strides alone: a row more must not compile a new kernel.
 @triton.jit(do_not_specialize=["rows", "valid_step_b"])
 def sum_rows(
-    tables,  # [B,H,2R or R,LINES,K] float32 of query heads, or int32 of two query heads each
+    tables,  # [B,L,2R or R,LINES,K] float32 of query heads, or int32 of two query heads each
     codes,  # [B,H,R,N] uint8, any strides but the last
     valid,  # [B,N]
-    ids,  # [B,H,rows] int32, which row is looked up, negative: none; None: all in order
-    out,  # [B,H,LINES,rows], as tables
-    tile_fact,  # [B,H,LINES,tiles] float32, log-sum-exps; of integers [B,H,2 LINES,tiles] int32, the best; or None
+    ids,  # [B,L,rows] int32, which row is looked up, negative: none; None: all in order
+    out,  # [B,L,LINES,rows], as tables
+    tile_fact,  # [B,L,LINES,tiles] float32, log-sum-exps; of integers [B,L,2 LINES,tiles] int32, the best; or None
     rows,
     valid_step_b,
     codes_step_b,
@@ -53,14 +53,15 @@ def sum_rows(
     codes_step_r,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,  # R
-    LINES: tl.constexpr,  # query heads, or pairs of them
+    EACH: tl.constexpr,  # lists of a KV head, L / H
+    LINES: tl.constexpr,  # query heads, or pairs of them, of a list
     EVEN: tl.constexpr,  # whether rows are a multiple of WIDE, all in order
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*H
+    head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*L
     kind = tables.dtype.element_ty
     entries: tl.constexpr = 1 << BITS
     each: tl.constexpr = 8 // BITS  # codes of a byte
@@ -79,7 +80,7 @@ def sum_rows(
         read = place // WIDE * WIDE < rows
     else:
         read = known
-    codes += b.to(tl.int64) * codes_step_b + h.to(tl.int64) * codes_step_h + row
+    codes += b.to(tl.int64) * codes_step_b + (h // EACH).to(tl.int64) * codes_step_h + row
     tables += head * (BYTES * each * LINES * entries)
     total = tl.zeros([BLOCK_P * BLOCK], kind)
     for r in range(count):
@@ -148,7 +149,7 @@ VOTE_BLOCK = 512  # candidates that one program of `vote_softmax` votes on
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def launch(lines: int, bits: int, count: int, even: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def launch(lines: int, bits: int, count: int, even: bool, each: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the compile-time constants and options of `sum_rows`, for a launch and for compiling ahead alike.
 
     Args:
@@ -156,10 +157,11 @@ def launch(lines: int, bits: int, count: int, even: bool) -> tuple[dict[str, Any
         bits: of a code.
         count: bytes of a row.
         even: whether rows are a multiple of 16, all in order.
+        each: lists of a KV head.
     """
     block_p = triton.next_power_of_2(lines)
     block = max(min(HELD // block_p, MOST_ROWS), LEAST_ROWS)
-    constants = {"BITS": bits, "BYTES": count, "LINES": lines, "EVEN": even}
+    constants = {"BITS": bits, "BYTES": count, "EACH": each, "LINES": lines, "EVEN": even}
     return constants | {"BLOCK_P": block_p, "BLOCK": block}, OPTIONS
 
 
@@ -172,28 +174,28 @@ def launch_tops(group: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _laid(tables: Tensor, keys: ProductCodes) -> Tensor:
-    """Return tables `[B,H,L,M,K]` as the kernel reads them, `[B,H,M,L,K]`: M as many as the bytes have codes, one more
+    """Return tables `[B,L,G,M,K]` as the kernel reads them, `[B,L,M,G,K]`: M as many as the bytes have codes, one more
     of zeros where a byte has one alone."""
     missing = keys.codes.shape[2] * 8 // keys.bits - tables.shape[3]
     return torch.nn.functional.pad(tables, (0, 0, 0, missing)).transpose(2, 3).contiguous()
 
 
 def _sums(laid: Tensor, keys: ProductCodes, ids: Tensor | None, facts: bool) -> tuple[Tensor, Tensor | None]:
-    """Launch `sum_rows`: sums `[B,H,L,rows]` and, if asked for, what each tile's are together."""
+    """Launch `sum_rows`: sums `[B,L,LINES,rows]` and, if asked for, what each tile's are together."""
     codes = keys.codes
     if codes.stride(3) != 1 and codes.shape[3] > 1:
         raise ValueError(f"the kernel reads codes whose rows are adjacent: the last stride is 1, got {codes.stride()}")
-    batch, heads, _, lines, _ = laid.shape
+    batch, lists, _, lines, _ = laid.shape
     rows = codes.shape[3] if ids is None else ids.shape[2]
     even = ids is None and not rows % WIDE.value
-    constants, options = launch(lines, keys.bits, codes.shape[2], even)
+    constants, options = launch(lines, keys.bits, codes.shape[2], even, lists // codes.shape[1])
     tiles, valid = triton.cdiv(rows, constants["BLOCK"]), adjacent(keys.valid)
-    out = laid.new_empty(batch, heads, lines, rows)
-    each = 1 if laid.dtype == torch.float32 else 2
-    tile_fact = laid.new_empty(batch, heads, each * lines, tiles) if facts else None
+    out = laid.new_empty(batch, lists, lines, rows)
+    members = 1 if laid.dtype == torch.float32 else 2
+    tile_fact = laid.new_empty(batch, lists, members * lines, tiles) if facts else None
     if out.numel():
         with torch.cuda.device_of(codes):  # Triton launches on the current device
-            sum_rows[tiles, heads, batch](
+            sum_rows[tiles, lists, batch](
                 laid,
                 codes,
                 valid,
@@ -239,11 +241,17 @@ def relative(tables: Tensor, keys: ProductCodes) -> Tensor:
     return _below(sums, tile_top, keys.valid, group)
 
 
-def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
-    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative."""
+def sums_of_listed(tables: Tensor, keys: ProductCodes, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits `[B,L,G,C]` of the rows `ids` `[B,L,C]` int32, -inf for negative, by tables `[B,L,G,M,K]`, L a
+    multiple of H; and each tile's log-sum-exps."""
     listed, tile_lse = _sums(_laid(tables, keys), keys, ids, True)
     assert tile_lse is not None
-    return vote_tiles(listed, tile_lse, VOTE_BLOCK)
+    return listed, tile_lse
+
+
+def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
+    """Return the group's vote "softmax" `[B,H,C]` float32 among the rows `ids` `[B,H,C]` int32, -inf for negative."""
+    return vote_tiles(*sums_of_listed(tables, keys, ids), VOTE_BLOCK)
 
 
 def best(tables: Tensor, keys: ProductCodes, count: int) -> Tensor:
