@@ -35,22 +35,26 @@ def test_rounded_tables_are_within_half_a_step_a_subspace(shape: tuple[int, ...]
     assert bool((off > 0).all()), "a step of 0 would pass too"
 
 
+def check_choices(tables: Tables, keys: ProductCodes, impl: str, counts: tuple[int, ...] = (1, 20, 100, 2500)) -> None:
+    """Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32."""
+    names, step, _ = rounded(tables.numbers())
+    sums = step[:, :, None, None] * reference.sums(names.float(), keys)
+    votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
+    for count in counts:
+        found, expected = (dispatch.best(tables, keys, count, impl=which) for which in (impl, "torch"))
+        assert torch.equal(found.sort(-1).values < 0, expected.sort(-1).values < 0)
+        read, wanted = (votes.gather(2, ids.clamp(min=0).long()).masked_fill(ids < 0, 0) for ids in (found, expected))
+        torch.testing.assert_close(read.sort(-1).values, wanted.sort(-1).values, rtol=0, atol=2 * float(step.max()))
+        for ids in found.flatten(0, 1):
+            assert len(set(ids[ids >= 0].tolist())) == int((ids >= 0).sum())
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_sums_are_the_references_and_its_choices_are_as_good(shape: tuple[int, ...]) -> None:
     pytest.importorskip("numba")
     tables, keys = made(*shape)
-    torch.testing.assert_close(*(dispatch.logits(tables, keys, impl=impl) for impl in ("numba", "torch")))
-    names, step, _ = rounded(tables.numbers())
-    sums = step[:, :, None, None] * reference.sums(names.float(), keys)
-    votes = reference.vote_softmax(sums.masked_fill(~keys.valid[:, None, None], -torch.inf))
-    for count in (1, 20, 100, 2000):
-        found, expected = (dispatch.best(tables, keys, count, impl=impl) for impl in ("numba", "torch"))
-        assert torch.equal(found.sort(-1).values < 0, expected.sort(-1).values < 0)
-        read, wanted = (votes.gather(2, ids.clamp(min=0).long()).masked_fill(ids < 0, 0) for ids in (found, expected))
-        # Rows of equal votes may be others, and a table's number may be rounded the other way by an error of float32.
-        torch.testing.assert_close(read.sort(-1).values, wanted.sort(-1).values, rtol=0, atol=2 * float(step.max()))
-        for ids in found.flatten(0, 1):
-            assert len(set(ids[ids >= 0].tolist())) == int((ids >= 0).sum())
+    torch.testing.assert_close(*(dispatch.logits(tables.numbers(), keys, impl=impl) for impl in ("numba", "torch")))
+    check_choices(tables, keys, "numba")
 
 
 @pytest.mark.parametrize("rows", [40, 5000])

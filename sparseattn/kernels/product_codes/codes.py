@@ -11,7 +11,7 @@ from sparseattn.kernels import codebooks
 
 MORE = 4  # candidates for every row that is chosen
 BLOCK = 64  # rows that kernels take at once
-APART, FEW = 16, 64  # of blocks a sample has every 16th, or more of them where these would be fewer than 64
+APART, FEW = 16, 64  # blocks, see `blocks_apart`
 LEVELS = 255  # steps of a rounded table
 MOST = 128  # subspaces: a sum of so many rounded numbers fits 15 bits
 
@@ -69,11 +69,14 @@ def rounded(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ((tables - least) / scale).round_().clamp_(max=LEVELS).to(torch.uint8), step, least.sum((3, 4))
 
 
+def blocks_apart(rows: int) -> int:
+    """Return how many blocks on the next block of the sample is: 16; fewer where these would be fewer than 64."""
+    return max(1, min(rows // BLOCK // FEW, APART))
+
+
 def sampled(rows: int) -> Tensor:
     """Return the rows `[n]` int64 among which a query head's best is the one that others are compared with: those of
     every 16th whole block; of fewer than 1,024 blocks of more, 64 or all; the only rows where no block is whole."""
     whole = rows // BLOCK
-    if not whole:
-        return torch.arange(rows)
-    blocks = torch.arange(0, whole, max(1, min(whole // FEW, APART)))
-    return (BLOCK * blocks[:, None] + torch.arange(BLOCK)).flatten()
+    blocks = torch.arange(0, whole, blocks_apart(rows))
+    return (BLOCK * blocks[:, None] + torch.arange(BLOCK)).flatten() if whole else torch.arange(rows)

@@ -23,7 +23,7 @@ from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import FAST, LOG2E, dot, dot4, storage_of
 from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import LANES
-from sparseattn.kernels.product_codes.codes import APART, BLOCK, FEW, LEVELS, MORE, MOST, ProductCodes, Tables
+from sparseattn.kernels.product_codes.codes import BLOCK, LEVELS, MORE, MOST, ProductCodes, Tables, blocks_apart
 from sparseattn.kernels.product_codes.cpu_sums import (
     NONE,
     ROW_AT,
@@ -231,14 +231,13 @@ def _vote(found, last, size, share, rows, below, sums, logits, votes, ids):
 
 @entry(parallel=True, cache=True, nogil=True)
 def _best(
-    query, turn, centroids, shape, codes, steps, count, bits, heads, valid, total, more, rows, below, sums, logits,
-    votes, ids,
+    query, turn, centroids, shape, codes, steps, count, bits, heads, valid, total, apart, more, rows, below, sums,
+    logits, votes, ids,
 ):  # fmt: skip
     """query: `[lists,G*D]` float32; turn, centroids: flat; shape: G, M, K and d; valid: `[B,blocks*64]` uint8; rows,
     below, votes: `[T,most]`, sums, logits: `[T,G*most]`, of T threads, which are written; ids: `[lists,S]` int32."""
     lists, (share, subspaces, entries, size), workers = len(query), shape, len(rows)
     whole, wide = total // BLOCK, subspaces * size
-    apart = max(1, min(whole // FEW, APART))
     for worker in prange(workers):
         turned, tables = np.empty(share * wide, np.float32), np.empty((share, subspaces, entries), np.float32)
         names = np.empty((share, count * 8 // bits, entries), np.uint8)
@@ -303,23 +302,21 @@ def _stored(keys: ProductCodes) -> Any:
     return codes, (storage_of(valid.view(torch.uint8)), valid.stride(0) if len(valid) > 1 else 0)
 
 
-def _work(tables: Tables, keys: ProductCodes) -> float:
-    """Of all sums, by multiplications that take as long."""
-    return tables.query.shape[:3].numel() * tables.centroids.shape[2] * keys.codes.shape[3] / 8.0
+def _padded(tables: Tensor, keys: ProductCodes) -> Tensor:
+    """`[lists,G,M,K]` float32, M as many as the bytes have codes: one more of zeros where a byte has one alone."""
+    missing = keys.codes.shape[2] * 8 // keys.bits - tables.shape[3]
+    return torch.nn.functional.pad(tables, (0, 0, 0, missing)).flatten(0, 1).contiguous()
 
 
-def logits(tables: Tables, keys: ProductCodes) -> Tensor:
+def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     """As `dispatch.logits`."""
-    numbers = tables.numbers()
-    batch, heads, share, subspaces = numbers.shape[:4]
-    out = torch.empty(batch, heads, share, keys.codes.shape[3])
+    batch, heads, share, subspaces = tables.shape[:4]
+    rows = keys.codes.shape[3]
+    out = torch.empty(batch, heads, share, rows)
     codes, valid = _stored(keys)
-    # Codes of four bits fill whole bytes: a subspace of zeros behind an odd number of them.
-    missing = keys.codes.shape[2] * 8 // keys.bits - subspaces
-    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, missing)).flatten(0, 1).contiguous()
     with ONE_AT_A_TIME:
-        use_threads(8 * _work(tables, keys))
-        _logits(*codes, numbers.numpy(), heads, *valid, out.flatten(0, 1).numpy())
+        use_threads(batch * heads * share * subspaces * rows)
+        _logits(*codes, _padded(tables, keys).numpy(), heads, *valid, out.flatten(0, 1).numpy())
     return out
 
 
@@ -345,9 +342,10 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     codes, _ = _stored(keys)
     query = tables.query.reshape(lists, -1).contiguous().numpy()
     books = (storage_of(part.contiguous()) for part in (tables.turn, tables.centroids))
+    work = lists * share * (subspaces * rows / 8 + EXPONENTIAL * more / 8)  # in multiplications
     most = (more + more // 2 + 8 * BLOCK) // LANES * LANES  # where more are listed, a thread makes room for all
     with ONE_AT_A_TIME:
-        workers = max(1, min(use_threads(_work(tables, keys) + EXPONENTIAL * lists * share * more / 8), lists))
-        _best(query, *books, (share, subspaces, entries, size), *codes, heads, marks.numpy(), rows, more,
-              *_scratch(workers, most, share), ids.flatten(0, 1).numpy())  # fmt: skip
+        workers = max(1, min(use_threads(work), lists))
+        _best(query, *books, (share, subspaces, entries, size), *codes, heads, marks.numpy(), rows, blocks_apart(rows),
+              more, *_scratch(workers, most, share), ids.flatten(0, 1).numpy())  # fmt: skip
     return ids

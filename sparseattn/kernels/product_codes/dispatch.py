@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from sparseattn.kernels.implementations import Operation
 from sparseattn.kernels.product_codes.codes import ProductCodes, Tables
 
-CODES = Operation(__package__, "torch", "numba")
+CODES = Operation(__package__, "torch", "numba", "triton")
 
 
-def logits(tables: Tables, keys: ProductCodes, impl: str | None = None) -> Tensor:
+def logits(tables: Tensor, keys: ProductCodes, impl: str | None = None) -> Tensor:
     """Return the logits of rows by their codes, sums of M table entries.
 
     Args:
-        tables: of `[B,H,G,M,2^bits]` numbers.
+        tables: `[B,H,G,M,2^bits]` float32, what a code of a subspace adds to the logit.
         keys: N of them.
         impl: see `implementations`.
 
     Returns:
         `[B,H,G,N]` float32, -inf where a row is not valid.
     """
-    return _implementation(impl, tables).logits(tables, keys)
+    return CODES.pick(impl, tables.device, tables.dtype, tables.requires_grad).logits(tables, keys)
 
 
 def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None) -> Tensor:
@@ -37,16 +35,13 @@ def best(tables: Tables, keys: ProductCodes, count: int, impl: str | None = None
     candidates: more than 4 * `count` rows are nearer to some query head.
 
     Args:
-        tables, keys, impl: see `logits`; M is 128 or less, so that sums have 15 bits.
+        tables: of M subspaces, 128 or less, so that sums have 15 bits; what they add to all rows is left out.
+        keys, impl: see `logits`.
         count: rows chosen for each KV head.
 
     Returns:
         `[B,H,S]` int32 in no order, S at most N, -1 where there are fewer valid rows. Which of equal rows is chosen is
         left open.
     """
-    return _implementation(impl, tables).best(tables, keys, count)
-
-
-def _implementation(impl: str | None, tables: Tables) -> Any:
     query = tables.query
-    return CODES.pick(impl, query.device, query.dtype, query.requires_grad)
+    return CODES.pick(impl, query.device, query.dtype, query.requires_grad).best(tables, keys, count)

@@ -27,20 +27,26 @@ def sums(tables: Tensor, keys: ProductCodes) -> Tensor:
     return total
 
 
-def logits(tables: Tables, keys: ProductCodes) -> Tensor:
+def logits(tables: Tensor, keys: ProductCodes) -> Tensor:
     """As `dispatch.logits`."""
-    return sums(tables.numbers(), keys).masked_fill(~keys.valid[:, None, None], -torch.inf)
+    return sums(tables, keys).masked_fill(~keys.valid[:, None, None], -torch.inf)
 
 
 def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     """As `dispatch.best`."""
     names, step, _ = rounded(tables.numbers())
     whole = sums(names.float(), keys)
-    unreal = ~keys.valid[:, None, None]
-    among = sampled(whole.shape[3]).to(whole.device)
-    highest = whole.masked_fill(unreal, 0)[..., among].amax(3, keepdim=True)
-    near = (whole - highest).amax(2).clamp(max=0).masked_fill(unreal[:, 0], -torch.inf)  # [B,H,N]
+    near = nearest(whole, keys.valid)
     last = near.topk(min(MORE * count, near.shape[2]), 2).values.amin(2, keepdim=True)
     candidate = (near >= last) & (near > -torch.inf)
     votes = step[:, :, None, None] * whole
     return best_rows(vote_softmax(votes.masked_fill(~candidate[:, :, None], -torch.inf)), count)
+
+
+def nearest(whole: Tensor, valid: Tensor) -> Tensor:
+    """Return how far rows are below the sample's best, at the query head where they are nearest: `[B,H,N]` float32,
+    none above 0, -inf where a row is not `valid` `[B,N]`; whole: `[B,H,G,N]`, their rounded sums."""
+    unreal = ~valid[:, None, None]
+    among = sampled(whole.shape[3]).to(whole.device)
+    highest = whole.masked_fill(unreal, 0)[..., among].amax(3, keepdim=True)
+    return (whole - highest).amax(2).clamp(max=0).masked_fill(unreal[:, 0], -torch.inf)
