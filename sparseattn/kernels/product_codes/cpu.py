@@ -129,8 +129,8 @@ def _sums_of_sample(codes, at, step, count, bits, names, valid, apart, tops, sum
 
 @njit
 def _sample(codes, at, step, count, bits, names, valid, apart, more, unit):
-    """Return what sum of a query head all rows are compared with, `[G]` uint16, by a sample, every `apart`-th block. And
-    return about how far below these the `more`-th of all rows is, or a little more.
+    """Return what sum of a query head all rows are compared with, `[G]` uint16, by a sample: every `apart`-th block.
+    And return about how far below these the `more`-th of all rows is, or a little more.
 
     A head's number is the logarithm of its weights' sum, in steps of sums, less what keeps it among these and is the
     same for all heads. unit: such a step in a logit, in units of log 2.
