@@ -21,7 +21,7 @@ from sparseattn.kernels.group_vote.cpu_vectors import highest, vote_of_list, wei
 from sparseattn.kernels.numba_cache import njit
 from sparseattn.kernels.numba_entry import entry
 from sparseattn.kernels.numba_rows import FAST, LOG2E, dot, dot4, prefetch, storage_of
-from sparseattn.kernels.numba_threads import EXPONENTIAL, ONE_AT_A_TIME, use_threads
+from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 from sparseattn.kernels.numba_vectors import LANES
 from sparseattn.kernels.product_codes.codes import BLOCK, LEVELS, MORE, MOST, ProductCodes, Tables, blocks_apart
 from sparseattn.kernels.product_codes.cpu_sums import (
@@ -36,6 +36,7 @@ from sparseattn.kernels.product_codes.cpu_sums import (
 from sparseattn.kernels.topk.cpu import best as best_of
 
 AHEAD = 1024  # bytes of a code's rows that are asked for before their turn
+CANDIDATE = 250  # multiplications that take as long as listing a candidate, its vote and its place among the best
 ALL = NONE - 1  # no valid row is farther below the best
 COARSE = 3  # bits that a bin of the first histogram leaves out
 
@@ -361,7 +362,7 @@ def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
     codes, _ = _stored(keys)
     query = tables.query.reshape(lists, -1).contiguous().numpy()
     books = (storage_of(part.contiguous()) for part in (tables.turn, tables.centroids))
-    work = lists * share * (subspaces * rows / 8 + EXPONENTIAL * more / 8)  # in multiplications
+    work = lists * (share * subspaces * rows / 4 + CANDIDATE * more)
     most = (more + more // 2 + 8 * BLOCK) // LANES * LANES  # where more are listed, a thread makes room for all
     with ONE_AT_A_TIME:
         workers = max(1, min(use_threads(work), lists))
