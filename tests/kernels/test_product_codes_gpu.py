@@ -12,9 +12,9 @@ import torch
 
 from sparseattn import KVCache, QueryPQ
 from sparseattn.kernels.product_codes import dispatch, reference
-from sparseattn.kernels.product_codes.codes import ProductCodes
+from sparseattn.kernels.product_codes.codes import ProductCodes, Tables, rounded
 from tests.cases import attention
-from tests.kernels.test_product_codes import made
+from tests.kernels.test_product_codes import check_choices, made
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,19 +36,19 @@ SHAPES = [
 ]
 
 
-def placed(shape: tuple[int, ...]) -> tuple[torch.Tensor, ProductCodes]:
+def placed(shape: tuple[int, ...]) -> tuple[Tables, ProductCodes]:
     tables, keys = made(*shape)
-    return tables.to(DEVICE), ProductCodes(keys.codes.to(DEVICE), keys.bits, keys.valid.to(DEVICE))
+    tables = Tables(*(part.to(DEVICE) for part in (tables.query, tables.turn, tables.centroids)))
+    return tables, ProductCodes(keys.codes.to(DEVICE), keys.bits, keys.valid.to(DEVICE))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_and_choices_are_the_references(shape: tuple[int, ...]) -> None:
     tables, keys = placed(shape)
-    assert torch.equal(*(dispatch.relative(tables, keys, impl=impl) for impl in ("torch", "triton")))
-    torch.testing.assert_close(*(dispatch.logits(tables, keys, impl=impl) for impl in ("triton", "torch")))
-    for count in (1, 20, 100, 2500):
-        found, expected = (dispatch.best(tables, keys, count, impl=i).sort(-1).values for i in ("triton", "torch"))
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(*(dispatch.logits(tables.numbers(), keys, impl=impl) for impl in ("triton", "torch")))
+    names = rounded(tables.numbers())[0]
+    assert torch.equal(gpu.nearest(names, keys), reference.nearest(reference.sums(names.float(), keys), keys.valid))
+    check_choices(tables, keys, "triton", (20, 100, 2500))  # of 1, two rows may be as near as the last candidate
 
 
 def test_rows_that_are_not_valid_hold_anything_and_a_sequence_may_have_none() -> None:
@@ -59,14 +59,14 @@ def test_rows_that_are_not_valid_hold_anything_and_a_sequence_may_have_none() ->
     found = dispatch.best(tables, keys, 8, impl="triton")
     assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
     assert bool((found[1] == -1).all())
-    assert bool(dispatch.logits(tables, keys, impl="triton")[1].isneginf().all())
+    assert bool(dispatch.logits(tables.numbers(), keys, impl="triton")[1].isneginf().all())
 
 
 def test_codes_that_no_list_names_are_not_looked_up() -> None:
     tables, keys = placed((1, 2, 3, 4, 8, 80))
     ids = torch.tensor([[[79, -1, 0, 5], [-1, 2, 2, 40]]], dtype=torch.int32, device=DEVICE)
-    found, lse = gpu._sums(gpu._laid(tables, keys), keys, ids, True)
-    every = reference.logits(tables, keys)
+    found, lse = gpu._sums(gpu._laid(tables.numbers(), keys), keys, ids, True)
+    every = reference.logits(tables.numbers(), keys)
     expected = every.gather(3, ids.clamp(min=0).long()[:, :, None].expand_as(found))
     expected = expected.masked_fill((ids < 0)[:, :, None], -torch.inf)
     torch.testing.assert_close(found, expected)
@@ -79,7 +79,7 @@ def test_what_the_kernels_refuse() -> None:
         dispatch.best(tables, keys, 4, impl="triton")
     turned = ProductCodes(keys.codes.mT.contiguous().mT, 8, keys.valid)
     with pytest.raises(ValueError, match="codes whose rows are adjacent: the last stride is 1, got"):
-        dispatch.logits(tables, turned, impl="triton")
+        dispatch.logits(tables.numbers(), turned, impl="triton")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

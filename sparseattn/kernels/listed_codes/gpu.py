@@ -13,5 +13,5 @@ def logits(tables: Tensor, keys: ProductCodes, rows: Tensor) -> Tensor:
     """As `dispatch.logits`."""
     (batch, heads, group), lists = tables.shape[:3], rows.shape[1]
     rows = torch.where(rows < keys.codes.shape[3], rows, -1).int()
-    own = tables.view(batch, lists, heads * group // lists, *tables.shape[3:])
+    own = tables.reshape(batch, lists, heads * group // lists, *tables.shape[3:])
     return sums_of_listed(own, keys, rows)[0].view(batch, heads, group, -1)

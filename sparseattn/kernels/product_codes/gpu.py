@@ -3,8 +3,8 @@
 `sum_rows` reads the codes of a tile of rows once for all query heads of a KV head. A subspace's tables are looked up
 within the program, in registers or in its shared memory: by `tl.gather`, as the compiler lays it out. With tables
 rounded to 8 bits a number of 32 bits holds the sums of two query heads, and `below_tops` finds in a second launch how
-far each row is below the best. Candidates are rows that a list names: `sum_rows` looks them up in tables that are not
-rounded, and their vote is a launch of `group_vote.gpu`.
+far each row is below the best. Candidates are rows that a list names: `sum_rows` looks them up again, and their vote is
+a launch of `group_vote.gpu`.
 """
 
 # Kernels are compiled by Triton and take its types, for which Python has no annotations.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparseattn.kernels.group_vote.gpu import log_sum, vote_tiles
 from sparseattn.kernels.page_bounds.gpu import adjacent
-from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, rounded
+from sparseattn.kernels.product_codes.codes import MORE, MOST, ProductCodes, Tables, blocks_apart, rounded
 from sparseattn.kernels.topk.dispatch import best_rows
 
 WIDE = tl.constexpr(16)  # rows
@@ -38,7 +38,7 @@ def _looked_up(tables, which, code, LINES: tl.constexpr, ENTRIES: tl.constexpr, 
 
 
 # Specialised are strides alone: a row more must not compile a new kernel.
-@triton.jit(do_not_specialize=["rows", "valid_step_b"])
+@triton.jit(do_not_specialize=["rows", "apart", "valid_step_b"])
 def sum_rows(
     tables,  # [B,L,2R or R,LINES,K] float32 of query heads, or int32 of two query heads each
     codes,  # [B,H,R,N] uint8, any strides but the last
@@ -47,6 +47,7 @@ def sum_rows(
     out,  # [B,L,LINES,rows], as tables
     tile_fact,  # [B,L,LINES,tiles] float32, log-sum-exps; of integers [B,L,2 LINES,tiles] int32, the best; or None
     rows,
+    apart,
     valid_step_b,
     codes_step_b,
     codes_step_h,
@@ -59,7 +60,10 @@ def sum_rows(
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid."""
+    """Sums of table entries by the codes of rows; floats are logits, -inf where a row is not valid.
+
+    The best sums of a tile are those of the rows of every `apart`-th block of 64, where it is not 0 (`codes.sampled`).
+    """
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + h  # of B*L
     kind = tables.dtype.element_ty
@@ -92,8 +96,10 @@ def sum_rows(
     total = tl.reshape(total, [BLOCK_P, BLOCK])
     line = head * LINES + p
     if kind == tl.int32:
-        total = tl.where(known[None, :], total, 0)
-        low, high = tl.max(total & 0xFFFF, 1), tl.max(total >> 16, 1)
+        whole = rows // 64
+        among = (place // 64 % tl.maximum(apart, 1) == 0) & ((place // 64 < whole) | (whole == 0))
+        compared = tl.where((known & among)[None, :], total, 0)
+        low, high = tl.max(compared & 0xFFFF, 1), tl.max(compared >> 16, 1)
         at = tile_fact + 2 * line * tl.num_programs(0) + tile
         tl.store(at, low, mask=p < LINES)
         tl.store(at + tl.num_programs(0), high, mask=p < LINES)
@@ -119,7 +125,8 @@ def below_tops(
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How far a row's sum is below a query head's best one, at the head where it is nearest; -inf where not valid."""
+    """How far a row's sum is below a query head's best of the sample, at the nearest head: none above 0, -inf where it
+    is not valid."""
     head = tl.program_id(1).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
     line = head * LINES + p
@@ -137,7 +144,7 @@ def below_tops(
     least: tl.constexpr = -(1 << 16)  # below all differences
     first = tl.where((2 * p < G)[:, None], (both & 0xFFFF) - low[:, None], least)
     second = tl.where((2 * p + 1 < G)[:, None], (both >> 16) - high[:, None], least)
-    nearest = tl.max(tl.maximum(first, second), 0).to(tl.float32)
+    nearest = tl.minimum(tl.max(tl.maximum(first, second), 0), 0).to(tl.float32)
     real = tl.load(valid + (head // heads) * valid_step_b + row, mask=here, other=0) != 0
     tl.store(out + head * rows + row, tl.where(real, nearest, float("-inf")), mask=here)
 
@@ -203,6 +210,7 @@ def _sums(laid: Tensor, keys: ProductCodes, ids: Tensor | None, facts: bool) -> 
                 out,
                 tile_fact,
                 rows,
+                blocks_apart(rows),
                 valid.stride(0),
                 *codes.stride()[:3],
                 **constants,
@@ -230,12 +238,13 @@ def _below(sums: Tensor, tile_top: Tensor, valid: Tensor, group: int) -> Tensor:
     return out
 
 
-def relative(tables: Tensor, keys: ProductCodes) -> Tensor:
-    """As `dispatch.relative`."""
-    group, subspaces = tables.shape[2:4]
+def nearest(names: Tensor, keys: ProductCodes) -> Tensor:
+    """Return how far each row is below the sample's best, at the query head where it is nearest: `[B,H,N]` float32,
+    none above 0, -inf where a row is not valid; names: `[B,H,G,M,K]` uint8, tables rounded to 8 bits."""
+    group, subspaces = names.shape[2:4]
     if subspaces > MOST:
         raise ValueError(f"sums of 16 bits hold {MOST} subspaces, got {subspaces}")
-    names = torch.nn.functional.pad(rounded(tables)[0], (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
+    names = torch.nn.functional.pad(names, (0, 0, 0, 0, 0, group % 2)).int().unflatten(2, (-1, 2))
     sums, tile_top = _sums(_laid(names[:, :, :, 0] | names[:, :, :, 1] << 16, keys), keys, None, True)
     assert tile_top is not None
     return _below(sums, tile_top, keys.valid, group)
@@ -254,8 +263,9 @@ def voted(tables: Tensor, keys: ProductCodes, ids: Tensor) -> Tensor:
     return vote_tiles(*sums_of_listed(tables, keys, ids), VOTE_BLOCK)
 
 
-def best(tables: Tensor, keys: ProductCodes, count: int) -> Tensor:
-    """As `dispatch.best`."""
-    candidates = best_rows(relative(tables, keys), MORE * count)  # [B,H,C]
-    chosen = best_rows(voted(tables, keys, candidates), count)
+def best(tables: Tables, keys: ProductCodes, count: int) -> Tensor:
+    """As `dispatch.best`; of rows as near as the last candidate it leaves open which are candidates."""
+    names, step, _ = rounded(tables.numbers())
+    candidates = best_rows(nearest(names, keys), MORE * count)  # [B,H,C]
+    chosen = best_rows(voted(names * step[:, :, None, None, None], keys, candidates), count)
     return candidates.gather(2, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -1)

@@ -15,11 +15,10 @@ from torch import Tensor
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, sorted_best
-from sparseattn.kernels import codebooks
 from sparseattn.kernels.group_vote.dispatch import best_of_listed
 from sparseattn.kernels.listed_codes import dispatch as listed_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
-from sparseattn.kernels.product_codes.codes import MOST, ProductCodes
+from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
 from sparseattn.selectors.abilities import LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
@@ -63,8 +62,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
-    With "softmax" and single rows, four rows for every row of the budget are candidates, by tables rounded to 8 bits.
-    They vote by sums of tables that are not rounded (`kernels.product_codes.dispatch.best`).
+    With "softmax" and single rows, four rows for every row of the budget are candidates, by sums of tables that are
+    rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
 
@@ -204,9 +203,13 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
 
     def tables(self, query: Tensor) -> Tensor:
         # What the mean key adds is the same for every row: it is put into the first subspace's numbers.
-        products = codebooks.products(query @ self.back.visible.float().mT, self.centroids.visible)
+        products = self.factors(query).numbers()
         products[:, :, :, 0] += query @ self.centre.visible[..., None]
         return products
+
+    def factors(self, query: Tensor) -> Tables:
+        """Return what `tables` of queries `[B,H,G,D]` float32 are made of, the mean key's part left out."""
+        return Tables(query, self.back.visible, self.centroids.visible)
 
     def stored(self, valid: Tensor) -> ProductCodes:
         """Return the codes of every row that is stored; `valid` `[B,N]` bool says which are no padding."""
@@ -218,7 +221,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         if self.group != "softmax" or self.page > 1:
             return super().select(query, step, budget)
-        return Selection.tokens(product_codes.best(self.scaled_tables(query), self.stored(step.valid), budget))
+        tables = self.factors(query.float() / self.temperature(query.shape[3]))
+        return Selection.tokens(product_codes.best(tables, self.stored(step.valid), budget))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
         return self.names(query.shape[3])[0], self._once(query.shape[3])
