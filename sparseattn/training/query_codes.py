@@ -169,4 +169,4 @@ def _drawn(view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: P
 def kept(calibration: Calibration) -> dict[int, float]:
     """Return `meta["kept"]` of a file of `train_codes` by layer."""
     found: dict[str, Any] = calibration.meta["kept"]
-    return {int(index): share for index, share in found.items()}
+    return {int(index): found[index] for index in sorted(found, key=int)}
