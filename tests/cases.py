@@ -20,6 +20,7 @@ from sparseattn import (
     PQ,
     SAAP,
     TOVA,
+    Adamas,
     Bounds,
     Clse,
     DoubleSparsity,
@@ -324,11 +325,11 @@ class Case:
 
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
-    "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
-    "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
-    "querypq-keys", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
-    "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate",
-    "vattention-pages",
+    "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2",
+    "infinigen-group", "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each",
+    "pq-each", "querypq-keys", "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped",
+    "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group",
+    "twostage-estimate", "vattention-pages",
 }  # fmt: skip
 
 
@@ -433,6 +434,8 @@ CASES = [
         lambda: TwoStage(Estimate(False), 1, rows=16, group="each"),
     ),
     Case("estimate", Estimate, Estimate),
+    Case("adamas", Adamas, Adamas),
+    Case("adamas-sum", lambda: Adamas(1.0, "sum"), lambda: Adamas(1.0, "sum")),
     Case("fier", lambda: Fier(16), lambda: Fier(16)),
     # Rows of equal codes tie: these cases have none where a law's budget ends, at 8 to 16 names a key or by their vote.
     Case("selfindex", lambda: SelfIndex("sum"), lambda: SelfIndex("sum")),

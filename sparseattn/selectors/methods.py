@@ -143,6 +143,17 @@ METHODS = {
         scans="two bits per channel of every row, and the levels",
         builds="the smallest and the largest number of 64 rows, per channel",
     ),
+    "adamas": MethodRow(
+        "tokens.adamas:Adamas",
+        "2510.18413",
+        reads="the tokens whose turned keys, in two bits per channel, lie nearest to the query",
+        faithful="the Hadamard transform, four levels, the Manhattan distance, one choice per query head",
+        departs="the threshold follows the prompt's keys, because the code's fits few models (`Adamas.paper()`); "
+        "of tokens as far, the newest are read, which its code leaves open",
+        scans="two bits per channel of every row",
+        builds="the transform of each key",
+        runs="torch, simulated",
+    ),
     "selfindex": MethodRow(
         "tokens.selfindex:SelfIndex",
         "2603.14224",
