@@ -43,8 +43,11 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.combined.topp import TopP as TopP
     from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
     from sparseattn.selectors.combined.vattention import VAttention as VAttention
+    from sparseattn.selectors.eviction.a2sf import A2SF as A2SF
     from sparseattn.selectors.eviction.h2o import H2O as H2O
+    from sparseattn.selectors.eviction.keyformer import Keyformer as Keyformer
     from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
+    from sparseattn.selectors.eviction.scissorhands import Scissorhands as Scissorhands
     from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV
     from sparseattn.selectors.eviction.tova import TOVA as TOVA
     from sparseattn.selectors.graphs.bridge import QueryBridge as QueryBridge

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseattn import (
+    A2SF,
     H2O,
     HNSW,
     IVF,
@@ -33,6 +34,7 @@ from sparseattn import (
     InfLLM,
     Kascade,
     KDEformer,
+    Keyformer,
     KMeans,
     KVCache,
     Loki,
@@ -57,6 +59,7 @@ from sparseattn import (
     RobustVamana,
     RocketKV,
     Rows,
+    Scissorhands,
     Selection,
     Selector,
     SelfIndex,
@@ -479,6 +482,9 @@ CASES = [
     Case("perfect", lambda: drawn(PerfectBuckets, probes=4), lambda: drawn(PerfectBuckets)),
     Case("h2o", H2O, H2O),
     Case("h2o-decode", lambda: H2O("decode", 0.25), lambda: H2O("decode", 0.25)),
+    Case("a2sf", lambda: A2SF(0.95), lambda: A2SF(0.95)),
+    Case("keyformer", Keyformer, Keyformer),
+    Case("scissorhands", lambda: Scissorhands(16, 4), lambda: Scissorhands(16, 4)),
     Case("tova", TOVA, TOVA),
     Case("snapkv", SnapKV, SnapKV),
     Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
