@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.baselines.exact import Exact as Exact
     from sparseattn.selectors.baselines.pagemass import PageMass as PageMass
     from sparseattn.selectors.baselines.random import Random as Random
+    from sparseattn.selectors.baselines.razor import RazorAttention as RazorAttention
     from sparseattn.selectors.baselines.recent import Recent as Recent
     from sparseattn.selectors.baselines.window import Window as Window
     from sparseattn.selectors.clusters.kmeans import KMeans as KMeans
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.clse import Clse as Clse
     from sparseattn.selectors.pages.ellipsoid import Ellipsoid as Ellipsoid
     from sparseattn.selectors.pages.infllm import InfLLM as InfLLM
+    from sparseattn.selectors.pages.infllm2 import InfLLM2 as InfLLM2
     from sparseattn.selectors.pages.levels import Levels as Levels
     from sparseattn.selectors.pages.mean import Mean as Mean
     from sparseattn.selectors.pages.quad import Quad as Quad

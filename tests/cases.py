@@ -32,6 +32,7 @@ from sparseattn import (
     FreeKV,
     InfiniGen,
     InfLLM,
+    InfLLM2,
     Kascade,
     KDEformer,
     Keyformer,
@@ -52,6 +53,7 @@ from sparseattn import (
     QueryPQ,
     Quest,
     Random,
+    RazorAttention,
     Recent,
     Reformer,
     RetrievalAttention,
@@ -329,10 +331,10 @@ class Case:
 # Forms whose code differs from their method's first case by little. What differs much has tests of its own.
 SECOND = {
     "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2",
-    "infinigen-group", "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each",
-    "pq-each", "querypq-keys", "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped",
-    "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group",
-    "twostage-estimate", "vattention-pages",
+    "infinigen-group", "infllm-each", "infllm2-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each",
+    "pariskv-each", "pq-each", "querypq-keys", "quest-max", "recent-few", "robustvamana-stitched", "saap-context",
+    "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap",
+    "topp-group", "twostage-estimate", "vattention-pages",
 }  # fmt: skip
 
 
@@ -366,6 +368,8 @@ CASES = [
     ),
     Case("infllm", lambda: InfLLM(8), lambda: InfLLM(8, 8)),
     Case("infllm-each", lambda: InfLLM(16, 2, 20, "each"), lambda: InfLLM(16, 16, 20, "each")),
+    Case("infllm2", lambda: InfLLM2(16), lambda: InfLLM2(16)),
+    Case("infllm2-each", lambda: InfLLM2(32, "each"), lambda: InfLLM2(32, "each")),
     Case("ivf", IVF, lambda: IVF(probes=1 << 20)),
     Case("ivf-few", lambda: IVF(4, 1), lambda: IVF(4, 4)),
     # A graph that prunes no link is connected. With degree 32, 69 of 500 clustered keys lost every link to them.
@@ -490,6 +494,7 @@ CASES = [
     Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
     Case("pyramidkv", lambda: PyramidKV(4), PyramidKV),
     Case("random", Random, Random),
+    Case("razor", lambda: RazorAttention(8), lambda: RazorAttention(8)),
     Case("recent", Recent, Recent),
     Case("recent-few", lambda: Recent(4), lambda: Recent(4)),
     Case("tailed", lambda: Tailed(LowBit(rows=16), 8, 0.5), lambda: Tailed(LowBit(rows=16), 8, 0.5)),

@@ -125,6 +125,16 @@ METHODS = {
         needs="the prompt's queries",
         runs="torch",
     ),
+    "infllm2": MethodRow(
+        "pages.infllm2:InfLLM2",
+        "2509.24663",
+        reads="the blocks that the windows of mean keys with the largest shares of a softmax touch",
+        faithful="windows of 32 rows every 16, shares summed over a group, the largest of a block of 64",
+        departs="windows of sink and recent rows take no share; models that are not trained for the score",
+        scans="a mean key of every 16 rows",
+        builds="the mean key of every 16 rows",
+        runs="torch",
+    ),
     "fier": MethodRow(
         "tokens.fier:Fier",
         "2508.08256",
@@ -573,6 +583,15 @@ METHODS = {
         departs="keys keep their positions, because they carry RoPE already; whole pages",
         runs="torch",
         section="window-and-random",
+    ),
+    "razor": MethodRow(
+        "baselines.razor:RazorAttention",
+        "2407.15891",
+        reads="the newest tokens, and one row for all older ones",
+        faithful="mean key, mean value, the logarithm of how many tokens they stand for",
+        departs="rows are not freed; which heads retrieve is a matter of roles (`roles.papers.razor`)",
+        builds="sums of keys and values",
+        runs="torch",
     ),
     "random": MethodRow(
         "baselines.random:Random",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import Adamas, KVCache, Selector
+from sparseattn import Adamas, InfLLM2, KVCache, RazorAttention, Selector, decode
 from tests.cases import attention, heads
 
 H, G, D, ROWS, LAST = 2, 3, 32, 150, 12
@@ -25,7 +25,7 @@ Rule = Callable[[Tensor, Tensor, int], Tensor]  # (queries [H,G,D], keys [H,N,D]
 def choices(selector: Selector, data: str, rule: Rule, budget: int) -> tuple[int, int]:
     """How many choices of the last queries are the rule's, and of how many."""
     queries, keys, values = DATA[data](1, H, G, ROWS, D)
-    cache = KVCache(selector, sink=0, window=0, seal=1, check=True)
+    cache = KVCache(selector, sink=0, window=0, seal=selector.unit, check=True)
     cache.append(keys, values, queries)
     same = total = 0
     for t in range(ROWS - LAST, ROWS):
@@ -65,3 +65,50 @@ def adamas(threshold: float) -> Rule:
 def test_adamas(threshold: float, data: str) -> None:
     same, total = choices(Adamas(threshold), data, adamas(threshold), 20)
     assert (same, total) == (LAST * H * G, LAST * H * G)
+
+
+def infllm2(page: int, each: bool) -> Rule:
+    """OpenBMB/infllmv2_cuda_impl, tests/stage1/naive_softmax.py:33-34 (softmax, sum over a group), and
+    infllm_v2/max_pooling_1d.py:14-16 (kernel 5, stride 4, padding 1 for blocks of 64)."""
+
+    def rule(queries: Tensor, keys: Tensor, budget: int) -> Tensor:
+        keys = keys[:, : ROWS // page * page]
+        chosen = []  # of two blocks with the same best window the older
+        for h in range(H):
+            windows = torch.stack([keys[h, i : i + 32].mean(0) for i in range(0, keys.shape[1] - 31, 16)])
+            shares = (queries[h] @ windows.T / D**0.5).softmax(-1)
+            for share in shares if each else [shares.sum(0)]:
+                best = torch.nn.functional.max_pool1d(share[None], page // 16 + 1, page // 16, 1)[0].tolist()
+                pages = sorted((-score, p) for p, score in enumerate(best))[: budget // page]
+                chosen.append([p * page + i for _, p in pages for i in range(page)])
+        return torch.tensor(chosen)
+
+    return rule
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(("page", "group"), [(16, "softmax"), (32, "softmax"), (32, "each")])
+def test_infllm2(page: int, group: str, data: str) -> None:
+    same, total = choices(InfLLM2(page, group), data, infllm2(page, group == "each"), 64)
+    assert (same, total) == (LAST * H * (G if group == "each" else 1),) * 2
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_razors_local_heads(data: str) -> None:
+    """arXiv 2407.15891, equations 4 and 5: `N exp(q k)` of the mean key k, with the mean value, beside sink and newest
+    rows."""
+    queries, keys, values = DATA[data](1, H, G, ROWS, D)
+    cache = KVCache(RazorAttention(8), sink=4, window=6, seal=8, check=True)
+    cache.append(keys, values, queries)
+    out = decode(queries[:, :, :, -1], cache, 24)[0].double()
+    sealed = int(cache.sealed[0])
+    old = slice(4, 4 + sealed - 24)
+    near = [*range(4), *range(old.stop, ROWS)]
+    for h in range(H):
+        mean_key, mean_value = keys[0, h, old].double().mean(0), values[0, h, old].double().mean(0)
+        for g in range(G):
+            query = queries[0, h, g, -1].double()
+            weights = (keys[0, h, near].double() @ query / D**0.5).exp()
+            far = (sealed - 24) * (mean_key @ query / D**0.5).exp()
+            expected = (weights @ values[0, h, near].double() + far * mean_value) / (weights.sum() + far)
+            torch.testing.assert_close(out[h, g], expected, rtol=1e-5, atol=1e-5)
