@@ -37,9 +37,11 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.clusters.retroinfer import RetroInfer as RetroInfer
     from sparseattn.selectors.clusters.saap import SAAP as SAAP
     from sparseattn.selectors.clusters.saap import PerfectBuckets as PerfectBuckets
+    from sparseattn.selectors.combined.delta import Delta as Delta
     from sparseattn.selectors.combined.fitted import Fitted as Fitted
     from sparseattn.selectors.combined.freekv import FreeKV as FreeKV
     from sparseattn.selectors.combined.kascade import Kascade as Kascade
+    from sparseattn.selectors.combined.lessismore import LessIsMore as LessIsMore
     from sparseattn.selectors.combined.tailed import Tailed as Tailed
     from sparseattn.selectors.combined.topp import TopP as TopP
     from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
@@ -69,6 +71,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.mean import Mean as Mean
     from sparseattn.selectors.pages.quad import Quad as Quad
     from sparseattn.selectors.pages.quest import Quest as Quest
+    from sparseattn.selectors.pages.shadowkv import ShadowKV as ShadowKV
     from sparseattn.selectors.pages.unique import Unique as Unique
     from sparseattn.selectors.registry import SELECTORS as SELECTORS
     from sparseattn.selectors.registry import make_selector as make_selector

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import Adamas, InfLLM2, KVCache, RazorAttention, Selector, decode
+from sparseattn import Adamas, Delta, InfLLM2, KVCache, LessIsMore, RazorAttention, Selector, ShadowKV, decode
 from tests.cases import attention, heads
 
 H, G, D, ROWS, LAST = 2, 3, 32, 150, 12
@@ -112,3 +112,69 @@ def test_razors_local_heads(data: str) -> None:
             far = (sealed - 24) * (mean_key @ query / D**0.5).exp()
             expected = (weights @ values[0, h, near].double() + far * mean_value) / (weights.sum() + far)
             torch.testing.assert_close(out[h, g], expected, rtol=1e-5, atol=1e-5)
+
+
+def lessismore(recent: float) -> Rule:
+    """DerrickYLJ/LessIsMore, src/tidal_build/modify_llama_lim.py:118-161: each head's best of the older rows, their
+    union in the order of ranks cut to its budget, the newest rows."""
+
+    def rule(queries: Tensor, keys: Tensor, budget: int) -> Tensor:
+        middle = int(budget * (1 - recent))
+        begin = ROWS - (budget - middle)
+        ranked = torch.einsum("hgd,hnd->hgn", queries, keys[:, :begin]).flatten(0, 1).topk(middle).indices  # [HG,k]
+        union = list(dict.fromkeys(ranked.T.flatten().tolist()))[:middle]
+        return torch.tensor([[*union, *range(begin, ROWS)]] * H)
+
+    return rule
+
+
+def delta(page: int, recent: int) -> Rule:
+    """hoenza/DELTA, DELTA/Engine/DELTA/page_score.py:51-53 (the largest weight of any head, summed over a page) and
+    page_selector_v2.py:124-127 (the newest pages in any case)."""
+
+    def rule(queries: Tensor, keys: Tensor, budget: int) -> Tensor:
+        weights = (torch.einsum("hgd,hnd->hgn", queries, keys) / D**0.5).softmax(-1).amax((0, 1))
+        score = weights[: ROWS // page * page].view(-1, page).sum(-1)
+        score[len(score) - recent :] = torch.inf
+        pages = score.topk(budget // page).indices
+        return (pages[:, None] * page + torch.arange(page)).flatten().expand(H, -1)
+
+    return rule
+
+
+def shadowkv(page: int, share: float) -> Rule:
+    """ByteDance-Seed/ShadowKV, models/kv_cache.py:248-254 (landmarks, outliers by the least cosine) and 289-296 (the
+    softmax over the other landmarks, the largest of a group)."""
+
+    def rule(queries: Tensor, keys: Tensor, budget: int) -> Tensor:
+        chosen = []
+        for h in range(H):
+            chunks = keys[h, : ROWS // page * page].view(-1, page, D)
+            landmarks = chunks.mean(1)
+            cosine = torch.cosine_similarity(chunks, landmarks[:, None], dim=-1).amin(1)
+            apart = cosine.argsort()[: int(budget // page * share)].tolist()
+            rest = [c for c in range(len(chunks)) if c not in apart]
+            shares = (queries[h] @ landmarks[rest].T / D**0.5).softmax(-1).amax(0)
+            best = [rest[i] for i in shares.topk(budget // page - len(apart)).indices.tolist()]
+            chosen.append([c * page + i for c in apart + best for i in range(page)])
+        return torch.tensor(chosen)
+
+    return rule
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(
+    ("selector", "rule"),
+    [
+        (LessIsMore(), lessismore(0.25)),
+        (LessIsMore(0.5), lessismore(0.5)),
+        (Delta(8, 2), delta(8, 2)),
+        (Delta(16, 0), delta(16, 0)),
+        (ShadowKV(), shadowkv(8, 3 / 19)),
+        (ShadowKV(4, 0.5), shadowkv(4, 0.5)),
+    ],
+    ids=lambda one: str(one) if isinstance(one, Selector) else "",
+)
+def test_lists_of_a_layer_and_landmarks(selector: Selector, rule: Rule, data: str) -> None:
+    same, total = choices(selector.for_layer(0), data, rule, 64)
+    assert (same, total) == (LAST * H, LAST * H)

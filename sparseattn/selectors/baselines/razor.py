@@ -66,10 +66,8 @@ class RazorAttention(HasTail, Recent):
         last = (first - 1).clamp(min=0)  # the newest page that is not read, where there is one
         count = torch.where(first > 0, self.count.visible.gather(1, last[:, None])[:, 0], 0)
         place = last[:, None, None, None].expand(-1, *self.keys.visible.shape[1:2], 1, self.keys.visible.shape[3])
-        mean = [
-            (buffer.visible.gather(2, place) / count.clamp(min=1)[:, None, None, None]).to(query.dtype)
-            for buffer in (self.keys, self.values)
-        ]
+        many = count.clamp(min=1)[:, None, None, None]
+        keys, values = ((part.visible.gather(2, place) / many).to(query.dtype) for part in (self.keys, self.values))
         ids = torch.where(count > 0, 0, -1)[:, None, None].expand(-1, query.shape[1], 1)
         bias = count.clamp(min=1).float().log()[:, None, None].expand(-1, query.shape[1], 1)
-        return Tail(*mean, Selection.tokens(ids, bias=bias))
+        return Tail(keys, values, Selection.tokens(ids, bias=bias))

@@ -10,7 +10,8 @@ from torch import Tensor
 from sparseattn.core.selection import Selection
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows, vote
-from sparseattn.selectors.eviction.summed_base import Summed, with_newest
+from sparseattn.selectors.eviction.summed_base import Summed
+from sparseattn.selectors.newest import newest
 
 SCORES = ("prompt", "decode")
 
@@ -73,11 +74,11 @@ class H2O(ReadsKeys, Summed):
         return None if self.scores == "decode" else super().of_prompt(rows)
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
-        rank, more = worth, 0
+        rank, more, held = worth, 0, worth > -torch.inf
         if self.scores == "decode" and not self.watched and worth.shape[2] > budget:
             rank, more = self._by(query), query.shape[3] * self.bytes_of(query)
-            rank = rank.masked_fill(worth == -torch.inf, -torch.inf)
-        return with_newest(rank, worth, int(budget * self.recent)), more
+            rank = rank.masked_fill(~held, -torch.inf)
+        return rank.masked_fill(newest(held, int(budget * self.recent)), torch.inf), more
 
     def _by(self, query: Tensor) -> Tensor:
         """`[B,H,N]`: the query's own weights among the rows held."""

@@ -17,7 +17,7 @@ from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.eviction.attention_received import Block, received
 from sparseattn.selectors.eviction.base import Evicting, every_row, last_of, left
-from sparseattn.selectors.eviction.summed_base import with_newest
+from sparseattn.selectors.newest import newest
 
 BYTE = 8
 
@@ -118,7 +118,8 @@ class Scissorhands(Observes, Evicting):
         seen = (self.asked.data[:, :, None] - self.since.visible).clamp(1, self.history)  # queries before this one
         share = worth.double() / seen
         rank = share.argsort(dim=-1, stable=True).argsort(dim=-1).float()  # of equal shares, the newer the more
-        return with_newest(rank.masked_fill(worth == -torch.inf, -torch.inf), worth, self.recent), 0
+        held = worth > -torch.inf
+        return rank.masked_fill(~held, -torch.inf).masked_fill(newest(held, self.recent), torch.inf), 0
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         self.asked.data[:, 0] = step.positions

@@ -12,6 +12,7 @@ from sparseattn.core.selection import Selection
 from sparseattn.selectors.base import Rows
 from sparseattn.selectors.eviction.attention_received import Block, received, weights
 from sparseattn.selectors.eviction.base import Observing, every_row, left
+from sparseattn.selectors.newest import newest
 
 
 class Summed(Observing):
@@ -49,8 +50,8 @@ class Summed(Observing):
         assert rows.last_positions is not None
         last, last_at = rows.last_queries, rows.last_positions
         # Queries of the sink's rows are missing, which see nothing but the sink.
-        newest = rows.query_positions.max(1, keepdim=True).values
-        last_at = last_at.masked_fill(last_at <= newest, -1)  # these are among the others
+        latest = rows.query_positions.max(1, keepdim=True).values
+        last_at = last_at.masked_fill(last_at <= latest, -1)  # these are among the others
         queries = torch.cat([rows.queries, last], 3)
         at = torch.cat([rows.query_positions, last_at], 1)
         sealed, rest = received(queries, at, every_row(rows), self.layer_context.scale, self.gives)
@@ -60,17 +61,10 @@ class Summed(Observing):
         return 1e-30 * (1.0 + positions)
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
-        return with_newest(worth, worth, int(budget * self.recent)), 0
+        return worth.masked_fill(newest(worth > -torch.inf, int(budget * self.recent)), torch.inf), 0
 
     def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
         got, own = self.of_step(got, left(got), selection)
         self.waiting.data[:, :, -1] += own.sum(2)
         self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))
-
-
-def with_newest(rank: Tensor, worth: Tensor, count: int) -> Tensor:
-    """`[B,H,N]`: `rank`, and above it the newest `count` of the rows held, whose `worth` is not -inf."""
-    held = worth > -torch.inf
-    newer = held.flip(-1).cumsum(-1).flip(-1)  # [B,H,N] rows held from this one on
-    return rank.masked_fill(held & (newer <= count), torch.inf)
