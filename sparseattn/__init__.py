@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.eviction.scissorhands import Scissorhands as Scissorhands
     from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV
     from sparseattn.selectors.eviction.tova import TOVA as TOVA
+    from sparseattn.selectors.eviction.zipcache import ZipCache as ZipCache
     from sparseattn.selectors.graphs.bridge import QueryBridge as QueryBridge
     from sparseattn.selectors.graphs.faiss_indexes import HNSW as HNSW
     from sparseattn.selectors.graphs.faiss_indexes import IVF as IVF

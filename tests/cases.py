@@ -78,6 +78,7 @@ from sparseattn import (
     VAttention,
     Weighed,
     Window,
+    ZipCache,
 )
 from sparseattn.core.context import LayerContext, StepContext
 from sparseattn.core.rope import Rope
@@ -499,6 +500,7 @@ CASES = [
     Case("snapkv", SnapKV, SnapKV),
     Case("snapkv-avg", lambda: SnapKV(8, 5, "avg"), lambda: SnapKV(8, 5, "avg")),
     Case("pyramidkv", lambda: PyramidKV(4), PyramidKV),
+    Case("zipcache", lambda: ZipCache(0.1), lambda: ZipCache(0.1)),
     Case("random", Random, Random),
     Case("razor", lambda: RazorAttention(8), lambda: RazorAttention(8)),
     Case("recent", Recent, Recent),

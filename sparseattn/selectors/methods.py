@@ -499,6 +499,17 @@ METHODS = {
         needs="the prompt's last queries",
         runs="torch",
     ),
+    "zipcache": MethodRow(
+        "eviction.zipcache:ZipCache",
+        "2405.14256",
+        reads="the prompt's tokens with the largest weights of a tenth of its queries, over how many see them",
+        faithful="the newest 5 % of the queries and 5 % drawn, sums over how many queries see a token",
+        departs="tokens that are less salient are dropped and not kept in fewer bits; tokens of the answer count first",
+        scans="4 bytes per row kept",
+        builds="products of a tenth of the queries with every key",
+        needs="the prompt's queries",
+        runs="torch",
+    ),
     "pyramidkv": MethodRow(
         "eviction.pyramidkv:PyramidKV",
         "2406.02069",

@@ -1,4 +1,4 @@
-"""Rows that A2SF, Keyformer and Scissorhands hold, beside each rule in loops and float64, step by step."""
+"""Rows that A2SF, Keyformer, Scissorhands and ZipCache hold, beside each rule in loops and float64, step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import A2SF, H2O, Keyformer, KVCache, Scissorhands, decode
+from sparseattn import A2SF, H2O, Keyformer, KVCache, Scissorhands, ZipCache, decode
 from tests.cases import attention, heads
 from tests.selectors.test_eviction_methods import BUDGET, PROMPT, STEPS, D, G, H, attended, causal, steps
 
@@ -138,6 +138,25 @@ def test_scissorhands_counts_queries_that_a_row_was_pivotal_for(data: str) -> No
         for h in range(H):
             for row in held[h].nonzero()[:, 0].tolist():
                 records[h][row].append(bool(weights[h, :, row].mean() >= 1 / int(held[h].sum())))
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_zipcache_divides_by_how_many_queries_see_a_row(data: str) -> None:
+    """ThisisBillhe/ZipCache, zipcache/models/modeling_llama.py:778-795: probes, their sum over a group, over N - j."""
+    queries, keys, values = DATA[data](1, H, G, PROMPT + STEPS, D)
+    selector = ZipCache(0.1)
+    probes = selector.probes(torch.arange(PROMPT)[None])[0]
+    probes = probes[probes >= 0]
+    assert len(probes) == 18
+    assert probes[-9:].tolist() == list(range(PROMPT - 9, PROMPT)), "the newest tenth, and as many others"
+    weights = causal(queries[0, :, :, :PROMPT], keys[0, :, :PROMPT])[:, :, probes].sum((1, 2))  # [H,N]
+    score = weights / (PROMPT - torch.arange(PROMPT))
+    for h, mine in enumerate(score):  # the row of the prompt's last token is not sealed when the first step begins
+        cache = KVCache(selector.for_layer(0), sink=0, window=1, seal=4096)
+        cache.append(keys[:, :, :PROMPT], values[:, :, :PROMPT], queries[:, :, :, :PROMPT])
+        cache.seal()
+        rows = cache.select(queries[:, :, :, PROMPT], BUDGET).rows[0, h]
+        assert rows.sort().values.tolist() == mine[: PROMPT - 1].topk(BUDGET).indices.sort().values.tolist()
 
 
 @pytest.mark.parametrize(

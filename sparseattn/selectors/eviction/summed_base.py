@@ -43,17 +43,8 @@ class Summed(Observing):
         return got, own
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor] | None:
-        assert rows.queries is not None
-        assert rows.query_positions is not None
         assert rows.unsealed_positions is not None
-        assert rows.last_queries is not None
-        assert rows.last_positions is not None
-        last, last_at = rows.last_queries, rows.last_positions
-        # Queries of the sink's rows are missing, which see nothing but the sink.
-        latest = rows.query_positions.max(1, keepdim=True).values
-        last_at = last_at.masked_fill(last_at <= latest, -1)  # these are among the others
-        queries = torch.cat([rows.queries, last], 3)
-        at = torch.cat([rows.query_positions, last_at], 1)
+        queries, at = prompt_queries(rows)
         sealed, rest = received(queries, at, every_row(rows), self.layer_context.scale, self.gives)
         return sealed, rest, rows.unsealed_positions
 
@@ -68,3 +59,18 @@ class Summed(Observing):
         got, own = self.of_step(got, left(got), selection)
         self.waiting.data[:, :, -1] += own.sum(2)
         self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))
+
+
+def prompt_queries(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Every query of the prompt `[B,H,G,m,D]`, in any order, and their positions `[B,m]`, negative where there is none.
+
+    Those of the sink's rows are missing, which see nothing but the sink.
+    """
+    assert rows.queries is not None
+    assert rows.query_positions is not None
+    assert rows.last_queries is not None
+    assert rows.last_positions is not None
+    last, last_at = rows.last_queries, rows.last_positions
+    latest = rows.query_positions.max(1, keepdim=True).values
+    last_at = last_at.masked_fill(last_at <= latest, -1)  # these are among the others
+    return torch.cat([rows.queries, last], 3), torch.cat([rows.query_positions, last_at], 1)
