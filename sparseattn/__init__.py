@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.quad import Quad as Quad
     from sparseattn.selectors.pages.quest import Quest as Quest
     from sparseattn.selectors.pages.shadowkv import ShadowKV as ShadowKV
+    from sparseattn.selectors.pages.skipsoftmax import SkipSoftmax as SkipSoftmax
     from sparseattn.selectors.pages.unique import Unique as Unique
     from sparseattn.selectors.registry import SELECTORS as SELECTORS
     from sparseattn.selectors.registry import make_selector as make_selector

@@ -68,6 +68,7 @@ from sparseattn import (
     Selector,
     SelfIndex,
     ShadowKV,
+    SkipSoftmax,
     SnapKV,
     SparQ,
     Tail,
@@ -337,8 +338,8 @@ SECOND = {
     "adamas-sum", "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2",
     "infinigen-group", "infllm-each", "infllm2-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each",
     "pariskv-each", "pq-each", "querypq-keys", "quest-max", "recent-few", "robustvamana-stitched", "saap-context",
-    "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap",
-    "topp-group", "twostage-estimate", "vattention-pages",
+    "saap-deroped", "same-estimate", "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg",
+    "sparq-each", "tailed-saap", "topp-group", "twostage-estimate", "vattention-pages",
 }  # fmt: skip
 
 
@@ -484,6 +485,8 @@ CASES = [
     Case("delta", lambda: Delta(8, 1), lambda: Delta(8, 1)),
     Case("lessismore", LessIsMore, LessIsMore),
     Case("shadowkv", ShadowKV, ShadowKV),
+    Case("skipsoftmax", lambda: SkipSoftmax(8), lambda: SkipSoftmax(8, 0.0)),
+    Case("skipsoftmax-each", lambda: SkipSoftmax(8, 30.0, "each"), lambda: SkipSoftmax(8, 0.0, "each")),
     Case("moments", lambda: drawn(Moments, probes=3), lambda: drawn(Moments)),
     Case("kascade", lambda: Kascade(anchors=[3], inner=Quest(8)), lambda: Kascade(anchors=[3])),
     Case("kdeformer", lambda: KDEformer(rows=16), lambda: KDEformer(rows=16)),

@@ -145,6 +145,16 @@ METHODS = {
         builds="the mean of each chunk, and its cosine with each of its keys",
         runs="torch",
     ),
+    "skipsoftmax": MethodRow(
+        "pages.skipsoftmax:SkipSoftmax",
+        "BLASST, 2512.12087",
+        reads="the tiles whose largest logit is not far below the largest so far",
+        faithful="tiles of 128, the running maximum, a threshold that falls with the context",
+        departs="what is left is read as any selection, and a budget may cut it; we could read its abstract and "
+        "documentation of engines alone",
+        scans="every key",
+        runs="torch",
+    ),
     "fier": MethodRow(
         "tokens.fier:Fier",
         "2508.08256",

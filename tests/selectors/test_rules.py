@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseattn import Adamas, Delta, InfLLM2, KVCache, LessIsMore, RazorAttention, Selector, ShadowKV, decode
+from sparseattn import (
+    Adamas,
+    Delta,
+    InfLLM2,
+    KVCache,
+    LessIsMore,
+    RazorAttention,
+    Selector,
+    ShadowKV,
+    SkipSoftmax,
+    decode,
+)
 from tests.cases import attention, heads
 
 H, G, D, ROWS, LAST = 2, 3, 32, 150, 12
@@ -178,3 +189,30 @@ def shadowkv(page: int, share: float) -> Rule:
 def test_lists_of_a_layer_and_landmarks(selector: Selector, rule: Rule, data: str) -> None:
     same, total = choices(selector.for_layer(0), data, rule, 64)
     assert (same, total) == (LAST * H, LAST * H)
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("group", ["group", "each"])
+def test_skipsoftmax(group: str, data: str) -> None:
+    """docs.vllm.ai, vllm-omni, skip_softmax ("the skip test"): `exp(tile_max - m)` below `scale / n` skips a tile."""
+    queries, keys, values = DATA[data](1, H, G, 160, D)
+    queries = queries * 3  # so that some are skipped
+    cache = KVCache(SkipSoftmax(8, 60.0, group), sink=0, window=0, seal=8, check=True)
+    cache.append(keys, values, queries)
+    read = 0
+    for t in range(160 - LAST, 160):
+        rows = cache.select(queries[:, :, :, t], None).rows[0]
+        skipped = torch.ones(H, G, 20, dtype=torch.bool)
+        for h in range(H):
+            for g in range(G):
+                logits, most = keys[0, h].double() @ queries[0, h, g, t].double() / D**0.5, -torch.inf
+                for tile, best in enumerate(logits.view(20, 8).amax(1).tolist()):
+                    most = max(most, best)
+                    skipped[h, g, tile] = 2.718281828459045 ** (best - most) < 60.0 / (t + 1)
+        expected = (~skipped).flatten(0, 1) if group == "each" else (~skipped).any(1)
+        found = torch.zeros_like(expected)
+        for head, own in enumerate(rows):
+            found[head, own[own >= 0] // 8] = True
+        assert torch.equal(found, expected)
+        read += int(found.sum())
+    assert 0 < read < LAST * 20 * H * (G if group == "each" else 1)
