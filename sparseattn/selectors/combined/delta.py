@@ -70,7 +70,9 @@ class Delta(ReadsKeys, WeighsNear, Selector):
         return Selection(start, length, self.page, whole=True)
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
+        """With the key of the step's own row, as if that were all that is not sealed."""
+        scan = Scan(sealed + 1, (sealed + 1) * query.shape[3] * self.bytes_of(query))
         scoring = products(query, sealed, query.shape[3], scan.read)
         pages = sealed // self.page, min(budget, sealed) // self.page
-        return self.ranked(query, scan, [scoring], pages, group="max", page=self.page)
+        expected = "one row is not sealed"
+        return self.ranked(query, scan, [scoring], pages, group="max", page=self.page, expected=expected)
