@@ -48,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BUCKETS = {"kascade", "kmeans", "moments", "saap"}  # of a model, which a file is for
 LEARN = {"doublesparsity", "h2o", "infllm", "infinigen", "pyramidkv", "bridge", "retrieval"}
-LEARN |= {"a2sf", "keyformer", "robustvamana", "scissorhands", "snapkv", "zipcache"}
+LEARN |= {"a2sf", "keyformer", "querypq", "robustvamana", "scissorhands", "snapkv", "zipcache"}
 WIDE = {"infllm": 128, "infllm2": 64, "skipsoftmax": 128}  # rows that these read at a time
 
 
