@@ -5,19 +5,22 @@ https://arxiv.org/abs/2510.09883
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
+from sparseattn.core.step_cost import Scan
 from sparseattn.kernels.topk.dispatch import best_pages
-from sparseattn.selectors.abilities import ReadsKeys, WeighsNear
-from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.abilities import WeighsNear
+from sparseattn.selectors.base import StepContext
 from sparseattn.selectors.checks import check_least
+from sparseattn.selectors.key_scorer import KeyScorer
 from sparseattn.selectors.newest import newest
 
 
-class Delta(ReadsKeys, WeighsNear, Selector):
+class Delta(WeighsNear, KeyScorer):
     """Reads one list of pages for all heads of a layer, by the largest weight that a head gives to each of their rows.
 
     A page's score is the sum, over its rows, of the largest softmax weight among all query heads of the layer. The
@@ -40,6 +43,7 @@ class Delta(ReadsKeys, WeighsNear, Selector):
     """
 
     operators = 30
+    expected = "one row is not sealed"
 
     def __init__(self, page: int = 16, recent: int = 8) -> None:
         check_least(page=(page, 1), recent=(recent, 0))
@@ -48,17 +52,8 @@ class Delta(ReadsKeys, WeighsNear, Selector):
         self.page = self.span = page
         self.recent = recent
 
-    def fix(self, rows: int, seal: int) -> None:
-        return None
-
-    def append(self, rows: Rows) -> None:
-        return None
-
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        rows, pages = step.valid.shape[1], budget // self.page
-        keys = self.stored_keys()[:, :, :rows].float()
-        logits = query.float() @ keys.mT / self.temperature(query.shape[3])
-        logits = logits.masked_fill(~step.valid[:, None, None], -torch.inf)  # [B,H,G,N]
+        pages, logits = budget // self.page, self.logits(query, step)
         assert step.near is not None
         total = torch.logaddexp(logits.logsumexp(-1), step.near.to(logits.device))[..., None]
         weights = (logits - total).exp().amax((1, 2))  # [B,N]
@@ -71,8 +66,5 @@ class Delta(ReadsKeys, WeighsNear, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
         """With the key of the step's own row, as if that were all that is not sealed."""
-        scan = Scan(sealed + 1, (sealed + 1) * query.shape[3] * self.bytes_of(query))
-        scoring = products(query, sealed, query.shape[3], scan.read)
-        pages = sealed // self.page, min(budget, sealed) // self.page
-        expected = "one row is not sealed"
-        return self.ranked(query, scan, [scoring], pages, group="max", page=self.page, expected=expected)
+        scan, own = super().scan(query, sealed, budget), query.shape[3] * self.bytes_of(query)
+        return replace(scan, scanned=scan.scanned + 1, read=scan.read + own)

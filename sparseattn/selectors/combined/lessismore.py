@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
-from sparseattn.selectors.abilities import ReadsKeys
-from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.base import StepContext
+from sparseattn.selectors.key_scorer import KeyScorer
 from sparseattn.selectors.newest import newest
 
 
-class LessIsMore(ReadsKeys, Selector):
+class LessIsMore(KeyScorer):
     """Reads one list for all heads of a layer: what its query heads rank first in turn, and the newest rows.
 
     Every query head ranks the older rows by its logits. The list takes the first row of each head, then the second of
@@ -42,18 +41,11 @@ class LessIsMore(ReadsKeys, Selector):
             raise ValueError(f"recent is the share of the budget for the newest rows, 0 to 1, got {recent}")
         self.recent = recent
 
-    def fix(self, rows: int, seal: int) -> None:
-        return None
-
-    def append(self, rows: Rows) -> None:
-        return None
-
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         rows = step.valid.shape[1]
         older = int(budget * (1 - self.recent))
         latest = newest(step.valid, budget - older)  # [B,N]
-        logits = query.float() @ self.stored_keys()[:, :, :rows].float().mT  # of one head, which its scale leaves alone
-        logits = logits.masked_fill((latest | ~step.valid)[:, None, None], -torch.inf).flatten(1, 2)  # [B,HG,N]
+        logits = self.logits(query, step).masked_fill(latest[:, None, None], -torch.inf).flatten(1, 2)  # [B,HG,N]
         top = logits.topk(min(budget, rows), -1)
         heads = logits.shape[1]
         turn = torch.arange(top.values.shape[2], device=query.device) * heads
@@ -65,8 +57,3 @@ class LessIsMore(ReadsKeys, Selector):
         ids = first.topk(min(budget, rows), largest=False, sorted=True).indices  # [B,k]
         ids = ids.masked_fill(first.gather(1, ids).isinf(), -1)
         return Selection.tokens(ids[:, None].expand(-1, query.shape[1], -1))
-
-    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
-        scoring = products(query, sealed, query.shape[3], scan.read)
-        return self.ranked(query, scan, [scoring], (sealed, min(budget, sealed)), group="max")

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Scan, products
 from sparseattn.kernels.topk.dispatch import best_pages
-from sparseattn.selectors.abilities import ReadsKeys
-from sparseattn.selectors.base import Rows, Selector, StepContext
+from sparseattn.selectors.base import StepContext
+from sparseattn.selectors.key_scorer import KeyScorer
 
 GROUPS = ("group", "each")
 
 
-class SkipSoftmax(ReadsKeys, Selector):
+class SkipSoftmax(KeyScorer):
     """Reads the tiles whose largest logit is not far below the largest so far; their order is that of the rows.
 
     A tile is skipped if `exp(its largest logit - the largest up to it)` is below `scale / n`, of a sequence of n
@@ -45,6 +44,7 @@ class SkipSoftmax(ReadsKeys, Selector):
     """
 
     operators = 24
+    expected = "no tile that the budget allows is skipped"
 
     def __init__(self, page: int = 128, scale: float = 10.0, group: str = "group") -> None:
         if page < 1 or page & (page - 1):
@@ -55,18 +55,10 @@ class SkipSoftmax(ReadsKeys, Selector):
             raise ValueError(f"group is one of {', '.join(GROUPS)}, got {group!r}")
         self.page = self.span = page
         self.scale, self.group = float(scale), group
-
-    def fix(self, rows: int, seal: int) -> None:
-        return None
-
-    def append(self, rows: Rows) -> None:
-        return None
+        self.lists = "each" if group == "each" else "max"
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
-        rows = step.valid.shape[1]
-        logits = query.float() @ self.stored_keys()[:, :, :rows].float().mT / self.temperature(query.shape[3])
-        logits = logits.masked_fill(~step.valid[:, None, None], -torch.inf)
-        most = logits.unflatten(3, (-1, self.page)).amax(-1)  # [B,H,G,P]
+        most = self.logits(query, step).unflatten(3, (-1, self.page)).amax(-1)  # [B,H,G,P]
         below = most - most.cummax(3).values  # 0 and less; nan before the first real tile
         threshold = (self.scale / (step.positions + 1).double()).log().float().to(most.device)
         kept = below >= threshold.clamp(max=0.0)[:, None, None, None]
@@ -76,13 +68,3 @@ class SkipSoftmax(ReadsKeys, Selector):
         ranks = most.flatten(1, 2) if each else (most - most.amax(3, keepdim=True)).exp().sum(2)
         start, length = best_pages(ranks.masked_fill(~kept, -torch.inf).contiguous(), budget // self.page, self.page)
         return Selection(start, length, self.page, whole=True)
-
-    def scan(self, query: Tensor, sealed: int, budget: int) -> Scan:
-        scan = Scan(sealed, sealed * query.shape[3] * self.bytes_of(query))
-        scoring = products(query, sealed, query.shape[3], scan.read)
-        pages, group = (
-            (sealed // self.page, min(budget, sealed) // self.page),
-            "each" if self.group == "each" else "max",
-        )
-        expected = "no tile that the budget allows is skipped"
-        return self.ranked(query, scan, [scoring], pages, group=group, page=self.page, expected=expected)
