@@ -340,7 +340,8 @@ SECOND = {
     "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "querypq-keys", "querypq-page",
     "quest-max", "recent-few", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "skipsoftmax-each", "snapkv-avg", "sparq-each", "tailed-querypq",
-    "tailed-saap", "topp-group", "topp-querypq", "twostage-estimate", "twostage-querypq", "vattention-pages",
+    "tailed-saap", "topp-group", "topp-querypq", "twostage-codes", "twostage-estimate", "twostage-querypq",
+    "vattention-pages",
 }  # fmt: skip
 
 
@@ -468,6 +469,11 @@ CASES = [
         "twostage-querypq",
         lambda: TwoStage(QueryPQ(8, 8, share=1.0), 2, rows=16),
         lambda: TwoStage(QueryPQ(8, 8, share=1.0), 1, rows=16),
+    ),
+    Case(
+        "twostage-codes",
+        lambda: TwoStage(drawn(SAAP, probes=4), 4, second=QueryPQ(8, 8, share=1.0, group="sum")),
+        lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, second=QueryPQ(8, 8, share=1.0, group="sum")),
     ),
     Case(
         "topp-querypq",
