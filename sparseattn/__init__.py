@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.baselines.exact import Exact as Exact
     from sparseattn.selectors.baselines.pagemass import PageMass as PageMass
     from sparseattn.selectors.baselines.random import Random as Random
+    from sparseattn.selectors.baselines.razor import RazorAttention as RazorAttention
     from sparseattn.selectors.baselines.recent import Recent as Recent
     from sparseattn.selectors.baselines.window import Window as Window
     from sparseattn.selectors.clusters.kmeans import KMeans as KMeans
@@ -36,17 +37,23 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.clusters.retroinfer import RetroInfer as RetroInfer
     from sparseattn.selectors.clusters.saap import SAAP as SAAP
     from sparseattn.selectors.clusters.saap import PerfectBuckets as PerfectBuckets
+    from sparseattn.selectors.combined.delta import Delta as Delta
     from sparseattn.selectors.combined.fitted import Fitted as Fitted
     from sparseattn.selectors.combined.freekv import FreeKV as FreeKV
     from sparseattn.selectors.combined.kascade import Kascade as Kascade
+    from sparseattn.selectors.combined.lessismore import LessIsMore as LessIsMore
     from sparseattn.selectors.combined.tailed import Tailed as Tailed
     from sparseattn.selectors.combined.topp import TopP as TopP
     from sparseattn.selectors.combined.twostage import TwoStage as TwoStage
     from sparseattn.selectors.combined.vattention import VAttention as VAttention
+    from sparseattn.selectors.eviction.a2sf import A2SF as A2SF
     from sparseattn.selectors.eviction.h2o import H2O as H2O
+    from sparseattn.selectors.eviction.keyformer import Keyformer as Keyformer
     from sparseattn.selectors.eviction.pyramidkv import PyramidKV as PyramidKV
+    from sparseattn.selectors.eviction.scissorhands import Scissorhands as Scissorhands
     from sparseattn.selectors.eviction.snapkv import SnapKV as SnapKV
     from sparseattn.selectors.eviction.tova import TOVA as TOVA
+    from sparseattn.selectors.eviction.zipcache import ZipCache as ZipCache
     from sparseattn.selectors.graphs.bridge import QueryBridge as QueryBridge
     from sparseattn.selectors.graphs.faiss_indexes import HNSW as HNSW
     from sparseattn.selectors.graphs.faiss_indexes import IVF as IVF
@@ -60,13 +67,17 @@ if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that 
     from sparseattn.selectors.pages.clse import Clse as Clse
     from sparseattn.selectors.pages.ellipsoid import Ellipsoid as Ellipsoid
     from sparseattn.selectors.pages.infllm import InfLLM as InfLLM
+    from sparseattn.selectors.pages.infllm2 import InfLLM2 as InfLLM2
     from sparseattn.selectors.pages.levels import Levels as Levels
     from sparseattn.selectors.pages.mean import Mean as Mean
     from sparseattn.selectors.pages.quad import Quad as Quad
     from sparseattn.selectors.pages.quest import Quest as Quest
+    from sparseattn.selectors.pages.shadowkv import ShadowKV as ShadowKV
+    from sparseattn.selectors.pages.skipsoftmax import SkipSoftmax as SkipSoftmax
     from sparseattn.selectors.pages.unique import Unique as Unique
     from sparseattn.selectors.registry import SELECTORS as SELECTORS
     from sparseattn.selectors.registry import make_selector as make_selector
+    from sparseattn.selectors.tokens.adamas import Adamas as Adamas
     from sparseattn.selectors.tokens.doublesparsity import DoubleSparsity as DoubleSparsity
     from sparseattn.selectors.tokens.fier import Fier as Fier
     from sparseattn.selectors.tokens.infinigen import InfiniGen as InfiniGen

@@ -1,4 +1,5 @@
-"""Roles of two papers: PyramidKV, https://arxiv.org/abs/2406.02069, and DuoAttention, https://arxiv.org/abs/2410.10819."""
+"""Roles of papers: PyramidKV, https://arxiv.org/abs/2406.02069, DuoAttention, https://arxiv.org/abs/2410.10819, and
+RazorAttention, https://arxiv.org/abs/2407.15891."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from sparseattn.core.budget import budget_rows
 from sparseattn.roles.role import DENSE, WINDOW
 from sparseattn.roles.roles import Given, Roles
+
+BLOCK = 64  # queries of a prompt whose weights lie in memory at a time
 
 
 def pyramid(layers: int, budget: int | float, beta: float = 20, *, unit: int = 1) -> list[int] | list[float]:
@@ -91,3 +95,73 @@ def duo(
 
 def _is_number(score: object) -> bool:
     return isinstance(score, (int, float)) and math.isfinite(score)
+
+
+def echo_and_induction(queries: Tensor, keys: Tensor, period: int, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """RazorAttention's scores of heads (https://arxiv.org/abs/2407.15891), on a prompt of random tokens that repeat.
+
+    An echo head looks at earlier places of its own token, an induction head at the tokens behind these. The score is
+    the mean weight that later repetitions give to them, of a KV head the largest of its query heads.
+
+    Args:
+        queries: `[H,G,N,D]`, after RoPE, of every token of the prompt.
+        keys: `[H,N,D]`, after RoPE.
+        period: tokens from one repetition to the next; the paper's are 2,500, four times. A first token that marks the
+            beginning is left out.
+        scale: factor of the logits, default `1/sqrt(D)`.
+
+    Returns:
+        The scores `[H]` as echo heads and as induction heads.
+
+    Raises:
+        ValueError: a prompt that does not repeat at least once.
+    """
+    count = keys.shape[1]
+    if not 1 <= period < count:
+        raise ValueError(f"a prompt of {count} tokens repeats after 1 to {count - 1} of them, got a period of {period}")
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.zeros(2, *queries.shape[:2], device=keys.device)
+    place = torch.arange(count, device=keys.device)
+    for first in range(period, count, BLOCK):
+        asked = place[first : first + BLOCK]
+        logits = queries[:, :, first : first + BLOCK].float() @ keys[:, None].float().mT * scale
+        weights = logits.masked_fill(place > asked[:, None], -math.inf).softmax(-1)  # [H,G,m,N]
+        behind = asked[:, None] - place
+        for of, shift in zip(scores, (0, 1), strict=True):
+            hit = ((behind + shift) % period == 0) & (behind + shift > 0) & (behind >= 0) & (place >= shift)
+            of += (weights * hit).sum((-2, -1))
+    echo, induction = (scores / (count - period)).amax(2)
+    return echo, induction
+
+
+def razor(
+    echo: Tensor,
+    induction: Tensor,
+    *,
+    echoes: float = 0.01,
+    inductions: float = 0.14,
+    retrieval: Given = DENSE,
+    local: Given = "razor",
+    name: str = "razor",
+) -> Roles:
+    """RazorAttention's roles (https://arxiv.org/abs/2407.15891): a few heads read every row, the others are local.
+
+    Args:
+        echo, induction: scores of all KV heads, `[L,H]`, see `echo_and_induction`.
+        echoes, inductions: shares of all heads that retrieve, by each score; the paper's by default.
+        retrieval, local: their roles; `Role("razor", 0.2)` has the paper's fifth of the rows.
+        name: what tables call it.
+
+    Raises:
+        ValueError: scores of other shapes, or a share outside 0 to 1.
+    """
+    if echo.dim() != 2 or echo.shape != induction.shape:
+        raise ValueError(f"scores are [L,H] both, got {list(echo.shape)} and {list(induction.shape)}")
+    chosen = torch.zeros(echo.shape, dtype=torch.bool)
+    for scores, share in ((echo, echoes), (induction, inductions)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share of the heads is 0 to 1, got {share}")
+        best = scores.flatten().cpu().topk(round(share * scores.numel())).indices
+        chosen.view(-1)[best] = True
+    made = {layer: [retrieval if one else local for one in heads] for layer, heads in enumerate(chosen.tolist())}
+    return Roles(made, name, {"echoes": echoes, "inductions": inductions})

@@ -30,7 +30,7 @@ from tests.cases import CASES, Case, attention, by_name, drawn
 
 B, H, G, N, D = 2, 2, 3, 200, 32
 KEPT = ("quest", "retrieval", "bridge", "saap", "moments", "kmeans", "perfect", "robustvamana")
-KEPT += ("clse", "ellipsoid", "mean", "pagemass", "quad", "querypq", "unique")
+KEPT += ("clse", "ellipsoid", "infllm2", "mean", "pagemass", "quad", "querypq", "shadowkv", "unique")
 
 
 def prefilled(selector: Selector, folder: Path | None = None, seed_rows: int = N, **settings) -> KVCache:

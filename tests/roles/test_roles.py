@@ -16,7 +16,7 @@ from sparseattn.core.context import Heads, LayerContext
 from sparseattn.evaluation.replay import evaluate_budgets
 from sparseattn.evaluation.replay_settings import Replay
 from sparseattn.evaluation.step_measures import MEASURES
-from sparseattn.roles.papers import duo, pyramid
+from sparseattn.roles.papers import duo, echo_and_induction, pyramid, razor
 from sparseattn.roles.role import Role
 from sparseattn.roles.roles import Roles
 from sparseattn.selectors.baselines.recent import Recent
@@ -122,6 +122,40 @@ def test_pyramid_falls_linearly_around_its_mean() -> None:
             pyramid(*wrong)
     with pytest.raises(ValueError, match="multiples of 16"):
         pyramid(4, 100, unit=16)
+
+
+def test_echo_and_induction_scores_are_weights_on_earlier_places() -> None:
+    """Huawei's razor_attention (mindspore-ai/golden-stick), `_get_score_mask`: the token's earlier places, and one on;
+    the mean weight of later repetitions there, of a KV head the largest of its query heads."""
+    heads, group, period, times, size = 2, 3, 30, 3, 16
+    draw = torch.Generator().manual_seed(0)
+    queries = torch.randn(heads, group, period * times, size, generator=draw)
+    keys = torch.randn(heads, period * times, size, generator=draw)
+    echo, induction = echo_and_induction(queries, keys, period)
+    count = period * times
+    weights = (
+        (queries.double() @ keys[:, None].double().mT / size**0.5)
+        .masked_fill(~torch.ones(count, count, dtype=torch.bool).tril(), -torch.inf)
+        .softmax(-1)
+    )
+    for found, shift in ((echo, 0), (induction, 1)):
+        total = torch.zeros(heads, group, dtype=torch.float64)
+        for i in range(period, count):
+            for j in range(i % period, i, period):
+                total += weights[:, :, i, j + shift]
+        torch.testing.assert_close(found.double(), (total / (count - period)).amax(1), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="repeats after 1 to 89 of them, got a period of 90"):
+        echo_and_induction(queries, keys, 90)
+
+
+def test_razor_reads_retrieval_heads_whole() -> None:
+    echo, induction = torch.tensor([[0.9, 0.0], [0.1, 0.2]]), torch.tensor([[0.0, 0.1], [0.7, 0.2]])
+    roles = razor(echo, induction, echoes=0.25, inductions=0.25, local=Role("razor", 0.2))
+    assert roles.layers == Roles([["dense", Role("razor", 0.2)], ["dense", Role("razor", 0.2)]]).layers
+    with pytest.raises(ValueError, match="a share of the heads is 0 to 1, got 2"):
+        razor(echo, induction, echoes=2)
+    with pytest.raises(ValueError, match=r"scores are \[L,H\] both"):
+        razor(echo, induction[0])
 
 
 def test_duo_reads_heads_of_large_scores_whole() -> None:

@@ -186,9 +186,10 @@ def test_one_list_for_all_heads_of_a_layer(trace: Trace) -> None:
         weights = torch.softmax(query[b].double() @ keys[b, :, :real].double().mT / 4, -1)
         expected = set(weights.amax((0, 1)).topk(9).indices.tolist())
         assert [set(one.tolist()) for one in chosen[b]] == [expected] * 2
-    found = evaluate(trace, "kascade:inner=[exact:group=layer],anchors=[1]", 32, last=2)
-    assert found.heads["scanned"][1].tolist() == [0] * (H * G)
-    torch.testing.assert_close(found.heads["recovered"][0].sort().values, found.heads["recovered"][1].sort().values)
+    for inner in ("exact:group=layer", "lessismore", "delta:page=8,recent=1"):
+        found = evaluate(trace, f"kascade:inner=[{inner}],anchors=[1]", 32, last=2)
+        assert found.heads["scanned"][1].tolist() == [0] * (H * G)
+        torch.testing.assert_close(found.heads["recovered"][0].sort().values, found.heads["recovered"][1].sort().values)
 
 
 def test_roles_may_follow_by_head(trace: Trace, file: Path) -> None:

@@ -190,6 +190,21 @@ def test_clusters_are_runs_with_their_means_and_stay_in_their_segment() -> None:
             torch.testing.assert_close(held.data[b, h, p].float(), mean, rtol=1e-2, atol=1e-2)
 
 
+def test_k_means_begins_at_evenly_spaced_keys_of_any_length() -> None:
+    """microsoft/RetrievalAttention, cache_hub/kmeans.py:235-247: seeds as they are, means of unit length after it."""
+    _, keys, _ = attention(1, H, G, 160, D)
+    for h in range(H):
+        own = keys[0, h].double() * torch.linspace(0.2, 3.0, 160)[:, None]
+        data = own - own.mean(0)
+        centroids = torch.stack([data[int((c + 0.5) * 16)] for c in range(10)])
+        for _ in range(3):
+            label = (data @ centroids.T).argmax(1)
+            for c in range(10):
+                if bool((label == c).any()):
+                    centroids[c] = torch.nn.functional.normalize(data[label == c].mean(0), dim=0)
+        assert torch.equal(clustered(own[None].float(), 10, 4)[0], (data @ centroids.T).argmax(1))
+
+
 def test_well_apart_keys_are_found_whatever_their_common_part() -> None:
     draw = torch.Generator().manual_seed(0)
     centres = torch.nn.functional.normalize(torch.randn(4, D, generator=draw), dim=-1)

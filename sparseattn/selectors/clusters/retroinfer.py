@@ -42,9 +42,8 @@ class RetroInfer(HasTail, Selector):
     Clusters are read best first until the budget's rows are full, the last in part; so many clusters at most as four
     times the budget would take of mean size. Departures: the paper reads a share of the clusters, here a budget of
     rows; the estimation zone is chosen with the clusters' sizes, which the paper's ranks leave out; keys that decoding
-    seals are a segment of their own, here as many as the cache seals at once (1,024 by default, as there); the keys
-    that k-means begins at are scaled to unit length. Its buffer between GPU and CPU is not here:
-    `KVCache(sealed_device="cpu")` keeps rows in host memory.
+    seals are a segment of their own, here as many as the cache seals at once (1,024 by default, as there). Its buffer
+    between GPU and CPU is not here: `KVCache(sealed_device="cpu")` keeps rows in host memory.
 
     `scanned`: clusters. `scan_bytes`: the centroid of each, of which those that stand in are counted with the tail, and
     8 bytes for its place.
@@ -159,7 +158,7 @@ def clustered(keys: Tensor, clusters: int, rounds: int) -> Tensor:
     keys = keys - keys.mean(1, keepdim=True)
     count, device = keys.shape[1], keys.device
     even = ((torch.arange(clusters, device=device) + 0.5) * count / clusters).long()
-    centroids = functional.normalize(keys[:, even], dim=-1)  # [H,C,D]
+    centroids = keys[:, even]  # [H,C,D], as long as they are in the first round, as in the authors' code
     for _ in range(rounds - 1):
         total = summed(keys[None], _nearest(keys, centroids)[None], clusters)[0]
         taken = total.any(-1, keepdim=True)  # a cluster that loses its keys keeps its centroid

@@ -1,1 +1,2 @@
-"""Methods that drop rows for good, by the attention that these have received: H2O, TOVA, SnapKV, PyramidKV."""
+"""Methods that drop rows for good, by the attention that these have received: H2O, A2SF, Keyformer, Scissorhands, TOVA,
+SnapKV, ZipCache, PyramidKV."""

@@ -5,18 +5,47 @@ The softmax of every query runs over all rows that it sees, those among them tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+
+class Block(NamedTuple):
+    """Queries whose logits are looked at together.
+
+    Args:
+        head: the KV head.
+        asked: `[m]` int64, their positions, rising.
+        place: `[n]` int64, the positions of the rows that one of them sees, rising.
+        newest: `[]` int64, the position of the sequence's newest query.
+    """
+
+    head: int
+    asked: Tensor
+    place: Tensor
+    newest: Tensor
+
+
+Gives = Callable[[Tensor, Block], Tensor]  # logits [G,m,n], -inf where a row is not seen, to what each row gets [G,m,n]
+
 ROWS = 64  # of logits at a time: a prompt's keys are read once for so many, and these are 8 MiB at 32,768 tokens
 
 
+def weights(logits: Tensor, block: Block) -> Tensor:
+    """The softmax of `logits`."""
+    return logits.softmax(-1)
+
+
 def received(
-    queries: Tensor, query_at: Tensor, stored: Sequence[tuple[Tensor, Tensor]], scale: float | None = None
+    queries: Tensor,
+    query_at: Tensor,
+    stored: Sequence[tuple[Tensor, Tensor]],
+    scale: float | None = None,
+    gives: Gives = weights,
 ) -> list[Tensor]:
-    """The softmax weights that each row gets, summed over queries and over the heads of a query group.
+    """What each row gets, by default softmax weights, summed over queries and over the heads of a query group.
 
     A query sees the rows at its own and at earlier positions. Sums are in float32. Of the N times N logits of a prompt,
     64 rows lie in memory.
@@ -26,6 +55,7 @@ def received(
         query_at: `[B,m]` int64, their positions; a negative one is no query.
         stored: (keys `[B,H,n,D]`, positions `[B,n]`, negative for padding) of every part of the rows, in any order.
         scale: factor of the logits, default `1/sqrt(D)`.
+        gives: what queries give to rows, of their logits.
 
     Returns:
         `[B,H,n]` float32 for each of the parts; 0 for padding.
@@ -51,6 +81,7 @@ def received(
                 logits = query @ keys[:most].T * scale  # [G,m,most]
                 later = place[common:most] > asked[block, None]
                 logits[..., common:].masked_fill_(later, -torch.inf)
-                got[:most] += logits.softmax(-1).sum((0, 1))
+                of = Block(h, asked[block], place[:most], asked[-1])
+                got[:most] += gives(logits, of).sum((0, 1))
             total[b, h, order] = got
     return list(total.split([positions.shape[1] for _, positions in stored], 2))

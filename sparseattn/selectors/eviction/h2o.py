@@ -10,13 +10,13 @@ from torch import Tensor
 from sparseattn.core.selection import Selection
 from sparseattn.selectors.abilities import ReadsKeys
 from sparseattn.selectors.base import Rows, vote
-from sparseattn.selectors.eviction.attention_received import received
-from sparseattn.selectors.eviction.base import Observing, every_row, left
+from sparseattn.selectors.eviction.summed_base import Summed
+from sparseattn.selectors.newest import newest
 
 SCORES = ("prompt", "decode")
 
 
-class H2O(ReadsKeys, Observing):
+class H2O(ReadsKeys, Summed):
     """Holds heavy hitters, the rows with the largest sum of attention weights, and a share of the budget's newest rows.
 
     Args:
@@ -40,17 +40,15 @@ class H2O(ReadsKeys, Observing):
     """
 
     def __init__(self, scores: str = "prompt", recent: float = 0.5) -> None:
-        super().__init__()
+        super().__init__(recent)
         if scores not in SCORES:
             raise ValueError(f"scores is one of {', '.join(SCORES)}, got {scores!r}")
-        if not 0 <= recent <= 1:
-            raise ValueError(f"recent is the share of the budget for the newest rows, 0 to 1, got {recent}")
-        self.scores, self.recent = scores, recent
+        self.scores = scores
         # Whether a step was observed that had sealed rows. Sequences of a batch step together, so they agree, and the
         # host knows without waiting: all keys are read at one step alone.
         self.watched = False
-        if scores == "prompt":
-            self.queries_share, self.last_queries = 1.0, 1  # so every query: those of rows not sealed come with it
+        if scores == "decode":
+            self.queries_share, self.last_queries = 0.0, 0
 
     def has(self, ability: type) -> bool:
         return super().has(ability) and (self.scores == "decode" or ability is not ReadsKeys)
@@ -73,33 +71,14 @@ class H2O(ReadsKeys, Observing):
         super().fix(rows, seal)
 
     def of_prompt(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor] | None:
-        if self.scores == "decode":
-            return None
-        assert rows.queries is not None
-        assert rows.query_positions is not None
-        assert rows.unsealed_positions is not None
-        assert rows.last_queries is not None
-        assert rows.last_positions is not None
-        last, last_at = rows.last_queries, rows.last_positions
-        # Queries of the sink's rows are missing, which see nothing but the sink.
-        newest = rows.query_positions.max(1, keepdim=True).values
-        last_at = last_at.masked_fill(last_at <= newest, -1)  # these are among the others
-        queries = torch.cat([rows.queries, last], 3)
-        at = torch.cat([rows.query_positions, last_at], 1)
-        sealed, rest = received(queries, at, every_row(rows), self.layer_context.scale)
-        return sealed, rest, rows.unsealed_positions
-
-    def unknown(self, positions: Tensor) -> Tensor:
-        return 1e-30 * (1.0 + positions)
+        return None if self.scores == "decode" else super().of_prompt(rows)
 
     def preferred(self, worth: Tensor, query: Tensor, budget: int) -> tuple[Tensor, int]:
-        held = worth > -torch.inf
-        newer = held.flip(-1).cumsum(-1).flip(-1)  # [B,H,N] rows held from this one on
-        newest = held & (newer <= int(budget * self.recent))
-        more = 0
+        rank, more, held = worth, 0, worth > -torch.inf
         if self.scores == "decode" and not self.watched and worth.shape[2] > budget:
-            worth, more = self._by(query).masked_fill(~held, -torch.inf), query.shape[3] * self.bytes_of(query)
-        return worth.masked_fill(newest, torch.inf), more
+            rank, more = self._by(query), query.shape[3] * self.bytes_of(query)
+            rank = rank.masked_fill(~held, -torch.inf)
+        return rank.masked_fill(newest(held, int(budget * self.recent)), torch.inf), more
 
     def _by(self, query: Tensor) -> Tensor:
         """`[B,H,N]`: the query's own weights among the rows held."""
@@ -108,6 +87,4 @@ class H2O(ReadsKeys, Observing):
 
     def observe(self, selection: Selection, weights: Tensor, total: Tensor) -> None:
         self.watched = True
-        got = weights[..., 0].unflatten(1, (self.kv, -1)).float()  # [B,H,G,S]
-        self.waiting.data[:, :, -1] += left(got).sum(2)
-        self.worth.visible.scatter_add_(2, selection.start.long(), got.sum(2))
+        super().observe(selection, weights, total)
