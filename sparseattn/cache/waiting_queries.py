@@ -15,15 +15,17 @@ from sparseattn.core.row_buffer import State
 
 
 class Wanted(NamedTuple):
-    """Which queries a selector learns from.
+    """Which queries a selector or a codec learns from.
 
     Args:
         share: of the rows, 0 to 1.
         last: how many of the prompt's newest the first seal hands over.
+        shown: how many of these the selector is shown, where a codec wants more; None: all.
     """
 
     share: float
     last: int
+    shown: int | None = None
 
 
 class WaitingQueries:
@@ -37,7 +39,7 @@ class WaitingQueries:
     """
 
     def __init__(self, wanted: Wanted) -> None:
-        self.sampled, self.last = Queries(wanted.share), LastQueries(wanted.last)
+        self.sampled, self.last, self._shown = Queries(wanted.share), LastQueries(wanted.last), wanted.shown
 
     def wanted(self, sealed: int) -> bool:
         """Return whether rows that are stored when `sealed` rows are sealed come with their queries."""
@@ -86,6 +88,13 @@ class WaitingQueries:
         if queries.is_cuda:
             input_checks.finite(queries=queries)
         return queries, at
+
+    def shown(self, last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what the selector is shown of the prompt's last queries, their positions, and the unsealed rows."""
+        if self._shown is None or not last:
+            return last
+        queries, at, *rest = last
+        return (queries[:, :, :, -self._shown :], at[:, -self._shown :], *rest) if self._shown else ()
 
     def require(self, gone: Sequence[int], count: Sequence[int]) -> None:
         """ValueError where the newest `gone` of `count` rows cannot be dropped, see `LastQueries.require`."""
