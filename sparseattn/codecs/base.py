@@ -44,6 +44,13 @@ class NewRows:
     once: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
+    def unroped(self) -> Tensor:
+        """`[B,H,n,D]` float32: the keys before RoPE, for a codec that works there."""
+        if self.rope is None or self.positions is None:
+            raise RuntimeError("these rows came without RoPE or positions: the codec says before_rope = True")
+        return self.rope.unrotate(self.keys.float(), self.positions)
+
+    @property
     def half(self) -> torch.dtype:
         """The 16-bit dtype of numbers that are kept: the keys', or bfloat16 where these have more bits."""
         return self.keys.dtype if self.keys.element_size() == 2 else torch.bfloat16

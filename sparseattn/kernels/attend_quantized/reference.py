@@ -82,11 +82,11 @@ class CodedRows:
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """keys and values `[B,H,N,D]`, as they are read: all of them, for comparing and for dense attention."""
         keys = [
-            _between(unpacked(codes, self.bits, self.size), levels.repeat_interleave(self.group, 2)).to(dtype)
+            between(unpacked(codes, self.bits, self.size), levels.repeat_interleave(self.group, 2)).to(dtype)
             for codes, levels in self._parts(self.keys, self.key_levels, self.group)
         ]
         values = [
-            _between(unpacked(codes, self.bits, self.size), _by_channel(levels, self.size)).to(dtype)
+            between(unpacked(codes, self.bits, self.size), _by_channel(levels, self.size)).to(dtype)
             for codes, levels in self._parts(self.values, self.value_levels, 1)
         ]
         return torch.cat(keys, 2), torch.cat(values, 2)
@@ -101,7 +101,7 @@ class CodedRows:
         values = unpacked(gather.take(self.values, row), self.bits, self.size)
         of_keys = gather.take(self.key_levels.flatten(3), row // self.group).unflatten(3, (2, -1))
         of_values = gather.take(self.value_levels.flatten(3), row).unflatten(3, (2, -1))
-        return _between(keys, of_keys), _between(values, _by_channel(of_values, self.size))
+        return between(keys, of_keys), between(values, _by_channel(of_values, self.size))
 
     def row_bytes(self) -> int:
         """Bytes of a row's codes and of its value's levels."""
@@ -150,7 +150,7 @@ def encode(keys: Tensor, values: Tensor, bits: int, group: int) -> CodedRows:
     once = _at_once(len(keys) * keys.shape[1], keys.shape[3], group)
     for mine, theirs in zip(keys.split(once, 2), values.split(once, 2), strict=True):
         codes, low, step = quantise(mine, group, bits, "ends", dtype)
-        parts.append((packed(codes, bits), torch.stack([low, step], 3), *_of_values(theirs, bits, dtype)))
+        parts.append((packed(codes, bits), torch.stack([low, step], 3), *round_rows(theirs, bits, dtype)))
     whole = {name: torch.cat(part, 2) for name, part in zip(PARTS, zip(*parts, strict=True), strict=True)}
     return CodedRows(**whole, bits=bits, group=group)
 
@@ -160,14 +160,14 @@ def _at_once(lists: int, size: int, group: int) -> int:
     return max(CHUNK // (max(lists, 1) * size * group), 1) * group
 
 
-def _of_values(values: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes `[B,H,n,W]` and levels `[B,H,n,2,C]`."""
+def round_rows(values: Tensor, bits: int, dtype: torch.dtype, channels: int = CHANNELS) -> tuple[Tensor, Tensor]:
+    """Return codes `[B,H,n,W]` and levels `[B,H,n,2,C]` of rows `[B,H,n,D]`, in groups of `channels` channels."""
     size, shape = values.shape[3], values.shape[:3]
-    spare = -size % CHANNELS
+    spare = -size % channels
     if spare:  # a last group of fewer channels is as if its last were there more often
         values = torch.cat([values, values[..., -1:].expand(*shape, spare)], 3)
     # A channel of a group stands for a row of one channel.
-    codes, low, step = quantise(values.reshape(*shape[:2], -1, 1), CHANNELS, bits, "ends", dtype)
+    codes, low, step = quantise(values.reshape(*shape[:2], -1, 1), channels, bits, "ends", dtype)
     levels = torch.stack([part.view(*shape, -1) for part in (low, step)], 3)
     return packed(codes.view(*shape, -1)[..., :size], bits), levels
 
@@ -191,12 +191,17 @@ def unpacked(held: Tensor, bits: int, size: int) -> Tensor:
     return torch.cat([(held >> shift) & last for shift in range(0, 8, bits)], -1)[..., :size]
 
 
-def _by_channel(levels: Tensor, size: int) -> Tensor:
+def read_rows(held: Tensor, levels: Tensor, bits: int, size: int, channels: int = CHANNELS) -> Tensor:
+    """Return rows `[...,D]` float32 of what `round_rows` gave."""
+    return between(unpacked(held, bits, size), _by_channel(levels, size, channels))
+
+
+def _by_channel(levels: Tensor, size: int, channels: int = CHANNELS) -> Tensor:
     """A row's levels `[...,2,C]` as `[...,2,D]`."""
-    return levels.repeat_interleave(CHANNELS, -1)[..., :size]
+    return levels.repeat_interleave(channels, -1)[..., :size]
 
 
-def _between(codes: Tensor, levels: Tensor) -> Tensor:
+def between(codes: Tensor, levels: Tensor) -> Tensor:
     """`[...,D]` float32 of codes `[...,D]` and levels `[...,2,D]`."""
     low, step = levels.float().unbind(-2)
     return codes.float() * step + low

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.core.hadamard import walsh_hadamard
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, sorted_best
@@ -212,12 +213,7 @@ def turned(x: Tensor, seed: int) -> Tensor:
     D' is the power of two from D on, 8 or more.
     """
     size = _padded(x.shape[-1])
-    x = torch.nn.functional.pad(x.float(), (0, size - x.shape[-1])) * _signs(seed, size, x.device)
-    step = 1
-    while step < size:  # sums and differences of single numbers, so that no sign depends on what else is turned
-        low, high = x.unflatten(-1, (-1, 2, step)).unbind(-2)
-        x, step = torch.stack([low + high, low - high], -2).flatten(-3), 2 * step
-    return x
+    return walsh_hadamard(torch.nn.functional.pad(x.float(), (0, size - x.shape[-1])) * _signs(seed, size, x.device))
 
 
 @functools.lru_cache(maxsize=8)
