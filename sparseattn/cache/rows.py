@@ -255,7 +255,7 @@ class StoredRows:
             input_checks.finite(queries=queries)
         last: tuple[Tensor, ...] = self._take_last(decoded) if first and self.queries.last.wanted else ()
         if self.sealed.codes is not None:
-            self.sealed.told = OfSeal(positions, self._of_codec(self.sealed.codes, last))
+            self.sealed.told = OfSeal(positions, self._of_codec(self.sealed.codes, last), self.sealed.codes.scale)
             last = self.queries.shown(last)
         self.sealed.note((~padding).to(keys.device), keys.shape[1])
         return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
@@ -265,10 +265,13 @@ class StoredRows:
         return self.sealed.unrounded if self.zones.apart else self.sealed_rows()
 
     @staticmethod
-    def _of_codec(codes: StoredCodes, last: tuple[Tensor, ...]) -> Tensor | None:
-        """The prompt's newest queries `[B,H,G,m,D]` that a codec wants, of what `_take_last` gave."""
+    def _of_codec(codes: StoredCodes, last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `_take_last` gave, with as many of the prompt's newest queries as a codec wants."""
         wanted = codes.codec.last_queries
-        return last[0][:, :, :, -wanted:] if last and wanted else None
+        if not last or not wanted:
+            return ()
+        queries, at, *rest = last
+        return (queries[:, :, :, -wanted:], at[:, -wanted:], *rest)
 
     def settle(self, order: Tensor | None, new: int) -> None:
         """Stores the last sealed rows, `new` ones of this seal, in a selector's `order`, see `SealedRows.settle`."""

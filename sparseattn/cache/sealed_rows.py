@@ -12,6 +12,7 @@ from sparseattn.cache import input_checks
 from sparseattn.codecs.base import NewRows
 from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.row_buffer import RowBuffer, State
+from sparseattn.selectors.eviction.attention_received import received
 
 
 class OfSeal(NamedTuple):
@@ -19,11 +20,24 @@ class OfSeal(NamedTuple):
 
     Args:
         positions: `[B,n]` int64 token positions, negative for padding.
-        queries: `[B,H,G,m,D]` of the prompt's newest tokens, at the first seal if the codec wants them.
+        last: at the first seal, if the codec wants queries, the prompt's newest `[B,H,G,m,D]`, their positions `[B,m]`,
+            and the keys `[B,H,u,D]` and positions `[B,u]` of its rows that are not sealed; else empty.
+        scale: factor of the layer's logits; None: `1/sqrt(D)`.
     """
 
     positions: Tensor
-    queries: Tensor | None
+    last: tuple[Tensor, ...]
+    scale: float | None
+
+    def weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """What the rows `keys` `[B,H,n,D]` got from these queries, and how many tokens of the prompt see each of them,
+        `[B,H,n]`."""
+        queries, query_at, unsealed, unsealed_at = self.last
+        at = self.positions.to(keys.device)
+        got, _ = received(queries, query_at, [(keys, at), (unsealed, unsealed_at)], self.scale)
+        newest = torch.cat([at, unsealed_at.to(at.device)], 1).amax(1)
+        seen = (newest[:, None] - at + 1)[:, None].expand_as(got)
+        return got, seen
 
 
 class SealedRows:
@@ -136,9 +150,13 @@ class SealedRows:
         keys, values = (part[:, :, part.shape[2] - new :] for part in rows)
         more = 0 if order is None else order.shape[2] - new
         real = self.real.data[:, :, self.real.rows - new - more :]
-        positions, queries = None, None if self.told is None else self.told.queries
-        if codes.codec.before_rope and self.told is not None:
-            at = self.told.positions.clamp(min=0).to(keys.device, torch.int32)
+        told, positions, queries = self.told, None, None
+        weights: tuple[Tensor, Tensor] | None = None
+        if told is not None and told.last:
+            queries = told.last[0]
+            weights = told.weights(keys) if codes.codec.wants_weights else None
+        if codes.codec.before_rope and told is not None:
+            at = told.positions.clamp(min=0).to(keys.device, torch.int32)
             positions = at[:, None].expand(-1, keys.shape[1], -1)
         if more:
             read, before = codes.last(more, keys.dtype), codes.last_positions(more)
@@ -149,7 +167,11 @@ class SealedRows:
             keys, values = (part.gather(2, order[..., None].expand_as(part)) for part in (keys, values))
             real = real.gather(2, order)
             positions = None if positions is None else positions.gather(2, order)
-        codes.store(NewRows(keys, values, real, positions, queries=queries), codes.rows - more)
+            if weights is not None:  # the first seal's order is of its rows alone
+                weights = weights[0].gather(2, order), weights[1].gather(2, order)
+        got, seen = weights or (None, None)
+        new_rows = NewRows(keys, values, real, positions, queries=queries, weights=got, seen=seen)
+        codes.store(new_rows, codes.rows - more)
         self.told = None
 
     def drop(self, held: Tensor) -> None:

@@ -65,7 +65,7 @@ class ShownRows:
         """Seal the oldest `each` unsealed rows of every sequence; the newest `decoded` are no part of the prompt."""
         first = self.stored.zones.zone == 0
         if self.stored.sealed.codes is not None:
-            self.stored.sealed.codes.rope = self.selector.layer_context.rope
+            self.stored.sealed.codes.bind(self.selector.layer_context)
         rows = self.stored.seal(each, decoded)
         if not first:
             order = self.selector.append(rows)

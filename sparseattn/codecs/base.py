@@ -17,8 +17,9 @@ from sparseattn.kernels.attend_quantized.reference import CodedRows, attend_read
 from sparseattn.kernels.implementations import choose
 from sparseattn.selectors.identity import Named, identity
 
-# What shares an entry of a part: one row, the rows of a group, all rows of a seal, all rows there are.
-ROW, GROUP, SEAL, ONCE = "row", "group", "seal", "once"
+# What shares an entry of a part: one row, the rows of a group, all rows of a seal, all rows there are. Of the last kind
+# a codec says itself which entry is whose.
+ROW, GROUP, SEAL, ONCE, OWN = "row", "group", "seal", "once", "own"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,11 @@ class NewRows:
         positions: `[B,H,n]` int32 token positions, for a codec that works before RoPE (`before_rope`); else None.
         rope: the layer's rotary embedding, for such a codec; else None.
         queries: `[B,H,G,m,D]` of the prompt's newest tokens at the first seal (`last_queries`); else None.
+        weights: `[B,H,n]` float32, the attention that each row got from these queries and all heads of its group, at
+            the first seal, for a codec that asks for it (`wants_weights`); else None.
+        seen: `[B,H,n]` int64 with `weights`, how many of the prompt's tokens are not before the row.
         once: what the first seal made for all rows, by part; empty at the first seal.
+        entries: how many entries each `OWN` part has before these rows.
     """
 
     keys: Tensor
@@ -41,7 +46,10 @@ class NewRows:
     positions: Tensor | None = None
     rope: Rope | None = None
     queries: Tensor | None = None
+    weights: Tensor | None = None
+    seen: Tensor | None = None
     once: Mapping[str, Tensor] = field(default_factory=dict)
+    entries: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def unroped(self) -> Tensor:
@@ -73,6 +81,9 @@ class Kept(Protocol):
     def of(self, name: str, row: Tensor) -> Tensor:
         """Entries `[B,Hs,R,...]` of a part for rows `row` `[B,Hs,R]`; of a `ONCE` part `[B,Hs,...]`, for all rows."""
 
+    def at(self, name: str, entry: Tensor) -> Tensor:
+        """Entries `entry` `[B,Hs,R]` of a part, `[B,Hs,R,...]`; of an empty part zeros."""
+
     def roped(self, keys: Tensor, row: Tensor) -> Tensor:
         """`keys` `[B,Hs,R,D]` that were kept before RoPE, as they are after it, for rows `row` `[B,Hs,R]`."""
 
@@ -89,11 +100,12 @@ class RowCodec(Named, ABC):
     The object holds nothing of any row, so that all layers and caches may share it.
 
     Attributes:
-        parts: the tensors that `encode` returns, and what shares an entry of each: `ROW`, `GROUP`, `SEAL` or `ONCE`.
-            `ONCE` parts are made by the first seal and handed to `encode` by every later one.
+        parts: the tensors that `encode` returns, and what shares an entry of each: `ROW`, `GROUP`, `SEAL`, `ONCE` or
+            `OWN`. `ONCE` parts are made by the first seal and handed to `encode` by every later one.
         group: rows that are kept together; rows are sealed in multiples of it.
         before_rope: whether `encode` and `read` need the layer's RoPE and the rows' positions.
         last_queries: how many of the prompt's newest queries the first `encode` needs.
+        wants_weights: whether it needs the attention that rows got from these.
         shows_levels: whether `coded` gives levels and codes that selectors may read.
     """
 
@@ -101,6 +113,7 @@ class RowCodec(Named, ABC):
     group: int = 1
     before_rope: bool = False
     last_queries: int = 0
+    wants_weights: ClassVar[bool] = False
     shows_levels: ClassVar[bool] = False
 
     @abstractmethod

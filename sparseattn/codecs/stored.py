@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparseattn.codecs.base import GROUP, ONCE, ROW, SEAL, NewRows, RowCodec
+from sparseattn.codecs.base import GROUP, ONCE, OWN, ROW, SEAL, NewRows, RowCodec
+from sparseattn.core.context import LayerContext
 from sparseattn.core.rope import Rope
 from sparseattn.core.row_buffer import RowBuffer, State
 from sparseattn.core.selection import Selection
@@ -27,18 +28,25 @@ class StoredCodes(State):
     Attributes:
         size: D; 0 before the first row.
         rope: the layer's, for a codec that works before RoPE.
+        scale: factor of the layer's logits; None: `1/sqrt(D)`.
     """
 
     def __init__(self, codec: RowCodec, capacity: int = 0) -> None:
         self.codec, self.capacity, self.rows, self.size = codec, capacity, 0, 0
         self.rope: Rope | None = None
+        self.scale: float | None = None
         self._starts: list[int] = []  # the first row of each seal
+        self._own: list[dict[str, int]] = []  # entries of OWN parts before each seal
         shares = {**codec.parts, POSITIONS: ROW} if codec.before_rope else dict(codec.parts)
-        room = {ROW: capacity, GROUP: capacity // codec.group, SEAL: 0, ONCE: 0}
+        room = {ROW: capacity, GROUP: capacity // codec.group, SEAL: 0, ONCE: 0, OWN: 0}
         self._shares = shares
         self._parts = {name: RowBuffer(2, room[share]) for name, share in shares.items()}
 
     # -- storing -----------------------------------------------------------------------------------------------------
+
+    def bind(self, context: LayerContext) -> None:
+        """Take what a codec may ask of the layer."""
+        self.rope, self.scale = context.rope, context.scale
 
     def store(self, rows: NewRows, first: int) -> None:
         """Keep new rows from row `first` on, in place of those that are there.
@@ -49,25 +57,30 @@ class StoredCodes(State):
         self._check_cut(first)
         self.size, count = rows.keys.shape[3], rows.keys.shape[2]
         once = {name: self.part(name) for name, share in self._shares.items() if share == ONCE and self.rows}
-        made = self.codec.encode(replace(rows, rope=self.rope, once=once))
+        own = {name: self._entries(name, first) for name, share in self._shares.items() if share == OWN}
+        made = self.codec.encode(replace(rows, rope=self.rope, once=once, entries=own))
         if self.codec.before_rope and rows.positions is not None:
             made = {**made, POSITIONS: rows.positions}
-        self._starts = [*(start for start in self._starts if start < first), first]
+        before = {name: self._entries(name, first) for name in self._shares}
+        seals = sum(start < first for start in self._starts)
+        self._starts, self._own = [*self._starts[:seals], first], [*self._own[:seals], own]
         for name, part in self._parts.items():
             if self._shares[name] == ONCE and part.rows:
                 continue
             if part.rows:
-                part.resize(self._entries(name, first))
+                part.resize(before[name])
             part.append(made[name])
         self.rows = first + count
 
     def _entries(self, name: str, first: int) -> int:
         """Entries of a part that belong to the rows before `first`, where a seal begins."""
-        seals = sum(start < first for start in self._starts)
-        return {ROW: first, GROUP: first // self.codec.group, SEAL: seals, ONCE: 1}[self._shares[name]]
+        share, seals = self._shares[name], sum(start < first for start in self._starts)
+        if share == OWN:
+            return self._own[seals][name] if seals < len(self._own) else self._parts[name].rows
+        return {ROW: first, GROUP: first // self.codec.group, SEAL: seals, ONCE: 1}[share]
 
     def _check_cut(self, first: int) -> None:
-        group, whole = self.codec.group, SEAL not in self._shares.values()
+        group, whole = self.codec.group, not {SEAL, OWN} & set(self._shares.values())
         if first % group or first > self.rows:
             raise ValueError(
                 f"rows that move begin at a group of {group} rows: an order begins at row {first} of {self.rows}"
@@ -90,9 +103,15 @@ class StoredCodes(State):
         if share == ONCE:
             return part[:, :, 0].repeat_interleave(row.shape[1] // part.shape[1], 1)
         entry = {ROW: row, GROUP: row // self.codec.group}.get(share)
-        entry = self._seal_of(row) if entry is None else entry
+        return self.at(name, self._seal_of(row) if entry is None else entry)
+
+    def at(self, name: str, entry: Tensor) -> Tensor:
+        """Entries `entry` `[B,Hs,R]` of a part, `[B,Hs,R,...]`; of an empty part zeros."""
+        part = self.part(name)
+        if not part.shape[2]:
+            return part.new_zeros(*entry.shape, *part.shape[3:])
         flat = part[..., None] if part.ndim == 3 else part.flatten(3)
-        return gather.take(flat, entry).reshape(*row.shape, *part.shape[3:])
+        return gather.take(flat, entry).reshape(*entry.shape, *part.shape[3:])
 
     def _seal_of(self, row: Tensor) -> Tensor:
         starts = torch.tensor(self._starts, device=row.device)
@@ -146,7 +165,8 @@ class StoredCodes(State):
 
     def clone(self) -> StoredCodes:
         twin = self.fresh()
-        twin.rows, twin.size, twin.rope, twin._starts = self.rows, self.size, self.rope, self._starts
+        twin.rows, twin.size, twin.rope, twin.scale = self.rows, self.size, self.rope, self.scale
+        twin._starts, twin._own = self._starts, self._own  # replaced, never changed in place
         twin._parts = {name: buffer.clone() for name, buffer in self._parts.items()}
         return twin
 
@@ -155,7 +175,7 @@ class StoredCodes(State):
             buffer.take(index)
 
     def reset(self) -> None:
-        self.rows, self._starts = 0, []
+        self.rows, self._starts, self._own = 0, [], []
         for buffer in self._parts.values():
             buffer.reset()
 

@@ -74,5 +74,12 @@ CODECS = {
         keeps="mantissas of 4 or 8 bits, an exponent of 8 bits for each 32 channels; key channels in order of size",
         departs="the prompt's keys decide the order, not the projection's weights; values are kept so too",
     ),
+    "zipcache": CodecRow(
+        "zipcache:ZipCache",
+        "2405.14256",
+        keeps="codes of 4 bits of the prompt's salient rows and of later ones, of 2 bits of the others",
+        departs="the probes are the prompt's newest queries alone; levels of a value are a head's; later rows are all "
+        "salient",
+    ),
 }
 NAMES = {BASE + codec.place: name for name, codec in CODECS.items()}  # class -> name

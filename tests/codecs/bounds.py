@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -110,3 +112,25 @@ def last_places(codec: Any, rows: NewRows, kept: StoredCodes) -> tuple[Tensor, T
         )
         found.append(off.square().sum((3, 4)) * SLACK)
     return found[0], found[1]
+
+
+def half_steps_of_two_classes(codec: Any, rows: NewRows, kept: StoredCodes) -> tuple[Tensor, Tensor]:
+    """ZipCache: half a step of a channel among the rows of its class, and of a value in units of its channels' roots;
+    the class is decided by the attention received, over how many tokens see the row."""
+    assert rows.weights is not None
+    assert rows.seen is not None
+    score = rows.weights.double() / (rows.seen if codec.score == "normalised" else 1)
+    count = math.ceil(score.shape[2] * codec.share)
+    salient = torch.zeros_like(rows.real).scatter(2, score.topk(count, 2).indices, True)
+    root = rows.values.double().abs().amax(2, keepdim=True).sqrt()
+    divided = rows.values.double() / root
+    reach = divided.amax(3, keepdim=True) - divided.amin(3, keepdim=True) + divided.abs().amax(3, keepdim=True) / 100
+    of_keys, of_values = torch.zeros_like(score), torch.zeros_like(score)
+    for bits, mine in ((codec.high, salient), (codec.low, ~salient)):
+        for b, h in itertools.product(*map(range, mine.shape[:2])):
+            keys = rows.keys[b, h][mine[b, h]].double()
+            step = (keys.amax(0) - keys.amin(0) + keys.abs().amax(0) / 100) / (2**bits - 1)
+            of_keys[b, h][mine[b, h]] = step.square().sum() / 4 * SLACK
+        off = (reach / (2**bits - 1) * root / 2).square().sum(3) * SLACK
+        of_values = torch.where(mine, off, of_values)
+    return of_keys, of_values + rows.values.double().square().sum(3) / 2**14

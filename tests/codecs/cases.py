@@ -49,6 +49,8 @@ CODEC_CASES = [
     CodecCase("lowrank:rank=12,rope=False", bounds.outside_the_span),
     CodecCase("bfp", bounds.last_places),
     CodecCase("bfp:bits=8,block=16", bounds.last_places),
+    CodecCase("zipcache", bounds.half_steps_of_two_classes),
+    CodecCase("zipcache:high=8,low=4,share=0.2,score=sum", bounds.half_steps_of_two_classes),
 ]
 
 
@@ -61,15 +63,18 @@ def new_rows(codec: RowCodec, batch: int = 2, heads: int = 2, rows: int = 64, si
     queries = torch.randn(batch, heads, 3, codec.last_queries, size, generator=draw) if codec.last_queries else None
     at = torch.arange(7, 7 + rows, dtype=torch.int32).expand(batch, heads, rows)
     real = torch.ones(batch, heads, rows, dtype=torch.bool)
-    return NewRows(keys, values, real, at, Rope.of(size) if codec.before_rope else None, queries)
+    weights = torch.rand(batch, heads, rows, generator=draw) if codec.wants_weights else None
+    seen = torch.arange(rows, 0, -1).expand(batch, heads, rows) if codec.wants_weights else None
+    return NewRows(keys, values, real, at, Rope.of(size) if codec.before_rope else None, queries, weights, seen)
 
 
 def stored(codec: RowCodec, *seals: NewRows) -> StoredCodes:
     """What is kept of several seals."""
     made = StoredCodes(codec)
     made.rope = seals[0].rope
-    for rows in seals:
-        made.store(rows, made.rows)
+    for number, rows in enumerate(seals):  # queries come with the first alone
+        mine = rows if not number else dataclasses.replace(rows, queries=None, weights=None, seen=None)
+        made.store(mine, made.rows)
     return made
 
 

@@ -39,7 +39,7 @@ def test_kivi_rounds_as_its_code(bits: int) -> None:
     rows = NewRows(rows.keys.float(), rows.values.float(), rows.real)
     right = rounded(rows.keys.unflatten(2, (-1, 32)), 3, bits).flatten(2, 3)
     for mine, theirs in ((keys, right), (values, rounded(rows.values.unflatten(3, (-1, 32)), 4, bits).flatten(3))):
-        other = (mine - theirs).abs() > 0.05 + theirs.abs() / 200  # a number half-way between two levels, a step of which is more
+        other = (mine - theirs).abs() > 0.05 + theirs.abs() / 200  # a number half-way between two levels
         assert float(other.float().mean()) < 5e-3
 
 
