@@ -105,17 +105,12 @@ class KVCache:
         self.sealed_device = input_checks.sealed_device(sealed_device)
         if self.sealed_device is not None:
             selector.to(self.sealed_device)
-        share, last = input_checks.queries_wanted(selector)
-        if share == 1 and last:  # no query of the prompt is missing, however wide the window
-            last = max(last, window + rollback + self.unit)
-        shown = last
-        if codec is not None:
-            last = max(last, codec.last_queries)
+        wanted = Wanted.of(selector, codec, window + rollback + self.unit)
         codes = None if codec is None else StoredCodes(codec, capacity)
         sealed, near = SealedRows(capacity, self.sealed_device, codes, exact), capacity
         if sealed.apart:
             near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
-        self.stored, self._learns = StoredRows(sink, near, sealed, Wanted(share, last, shown)), bool(share or last)
+        self.stored, self._learns = StoredRows(sink, near, sealed, wanted), bool(wanted.share or wanted.last)
         self.search = Search(selector, self.stored, check)
         folder = None if indexes is None else usable_folder(indexes)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
@@ -136,10 +131,6 @@ class KVCache:
     def learns(self) -> bool:
         """Whether the selector or the codec learns from queries of the prompt."""
         return self._learns
-
-    @property
-    def _learner(self) -> Selector | RowCodec:
-        return self.selector if self.codec is None or self.selector.learns else self.codec
 
     @property
     def counts(self) -> tuple[list[int], list[int]]:
@@ -231,7 +222,8 @@ class KVCache:
         input_checks.repeatable(keys, "storing rows")
         batch, _, new, _ = keys.shape
         if self._learns and stored.queries.wanted(stored.zones.zone):
-            input_checks.queries(queries, keys, self._learner, stored.queries.kept)
+            learner = self.selector if self.codec is None or self.selector.learns else self.codec
+            input_checks.queries(queries, keys, learner, stored.queries.kept)
         else:
             queries = None
         zones = Zones(batch, self.sink, stored.zones.apart) if first else stored.zones

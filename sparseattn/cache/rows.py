@@ -126,8 +126,7 @@ class StoredRows:
     @property
     def sealed_codes(self) -> CodedRows | None:
         """Sealed rows as codes and levels, a view; None where they are not kept so."""
-        kept = self.kept
-        return None if kept is None else kept.codec.coded(kept)
+        return None if (kept := self.kept) is None else kept.codec.coded(kept)
 
     @property
     def sealed_bounds(self) -> Bounds:
@@ -255,7 +254,7 @@ class StoredRows:
             input_checks.finite(queries=queries)
         last: tuple[Tensor, ...] = self._take_last(decoded) if first and self.queries.last.wanted else ()
         if self.sealed.codes is not None:
-            self.sealed.told = OfSeal(positions, self._of_codec(self.sealed.codes, last), self.sealed.codes.scale)
+            self.sealed.told = OfSeal.of(positions, last, self.sealed.codes)
             last = self.queries.shown(last)
         self.sealed.note((~padding).to(keys.device), keys.shape[1])
         return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
@@ -263,15 +262,6 @@ class StoredRows:
     def _unrounded(self) -> tuple[Tensor, Tensor]:
         """Sealed rows as they came: all, or with a codec the last that are there so."""
         return self.sealed.unrounded if self.zones.apart else self.sealed_rows()
-
-    @staticmethod
-    def _of_codec(codes: StoredCodes, last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `_take_last` gave, with as many of the prompt's newest queries as a codec wants."""
-        wanted = codes.codec.last_queries
-        if not last or not wanted:
-            return ()
-        queries, at, *rest = last
-        return (queries[:, :, :, -wanted:], at[:, -wanted:], *rest)
 
     def settle(self, order: Tensor | None, new: int) -> None:
         """Stores the last sealed rows, `new` ones of this seal, in a selector's `order`, see `SealedRows.settle`."""

@@ -29,6 +29,15 @@ class OfSeal(NamedTuple):
     last: tuple[Tensor, ...]
     scale: float | None
 
+    @classmethod
+    def of(cls, positions: Tensor, last: tuple[Tensor, ...], codes: StoredCodes) -> OfSeal:
+        """Of all that is handed over, `last`, as many of the prompt's newest queries as the codec wants."""
+        wanted = codes.codec.last_queries
+        if last and wanted:
+            queries, at, *rest = last
+            return cls(positions, (queries[:, :, :, -wanted:], at[:, -wanted:], *rest), codes.scale)
+        return cls(positions, (), codes.scale)
+
     def weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """What the rows `keys` `[B,H,n,D]` got from these queries, and how many tokens of the prompt see each of them,
         `[B,H,n]`."""

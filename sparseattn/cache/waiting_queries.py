@@ -11,7 +11,9 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks
 from sparseattn.cache.query_buffers import LastQueries, Queries
+from sparseattn.codecs.base import RowCodec
 from sparseattn.core.row_buffer import State
+from sparseattn.selectors.base import Selector
 
 
 class Wanted(NamedTuple):
@@ -26,6 +28,14 @@ class Wanted(NamedTuple):
     share: float
     last: int
     shown: int | None = None
+
+    @classmethod
+    def of(cls, selector: Selector, codec: RowCodec | None, unsealed: int) -> Wanted:
+        """Of a selector and a codec; `unsealed`: rows that a first seal may leave. ValueError for bad numbers."""
+        share, last = input_checks.queries_wanted(selector)
+        if share == 1 and last:  # no query of the prompt is missing, however wide the window
+            last = max(last, unsealed)
+        return cls(share, last if codec is None else max(last, codec.last_queries), last)
 
 
 class WaitingQueries:
