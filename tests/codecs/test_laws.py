@@ -15,8 +15,13 @@ from tests.codecs.cases import CODEC_CASES, CodecCase, context, new_rows, read_a
 
 B, H, G, D = 2, 2, 3, 32
 EVERY = [pytest.param(case, id=case.spec) for case in CODEC_CASES]
+# In the fast run of laws about caches each codec once, with its defaults or next to them.
+FAST = ("kivi:bits=2,group=16", "rotatekv", "kvquant", "gear:group=32", "think", "lowrank:rank=8", "bfp", "zipcache")
+CACHED = [
+    pytest.param(case, id=case.spec, marks=[] if case.spec in FAST else [pytest.mark.slow]) for case in CODEC_CASES
+]
 ORDERS = "kmeans"  # stores rows in an order of its own, and joins its pieces at later seals
-SELECTORS = ("quest:page=16", "lowbit", ORDERS)
+SELECTORS = ("quest:page=16", pytest.param("lowbit", marks=pytest.mark.slow), ORDERS)
 
 
 def chooser(spec: str) -> Selector:
@@ -78,7 +83,7 @@ def test_a_row_is_read_alone_as_among_others(case: CodecCase) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", CACHED)
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_step_attends_to_the_rows_read_back(case: CodecCase, selector: str) -> None:
     """Through later seals, and rows that a selector orders anew; a copy and beams go on alike."""
@@ -97,7 +102,7 @@ def test_a_step_attends_to_the_rows_read_back(case: CodecCase, selector: str) ->
     torch.testing.assert_close(decode(query, cache, 40), out)
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", CACHED)
 def test_what_is_kept_of_a_padded_batch_is_that_of_each_sequence(case: CodecCase) -> None:
     """Of sequences of other lengths, at the first step, with a budget for all rows."""
     queries, keys, values = attention(B, H, G, 300, D)
@@ -117,7 +122,7 @@ def test_what_is_kept_of_a_padded_batch_is_that_of_each_sequence(case: CodecCase
         torch.testing.assert_close(decode(queries[one, :, :, -1], own, None), out[one], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", CACHED)
 def test_a_prompt_in_pieces_is_kept_as_one(case: CodecCase) -> None:
     queries, keys, values = attention(B, H, G, 200, D)
     found = []
@@ -129,7 +134,7 @@ def test_a_prompt_in_pieces_is_kept_as_one(case: CodecCase) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", CACHED)
 def test_an_index_file_serves_a_cache_with_a_codec(case: CodecCase, tmp_path: Path) -> None:
     made = filled(case, ORDERS, 160, indexes=tmp_path)
     assert list(tmp_path.iterdir())
