@@ -327,7 +327,7 @@ SECOND = {
     "bridge-few", "doublesparsity-wide", "exact-layer", "exact-static", "freekv-next", "hnsw-l2", "infinigen-group",
     "infllm-each", "ivf-few", "kdeformer-one", "loki-before", "loki-each", "pariskv-each", "pq-each", "quest-max",
     "freekv-querypq", "kascade-querypq", "querypq-keys", "querypq-page", "recent-few", "tailed-querypq", "topp-querypq",
-    "twostage-querypq", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
+    "twostage-codes", "twostage-querypq", "robustvamana-stitched", "saap-context", "saap-deroped", "same-estimate",
     "same-heaviest", "selfindex-max", "snapkv-avg", "sparq-each", "tailed-saap", "topp-group", "twostage-estimate",
     "vattention-pages",
 }  # fmt: skip
@@ -453,6 +453,11 @@ CASES = [
         "twostage-querypq",
         lambda: TwoStage(QueryPQ(8, 8, share=1.0), 2, rows=16),
         lambda: TwoStage(QueryPQ(8, 8, share=1.0), 1, rows=16),
+    ),
+    Case(
+        "twostage-codes",
+        lambda: TwoStage(drawn(SAAP, probes=4), 4, second=QueryPQ(8, 8, share=1.0, group="sum")),
+        lambda: TwoStage(drawn(SAAP, probes=1 << 20), 1, second=QueryPQ(8, 8, share=1.0, group="sum")),
     ),
     Case(
         "topp-querypq",

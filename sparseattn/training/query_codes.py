@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -100,36 +101,43 @@ def train_codes(
             recipe.selector().check_shape(shape.heads, shape.group, shape.size)
         except ValueError as error:
             raise TrainingError(str(error)) from error
-    folder, total = Partial(Path(f"{out}.partial"), identity(recipe, prompts)), len(prompts.shapes) * len(prompts.train)
+    folder = Partial(Path(f"{out}.partial"), identity(recipe, prompts))
     folder.open()
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
     try:
-        for index in prompts.shapes:
-            if folder.layer(index).exists():
-                done += len(prompts.train)
-                continue
-            codes, kept = _layer(prompts, index, recipe, place, step)
-            folder.write(folder.layer(index), {name: part.cpu() for name, part in codes.items()}, {"kept": kept})
+        _learn(prompts, recipe, folder, place, progress)
     except BaseException:
         folder.remove_if_bare()
         raise
     read = {index: folder.read(folder.layer(index)) for index in prompts.shapes}
     scales = {str(index): shape.scale for index, shape in prompts.shapes.items()}
-    more = {
-        "scales": scales,
-        "recipe": asdict(recipe),
-        "kept": {str(index): facts["kept"] for index, (_, facts) in read.items()},
-    }
+    shares = {str(index): facts["kept"] for index, (_, facts) in read.items()}
+    meta = meta_of(prompts) | {"scales": scales, "recipe": asdict(recipe), "kept": shares}
     found = {index: codes for index, (codes, _) in read.items()}
-    Calibration(METHOD, found, ropes=prompts.ropes, meta=meta_of(prompts) | more).save(out)
+    Calibration(METHOD, found, ropes=prompts.ropes, meta=meta).save(out)
     folder.remove()
     return Calibration.load(out)
+
+
+def _learn(
+    prompts: Prompts,
+    recipe: CodesRecipe,
+    folder: Partial,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write the file of each layer that has none."""
+    steps, total = itertools.count(1), len(prompts.train) * len(prompts.shapes)
+
+    def step() -> None:
+        progress(next(steps), total)
+
+    for index in prompts.shapes:
+        if folder.layer(index).exists():
+            for _ in prompts.train:
+                step()
+            continue
+        codes, kept = _layer(prompts, index, recipe, device, step)
+        folder.write(folder.layer(index), {name: part.cpu() for name, part in codes.items()}, {"kept": kept})
 
 
 def _layer(
@@ -169,4 +177,4 @@ def _drawn(view: HeadView, prompt: TracedPrompt, recipe: CodesRecipe, prompts: P
 def kept(calibration: Calibration) -> dict[int, float]:
     """Return `meta["kept"]` of a file of `train_codes` by layer."""
     found: dict[str, Any] = calibration.meta["kept"]
-    return {int(index): share for index, share in found.items()}
+    return {int(index): found[index] for index in sorted(found, key=int)}

@@ -12,6 +12,7 @@ from sparseattn.core.step_cost import Shape, step_cost
 from sparseattn.kernels import codebooks
 from sparseattn.kernels.product_kmeans import by_torch, product_codebooks
 from sparseattn.roles.roles import Roles
+from sparseattn.selectors.base import vote
 from sparseattn.selectors.parameters.query_metric import balanced, dealt, metric_of, reached
 from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.trace import Trace
@@ -134,6 +135,46 @@ def test_a_budget_may_be_a_mass_and_a_tail_stands_for_what_codes_leave_out() -> 
     assert torch.equal(chosen[0].rows, chosen[1].rows)
     tail = cache.selector.tail(asked, cache.search.step(), chosen[1])
     assert int(tail.selection.attended[0, 0]) == 384 // 32, "no group is read whole"
+
+
+@pytest.mark.parametrize("first", ["quest:group=sum", "quest:group=each", "lowbit:group=each"])
+@pytest.mark.parametrize("group", ["softmax", "each"])
+def test_codes_rank_what_another_proposes(first: str, group: str) -> None:
+    """As the second of two stages they choose, of the rows proposed, those with the best votes by their logits."""
+    query, keys, values = attention(2, 2, 3, 448, 64)
+    asked, codes = query[:, :, :, -1], f"querypq:subspaces=16,share=1.0,group={group}"
+    caches = []
+    for spec in (f"twostage:pages=[{first}],times=4,second=[{codes}]", first, codes):
+        caches.append(KVCache(make_selector(spec), sink=0, window=0, seal=64))
+        caches[-1].append(keys, values, query)
+        caches[-1].seal()
+    both, proposing, alone = caches
+    assert str(make_selector(str(both.selector))) == str(both.selector)
+    found, proposed = both.select(asked, 32), proposing.select(asked, 128)
+    logits = alone.selector.logits(asked, alone.search.step().valid)  # [B,H,G,N]
+    named = torch.zeros(2, proposed.start.shape[1], 449, dtype=torch.bool)
+    rows = proposed.rows.long()
+    named = named.scatter_(2, torch.where(rows < 0, 448, rows), True)[..., :-1]
+    named = named.unflatten(1, (2, -1))  # [B,H,1 or G,N]
+    named = named if group == "each" else named.any(2, keepdim=True)
+    votes = vote(logits.masked_fill(~named, -torch.inf), group)
+    assert torch.equal(found.rows.sort(-1).values, votes.topk(32).indices.sort(-1).values.int())
+    counted = named.expand(-1, -1, 3, -1) if named.shape[2] == 1 else named
+    lists = 3 if "each" in (first.partition("=")[2],) and group == "each" else 1
+    beside = lists * (2 * 64 * (16 + 64) + 4 * 64)
+    own = (counted if lists == 3 else named).sum(3).sum(2)  # [B,H]
+    assert torch.equal(found.scan_bytes, proposed.scan_bytes + 8 * own + beside)
+
+
+def test_what_cannot_be_a_second_stage_is_refused() -> None:
+    for spec, message in (
+        ("twostage:second=quest", "ranks listed rows by codes: querypq, or by bits, .* got quest"),
+        ("twostage:second=[lowbit:bits=4]", "by bits, rows, group and scales a lowbit; got lowbit:bits=4"),
+        ("twostage:second=[querypq:page=4]", "a second stage chooses single rows: give querypq:page=4 page=1"),
+        ("twostage:second=querypq,bits=4", "are of a lowbit: leave them out, or second=querypq"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_selector(spec)
 
 
 @pytest.mark.parametrize("group", ["sum", "each"])

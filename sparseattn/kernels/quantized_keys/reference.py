@@ -88,12 +88,8 @@ def best_of_listed(
     logits: Tensor, keys: QuantizedKeys, group: str, pages: Tensor, page: int, count: int
 ) -> tuple[Tensor, Tensor]:
     """Return what `dispatch.best_listed` does, of the logits of listed rows."""
-    listed, scores = pages.long(), group_vote.vote(logits, group)  # [B,Hs,P*page]
-    place = best_rows(scores, count).long()
-    used = place.clamp(min=0)
-    own = listed.repeat_interleave(scores.shape[1] // listed.shape[1], 1)  # [B,Hs,P]
-    rows = torch.where(place < 0, -1, own.gather(2, used // page) * page + used % page).int()
-    return rows, groups_of(listed, page, keys.groups, keys.mask.shape[1])
+    rows = group_vote.best_of_listed(logits, group, pages, page, count)
+    return rows, groups_of(pages.long(), page, keys.groups, keys.mask.shape[1])
 
 
 def groups_of(pages: Tensor, page: int, groups: int, stored: int) -> Tensor:

@@ -13,6 +13,7 @@ from sparseattn.selectors.abilities.host_only import HostOnly
 from sparseattn.selectors.abilities.learns_from_queries import LearnsFromQueries
 from sparseattn.selectors.abilities.looks_ahead import LooksAhead
 from sparseattn.selectors.abilities.observes import Observes
+from sparseattn.selectors.abilities.ranks_listed import RanksListed
 from sparseattn.selectors.abilities.reads_keys import ReadsKeys
 from sparseattn.selectors.abilities.reads_rounded_keys import ReadsRoundedKeys
 from sparseattn.selectors.abilities.weighs_near import WeighsNear
@@ -28,6 +29,7 @@ __all__ = [
     "LearnsFromQueries",
     "LooksAhead",
     "Observes",
+    "RanksListed",
     "ReadsKeys",
     "ReadsRoundedKeys",
     "WeighsNear",

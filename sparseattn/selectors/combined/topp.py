@@ -78,11 +78,12 @@ class TopP(TwoStage):
         proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
-        index = self.inside.index(step.valid)
-        logits = quantized_keys.listed_logits(self.inside.scaled(query), index, listed, page)
+        codes = self._codes
+        index = codes.index(step.valid)
+        logits = quantized_keys.listed_logits(codes.scaled(query), index, listed, page)
         ids = self._pruned(logits, listed, page, budget)
-        levels = self.inside.levels_bytes(groups_of(listed, page, index.groups, step.valid.shape[1]), query.shape[3])
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (query.shape[1], ids.shape[1])))
+        levels = codes.levels_bytes(groups_of(listed, page, index.groups, step.valid.shape[1]), query.shape[3])
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, query, ids.shape[1]))
 
     def _proposed_rows(self, stored: int, budget: int) -> int:
         rows = self.propose if isinstance(self.propose, int) else math.ceil(self.propose * stored)

@@ -1,23 +1,24 @@
 """Two stages: a page score proposes several times the rows that may be read, keys of few bits choose rows inside. Ours.
 
-Quest's selector and others propose, https://arxiv.org/abs/2406.10774; the codes are those of `LowBit`.
+Quest's selector and others propose, https://arxiv.org/abs/2406.10774; the codes are those of `LowBit`, or the product
+codes of `QueryPQ`: over buckets these are an inverted file, https://doi.org/10.1109/TPAMI.2010.57.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch, Scan, both, picked
-from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
-from sparseattn.kernels.quantized_keys import packing
-from sparseattn.selectors.abilities import Biases, Evicts, ReadsKeys
+from sparseattn.core.step_cost import Launch, Scan, both
+from sparseattn.selectors.abilities import Biases, Evicts, RanksListed, ReadsKeys
 from sparseattn.selectors.base import Rows, Selector, StepContext
 from sparseattn.selectors.checks import check_least
 from sparseattn.selectors.clusters.bucket_table import Partitioned
+from sparseattn.selectors.tokens.base import Ranked
 from sparseattn.selectors.tokens.lowbit import LowBit
 
 
@@ -38,6 +39,9 @@ class TwoStage(ReadsKeys, Selector):
             its query heads' proposals, up to G times as many rows; where only `group` is "each", every query head
             chooses from its KV head's.
         scales: bits of a level in the second stage, see `LowBit`.
+        second: the second stage: "lowbit" (default), a `LowBit` of these bits, rows, group and scales, or a selector
+            that can rank listed rows alone (`QueryPQ`). Then bits, rows and scales stay at their defaults, and
+            `group` is the selector's own.
 
     A row is chosen alone, so a budget may be less than a page. The first stage may store rows in its own order
     (`SAAP`): the codes are made of rows as they are stored, and made anew for those that it moves. Its index is not
@@ -45,9 +49,10 @@ class TwoStage(ReadsKeys, Selector):
     for, is the choice of both.
 
     `scanned`: what the first stage scored, and the rows it proposed; of a union, the most that one query head's first
-    stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and the levels of every group in
-    which a row is proposed, once a list (a KV head has one, or with "each" in both stages one a query head). A CPU
-    stores codes of 16 rows together and reads them together, so single rows and pages of 8 cost it more than this.
+    stage scored. `scan_bytes`: the first stage's, the codes of the rows proposed, and once a list the levels of every
+    group in which a row is proposed, or what another second stage reads beside its rows (a KV head has one list, or
+    with "each" in both stages one a query head). A CPU stores codes of 16 rows together and reads them together, so
+    single rows and pages of 8 cost it more than this.
 
     Raises:
         ValueError: an argument out of its range, or a first stage that evicts or biases.
@@ -65,6 +70,7 @@ class TwoStage(ReadsKeys, Selector):
         rows: int = 64,
         group: str = "softmax",
         scales: int = 16,
+        second: Selector | str = "lowbit",
     ) -> None:
         from sparseattn.selectors.registry import as_selector  # which knows this class too
 
@@ -80,7 +86,9 @@ class TwoStage(ReadsKeys, Selector):
                 f"{self.pages} corrects a sample of rows by a bias, which is wrong for some of the sample: take a "
                 f"first stage without"
             )
-        self.inside = LowBit(bits, rows, group=group, scales=scales)
+        self.inside: Selector = LowBit(bits, rows, group=group, scales=scales)
+        if str(second) != "lowbit":
+            self.inside = _checked(as_selector(second), (bits, rows, group, scales))
 
     def has(self, ability: type) -> bool:
         # A first stage that joins rows of several seals has codes of stored ones made anew.
@@ -88,24 +96,40 @@ class TwoStage(ReadsKeys, Selector):
         return super().has(ability) and (joins or ability is not ReadsKeys)
 
     @property
+    def second(self) -> Selector | str:
+        """What was given for the second stage."""
+        return "lowbit" if isinstance(self.inside, LowBit) else self.inside
+
+    @property
+    def _codes(self) -> LowBit:
+        """The second stage's settings where it is a `LowBit`, else their defaults."""
+        return self.inside if isinstance(self.inside, LowBit) else LowBit()
+
+    @property
     def bits(self) -> int:
         """Of a channel, in the second stage."""
-        return self.inside.bits
+        return self._codes.bits
 
     @property
     def rows(self) -> int:
         """That share levels."""
-        return self.inside.rows
-
-    @property
-    def group(self) -> str:
-        """The vote of a query group on proposed rows."""
-        return self.inside.group
+        return self._codes.rows
 
     @property
     def scales(self) -> int:
         """Bits of a level."""
-        return self.inside.scales
+        return self._codes.scales
+
+    @property
+    def group(self) -> str:
+        """The vote of a query group on proposed rows."""
+        return self.ranks.group
+
+    @property
+    def ranks(self) -> RanksListed:
+        """The second stage."""
+        assert isinstance(self.inside, RanksListed)
+        return self.inside
 
     def fix(self, rows: int, seal: int) -> None:
         for _, part in self.parts():
@@ -113,26 +137,26 @@ class TwoStage(ReadsKeys, Selector):
 
     def append(self, rows: Rows) -> Tensor | None:
         order = self.pages.append(rows)
-        keys = rows.keys
+        keys, unit = rows.keys, self.inside.unit
+        if isinstance(self.inside, Ranked):
+            self.inside.learn(rows)
         if order is not None:
-            known = self.inside.codes.rows * self.rows
+            known = self.ranks.stored_rows()
             first = known + keys.shape[2] - order.shape[2]  # of the rows that move
-            first -= first % self.rows
+            first -= first % unit
             if first < known:
                 keys = torch.cat([self.stored_keys()[:, :, first:known], keys], 2)
-                self.inside.forget(first)
+                self.ranks.forget(first)
             keys = _moved(keys, order)
-        self.inside.append(Rows(keys, keys[:, :, :0], rows.positions))
+        self.ranks.extend(keys)
         return order
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:
         proposed, listed, page = self._propose(query, step, budget)
         if not listed.shape[2]:
             return proposed
-        index = self.inside.index(step.valid)
-        ids, groups = quantized_keys.best_listed(query, index, self.group, listed, page, budget)  # [B,Hs,S], [B,L]
-        levels = self.inside.levels_bytes(groups, query.shape[3])
-        return Selection.tokens(ids, *self._costs(proposed, listed, page, levels, (query.shape[1], ids.shape[1])))
+        ids, beside = self.ranks.best_listed(query, step.valid, listed, page, budget)  # [B,Hs,S], [B,L]
+        return Selection.tokens(ids, *self._costs(proposed, listed, page, beside, query, ids.shape[1]))
 
     def _propose(self, query: Tensor, step: StepContext, budget: int) -> tuple[Selection, Tensor, int]:
         """What the first stage proposes, the pages `[B,L,P]` of it, L = H or H*G, and their rows each."""
@@ -146,20 +170,16 @@ class TwoStage(ReadsKeys, Selector):
 
     def scan(self, query: Tensor, sealed: int, budget: int) -> Scan | None:
         """As if what is proposed were spread evenly, and query heads were proposed other rows each."""
-        batch, heads, members, size = query.shape
+        batch, heads, members, _ = query.shape
         first = self.pages.full_scan(query, sealed, self._proposed_rows(sealed, budget))
         if first is None:
             return None
         rows, lists = self._spread(query, sealed, first)
         read = self._second_bytes(query, sealed, rows, first)
         few, own = min(budget, rows), heads * members if self.group == "each" else heads
-        second = Launch(
-            "listed",
-            bytes=batch * lists * read,
-            flops=2.0 * batch * heads * members * rows * size,
-            entries=picked(batch * own, rows, few),
-        )
-        launches = (*first.launches, second, Launch("operator", count=self.operators))
+        ranking, *others = self.ranks.listed_launches(query, rows, few, own)
+        ranking = replace(ranking, bytes=batch * lists * read)
+        launches = (*first.launches, ranking, *others, Launch("operator", count=self.operators))
         expected = both(first.expected, "proposed rows are spread evenly over the groups of levels")
         scanned, every = first.scanned + rows, first.read + read * lists / heads
         return Scan(scanned, every, launches, own, few, few, first.tail, expected)
@@ -172,12 +192,10 @@ class TwoStage(ReadsKeys, Selector):
         return first.rows, first.lists
 
     def _second_bytes(self, query: Tensor, sealed: int, rows: float, first: Scan) -> float:
-        """Bytes of codes and levels of so many proposed rows, for a list."""
+        """Bytes that the second stage reads of so many proposed rows, for a list."""
         size = query.shape[3]
-        spans = self.rows * first.runs / first.rows if first.rows else 0.0
-        groups = sealed // self.rows * (1 - (1 - rows / sealed) ** max(spans, 1.0))
-        levels = float(self.inside.levels_bytes(torch.tensor(groups), size))
-        return rows * 4 * packing.words(size, self.bits) + levels
+        spans = rows * first.runs / first.rows if first.rows else 0.0
+        return rows * self.ranks.row_bytes(size) + self.ranks.bytes_beside(size, sealed, rows, spans)
 
     def _listed(self, proposed: Selection, heads: int) -> tuple[Tensor, int]:
         """Return the pages that are proposed, `[B,L,P]` int64, and their rows each; -1 for none, and for one again.
@@ -193,13 +211,13 @@ class TwoStage(ReadsKeys, Selector):
         return listed.masked_fill(again, -1), page
 
     def _costs(
-        self, proposed: Selection, listed: Tensor, page: int, levels: Tensor, heads: tuple[int, int]
+        self, proposed: Selection, listed: Tensor, page: int, beside: Tensor, query: Tensor, chosen: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`scanned` `[B,Hs]` and `scan_bytes` `[B,H]` for (H, Hs) `heads`; None what the first stage does not say.
+        """`scanned` `[B,Hs]`, of Hs = `chosen`, and `scan_bytes` `[B,H]`; None what the first stage does not say.
 
-        levels: bytes of them that are read for each list, `[B,L]`.
+        beside: bytes that are read beside the rows' own for each list, `[B,L]`.
         """
-        (own, chosen), lists = heads, listed.shape[1]
+        own, lists = query.shape[1], listed.shape[1]
         count = (listed >= 0).sum(-1) * page  # [B,L]
         scanned = proposed.scanned
         if scanned is not None:
@@ -209,9 +227,23 @@ class TwoStage(ReadsKeys, Selector):
             scanned = scanned + count.repeat_interleave(chosen // lists, 1)
         read = proposed.scan_bytes
         if read is not None:
-            parts = count * (4 * packing.words(self.inside.low.visible.shape[-1], self.bits)) + levels
+            parts = count * self.ranks.row_bytes(query.shape[3]) + beside
             read = read + parts.unflatten(1, (own, -1)).sum(2)
         return scanned, read
+
+
+def _checked(second: Selector, others: tuple[int, int, str, int]) -> Selector:
+    """Return `second` if it can rank listed rows; ValueError where it cannot, or where others are not at defaults."""
+    if not isinstance(second, RanksListed) or isinstance(second, LowBit):
+        raise ValueError(
+            f"a second stage ranks listed rows by codes: querypq, or by bits, rows, group and scales a lowbit; got "
+            f"{second}"
+        )
+    if second.span > 1:
+        raise ValueError(f"a second stage chooses single rows: give {second} page=1")
+    if others not in ((2, 64, "softmax", 16), (2, 64, second.group, 16)):
+        raise ValueError(f"bits, rows, group and scales are of a lowbit: leave them out, or second={second}")
+    return second
 
 
 def _moved(keys: Tensor, order: Tensor) -> Tensor:

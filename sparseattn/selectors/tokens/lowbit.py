@@ -17,6 +17,7 @@ from sparseattn.kernels.quantized_keys import dispatch as quantized_keys
 from sparseattn.kernels.quantized_keys import level_grid, packing
 from sparseattn.kernels.quantized_keys.keys import QuantizedKeys
 from sparseattn.kernels.topk.dispatch import best_rows
+from sparseattn.selectors.abilities import RanksListed
 from sparseattn.selectors.base import Selector, StepContext, vote
 from sparseattn.selectors.checks import half
 from sparseattn.selectors.pages.base import Entries, PageSelector
@@ -24,7 +25,7 @@ from sparseattn.selectors.pages.base import Entries, PageSelector
 BITS = (1, 2, 4)
 
 
-class LowBit(PageSelector):
+class LowBit(RanksListed, PageSelector):
     """Reads the rows whose keys, rounded to a few bits a channel, have the largest product with the query.
 
     Args:
@@ -161,8 +162,30 @@ class LowBit(PageSelector):
         launches = (scoring, Launch("operator", count=self.operators))
         return Scan(sealed, read, launches, lists, best * self.page, best)
 
+    def stored_rows(self) -> int:
+        return self.codes.rows * self.rows
+
+    def extend(self, keys: Tensor) -> None:
+        for name, part in self.entries(keys).items():
+            getattr(self, name).append(part)
+
+    def best_listed(self, query: Tensor, valid: Tensor, pages: Tensor, page: int, count: int) -> tuple[Tensor, Tensor]:
+        ids, groups = quantized_keys.best_listed(query, self.index(valid), self.group, pages, page, count)
+        return ids, self.levels_bytes(groups, query.shape[3])
+
+    def row_bytes(self, size: int) -> int:
+        return 4 * packing.words(size, self.bits)
+
+    def bytes_beside(self, size: int, sealed: int, rows: float, spans: float) -> float:
+        touched = 1 - (1 - rows / sealed) ** max(self.rows * spans / rows, 1.0) if rows else 0.0
+        return float(self.levels_bytes(torch.tensor(sealed // self.rows * touched), size))
+
+    def listed_launches(self, query: Tensor, rows: float, few: float, lists: int) -> tuple[Launch, ...]:
+        batch, size = query.shape[0], query.shape[3]
+        work = picked(batch * lists, rows, few)
+        return (Launch("listed", flops=2.0 * query.shape[:3].numel() * rows * size, entries=work),)
+
     def forget(self, first: int) -> None:
-        """Forget the rows from `first` on, a multiple of a group's."""
         for buffer in (self.codes, self.low, self.step):
             buffer.resize(first // self.rows)
 

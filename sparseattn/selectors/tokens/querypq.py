@@ -6,6 +6,7 @@ https://arxiv.org/abs/2502.12665; the rotation is OPQ's, https://doi.org/10.1109
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
-from sparseattn.core.step_cost import Launch
+from sparseattn.core.step_cost import Launch, sorted_best
+from sparseattn.kernels.group_vote.dispatch import best_of_listed
+from sparseattn.kernels.listed_codes import dispatch as listed_codes
 from sparseattn.kernels.product_codes import dispatch as product_codes
 from sparseattn.kernels.product_codes.codes import MOST, ProductCodes, Tables
-from sparseattn.selectors.abilities import LearnsFromQueries
+from sparseattn.selectors.abilities import LearnsFromQueries, RanksListed
 from sparseattn.selectors.base import Rows, StepContext
 from sparseattn.selectors.checks import check_share, half, warn_of_keys_as_queries
 from sparseattn.selectors.parameters.query_metric import codes_of, reached
@@ -29,7 +32,7 @@ METRICS = ("own", "keys")
 CHUNK = 1 << 14  # rows that are turned at a time
 
 
-class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
+class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     """Reads the rows with the largest products of the query with the centroids that stand for their turned keys.
 
     The prompt's keys, less their mean, are turned so that a distance between two of them is the root mean square
@@ -59,7 +62,7 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
     An index row takes `M * bits / 8` bytes: at D = 64, 4. A KV head has `D * (2^bits + D)` numbers of 16 bits and D of
     32 bits, which a query reads beside the codes, and a map of keys, `4 D^2` bytes, which it does not.
 
-    With "softmax" and single rows, four rows for every row of the budget are candidates, by sums of tables that are
+    With "softmax" and single rows, two rows for every row of the budget are candidates, by sums of tables that are
     rounded to 8 bits, and these alone vote (`kernels.product_codes.dispatch.best`).
 
     k-means is faiss's where that is installed and keys lie in host memory, else torch's on the keys' device.
@@ -162,7 +165,37 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
 
     def append(self, rows: Rows) -> None:
         self.learn(rows)
-        self.codes.append(self.encode(rows.keys).mT)
+        self.extend(rows.keys)
+
+    # -- as the second of two stages -----------------------------------------------------------------------------------
+
+    def stored_rows(self) -> int:
+        return self.codes.rows
+
+    def extend(self, keys: Tensor) -> None:
+        self.codes.append(self.encode(keys).mT)
+
+    def forget(self, first: int) -> None:
+        self.codes.resize(first)
+
+    def best_listed(self, query: Tensor, valid: Tensor, pages: Tensor, page: int, count: int) -> tuple[Tensor, Tensor]:
+        rows = pages[..., None] * page + torch.arange(page, device=pages.device)  # [B,L,P,page]
+        rows = torch.where(pages[..., None] < 0, -1, rows).flatten(2)
+        logits = listed_codes.logits(self.scaled_tables(query), self.stored(valid), rows.int())
+        once = torch.full(pages.shape[:2], self.reads(query)[1], device=pages.device)
+        return best_of_listed(logits, self.group, pages, page, count), once * (pages >= 0).any(2)
+
+    def row_bytes(self, size: int) -> int:
+        return self.names(size)[0]
+
+    def bytes_beside(self, size: int, sealed: int, rows: float, spans: float) -> float:
+        return self._once(size) if rows else 0.0
+
+    def listed_launches(self, query: Tensor, rows: float, few: float, lists: int) -> tuple[Launch, ...]:
+        batch, heads, members, size = query.shape
+        each = heads * members if self.group in ("softmax", "each") else lists
+        looked_up = replace(self.scoring(query, 0), entries=batch * heads * members * rows * self.names(size)[0])
+        return looked_up, Launch("sort", entries=sorted_best(batch * each, rows, few))
 
     def encode(self, keys: Tensor) -> Tensor:
         centre, turn = self.centre.data[:, :, None], self.turn.data.mT
@@ -192,9 +225,11 @@ class QueryPQ(LearnsFromQueries, FromCalibration, ProductCoded):
         return Selection.tokens(product_codes.best(tables, self.stored(step.valid), budget))
 
     def reads(self, query: Tensor) -> tuple[int, int]:
-        size = query.shape[3]
-        row, once = super().reads(query)
-        return row, once + 2 * size * size + 4 * size
+        return self.names(query.shape[3])[0], self._once(query.shape[3])
+
+    def _once(self, size: int) -> int:
+        """Return the bytes of centroids, the map of queries and the mean of a KV head."""
+        return 2 * self.names(size)[1] + 2 * size * size + 4 * size
 
     def scoring(self, query: Tensor, sealed: int) -> Launch:
         launch, size = super().scoring(query, sealed), query.shape[3]
