@@ -22,7 +22,7 @@ from sparseattn.cache.all_rows import everything
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.core.budget import budget_record
-from sparseattn.roles.role import rounded_label
+from sparseattn.roles.role import kept_label
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Bench:
         cache = made.cache
         calls, timed, result = self.steps(cache, method.budget)
         out: dict[str, Any] = {
-            "selector": rounded_label(method.spec, method.bits),
+            "selector": kept_label(method.spec, method.codec),
             "label": repr(cache.selector),
             "sink": method.sink,
             "window": method.window,

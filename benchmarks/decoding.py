@@ -112,8 +112,8 @@ def sparse_way(prefill: Prefill, model: Any, spec: str, options: argparse.Namesp
 def cache_settings(options: argparse.Namespace) -> dict[str, Any]:
     """What all sparse caches have in common."""
     names = ("sink", "window", "seal", "dense_layers", "sealed_device")
-    rounding = {} if options.bits is None else {"bits": options.bits}
-    return {name: getattr(options, name) for name in names} | rounding
+    kept = {} if options.kv_rows is None else {"rows": options.kv_rows}
+    return {name: getattr(options, name) for name in names} | kept
 
 
 def take_turns(ways: Sequence[Way], ids: Tensor, block: int, done: Callable[[], None]) -> None:

@@ -46,7 +46,6 @@ from sparseattn.cli.progress import progress_bar
 from sparseattn.cli.values import integers
 from sparseattn.core.budget import budget_record, parse_budget
 from sparseattn.cost_model.environment import machine, versions
-from sparseattn.kernels.attend_quantized.reference import BITS
 from sparseattn.models.load import load_model
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.models.prefill import Prefill
@@ -235,7 +234,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seal", type=int, default=1024, help="rows that wait before they are sealed")
     out.add_argument("--dense-layers", type=int, default=0, help="first layers that stay dense")
     out.add_argument("--sealed-device", choices=("cpu",), help="keep sealed rows in host memory")
-    out.add_argument("--kv-bits", dest="bits", type=int, choices=BITS, help="of sealed rows; default as they come")
+    out.add_argument("--kv-rows", help="a row codec of sealed rows, such as kivi:bits=8; default as they come")
     out.add_argument("--chunk", type=int, default=2048, help="tokens a forward pass of the prefill")
     out.add_argument("--device", help="default a CUDA device where there is one, else cpu")
     out.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -11,13 +11,16 @@ from typing import Any
 from benchmarks.inputs import Inputs
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.cache.shown_rows import unit_of
+from sparseattn.codecs.base import RowCodec
+from sparseattn.codecs.registry import make_codec
 from sparseattn.core.budget import budget_of, parse_budget
 from sparseattn.core.context import LayerContext
 from sparseattn.selectors.base import Selector
 from sparseattn.selectors.clusters.bucket_table import Partitioned
 from sparseattn.selectors.registry import make_selector
+from sparseattn.utils.specs import split_pairs
 
-SIZES = ("sink", "window", "budget")  # what `SPEC@name=rows` sets for one selector, and `bits`
+SIZES = ("sink", "window", "budget")  # what `SPEC@name=rows` sets for one selector, and `rows`
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,21 @@ class Method:
     sink: int
     window: int
     budget: Any
-    bits: int | None = None  # of sealed rows, as in `KVCache`
+    codec: RowCodec | None = None  # of sealed rows
 
     @classmethod
     def of(cls, text: str, options: argparse.Namespace) -> Method:
-        """Of `SPEC` or `SPEC@sink=4,window=64,budget=2048`; ValueError for anything else."""
+        """Of `SPEC` or `SPEC@sink=4,window=64,budget=2048,rows=[kivi:bits=8,group=64]`; else ValueError."""
         spec, at, sizes = text.partition("@")
         given: dict[str, Any] = {name: getattr(options, name) for name in SIZES}
-        for pair in sizes.split(",") if at else []:
-            name, equals, number = pair.partition("=")
-            if name not in (*SIZES, "bits") or not equals:
-                raise ValueError(f"behind @ come {', '.join(SIZES)} and bits as name=number, got {pair!r}")
-            given[name] = parse_budget(number) if name == "budget" else _rows(number, text)
+        for pair in split_pairs(sizes, "row codec") if at else []:
+            name, equals, value = pair.partition("=")
+            if name not in (*SIZES, "rows") or not equals:
+                raise ValueError(f"behind @ come {', '.join(SIZES)} and rows as name=value, got {pair!r}")
+            if name == "rows":
+                given["codec"] = make_codec(value[1:-1] if value.startswith("[") else value)
+            else:
+                given[name] = parse_budget(value) if name == "budget" else _rows(value, text)
         make_selector(spec)
         return cls(spec, **given)
 
@@ -80,9 +86,9 @@ def check_fit(methods: Sequence[Method], rows: int, seal: int) -> None:
     """ValueError where a selector cannot work with its sizes in the shortest context."""
     for method in methods:
         selector = make_selector(method.spec)
-        KVCache(selector, sink=method.sink, window=method.window, seal=seal, bits=method.bits)  # its own checks
+        KVCache(selector, sink=method.sink, window=method.window, seal=seal, rows=method.codec)  # its own checks
         budget_of(selector, method.budget, rows)
-        if rows - method.sink - method.window < (unit := unit_of(selector, method.bits)):
+        if rows - method.sink - method.window < (unit := unit_of(selector, method.codec)):
             raise ValueError(
                 f"a sink of {method.sink} and a window of {method.window} leave less than a unit of {unit} of "
                 f"{rows} rows to select ({method.spec})"

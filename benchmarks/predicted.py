@@ -86,7 +86,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _sizes(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**{name: record[name] for name in ("sink", "window", "budget")}, "bits": None}
+    return {**{name: record[name] for name in ("sink", "window", "budget")}, "codec": None}
 
 
 def _selector(method: Method, shape: Shape, folder: Path, point: Mapping[str, Any]) -> Selector:

@@ -44,7 +44,7 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
     """Seconds to append the rows, which are made beforehand, chunk by chunk, and to seal them: the index."""
     shape, device = inputs.shape, inputs.shape.device
     selector = method.selector(inputs, artefact)
-    room = shape.rows + (options.cycles + 1) * options.seal + unit_of(selector, method.bits)
+    room = shape.rows + (options.cycles + 1) * options.seal + unit_of(selector, method.codec)
     on_gpu = torch.device(device).type != "cpu"
     cache = KVCache(
         selector,
@@ -52,14 +52,14 @@ def filled(method: Method, inputs: Inputs, artefact: Path, options: argparse.Nam
         window=method.window,
         seal=options.seal,
         capacity=room,
-        fixed=options.fixed and method.can_be_fixed and method.bits is None,
+        fixed=options.fixed and method.can_be_fixed and method.codec is None,
         sealed_device="cpu" if selector.host and on_gpu else None,
-        bits=method.bits,
+        rows=method.codec,
     )
     store = Clock(0.0, 0.0)
     for start, stop in inputs.chunks():
         rows = inputs.rows(start, stop)
-        queries = inputs.queries(start, stop) if selector.learns else None
+        queries = inputs.queries(start, stop) if cache.learns else None
         begun = Clock.now(device)
         cache.append(*rows, queries)
         taken = Clock.now(device) - begun

@@ -10,6 +10,9 @@ from sparseattn.selectors.methods import METHODS
 if TYPE_CHECKING:  # what is exported is imported when it is asked for, so that `sparseattn --help` needs no torch
     from sparseattn.cache.decode import decode as decode
     from sparseattn.cache.kv_cache import KVCache as KVCache
+    from sparseattn.codecs.base import RowCodec as RowCodec
+    from sparseattn.codecs.registry import ROW_CODECS as ROW_CODECS
+    from sparseattn.codecs.registry import make_codec as make_codec
     from sparseattn.core.budget import Mass as Mass
     from sparseattn.core.context import LayerContext as LayerContext
     from sparseattn.core.context import StepContext as StepContext
@@ -105,6 +108,8 @@ _MODULES = {
     "Mass": "sparseattn.core.budget",
     "PageSelector": "sparseattn.selectors.pages.base",
     "PerfectBuckets": "sparseattn.selectors.clusters.saap",
+    "ROW_CODECS": "sparseattn.codecs.registry",
+    "RowCodec": "sparseattn.codecs.base",
     "Rows": "sparseattn.selectors.base",
     "SELECTORS": "sparseattn.selectors.registry",
     "Scan": "sparseattn.core.step_cost",
@@ -117,6 +122,7 @@ _MODULES = {
     "attend_coded": "sparseattn.kernels.attend_quantized.dispatch",
     "decode": "sparseattn.cache.decode",
     "evaluate": "sparseattn.evaluation.replay",
+    "make_codec": "sparseattn.codecs.registry",
     "make_selector": "sparseattn.selectors.registry",
     "merge": "sparseattn.kernels.attend.merge",
     **{method.kind: method.module for method in METHODS.values()},

@@ -18,6 +18,8 @@ import torch
 from scripts.evidence.condensing import exploded
 from scripts.evidence.expressions import known
 from scripts.evidence.labels import shown
+from sparseattn.cli.values import EXACT
+from sparseattn.codecs.registry import ROW_CODECS
 from sparseattn.evaluation.intervals import student
 from sparseattn.evaluation.recall_curve import Curve, Point
 from sparseattn.recommend.single import between
@@ -209,12 +211,14 @@ def by_mass(record: Record, rows: Sequence[Row]) -> list[Row]:
 
 
 def rounded(record: Record, rows: Sequence[Row]) -> list[Row]:
-    """With `bits` of the rows of a label such as `quest, 8-bit rows`, and its `method`."""
+    """With `codec` and `bits` of the rows of a label such as `quest, kivi:bits=8 rows`, and its `method`."""
     found = []
     for row in rows:
         label = str(row.get("label", row.get("method")))
-        bits = re.fullmatch(r"(.*), (\d+)-bit rows", label)
-        found.append({**row, "plain": bits[1] if bits else label, "bits": int(bits[2]) if bits else 16})
+        kept = re.fullmatch(r"(.*), (\S+) rows", label)
+        codec = kept[2] if kept else EXACT
+        bits = 16 if codec == EXACT else int(dict(ROW_CODECS.parsed(codec)[1]).get("bits") or 0)
+        found.append({**row, "plain": kept[1] if kept else label, "codec": codec, "bits": bits})
     return found
 
 

@@ -16,7 +16,8 @@ from sparseattn.selectors.registry import parsed
 LABELLED = ("label", "method", "selector")  # fields and columns that name a method
 BY_LABEL = ("left_out",)  # objects whose keys do
 NAMES = {"Fitted": "sparseattn:Fitted", **{method.kind: name for name, method in METHODS.items()}}
-ROUNDED = re.compile(r", \d+-bit rows$")
+KEPT = re.compile(r", (\S+) rows$")  # by which row codec
+OF_BITS = re.compile(r"(\d+)-bit")  # how that was recorded until 2026-11-25
 
 
 def relabelled(value: Any) -> Any:
@@ -45,18 +46,21 @@ def typed(label: Any) -> Any:
     """A label as one types it: `twostage:pages=[mean:bits=8],times=4`; what is no label of old stays as it is."""
     if not isinstance(label, str):
         return label
-    method, bits = _apart(label)
+    method, kept = _apart(label)
     try:
         tree = ast.parse(method, mode="eval").body
     except SyntaxError:
-        return label
-    return label if (text := _typed(tree)) is None else text + bits
+        return method + kept
+    return method + kept if (text := _typed(tree)) is None else text + kept
 
 
 def _apart(label: str) -> tuple[str, str]:
-    """A method, and what a label says of the bits of its rows."""
-    found = ROUNDED.search(label)
-    return (label[: found.start()], found[0]) if found else (label, "")
+    """A method, and what a label says of the codec of its rows."""
+    found = KEPT.search(label)
+    if found is None:
+        return label, ""
+    bits = OF_BITS.fullmatch(found[1])
+    return label[: found.start()], f", kivi:bits={bits[1]} rows" if bits else found[0]
 
 
 def _typed(one: ast.expr) -> str | None:
@@ -78,13 +82,13 @@ def _value(one: ast.expr) -> str:
 
 def shown(label: str) -> str:
     """A label without its artefacts, whose paths say where a run put them; what is no method's text as it is."""
-    method, bits = _apart(label)
+    method, kept = _apart(label)
     try:
         name, texts = parsed(method)
     except ValueError:
         return label
     pairs = [f"{argument}={_inner(text or '')}" for argument, text in texts if argument != "artefact"]
-    return (f"{name}:{','.join(pairs)}" if pairs else name) + bits
+    return (f"{name}:{','.join(pairs)}" if pairs else name) + kept
 
 
 def _inner(text: str) -> str:

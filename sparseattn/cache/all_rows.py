@@ -14,8 +14,8 @@ from sparseattn.core.selection import Bounds, Selection
 def everything(cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
     """Return every stored row, for attention without a selection: in stored order, with padding and spare places.
 
-    Rows that the selector has dropped for good are no longer there, freed (`KVCache.compact`) or not. Those that are
-    kept in a few bits alone are read back.
+    Rows that the selector has dropped for good are no longer there, freed (`KVCache.compact`) or not. Those that a
+    codec keeps are read back.
 
     Returns:
         keys, values `[B,H,N,D]` on the cache's device, views unless sealed rows lie apart; `[B,H,N]` bool, which
@@ -53,9 +53,9 @@ def all_bounds(cache: KVCache) -> Bounds:
 
 def bytes_named(cache: KVCache, selection: Selection) -> Tensor:
     """Return `[B,H]` int64: bytes of the sealed rows that a selection names, each once for all query heads of a KV
-    head; of rows of a few bits those of their codes and levels."""
-    if (codes := cache.stored.sealed_codes) is not None:
-        return codes.bytes_read(selection)
+    head; of rows that a codec keeps, those that it reads for them."""
+    if (kept := cache.stored.kept) is not None:
+        return kept.codec.bytes_read(kept, selection)
     keys = cache.stored.keys.full
     heads, size = keys.shape[1], keys.shape[3]
     return selection.distinct(heads, cache.stored.zones.zone) * (2 * size * cache.selector.bytes_of(keys))
@@ -71,8 +71,8 @@ def copy_rows(source: KVCache, target: KVCache, heads: Callable[[Tensor], Tensor
         heads: of a tensor `[B,H,...]` those KV heads that `target` is of; default all.
 
     Raises:
-        ValueError: rows are sealed or a sink is kept apart in `source`, the selector of `target` learns from queries of
-            which `source` holds no full set, or what `append` refuses.
+        ValueError: rows are sealed or a sink is kept apart in `source`, `target` learns from queries of which `source`
+            holds no full set, or what `append` refuses.
     """
     stored, zones = source.stored, source.stored.zones
     stored.require()
@@ -81,11 +81,10 @@ def copy_rows(source: KVCache, target: KVCache, heads: Callable[[Tensor], Tensor
             f"rows are copied from a cache without sink and sealed rows, got a sink of {source.sink} and sealed rows "
             f"{zones.sealed}"
         )
-    learns, share = target.selector.learns, stored.queries.sampled.share
+    learns, share = target.learns, stored.queries.sampled.share
     if learns and share < 1:
         raise ValueError(
-            f"{target.selector!r} learns from queries, and the cache to copy from holds {share:g} of them; it must "
-            f"hold all"
+            f"{target!r} learns from queries, and the cache to copy from holds {share:g} of them; it must hold all"
         )
     beyond = torch.arange(stored.keys.rows) >= torch.tensor(zones.end)[:, None]  # [B,N] behind a shorter one
     keys, values = stored.keys.data, stored.values.data

@@ -12,9 +12,8 @@ from sparseattn.core.budget import Budget
 from sparseattn.core.selection import Selection
 from sparseattn.kernels.attend.dispatch import attend
 from sparseattn.kernels.attend.merge import merge, share
-from sparseattn.kernels.attend_quantized.dispatch import attend_coded
 
-CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what attends to rows of a few bits
+CODED: dict[str | None, str] = {"reference": "torch", "gather": "torch"}  # what attends to rows that a codec keeps
 
 
 def decode(
@@ -25,8 +24,7 @@ def decode(
     Append the token's own key and value first. Exactly `attend_chosen` over `cache.select(query, budget)`, where all
     rows lie together.
 
-    With the cache's `bits` the sealed rows found are read from their codes (`kernels.attend_quantized.reference`), and
-    merged with the rest.
+    With a codec the sealed rows found are read as it keeps them (`RowCodec.attend`), and merged with the rest.
 
     With the cache's `sealed_device`, search and attention over the rows found run there while the cache's own device
     attends to sink and recent rows, and the two are merged (the co-execution of CPU and GPU in RetrievalAttention,
@@ -99,16 +97,16 @@ def _attend_parts(
     and of the tail if there is one; and, where the selector observes, the weights of the first part's rows among
     themselves."""
     stored, search, weights, parts = cache.stored, cache.search, None, []
-    if apart and cache.bits is None:
+    if apart and cache.codec is None:
         keys, values, bounds = *stored.sealed_rows(), stored.sealed_bounds
     else:
         keys, values, bounds = stored.keys.visible, stored.values.visible, stored.bounds
-    if cache.bits is not None:
+    if cache.codec is not None:
         if not apart:
             nothing = Selection.none(query.shape[0], query.shape[1], query.device)
             parts.append(attend(query, keys, values, nothing, bounds, scale=scale, impl=impl))
-        if (codes := stored.sealed_codes) is not None:
-            parts.append(attend_coded(query, codes, selection, scale=scale, impl=CODED.get(impl, impl)))
+        if (kept := stored.kept) is not None:
+            parts.append(kept.codec.attend(query, kept, selection, scale, CODED.get(impl, impl)))
     elif search.abilities.observers and search.observed:
         out, lse, weights = attend(query, keys, values, selection, bounds, scale=scale, impl=impl, weights=True)
         parts.append((out, lse))

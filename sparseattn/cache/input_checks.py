@@ -9,7 +9,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from sparseattn.kernels.attend_quantized.reference import check_bits
+from sparseattn.codecs.base import RowCodec
+from sparseattn.core.rope import Rope
 from sparseattn.selectors.abilities import (
     Evicts,
     FollowsMoves,
@@ -112,10 +113,10 @@ def repeatable(rows: Tensor, what: str) -> None:
         raise RuntimeError(f"{what} goes by counts on the host, which no CUDA graph repeats: do it between the replays")
 
 
-def queries(given: Tensor | None, keys: Tensor, selector: Selector, held: Tensor | None) -> None:
+def queries(given: Tensor | None, keys: Tensor, who: Selector | RowCodec, held: Tensor | None) -> None:
     """Queries `[B,H,G,n,D]` of the rows `keys` fit them and the stored queries `held`; else ValueError."""
     if given is None:
-        raise ValueError(f"{selector!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
+        raise ValueError(f"{who!r} learns from queries: append(keys, values, queries [B,H,G,n,D])")
     batch, heads, new, size = keys.shape
     group = "G" if held is None else held.shape[2]
     fits = given.ndim == 5 and given.shape[:2] == (batch, heads) and given.shape[3:] == (new, size)
@@ -197,43 +198,53 @@ def held(given: Tensor, real: Tensor, selector: Selector) -> None:
         )
 
 
-def roundable(selector: Selector, bits: int, group: int, fixed: bool) -> None:
-    """Sealed rows can be kept in `bits` bits, keys in groups of `group` rows, for this selector; else ValueError."""
-    check_bits(bits)
-    if type(group) is not int or not 8 <= group <= 1024 or group & (group - 1):
-        raise ValueError(f"group is a power of two rows of keys that share levels, 8 to 1024, got {group!r}")
+def keepable(selector: Selector, codec: RowCodec, fixed: bool) -> None:
+    """A codec can keep the sealed rows of a cache with this selector; else ValueError."""
     if fixed:
         raise ValueError(
-            f"bits={bits} keeps sealed rows apart from the others, which a fixed cache cannot: leave fixed=True out"
+            f"rows={str(codec)!r} keeps sealed rows apart from the others, which a fixed cache cannot: leave "
+            f"fixed=True out"
         )
     if selector.find(ReadsKeys):
         raise ValueError(
-            f"{selector!r} scores the cache's own keys, which are not kept with bits={bits}: take a method with an "
-            f"index of its own, such as quest or lowbit, or leave bits out"
+            f"{selector!r} scores the cache's own keys, which are not kept with rows={str(codec)!r}: take a method "
+            f"with an index of its own, such as quest or lowbit, or leave rows out"
         )
     if selector.find(Observes):
         raise ValueError(
-            f"{selector!r} learns from what its rows weigh, which attention over rows of {bits} bits does not tell: "
-            f"leave bits out"
+            f"{selector!r} learns from what its rows weigh, which attention over rows={str(codec)!r} does not tell: "
+            f"leave rows out"
         )
 
 
-def levels(selector: Selector, bits: int | None, group: int) -> None:
-    """The cache rounds keys in the groups whose levels the selector reads, if it reads any; else ValueError."""
+def codec_fits(codec: RowCodec, keys: Tensor, rope: Rope | None) -> None:
+    """A codec can keep rows such as `keys` `[B,H,n,D]` of a layer with this RoPE, None for unknown; else ValueError."""
+    codec.check_size(keys.shape[3])
+    if codec.before_rope and rope is None:
+        raise ValueError(
+            f"rows={str(codec)!r} keeps keys as they are before RoPE, and the selector was not told the layer's: bind "
+            f"it with selector.for_layer(LayerContext(i, rope=...)), as SparseCache does"
+        )
+    if codec.before_rope and rope is not None and rope.rotated > keys.shape[3]:
+        raise ValueError(f"the layer's RoPE turns {rope.rotated} dimensions, and its keys have {keys.shape[3]}")
+
+
+def levels(selector: Selector, codec: RowCodec | None) -> None:
+    """The codec rounds keys in the groups whose levels the selector reads, if it reads any; else ValueError."""
     for part in selector.find(ReadsRoundedKeys):
         wanted = part.rounded_group
-        if bits is None or group != wanted:
-            got = "rows that are not rounded" if bits is None else f"groups of {group} rows"
+        if codec is None or not codec.shows_levels or codec.group != wanted:
+            got = "rows as they come" if codec is None else f"rows={str(codec)!r}"
             raise ValueError(
                 f"{selector!r} reads the levels of rounded keys in groups of {wanted} rows, got {got}: give the cache "
-                f"bits=8 or bits=4, and group={wanted}"
+                f'rows="kivi:bits=4,group={wanted}", or other bits'
             )
 
 
-def compactable(selector: Selector, fixed: bool, bits: int | None = None) -> None:
+def compactable(selector: Selector, fixed: bool, codec: RowCodec | None = None) -> None:
     """Rows that the selector drops can be freed; else ValueError."""
-    if bits is not None:
-        raise ValueError(f"rows of bits={bits} share levels in groups, so single ones cannot be freed: leave bits out")
+    if codec is not None:
+        raise ValueError(f"rows={str(codec)!r} keeps rows together, so single ones cannot be freed: leave rows out")
     if not selector.find(Evicts):
         raise ValueError(f"{selector!r} drops no rows (Evicts), so there are none to free")
     if fixed:

@@ -16,12 +16,14 @@ from torch import Tensor
 from sparseattn.cache import input_checks
 from sparseattn.cache.index_files import usable_folder
 from sparseattn.cache.layout import Zones
-from sparseattn.cache.quantized_rows import SealedCodes
 from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.sealed_rows import SealedRows
 from sparseattn.cache.search import Search
-from sparseattn.cache.shown_rows import GROUP, ShownRows, check_seal, unit_of
+from sparseattn.cache.shown_rows import ShownRows, check_seal, unit_of
 from sparseattn.cache.waiting_queries import Wanted
+from sparseattn.codecs.base import RowCodec
+from sparseattn.codecs.registry import as_codec
+from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.budget import Allowance, Budget, allowance
 from sparseattn.core.selection import Bounds, Selection
 from sparseattn.selectors.base import Selector
@@ -57,13 +59,10 @@ class KVCache:
             prefill at a time lies on the device. None: sealed rows lie between sink and recent rows.
         indexes: folder of index files (`index_files`): the first seal takes the index of the same rows from there if it
             can, and writes it there if it had to build it. Made if it is not there; it only ever grows.
-        bits: 8 or 4: keep sealed rows in so many bits (`kernels.attend_quantized.reference`), keys by channel and
-            values by row, as KIVI does (https://arxiv.org/abs/2402.02750); other rows stay as they come. A selector is
-            shown the rows as they came, once: none that scores stored keys (`ReadsKeys`) or learns from weights
-            (`Observes`) can be had. None (default): nothing is rounded.
-        group: with `bits`, rows of keys that share a channel's levels, a power of two; rows are sealed in multiples of
-            it. KIVI's is 32.
-        exact: with `bits`, whether sealed rows are kept as they came too, for comparing with full attention over them
+        rows: how sealed rows are kept, a `RowCodec` or its text ("kivi:bits=4"); other rows stay as they come. A
+            selector is shown the rows as they came, once: none that scores stored keys (`ReadsKeys`) or learns from
+            weights (`Observes`) can be had. Rows are sealed in multiples of the codec's group. None: as they come.
+        exact: with `rows`, whether sealed rows are kept as they came too, for comparing with full attention over them
             (`evaluation.step_measures.compare`): memory grows, what a step reads does not.
         check: whether every selection is held against the contract (`selection_checks.check`), which makes the host
             wait: comparisons and tests do, decoding for its own sake does not.
@@ -71,7 +70,7 @@ class KVCache:
     Raises:
         ValueError: an unknown selector, or one that is wrongly declared; an argument out of its range; `fixed` without
             a capacity for more than the sink, with a `sealed_device`, or with a selector whose step the host takes part
-            in; `bits` with `fixed` or with a selector that cannot go without exact rows.
+            in; `rows` with `fixed` or with a selector that cannot go without exact rows.
 
     A selector serves one cache; give each layer its own with `selector.for_layer(i)`.
     """
@@ -88,32 +87,30 @@ class KVCache:
         fixed: bool = False,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
-        bits: int | None = None,
-        group: int = GROUP,
+        rows: RowCodec | str | None = None,
         exact: bool = False,
         check: bool = False,
     ) -> None:
         self.selector = selector = as_selector(selector)
         input_checks.parts_declared(selector)
         input_checks.sizes(sink=sink, window=window, rollback=rollback, capacity=capacity, seal=seal)
-        if bits is not None:
-            input_checks.roundable(selector, bits, group, fixed)
-        input_checks.levels(selector, bits, group)
-        check_seal(selector, seal, bits, group)
+        self.codec = codec = as_codec(rows)
+        if codec is not None:
+            input_checks.keepable(selector, codec, fixed)
+        input_checks.levels(selector, codec)
+        check_seal(selector, seal, codec)
         input_checks.loose(selector)
         self.sink, self.window, self.seal_rows, self.rollback = sink, window, seal, rollback
-        self.bits, self.group, self.fixed, self.check = bits, group, fixed, check
-        self.sealed_device, self.unit = input_checks.sealed_device(sealed_device), unit_of(selector, bits, group)
+        self.fixed, self.check, self.unit = fixed, check, unit_of(selector, codec)
+        self.sealed_device = input_checks.sealed_device(sealed_device)
         if self.sealed_device is not None:
             selector.to(self.sealed_device)
-        share, last = input_checks.queries_wanted(selector)
-        if share == 1 and last:  # no query of the prompt is missing, however wide the window
-            last = max(last, window + rollback + self.unit)
-        codes = None if bits is None else SealedCodes(bits, group, capacity)
+        wanted = Wanted.of(selector, codec, window + rollback + self.unit)
+        codes = None if codec is None else StoredCodes(codec, capacity)
         sealed, near = SealedRows(capacity, self.sealed_device, codes, exact), capacity
         if sealed.apart:
             near = sink + window + rollback + seal + self.unit  # after a seal, room until the next one
-        self.stored, self._learns = StoredRows(sink, near, sealed, Wanted(share, last)), bool(share or last)
+        self.stored, self._learns = StoredRows(sink, near, sealed, wanted), bool(wanted.share or wanted.last)
         self.search = Search(selector, self.stored, check)
         folder = None if indexes is None else usable_folder(indexes)
         self._shown = ShownRows(selector, self.search.abilities, self.stored, folder)
@@ -129,6 +126,11 @@ class KVCache:
     def batch(self) -> int:
         """Sequences; 0 before the first append."""
         return len(self.stored.zones.count)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the selector or the codec learns from queries of the prompt."""
+        return self._learns
 
     @property
     def counts(self) -> tuple[list[int], list[int]]:
@@ -154,7 +156,7 @@ class KVCache:
     def keys(self) -> Tensor:
         """`[B,H,N,D]`, a view: N physical rows, at least the sink's. Rows outside `bounds` may hold anything.
 
-        Every row, or with `sealed_device` or `bits` those of the sink and the recent ones; of a `fixed` cache the whole
+        Every row, or with `sealed_device` or `rows` those of the sink and the recent ones; of a `fixed` cache the whole
         capacity.
         """
         self.stored.require()
@@ -198,8 +200,8 @@ class KVCache:
         Args:
             keys, values: `[B,H,n,D]`, keys after RoPE.
             queries: `[B,H,G,n,D]` of the same tokens, if the selector has a `queries_share`, and until the first seal
-                if it has `last_queries`; ignored otherwise. Those of sampled rows (`query_buffers.sampled`) are kept
-                until their rows are sealed, the prompt's last until the first seal.
+                if it or the codec has `last_queries`; ignored otherwise. Those of sampled rows
+                (`query_buffers.sampled`) are kept until their rows are sealed, the prompt's last until the first seal.
             positions: `[B,n]` integers, rising along real rows; a negative one marks padding, which is not stored.
                 Default: no padding, counting on from the newest row.
 
@@ -220,7 +222,8 @@ class KVCache:
         input_checks.repeatable(keys, "storing rows")
         batch, _, new, _ = keys.shape
         if self._learns and stored.queries.wanted(stored.zones.zone):
-            input_checks.queries(queries, keys, self.selector, stored.queries.kept)
+            learner = self.selector if self.codec is None or self.selector.learns else self.codec
+            input_checks.queries(queries, keys, learner, stored.queries.kept)
         else:
             queries = None
         zones = Zones(batch, self.sink, stored.zones.apart) if first else stored.zones
@@ -230,6 +233,8 @@ class KVCache:
             zones.require_room(counts, self._capacity, self.unit)
         if first:
             self.selector.check_shape(keys.shape[1], None, keys.shape[3])
+            if self.codec is not None:
+                input_checks.codec_fits(self.codec, keys, self.selector.layer_context.rope)
             stored.begin(zones, keys)
             self._shown.claim()
         stored.broken = "storing rows was cut short"
@@ -304,11 +309,11 @@ class KVCache:
             Places of each head that were freed; 0 where there were none to free.
 
         Raises:
-            ValueError: a selector that does not evict or cannot follow (`FollowsMoves`), a `fixed` cache, or one of
-                rows of a few bits.
+            ValueError: a selector that does not evict or cannot follow (`FollowsMoves`), a `fixed` cache, or one
+                whose rows a codec keeps.
         """
         self.stored.require()
-        input_checks.compactable(self.selector, self.fixed, self.bits)
+        input_checks.compactable(self.selector, self.fixed, self.codec)
         self.search.note_dropped()
         if (ids := self.stored.places_left(self.selector.unit)) is None:
             return 0
@@ -388,7 +393,7 @@ class KVCache:
     def __repr__(self) -> str:
         apart = "" if self.sealed_device is None else f", sealed_device={str(self.sealed_device)!r}"
         apart += f", capacity={self._capacity}, fixed=True" if self.fixed else ""
-        apart += "" if self.bits is None else f", bits={self.bits}, group={self.group}"
+        apart += "" if self.codec is None else f", rows={str(self.codec)!r}"
         return (
             f"KVCache({self.selector!r}, sink={self.sink}, window={self.window}, seal={self.seal_rows}, "
             f"rollback={self.rollback}{apart}): {self.batch} sequences of {self.stored.zones.count} rows"

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks
 from sparseattn.cache.layout import Zones
-from sparseattn.cache.sealed_rows import SealedRows
+from sparseattn.cache.sealed_rows import OfSeal, SealedRows
 from sparseattn.cache.waiting_queries import WaitingQueries, Wanted
+from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.row_buffer import RowBuffer, State
 from sparseattn.core.selection import Bounds
 from sparseattn.kernels.attend_quantized.reference import CodedRows
@@ -89,7 +90,7 @@ class StoredRows:
 
     def sealed_rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[B,H,N,D]` of the sealed rows in stored order, where they lie: views, but read back anew
-        where only their codes are kept."""
+        where a codec keeps them."""
         zones, near = self.zones, self.keys.full
         if zones.apart:
             return self.sealed.read(near)
@@ -105,8 +106,8 @@ class StoredRows:
 
     @property
     def sealed_keys(self) -> Tensor:
-        """`[B,H,N,D]`: the sealed rows in stored order, where they lie; a view. With codes alone they are read back
-        from them at each call."""
+        """`[B,H,N,D]`: the sealed rows in stored order, where they lie; a view. Where a codec keeps them, they
+        are read back at each call."""
         self.require()
         return self.sealed_rows()[0]
 
@@ -117,11 +118,15 @@ class StoredRows:
         return self.sealed_rows()[1]
 
     @property
-    def sealed_codes(self) -> CodedRows | None:
-        """Sealed rows in a few bits, as a step reads them, a view; None where there are none."""
+    def kept(self) -> StoredCodes | None:
+        """What a codec keeps of the sealed rows; None without a codec or before the first of them."""
         self.require()
-        codes = self.sealed.codes
-        return codes.held if codes is not None and self.zones.zone else None
+        return self.sealed.codes if self.zones.zone else None
+
+    @property
+    def sealed_codes(self) -> CodedRows | None:
+        """Sealed rows as codes and levels, a view; None where they are not kept so."""
+        return None if (kept := self.kept) is None else kept.codec.coded(kept)
 
     @property
     def sealed_bounds(self) -> Bounds:
@@ -131,7 +136,7 @@ class StoredRows:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries); with codes
+        """Bytes of the rows stored: `kv`, and the `books` kept of them (positions, what is real, queries); with a codec
         `exact`, of the same rows as they came, where these are kept too."""
         near = {"kv": self.keys.nbytes + self.values.nbytes, "books": self.positions.nbytes + self.queries.nbytes}
         return {name: near.get(name, 0) + size for name, size in self.sealed.nbytes.items()}
@@ -247,12 +252,15 @@ class StoredRows:
         queries, sampled = self.queries.of_rows(positions, self.sealed.device)
         if queries is not None and self.keys.full.is_cuda:
             input_checks.finite(queries=queries)
-        last = self._take_last(decoded) if first and self.queries.last.wanted else ()
+        last: tuple[Tensor, ...] = self._take_last(decoded) if first and self.queries.last.wanted else ()
+        if self.sealed.codes is not None:
+            self.sealed.told = OfSeal.of(positions, last, self.sealed.codes)
+            last = self.queries.shown(last)
         self.sealed.note((~padding).to(keys.device), keys.shape[1])
         return Rows(keys, values, positions.to(keys.device), queries, sampled, *last)
 
     def _unrounded(self) -> tuple[Tensor, Tensor]:
-        """Sealed rows as they came: all, or with codes the last that are there so."""
+        """Sealed rows as they came: all, or with a codec the last that are there so."""
         return self.sealed.unrounded if self.zones.apart else self.sealed_rows()
 
     def settle(self, order: Tensor | None, new: int) -> None:

@@ -1,15 +1,52 @@
-"""Sealed rows that lie apart, on a device of their own or in a few bits, and which of all sealed rows are real."""
+"""Sealed rows that lie apart, on a device of their own or kept by a codec, and which of all sealed rows are real."""
 
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseattn.cache import input_checks
-from sparseattn.cache.quantized_rows import SealedCodes
+from sparseattn.codecs.base import NewRows
+from sparseattn.codecs.stored import StoredCodes
 from sparseattn.core.row_buffer import RowBuffer, State
+from sparseattn.selectors.eviction.attention_received import received
+
+
+class OfSeal(NamedTuple):
+    """What a codec is told of the rows of a seal beside keys and values.
+
+    Args:
+        positions: `[B,n]` int64 token positions, negative for padding.
+        last: at the first seal, if the codec wants queries, the prompt's newest `[B,H,G,m,D]`, their positions `[B,m]`,
+            and the keys `[B,H,u,D]` and positions `[B,u]` of its rows that are not sealed; else empty.
+        scale: factor of the layer's logits; None: `1/sqrt(D)`.
+    """
+
+    positions: Tensor
+    last: tuple[Tensor, ...]
+    scale: float | None
+
+    @classmethod
+    def of(cls, positions: Tensor, last: tuple[Tensor, ...], codes: StoredCodes) -> OfSeal:
+        """Of all that is handed over, `last`, as many of the prompt's newest queries as the codec wants."""
+        wanted = codes.codec.last_queries
+        if last and wanted:
+            queries, at, *rest = last
+            return cls(positions, (queries[:, :, :, -wanted:], at[:, -wanted:], *rest), codes.scale)
+        return cls(positions, (), codes.scale)
+
+    def weights(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """What the rows `keys` `[B,H,n,D]` got from these queries, and how many tokens of the prompt see each of them,
+        `[B,H,n]`."""
+        queries, query_at, unsealed, unsealed_at = self.last
+        at = self.positions.to(keys.device)
+        got, _ = received(queries, query_at, [(keys, at), (unsealed, unsealed_at)], self.scale)
+        newest = torch.cat([at, unsealed_at.to(at.device)], 1).amax(1)
+        seen = (newest[:, None] - at + 1)[:, None].expand_as(got)
+        return got, seen
 
 
 class SealedRows:
@@ -21,21 +58,22 @@ class SealedRows:
     Args:
         capacity: rows to allocate at once.
         device: of its own; None: that of the other rows.
-        codes: keeps them in a few bits; None: they are kept as they come.
-        exact: whether they are kept as they come too, where there are codes of them.
+        codes: what a codec keeps of them; None: they are kept as they come.
+        exact: whether they are kept as they come too, where a codec keeps them.
 
     Attributes:
-        keys, values: `[B,H,N,D]`, where they lie apart: all as they came, or with codes those of the last seal until
-            they are rounded.
+        keys, values: `[B,H,N,D]`, where they lie apart: all as they came, or with a codec those of the last seal until
+            it has them.
         real: `[B,H,N]` bool, neither padding nor known to be dropped by the selector.
         valid: `[B,N]` bool, by place, no padding in any head; what a step's selector sees.
         dropped: whether the selector has dropped a row.
     """
 
-    def __init__(self, capacity: int, device: torch.device | None, codes: SealedCodes | None, exact: bool) -> None:
+    def __init__(self, capacity: int, device: torch.device | None, codes: StoredCodes | None, exact: bool) -> None:
         self.device, self.codes, self.exact, self.dropped = device, codes, exact, False
         own = capacity if codes is None or exact else 0
         self.keys, self.values = (RowBuffer(2, own, pinned=device is not None) for _ in range(2))
+        self.told: OfSeal | None = None  # between a seal and its `settle`
         self.real, self.valid = RowBuffer(2, capacity), RowBuffer(1, capacity, spare=False)
 
     @property
@@ -55,7 +93,7 @@ class SealedRows:
                 buffer.resize(0, keys[:, :, :0].to(self.device or keys.device))
 
     def read(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[B,H,N,D]` that lie apart: views, but read back anew where only codes are kept.
+        """Return keys and values `[B,H,N,D]` that lie apart: views, but read back anew where a codec keeps them.
 
         Args:
             like: `[B,H,n,D]`, rows as they came.
@@ -90,10 +128,9 @@ class SealedRows:
         self.valid.append(valid)
 
     def settle(self, order: Tensor | None, new: int, rows: tuple[Tensor, Tensor]) -> None:
-        """Store the last sealed rows in a selector's order. Then round them, if they are kept in a few bits.
+        """Store the last sealed rows in a selector's order. Then give them to the codec, if there is one.
 
-        New rows are rounded from what they came as, others from what their codes stand for, so that those are rounded
-        once more.
+        It encodes new rows as they came, and others as they are read back, so that those are encoded once more.
 
         Args:
             order: `[B,H,m]`, of the `new` rows, and of others if m is more; None: as they are.
@@ -101,12 +138,12 @@ class SealedRows:
             rows: keys and values `[B,H,N,D]` as they came, the new ones last.
 
         Raises:
-            ValueError: no permutation of so many rows, or one that cuts a group of rows of few bits.
+            ValueError: no permutation of so many rows, or one that cuts a group of rows of the codec.
         """
         if order is not None:
             input_checks.order(order, self.real.data, new)
         if self.codes is not None:
-            self._round(self.codes, order, new, rows)
+            self._encode(self.codes, order, new, rows)
         if order is not None:
             kept = rows if self.codes is None or self.exact else ()
             for part in (*kept, self.real.data[..., None]):
@@ -118,17 +155,33 @@ class SealedRows:
             self.keys.reset()
             self.values.reset()
 
-    @staticmethod
-    def _round(codes: SealedCodes, order: Tensor | None, new: int, rows: tuple[Tensor, Tensor]) -> None:
-        last = [part[:, :, part.shape[2] - new :] for part in rows]
+    def _encode(self, codes: StoredCodes, order: Tensor | None, new: int, rows: tuple[Tensor, Tensor]) -> None:
+        keys, values = (part[:, :, part.shape[2] - new :] for part in rows)
         more = 0 if order is None else order.shape[2] - new
+        real = self.real.data[:, :, self.real.rows - new - more :]
+        told, positions, queries = self.told, None, None
+        weights: tuple[Tensor, Tensor] | None = None
+        if told is not None and told.last:
+            queries = told.last[0]
+            weights = told.weights(keys) if codes.codec.wants_weights else None
+        if codes.codec.before_rope and told is not None:
+            at = told.positions.clamp(min=0).to(keys.device, torch.int32)
+            positions = at[:, None].expand(-1, keys.shape[1], -1)
         if more:
-            read = codes.last(more, last[0].dtype)
-            last = [torch.cat(parts, 2) for parts in zip(read, last, strict=True)]
+            read, before = codes.last(more, keys.dtype), codes.last_positions(more)
+            keys, values = (torch.cat(parts, 2) for parts in zip(read, (keys, values), strict=True))
+            if positions is not None and before is not None:
+                positions = torch.cat([before, positions], 2)
         if order is not None:
-            last = [part.gather(2, order[..., None].expand_as(part)) for part in last]
-        keys, values = last
-        codes.store(keys, values, codes.rows - more)
+            keys, values = (part.gather(2, order[..., None].expand_as(part)) for part in (keys, values))
+            real = real.gather(2, order)
+            positions = None if positions is None else positions.gather(2, order)
+            if weights is not None:  # the first seal's order is of its rows alone
+                weights = weights[0].gather(2, order), weights[1].gather(2, order)
+        got, seen = weights or (None, None)
+        new_rows = NewRows(keys, values, real, positions, queries=queries, weights=got, seen=seen)
+        codes.store(new_rows, codes.rows - more)
+        self.told = None
 
     def drop(self, held: Tensor) -> None:
         """Note that the selector holds the rows `held` `[B,H,N]` bool, and no other ever again."""

@@ -11,20 +11,19 @@ from sparseattn.cache.abilities import Abilities
 from sparseattn.cache.index_files import append_kept
 from sparseattn.cache.rows import StoredRows
 from sparseattn.cache.state_checks import append_first
+from sparseattn.codecs.base import RowCodec
 from sparseattn.selectors.base import Selector
 
-GROUP = 32  # rows of keys of a few bits that share levels, KIVI's
+
+def unit_of(selector: Selector, codec: RowCodec | None = None) -> int:
+    """Rows are sealed in multiples of this: the selector's unit, and with a codec whole groups of its rows."""
+    return selector.unit if codec is None else math.lcm(selector.unit, codec.group)
 
 
-def unit_of(selector: Selector, bits: int | None = None, group: int = GROUP) -> int:
-    """Rows are sealed in multiples of this: the selector's unit, and with `bits` whole groups of `group` rows."""
-    return selector.unit if bits is None else math.lcm(selector.unit, group)
-
-
-def check_seal(selector: Selector, seal: int, bits: int | None = None, group: int = GROUP) -> None:
+def check_seal(selector: Selector, seal: int, codec: RowCodec | None = None) -> None:
     """ValueError where `seal` rows at a time are less than a unit."""
-    if seal < (unit := unit_of(selector, bits, group)):
-        whose = "" if bits is None else f" and of groups of {group} rows"
+    if seal < (unit := unit_of(selector, codec)):
+        whose = "" if codec is None else f" and of groups of {codec.group} rows"
         raise ValueError(f"seal is at least the unit of {selector!r}{whose}, {unit} rows, got {seal}")
 
 
@@ -65,6 +64,8 @@ class ShownRows:
     def seal(self, each: list[int], decoded: int) -> None:
         """Seal the oldest `each` unsealed rows of every sequence; the newest `decoded` are no part of the prompt."""
         first = self.stored.zones.zone == 0
+        if self.stored.sealed.codes is not None:
+            self.stored.sealed.codes.bind(self.selector.layer_context)
         rows = self.stored.seal(each, decoded)
         if not first:
             order = self.selector.append(rows)
@@ -77,13 +78,12 @@ class ShownRows:
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring the selector's view of the stored keys up to date; of keys of a few bits only what asks for it has
-        one."""
+        """Bring the selector's view of the stored keys up to date; where a codec keeps the rows, only what reads
+        their levels has one."""
         stored = self.stored
-        if stored.sealed.codes is not None:
-            codes = stored.sealed.codes.held if stored.zones.zone else None
+        if (codes := stored.sealed.codes) is not None:
             for part in self.abilities.rounded_readers:
-                part.rounded = codes
+                part.rounded = codes.codec.coded(codes) if stored.zones.zone else None
             return
         if not (readers := self.abilities.key_readers):
             return

@@ -11,19 +11,31 @@ from torch import Tensor
 
 from sparseattn.cache import input_checks
 from sparseattn.cache.query_buffers import LastQueries, Queries
+from sparseattn.codecs.base import RowCodec
 from sparseattn.core.row_buffer import State
+from sparseattn.selectors.base import Selector
 
 
 class Wanted(NamedTuple):
-    """Which queries a selector learns from.
+    """Which queries a selector or a codec learns from.
 
     Args:
         share: of the rows, 0 to 1.
         last: how many of the prompt's newest the first seal hands over.
+        shown: how many of these the selector is shown, where a codec wants more; None: all.
     """
 
     share: float
     last: int
+    shown: int | None = None
+
+    @classmethod
+    def of(cls, selector: Selector, codec: RowCodec | None, unsealed: int) -> Wanted:
+        """Of a selector and a codec; `unsealed`: rows that a first seal may leave. ValueError for bad numbers."""
+        share, last = input_checks.queries_wanted(selector)
+        if share == 1 and last:  # no query of the prompt is missing, however wide the window
+            last = max(last, unsealed)
+        return cls(share, last if codec is None else max(last, codec.last_queries), last)
 
 
 class WaitingQueries:
@@ -37,7 +49,7 @@ class WaitingQueries:
     """
 
     def __init__(self, wanted: Wanted) -> None:
-        self.sampled, self.last = Queries(wanted.share), LastQueries(wanted.last)
+        self.sampled, self.last, self._shown = Queries(wanted.share), LastQueries(wanted.last), wanted.shown
 
     def wanted(self, sealed: int) -> bool:
         """Return whether rows that are stored when `sealed` rows are sealed come with their queries."""
@@ -86,6 +98,13 @@ class WaitingQueries:
         if queries.is_cuda:
             input_checks.finite(queries=queries)
         return queries, at
+
+    def shown(self, last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what the selector is shown of the prompt's last queries, their positions, and the unsealed rows."""
+        if self._shown is None or not last:
+            return last
+        queries, at, *rest = last
+        return (queries[:, :, :, -self._shown :], at[:, -self._shown :], *rest) if self._shown else ()
 
     def require(self, gone: Sequence[int], count: Sequence[int]) -> None:
         """ValueError where the newest `gone` of `count` rows cannot be dropped, see `LastQueries.require`."""

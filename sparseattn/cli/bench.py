@@ -33,7 +33,7 @@ from sparseattn.evaluation.result import Evaluation
 from sparseattn.models.packaged import REFERENCE
 from sparseattn.reporting import equal_cost, layer_tables, replay_tables
 from sparseattn.reporting.terminal import Screen, plain, table_screen
-from sparseattn.roles.role import rounded_label
+from sparseattn.roles.role import kept_label
 from sparseattn.traces.trace import Trace
 from sparseattn.utils.files import write_atomic
 
@@ -123,21 +123,21 @@ def _measured(
     with progress_bar() as bar:
         for replay in replays:
             trace, layers = replay.trace, usable_layers(replay.trace, options.layer_numbers)
-            for (method, budgets), bits in itertools.product(replay.methods.methods, options.rounding):
+            for (method, budgets), codec in itertools.product(replay.methods.methods, options.codecs):
                 rising = sorted(budgets, key=lambda budget: budget_order(budget, trace.tokens))
                 rising = rising if method.uses_budget else rising[:1]
-                label = rounded_label(method.label(), bits)
+                label = kept_label(method.label(), codec)
                 task = bar.add_task(f"{trace.name} {label}", total=options.last * len(layers) * len(rising))
                 advance = functools.partial(bar.advance, task)
                 try:
                     results = evaluate_budgets(
-                        trace, method, rising, options.replay(bits), steps=options.steps, progress=advance
+                        trace, method, rising, options.replay(codec), steps=options.steps, progress=advance
                     )
                 except ValueError as error:
-                    rounded = bits is not None and len(options.rounding) > 1 and not isinstance(error, ContractError)
-                    if not (rounded or chosen.forgives(method, error)):
+                    kept = codec is not None and len(options.codecs) > 1 and not isinstance(error, ContractError)
+                    if not (kept or chosen.forgives(method, error)):
                         raise
-                    replay.methods.left_out[rounded_label(method.label(), bits)] = str(error)
+                    replay.methods.left_out[kept_label(method.label(), codec)] = str(error)
                 else:
                     yield replay, [result.far(options.far) for result in results] if options.far else results
                 bar.remove_task(task)

@@ -16,6 +16,7 @@ from sparseattn.evaluation.builtin_traces import BUILTIN, LEADING
 from sparseattn.reporting import equal_cost
 
 if TYPE_CHECKING:
+    from sparseattn.codecs.base import RowCodec
     from sparseattn.core.budget import Budget
     from sparseattn.evaluation.replay_settings import Replay
     from sparseattn.roles.roles import Method
@@ -59,7 +60,7 @@ class BenchOptions:
         float, typer.Option(help="Only heads with at least this share of their attention beyond sink and window.")
     ] = 0.0
     seal: shared.Seal = None
-    kv_bits: shared.KvBits = "16"
+    kv_rows: shared.KvRows = None
     indexes: Annotated[
         Path | None, typer.Option(help="Folder of index files: what was built once is read back. Default: none.")
     ] = None
@@ -133,9 +134,9 @@ class BenchOptions:
         return values.budgets(self.budget)
 
     @cached_property
-    def rounding(self) -> list[int | None]:
-        """Bits of rows, None for rows as they come."""
-        return values.kv_bits(self.kv_bits)
+    def codecs(self) -> list[RowCodec | None]:
+        """What keeps sealed rows; None: they stay as they come."""
+        return values.row_codecs(self.kv_rows)
 
     @cached_property
     def layer_numbers(self) -> list[int] | None:
@@ -152,12 +153,12 @@ class BenchOptions:
         """The budget whose rows, and the share of the cache's bytes, at which methods are compared."""
         return equal_cost.chosen_rows(self.rows, self.budgets), equal_cost.chosen_bytes(self.bytes_read)
 
-    def replay(self, bits: int | None = None) -> Replay:
-        """Return how traces are replayed, with rows of so many bits."""
+    def replay(self, codec: RowCodec | None = None) -> Replay:
+        """Return how traces are replayed, with rows that a codec keeps."""
         from sparseattn.evaluation.replay_settings import Replay
 
         layers = self.layer_numbers
-        return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, bits)
+        return Replay(self.sink, self.window, self.last, layers, self.seal, self.indexes, self.device, codec)
 
     def check_effect(self, traces: Sequence[Trace]) -> None:
         """NoEffect for a budget that was asked for and covers the longest trace."""
@@ -173,10 +174,10 @@ class BenchOptions:
 
         replay_device(method, self.device)
         refused: list[ValueError] = []
-        for bits in self.rounding:
+        for codec in self.codecs:
             try:
-                check_replay(trace, budgets, method, replace(self.replay(bits), layers=layers))
+                check_replay(trace, budgets, method, replace(self.replay(codec), layers=layers))
             except ValueError as error:
                 refused.append(error)
-        if len(refused) == len(self.rounding):  # a method that refuses rounded rows alone is measured without
+        if len(refused) == len(self.codecs):  # a method that refuses codecs alone is measured without
             raise refused[0]

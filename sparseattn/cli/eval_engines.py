@@ -35,7 +35,7 @@ AT_ONCE = 4  # requests at a server, or prompts in vLLM
 # Options, as the command has them, that need the model's inside; and those among them that vLLM here takes.
 INSIDE = (
     *("selector", "roles", "plan", "budget", "protocol", "dense_layers", "sparse_layers", "sink", "window", "seal"),
-    *("kv_bits", "text", "last", "dtype", "device", "chunk"),
+    *("kv_rows", "text", "last", "dtype", "device", "chunk"),
 )
 IN_VLLM = ("selector", "plan", "budget", "dense_layers", "sink", "window", "dtype")
 

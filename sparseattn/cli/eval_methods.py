@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from sparseattn.cache import input_checks
-from sparseattn.cache.shown_rows import GROUP, check_seal
+from sparseattn.cache.shown_rows import check_seal
 from sparseattn.cli import values
 from sparseattn.cli.options import ALL_LAYERS
+from sparseattn.codecs.base import RowCodec
 from sparseattn.core.budget import budget_label, budget_of, budget_order
 from sparseattn.evaluation.tasks.run import Method
 from sparseattn.roles.roles import Method as Sparse
@@ -45,12 +46,12 @@ def methods(
     counts: Sequence[int],
     layers: Sequence[str] = (ALL_LAYERS,),
     roles: Sequence[Roles] = (),
-    rounding: Sequence[int | None] = (None,),
+    codecs: Sequence[RowCodec | None] = (None,),
     seal: int | None = None,
 ) -> list[Method]:
-    """Return full attention, and every selector, and all roles, with rows of all `rounding` (bits of `KVCache`), in
-    every set of layers at every budget; what does not look at its budget, once. A method that rows of few bits do not
-    serve goes without them, where rows as they come are asked for too.
+    """Return full attention, and every selector, and all roles, with rows kept by all `codecs`, in every set of
+    layers at every budget; what does not look at its budget, once. A method that cannot do with a codec goes without
+    it, where rows as they come are asked for too.
 
     Args:
         specs: the selectors, as texts.
@@ -58,12 +59,12 @@ def methods(
         counts: tokens of contexts, ascending, which shares of the context are of.
         layers: sets of layers, as texts.
         roles: compared too.
-        rounding: bits of rows; None: as they come.
+        codecs: of rows; None: as they come.
         seal: rows that wait before sealing.
 
     Raises:
         ValueError: no such selector or budget, a budget below a selector's span, two selectors of one label, one that
-            no asked number of bits serves, or a `seal` below a unit.
+            no asked codec serves, or a `seal` below a unit.
     """
     budgets = sorted(values.budgets(text), key=lambda budget: budget_order(budget, counts[-1]))
     sets = list(dict.fromkeys(map(layer_set, layers)))
@@ -75,31 +76,32 @@ def methods(
         if sources.setdefault(method.label(), source) != source:
             raise ValueError(f"two selectors are called {method.label()}: {sources[method.label()]} and {source}")
         selectors = [role.selector for role in method.distinct()] if isinstance(method, Roles) else [method]
-        served = _served(selectors, rounding)
+        served = _served(selectors, codecs)
         if seal is not None:
-            for selector, bits in itertools.product(selectors, served):
-                check_seal(selector, seal, bits)
+            for selector, codec in itertools.product(selectors, served):
+                check_seal(selector, seal, codec)
         # Outside the budgets, as an index is built for a set of layers.
-        for where, bits in itertools.product(sets, served):
+        for where, codec in itertools.product(sets, served):
             for budget in budgets if method.uses_budget else [None]:
                 if isinstance(method, Roles):
                     method.check_budget(budget, counts[0])
                 else:
                     budget_of(method, budget, counts[0])
                 written = budget_label(budget) if method.uses_budget else None
-                compared.append(Method(method, budget, written, where, bits))
+                compared.append(Method(method, budget, written, where, codec))
     return list({(method.label, method.written, method.layers): method for method in compared}.values())
 
 
-def _served(selectors: Sequence[Selector], rounding: Sequence[int | None]) -> list[int | None]:
-    """Return the bits of rows that serve all selectors; ValueError where there are none."""
-    served: list[int | None] = []
+def _served(selectors: Sequence[Selector], codecs: Sequence[RowCodec | None]) -> list[RowCodec | None]:
+    """Return the codecs of rows that serve all selectors; ValueError where there are none."""
+    served: list[RowCodec | None] = []
     refused: list[ValueError] = []
-    for bits in rounding:
+    for codec in codecs:
         try:
-            for selector in selectors if bits is not None else []:
-                input_checks.roundable(selector, bits or 0, GROUP, False)
-            served.append(bits)
+            if codec is not None:
+                for selector in selectors:
+                    input_checks.keepable(selector, codec, False)
+            served.append(codec)
         except ValueError as error:
             refused.append(error)
     if not served:

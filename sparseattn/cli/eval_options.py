@@ -24,6 +24,7 @@ from sparseattn.models.packaged import REFERENCE
 from sparseattn.serving.vllm import defaults
 
 if TYPE_CHECKING:
+    from sparseattn.codecs.base import RowCodec
     from sparseattn.evaluation.tasks.run import Method
 
 SELECTED = ("exact", "quest", "lowbit", "random", "window")
@@ -123,7 +124,7 @@ class EvalOptions:
     sink: shared.Sink = 4
     window: shared.Window = 64
     seal: shared.Seal = None
-    kv_bits: shared.KvBits = "16"
+    kv_rows: shared.KvRows = None
     text: Annotated[
         list[str] | None,
         typer.Option(help=f"For {AGREEMENT}: a folder of UTF-8 files, {shared.TEXT_HELP} Repeat for more."),
@@ -325,14 +326,20 @@ class EvalOptions:
             self.prompt_lengths,
             self.sparse_layers or [shared.ALL_LAYERS],
             [*open_roles(self.roles, trusted=modules), *open_roles(self.plan, Plan, modules)],
-            values.kv_bits(self.kv_bits),
+            self.codecs,
             self.seal,
         )
 
     @property
     def learns(self) -> bool:
         """Whether any method learns from the prefill's queries."""
-        return any(method.selector is not None and method.selector.learns for method in self.methods)
+        selectors = any(method.selector is not None and method.selector.learns for method in self.methods)
+        return selectors or any(codec is not None and codec.last_queries > 0 for codec in self.codecs)
+
+    @cached_property
+    def codecs(self) -> list[RowCodec | None]:
+        """What keeps sealed rows; None: they stay as they come."""
+        return values.row_codecs(self.kv_rows)
 
     @property
     def zones(self) -> dict[str, int]:

@@ -131,12 +131,12 @@ Seal = Annotated[
     ),
 ]
 DenseLayers = Annotated[int, typer.Option("--dense-layers", help="First layers that stay dense (Quest's paper: 2).")]
-KvBits = Annotated[
-    str,
+KvRows = Annotated[
+    list[str] | None,
     typer.Option(
-        "--kv-bits",
-        help="Bits of a number of sealed rows' keys and values: 16 as they come; 8 or 4 rounded as in KIVI, which "
-        "methods that score stored keys refuse. Several with commas are compared.",
+        "--kv-rows",
+        help="How sealed rows are kept: exact, as they come, or a row codec NAME[:arg=value,...] such as kivi:bits=4, "
+        "which methods that score stored keys refuse; repeat to compare. Default exact.",
     ),
 ]
 Layers = Annotated[str | None, typer.Option("--layers", help="Layers to take, such as 0,5,17; default all.")]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sparseattn.core.budget import Budget, parse_budget
 
+if TYPE_CHECKING:
+    from sparseattn.codecs.base import RowCodec
+
 Number = TypeVar("Number", int, float)
+EXACT = "exact"  # rows as they come
 
 
 def integers(text: str | None, option: str) -> list[int] | None:
@@ -20,14 +24,14 @@ def decimals(text: str, option: str) -> list[float]:
     return _numbers(text, option, float, "numbers")
 
 
-def kv_bits(text: str) -> list[int | None]:
-    """Return `"16,8"` as a list of `KVCache`'s bits, None for 16."""
-    from sparseattn.kernels.attend_quantized.reference import BITS
+def row_codecs(texts: Sequence[str] | None) -> list[RowCodec | None]:
+    """Return `["exact", "kivi:bits=4"]` as codecs without repetitions, None for "exact"; without any, None alone."""
+    from sparseattn.codecs.registry import make_codec
 
-    numbers = list(dict.fromkeys(_numbers(text, "--kv-bits", int, "integers")))
-    if unknown := [bits for bits in numbers if bits not in (16, *BITS)]:
-        raise ValueError(f"--kv-bits takes 16, 8 and 4, separated by commas, got {unknown[0]}")
-    return [None if bits == 16 else bits for bits in numbers]
+    named = list(dict.fromkeys(texts or ())) or [EXACT]
+    return list(
+        {str(codec): codec for codec in (None if text == EXACT else make_codec(text) for text in named)}.values()
+    )
 
 
 def budgets(text: str) -> list[Budget | None]:

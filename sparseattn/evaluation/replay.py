@@ -34,7 +34,7 @@ from sparseattn.evaluation.replay_settings import (
 )
 from sparseattn.evaluation.result import Evaluation
 from sparseattn.evaluation.step_measures import COUNTED, MEASURES, check_steps, compare
-from sparseattn.roles.role import Share, rounded_label, together
+from sparseattn.roles.role import Share, kept_label, together
 from sparseattn.roles.roles import Roles, as_method, shares_of
 from sparseattn.selectors.abilities import LooksAhead
 from sparseattn.selectors.base import Selector
@@ -89,8 +89,8 @@ def evaluate(
         steps: measures to keep token by token too (`Evaluation.steps`), such as "recall@10".
         progress: called with 1 after every decoded token of a layer.
         settings: the fields of `Replay`: `sink=4`, `window=64`, `last=32`, `layers`, `seal`, `indexes`, `device`,
-            `bits`. With `bits` the label says so, and bytes are those of the codes and levels read, over those of the
-            whole cache as the trace has it.
+            `rows`. With `rows` the label says so, and bytes are those that the codec reads, over those of the whole
+            cache as the trace has it.
 
     Raises:
         ValueError: settings that leave no row to select, a layer that is not there or slides, an unfit budget, a
@@ -136,13 +136,13 @@ def evaluate_budgets(
         "trace_dtype": str(trace.dtype).removeprefix("torch."),
         "replay_dtype": "float32",  # of the arithmetic; bytes are counted as a cache of `trace_dtype` has them
     }
-    if how.bits is not None:
-        facts["bits"] = how.bits
+    if how.codec is not None:
+        facts["codec"] = str(how.codec)
     return [
         Evaluation(
             trace.name,
             repr(method),
-            rounded_label(method.label(), how.bits),
+            kept_label(method.label(), how.codec),
             budget,
             facts,
             tuple(layers),
@@ -269,8 +269,8 @@ def _on(device: torch.device, layer: TraceLayer) -> TraceLayer:
 
 
 def append_rows(cache: KVCache, layer: TraceLayer, positions: Tensor, start: int, stop: int) -> None:
-    """Stores the rows `start` to `stop` of a trace's layer, with the queries that the selector learns from."""
-    learns = cache.selector.learns
+    """Stores the rows `start` to `stop` of a trace's layer, with the queries that the cache learns from."""
+    learns = cache.learns
     lacking = len(positions) - layer.query.shape[2]  # as in `check_replay`
     bounds = (start, lacking, stop) if learns and start < lacking < stop else (start, stop)
     for low, high in itertools.pairwise(bounds):

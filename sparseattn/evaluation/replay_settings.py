@@ -11,6 +11,8 @@ import torch
 
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.cache.shown_rows import unit_of
+from sparseattn.codecs.base import RowCodec
+from sparseattn.codecs.registry import as_codec
 from sparseattn.core.budget import Budget, budget_of
 from sparseattn.core.context import LayerContext
 from sparseattn.roles.role import Share
@@ -29,13 +31,13 @@ class Replay:
         sink, window: rows of the cache's dense zones; 0 or more.
         last: tokens to decode, from the end of the trace; the tokens before them are the prefill.
         layers: model layers to measure; None: all that attend to the whole context.
-        seal: as in `KVCache`; None: the selector's unit, of roles each one's (with `bits` the least common multiple
+        seal: as in `KVCache`; None: the selector's unit, of roles each one's (with `rows` the least common multiple
             with a group), so that less than that of further dense rows flatters it.
         indexes: folder of index files, as in `KVCache`; None: none are kept.
         device: to replay on; None: a CUDA device if there is one, else the CPU, which it is for a selector that works
             in host memory.
-        bits: as in `KVCache`: sealed rows are read in 8 or 4 bits, and compared with full attention over the rows as
-            they are.
+        rows: as in `KVCache`: sealed rows are read as a codec keeps them, and compared with full attention over the
+            rows as they are.
     """
 
     sink: int = 4
@@ -45,22 +47,27 @@ class Replay:
     seal: int | None = None
     indexes: str | os.PathLike[str] | None = None
     device: torch.device | str | None = None
-    bits: int | None = None
+    rows: RowCodec | str | None = None
+
+    @property
+    def codec(self) -> RowCodec | None:
+        """What keeps the rows."""
+        return as_codec(self.rows)
 
     def seal_rows(self, selector: Selector) -> int:
         """Return `seal`, or the unit of a selector."""
-        return unit_of(selector, self.bits) if self.seal is None else self.seal
+        return unit_of(selector, self.codec) if self.seal is None else self.seal
 
     def cache(self, selector: Selector) -> KVCache:
-        """Return a cache of these settings that checks every selection, and with `bits` keeps exact rows too."""
+        """Return a cache of these settings that checks every selection, and with `rows` keeps exact rows too."""
         return KVCache(
             selector,
             sink=self.sink,
             window=self.window,
             seal=self.seal_rows(selector),
             indexes=self.indexes,
-            bits=self.bits,
-            exact=self.bits is not None,
+            rows=self.codec,
+            exact=self.codec is not None,
             check=True,
         )
 
@@ -75,7 +82,7 @@ class ReplayOptions(TypedDict, total=False):
     seal: int | None
     indexes: str | os.PathLike[str] | None
     device: torch.device | str | None
-    bits: int | None
+    rows: RowCodec | str | None
 
 
 def is_trace(trace: object) -> None:
@@ -145,12 +152,12 @@ def _check_rows(trace: Trace, methods: Sequence[Share], replay: Replay) -> None:
     sink, window, last = replay.sink, replay.window, replay.last
     for share in methods:
         own = share.selector
-        KVCache(own, sink=sink, window=window, seal=replay.seal_rows(own), bits=replay.bits)  # its own checks
+        KVCache(own, sink=sink, window=window, seal=replay.seal_rows(own), rows=replay.codec)  # its own checks
     if not 1 <= last < trace.tokens:
         raise ValueError(f"last is 1 to {trace.tokens - 1} tokens of the trace's {trace.tokens}, got {last}")
     left = trace.tokens - last - sink - window
     for share in methods:
-        if left < (least := unit_of(share.selector, replay.bits)):
+        if left < (least := unit_of(share.selector, replay.codec)):
             raise ValueError(
                 f"a sink of {sink} and a window of {window} rows leave {max(left, 0)} of the {trace.tokens - last} "
                 f"rows before the replay to select from; {share.selector} needs at least {least}"

@@ -45,7 +45,7 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
 
     Args:
         query: `[1,H,G,D]` float32 or float64.
-        cache: one unpadded sequence, after `select`; with `bits`, one that keeps the rows as they came too (`exact`).
+        cache: one unpadded sequence, after `select`; with a codec, one that keeps the rows as they came too (`exact`).
         selection: what it selected for this query.
         scale: factor of the logits.
     """
@@ -53,8 +53,8 @@ def compare(query: Tensor, cache: KVCache, selection: Selection, scale: float) -
         raise ValueError("compare reads every row where it lies: give it a cache without sealed_device")
     if cache.freed:
         raise ValueError(f"compare reads every row, and compact has freed {cache.freed} of each head of this cache")
-    if cache.bits is not None and not cache.stored.sealed.exact:
-        raise ValueError("compare needs the rows as they came: give it a cache of few bits made with exact=True")
+    if cache.codec is not None and not cache.stored.sealed.exact:
+        raise ValueError("compare needs the rows as they came: give a cache with rows= exact=True too")
     _, heads, _, size = query.shape
     keys, values, bounds, reads = rows_read(query, cache, selection)
     rows, indexed = keys.shape[2], slice(bounds.base, int(bounds.sealed[0]))
@@ -115,7 +115,7 @@ def rows_read(query: Tensor, cache: KVCache, selection: Selection) -> tuple[Tens
     of them each query head reads, `[1,H,G,N]` bool."""
     _, heads, group, _ = query.shape
     keys, values, bounds = cache.keys, cache.values, cache.bounds
-    if cache.bits is not None:
+    if cache.codec is not None:
         (keys, values, _), bounds = everything(cache), all_bounds(cache)
     reads = attend_reference.named(selection, bounds, heads, keys.shape[2]).expand(-1, -1, group, -1)
     return keys, values, bounds, reads

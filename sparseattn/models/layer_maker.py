@@ -12,6 +12,7 @@ import torch
 from sparseattn.cache.decode import decode
 from sparseattn.cache.kv_cache import KVCache
 from sparseattn.cache.shown_rows import unit_of
+from sparseattn.codecs.registry import as_codec
 from sparseattn.core.budget import Budget
 from sparseattn.core.context import LayerContext
 from sparseattn.core.layer_choices import Board
@@ -54,12 +55,12 @@ class LayerMaker:
         Raises:
             ValueError, RuntimeError, ImportError: what does not fit, with the layer's number.
         """
-        bits, group = self.settings["bits"], self.settings["group"]
+        codec = as_codec(self.settings["rows"])
         try:
             parts = []
             for share in self._shares(index):
                 selector = self._selector(share, index)
-                seal = unit_of(selector, bits, group) if self.seal is None else self.seal
+                seal = unit_of(selector, codec) if self.seal is None else self.seal
                 parts.append(SparseHeads(share, KVCache(selector, seal=seal, **self.settings), budget))
                 self._try_out(share, index, budget)
         except (ValueError, RuntimeError, ImportError) as error:
@@ -87,12 +88,12 @@ class LayerMaker:
             )
         heads = what.heads if share.heads is None else len(share.heads.which)
         selector.check_shape(heads, what.group, what.size)
-        rounding = {name: self.settings[name] for name in ("bits", "group", "sealed_device")}
-        count = max(unit_of(selector, rounding["bits"], rounding["group"]), 16)
+        kept = {name: self.settings[name] for name in ("rows", "sealed_device")}
+        count = max(unit_of(selector, as_codec(kept["rows"])), 16)
         draw = torch.Generator().manual_seed(0)
         shape = (1, heads, count, what.size)
         rows = torch.randn(2 + what.group, *shape, generator=draw).to(what.device, what.dtype)
-        trial = KVCache(selector, sink=0, window=0, seal=count, check=True, **rounding)
+        trial = KVCache(selector, sink=0, window=0, seal=count, check=True, **kept)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what so few rows lack
             trial.append(rows[0], rows[1], rows[2:].movedim(0, 2))

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from sparseattn.cache.shown_rows import GROUP
+from sparseattn.codecs.base import RowCodec
 from sparseattn.core.activity import Activity, LayerActivity
 from sparseattn.core.budget import Budget
 from sparseattn.core.layer_choices import Board
@@ -70,7 +70,7 @@ class SparseCache(Cache):
         plan: roles that were chosen for this model, instead: a `Plan`, or the path of its file, whose sink and window
             are taken.
         trusted: modules whose classes the files of `roles` and `plan` may name, such as `{"mine"}`: see `Roles.load`.
-        sink, window, rollback, capacity, sealed_device, indexes, bits, group, check: as in `KVCache`. In speculative
+        sink, window, rollback, capacity, sealed_device, indexes, rows, check: as in `KVCache`. In speculative
             decoding `rollback` grows so that `window + rollback` is at least the number of drafts of a step.
         seal: as in `KVCache`; None: the unit of each selector, so that less than a unit of further dense rows flatters
             a comparison.
@@ -107,8 +107,7 @@ class SparseCache(Cache):
         capacity: int = 0,
         sealed_device: torch.device | str | None = None,
         indexes: str | os.PathLike[str] | None = None,
-        bits: int | None = None,
-        group: int = GROUP,
+        rows: RowCodec | str | None = None,
         impl: str | None = None,
         check: bool = False,
     ) -> None:
@@ -132,8 +131,7 @@ class SparseCache(Cache):
             "capacity": capacity,
             "sealed_device": sealed_device,
             "indexes": indexes,
-            "bits": bits,
-            "group": group,
+            "rows": rows,
             "check": check,
         }
         self._seal = seal

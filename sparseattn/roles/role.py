@@ -156,6 +156,6 @@ def together(shares: Sequence[Share], parts: Sequence[Tensor], dim: int = 1) -> 
     return out
 
 
-def rounded_label(label: str, bits: int | None) -> str:
-    """A method's label where sealed rows are of `bits` bits."""
-    return label if bits is None else f"{label}, {bits}-bit rows"
+def kept_label(label: str, codec: object | None) -> str:
+    """A method's label where a row codec keeps sealed rows: `quest, kivi:bits=4 rows`."""
+    return label if codec is None else f"{label}, {codec} rows"

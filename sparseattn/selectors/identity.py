@@ -53,7 +53,12 @@ class Named:
     def _typed(self, arguments: Mapping[str, Any], text_of: Callable[[Any], str]) -> str:
         """Return the text of this method with such arguments, of which `text_of` writes those that are methods."""
         written = [f"{name}={as_typed(value, text_of)}" for name, value in arguments.items()]
-        return identity(type(self)) + (f":{','.join(written)}" if written else "")
+        return self.class_name() + (f":{','.join(written)}" if written else "")
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the text of the class, without arguments."""
+        return identity(cls)
 
     def index_arguments(self) -> dict[str, Any]:
         """Return, for JSON, what the index of given rows depends on: the constructor's arguments but the knob; of a

@@ -410,7 +410,7 @@ def test_what_is_measured_by_default() -> None:
         ("--dtype int8", "--dtype is one of float32, float16, bfloat16, got 'int8'"),
         ("--budget none", 'a budget is rows ("64"), a mass ("mass:0.95"), a share ("1%") or "all", got \'none\''),
         ("--selector qwest", "did you mean 'quest'?"),
-        ("--selector quest@sinks=4", "behind @ come sink, window, budget and bits as name=number, got 'sinks=4'"),
+        ("--selector quest@sinks=4", "behind @ come sink, window, budget and rows as name=value, got 'sinks=4'"),
         ("--selector quest@sink=four", "sink and window are numbers of rows, got 'four'"),
         ("--rows 20 --selector window", "a sink of 4 and a window of 16 leave less than a unit of 1 of 20 rows"),
         ("--budget 8 --selector quest", "less than one span"),

@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_rows_wherever_they_lie(case: Case, dtype: torch.
 @pytest.mark.parametrize(("bits", "group", "size"), [(8, 32, 40), (4, 16, 15)])
 def test_rounded_rows_take_their_codes_and_levels(bits: int, group: int, size: int) -> None:
     _, keys, values = heads(2, 2, 2, 400, size, torch.bfloat16)
-    cache = KVCache("quest", sink=4, window=16, seal=32, bits=bits, group=group)
+    cache = KVCache("quest", sink=4, window=16, seal=32, rows=f"kivi:bits={bits},group={group}")
     cache.append(keys, values)
     cache.seal()
     near = 20 + (400 - 20) % cache.unit

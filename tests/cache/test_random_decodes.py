@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from sparseattn import Exact, KVCache, Mass, Recent, Selection, Selector, decode
-from sparseattn.cache.input_checks import compactable, roundable
+from sparseattn.cache.input_checks import compactable, keepable
 from sparseattn.cache.shown_rows import unit_of
+from sparseattn.codecs.base import RowCodec
+from sparseattn.codecs.registry import as_codec, make_codec
 from sparseattn.core.context import StepContext
 from sparseattn.selectors.abilities import Evicts, ReadsRoundedKeys
 from tests.cases import CASES, Case, Heaviest, by_name, on_device
@@ -98,16 +100,17 @@ class Life:
         settings["sink"] = draw.choice((0, 0, 1, 4, 7, 60))
         settings["window"] = draw.choice((0, 1, 5, 8, 33))
         settings["rollback"] = draw.choice((0, 0, 3, 6))
-        bits, group = draw.choice((4, 8)), draw.choice((8, 16, 32))
+        bits, group = draw.choice((2, 4, 8)), draw.choice((8, 16, 32))
         for part in selector.find(ReadsRoundedKeys):
             group = part.rounded_group
-        if selector.find(ReadsRoundedKeys) or (self.rare() and rounds(selector, bits, group)):
-            settings |= {"bits": bits, "group": group, "exact": True}
-        unit = unit_of(selector, settings.get("bits"), settings.get("group", 32))
+        codec = f"kivi:bits={bits},group={group}"
+        if selector.find(ReadsRoundedKeys) or (self.rare() and keeps(selector, make_codec(codec))):
+            settings |= {"rows": codec, "exact": True}
+        unit = unit_of(selector, as_codec(settings.get("rows")))
         settings["seal"] = unit * draw.choice((1, 1, 2)) + draw.choice((0, 0, 5))
         if self.rare():
             settings["sealed_device"] = "cpu"
-        elif "bits" not in settings and self.rare() and on_device(case):
+        elif "rows" not in settings and self.rare() and on_device(case):
             settings |= {"fixed": True, "capacity": 1024 + settings["sink"]}
         elif self.rare():
             settings["capacity"] = draw.choice((1, 50, 700))
@@ -323,7 +326,7 @@ class Life:
         return heads.unflatten(1, (self.heads, -1)).expand(-1, -1, self.group, *heads.shape[2:])
 
     def sealed(self, places: int) -> tuple[Tensor, Tensor]:
-        """Sealed keys and values `[B,H,N,D]` as a step reads them: with bits what their codes say."""
+        """Sealed keys and values `[B,H,N,D]` as a step reads them: with a codec what their codes say."""
         if not places:  # as where the sequences that are left have no row in the zone
             return self.rows(0)[:2]
         codes = self.cache.stored.sealed_codes
@@ -346,10 +349,10 @@ def takes(selector: Selector, size: int) -> bool:
     return True
 
 
-def rounds(selector: Selector, bits: int, group: int) -> bool:
-    """Whether the cache may keep its sealed rows in a few bits."""
+def keeps(selector: Selector, codec: RowCodec) -> bool:
+    """Whether a codec may keep the cache's sealed rows."""
     try:
-        roundable(selector, bits, group, fixed=False)
+        keepable(selector, codec, fixed=False)
     except ValueError:
         return False
     return True
@@ -358,7 +361,7 @@ def rounds(selector: Selector, bits: int, group: int) -> bool:
 def compacts(cache: KVCache) -> bool:
     """Whether dropped rows can be freed."""
     try:
-        compactable(cache.selector, cache.fixed, cache.bits)
+        compactable(cache.selector, cache.fixed, cache.codec)
     except ValueError:
         return False
     return True

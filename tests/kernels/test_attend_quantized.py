@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseattn import CodedRows, KVCache, Rows, Selection, Selector, Window, attend, attend_coded, decode, evaluate
 from sparseattn.cache.all_rows import all_bounds, everything
 from sparseattn.cli.eval_methods import methods
-from sparseattn.cli.values import kv_bits
+from sparseattn.cli.values import row_codecs
 from sparseattn.core.context import StepContext
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.kernels.attend_quantized import reference as attend_quantized_reference
@@ -29,7 +29,7 @@ def rows_of(bits: int, group: int = 16, size: int = D, rows: int = 96, dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "size"), [(8, 80), (4, 80), (4, 33)])
+@pytest.mark.parametrize(("bits", "size"), [(8, 80), (4, 80), (4, 33), (2, 80), (2, 33)])
 def test_a_number_is_half_a_step_off_at_most(bits: int, size: int, dtype: torch.dtype) -> None:
     """Of outlier channels and of channels far from 0 too; and a group's levels are bounds of its keys."""
     _, keys, values = heads(B, H, G, 64, size)
@@ -52,7 +52,7 @@ def test_a_number_is_half_a_step_off_at_most(bits: int, size: int, dtype: torch.
     assert bool((step <= 1.02 * reach / (2**bits - 1) + 0.02 * grouped.abs().amax(3) / (2**bits - 1) + 1e-6).all())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_rounding_in_parts_is_rounding_at_once(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows_of(bits)
     monkeypatch.setattr(attend_quantized_reference, "CHUNK", 1)
@@ -95,6 +95,9 @@ def expected(query: Tensor, rows: CodedRows, selection: Selection) -> tuple[Tens
         (4, 80, "pages"),
         (4, 33, "rows"),
         (4, 32, "runs"),
+        (2, 80, "rows"),
+        (2, 33, "runs"),
+        (2, 3, "pages"),
         (8, 32, "none"),
     ],
 )
@@ -126,11 +129,11 @@ EVERY = [
 def test_a_cache_of_few_bits_reads_what_it_stores_or_refuses(case: Case) -> None:
     """Against attention over the rows named as they were read back; seals, moved rows and tails included."""
     if refused(case):
-        with pytest.raises(ValueError, match=r"leave bits out"):
-            KVCache(case.make(), bits=4, seal=64)
+        with pytest.raises(ValueError, match=r"leave rows out"):
+            KVCache(case.make(), rows="kivi:bits=4", seal=64)
         return
     queries, keys, values = attention(B, H, G, 230, D)
-    cache = KVCache(case.make(), sink=4, window=8, seal=64, bits=8, group=16)
+    cache = KVCache(case.make(), sink=4, window=8, seal=64, rows="kivi:bits=8,group=16")
     cache.append(keys[:, :, :150], values[:, :, :150], queries[:, :, :, :150])
     for t in range(150, 230):
         one = slice(t, t + 1)
@@ -169,7 +172,7 @@ class Turned(Selector):
 
 def test_rows_that_a_later_seal_moves_are_rounded_once_more() -> None:
     _, keys, values = attention(B, H, G, 128, D)
-    caches = [KVCache(Turned(), sink=0, window=0, seal=32, bits=8, group=32, exact=exact) for exact in (False, True)]
+    caches = [KVCache(Turned(), sink=0, window=0, seal=32, rows="kivi:bits=8", exact=exact) for exact in (False, True)]
     for cache in caches:
         for part in (slice(0, 64), slice(64, 128)):
             cache.append(keys[:, :, part], values[:, :, part])
@@ -192,7 +195,7 @@ def test_rows_that_a_later_seal_moves_are_rounded_once_more() -> None:
 
 def test_copies_beams_and_dropped_tokens_are_those_of_a_cache_of_exact_rows() -> None:
     queries, keys, values = attention(B, H, G, 140, D)
-    cache = KVCache("quest", sink=4, window=8, seal=32, rollback=3, bits=4, group=32)
+    cache = KVCache("quest", sink=4, window=8, seal=32, rollback=3, rows="kivi:bits=4")
     cache.append(keys[:, :, :130], values[:, :, :130])
     first = decode(queries[:, :, :, 129], cache, 32)
     assert cache.stored.sealed_codes is not None
@@ -203,7 +206,7 @@ def test_copies_beams_and_dropped_tokens_are_those_of_a_cache_of_exact_rows() ->
     twin.reorder(torch.tensor([1, 1, 0]))
     swapped = queries[[1, 1, 0], :, :, 129]
     torch.testing.assert_close(decode(swapped, twin, 32), first[[1, 1, 0]])
-    apart = KVCache("quest", sink=4, window=8, seal=32, bits=4, group=32, sealed_device="cpu", rollback=3)
+    apart = KVCache("quest", sink=4, window=8, seal=32, rows="kivi:bits=4", sealed_device="cpu", rollback=3)
     apart.append(keys[:, :, :130], values[:, :, :130])
     torch.testing.assert_close(decode(queries[:, :, :, 129], apart, 32), first)
     cache.reset()
@@ -214,10 +217,10 @@ def test_copies_beams_and_dropped_tokens_are_those_of_a_cache_of_exact_rows() ->
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"bits": 3}, "rows are of 4 or 8 bits, got 3"),
-        ({"bits": 8, "group": 12}, "group is a power of two rows of keys that share levels, 8 to 1024, got 12"),
-        ({"bits": 8, "fixed": True, "capacity": 4096}, "leave fixed=True out"),
-        ({"bits": 8, "group": 256, "seal": 128}, "the unit of .* and of groups of 256 rows, 256 rows, got 128"),
+        ({"rows": "kivi:bits=3"}, "rows are of 2, 4 or 8 bits, got 3"),
+        ({"rows": "kivi:bits=8,group=12"}, "group is a power of two rows of keys that share levels, 8 to 1024, got 12"),
+        ({"rows": "kivi:bits=8", "fixed": True, "capacity": 4096}, "leave fixed=True out"),
+        ({"rows": "kivi:bits=8,group=256", "seal": 128}, "the unit of .* and of groups of 256 rows, 256 rows, got 128"),
     ],
 )
 def test_what_cannot_be_had_is_refused_before_any_row(settings: dict[str, Any], words: str) -> None:
@@ -227,7 +230,7 @@ def test_what_cannot_be_had_is_refused_before_any_row(settings: dict[str, Any], 
 
 def test_rows_of_few_bits_are_not_freed() -> None:
     _, keys, values = attention(B, H, G, 128, D)
-    cache = KVCache(Window(), bits=8)
+    cache = KVCache(Window(), rows="kivi:bits=8")
     cache.append(keys, values)
     cache.seal()
     with pytest.raises(ValueError, match="single ones cannot be freed"):
@@ -238,14 +241,16 @@ def test_a_replay_counts_bytes_of_codes_and_compares_with_rows_as_they_came() ->
     """Quest's pages are groups: of 128 rows in 4 groups 4-bit codes, levels of values and of keys are read."""
     trace = synthetic(400, heads=2, group=2, size=32, clusters=8, rope=True)
     found = {
-        bits: evaluate(trace, "quest:page=32", 128, sink=4, window=60, last=2, seal=32, bits=bits)
+        bits: evaluate(
+            trace, "quest:page=32", 128, sink=4, window=60, last=2, seal=32, rows=bits and f"kivi:bits={bits}"
+        )
         for bits in (None, 8, 4)
     }
     errors = {bits: one.mean("relative_error") for bits, one in found.items()}
     assert errors[8] == pytest.approx(errors[None], rel=0.1)
     assert errors[4] > errors[None]
-    assert found[4].label == "quest:page=32, 4-bit rows"
-    assert found[4].settings["bits"] == 4
+    assert found[4].label == "quest:page=32, kivi:bits=4 rows"
+    assert found[4].settings["codec"] == "kivi:bits=4"
     assert found[4].mean("recovered") == pytest.approx(found[None].mean("recovered")), "the choice is the same"
     width = trace.dtype.itemsize
     saved = found[None].heads["bytes_share"] - found[4].heads["bytes_share"]
@@ -254,13 +259,19 @@ def test_a_replay_counts_bytes_of_codes_and_compares_with_rows_as_they_came() ->
     torch.testing.assert_close(saved, torch.full_like(saved, (128 * row - coded) / (rows * row)), rtol=1e-2, atol=0)
 
 
-def test_bits_in_a_command() -> None:
-    assert kv_bits("16,8,8,4") == [None, 8, 4]
-    with pytest.raises(ValueError, match="--kv-bits takes 16, 8 and 4, separated by commas, got 5"):
-        kv_bits("8,5")
-    made = methods(["quest"], "64", [1024], rounding=[None, 4])
-    assert [one.label for one in made] == ["full", "quest", "quest, 4-bit rows"]
-    with pytest.raises(ValueError, match="leave bits out"):
-        methods(["exact"], "64", [1024], rounding=[8])
-    beside = methods(["quest", "exact"], "64", [1024], rounding=[None, 8])
-    assert [one.label for one in beside] == ["full", "quest", "quest, 8-bit rows", "exact"]
+def test_codecs_in_a_command() -> None:
+    assert row_codecs(None) == [None]
+    assert list(map(str, row_codecs(["exact", "kivi:bits=8", "kivi:bits=8,group=32", "kivi:bits=2"]))) == [
+        "None",
+        "kivi:bits=8",
+        "kivi",
+    ]
+    with pytest.raises(ValueError, match=r"no row codec is called 'kivy' .did you mean 'kivi'"):
+        row_codecs(["kivy"])
+    four, eight = row_codecs(["kivi:bits=4", "kivi:bits=8"])
+    made = methods(["quest"], "64", [1024], codecs=[None, four])
+    assert [one.label for one in made] == ["full", "quest", "quest, kivi:bits=4 rows"]
+    with pytest.raises(ValueError, match="leave rows out"):
+        methods(["exact"], "64", [1024], codecs=[eight])
+    beside = methods(["quest", "exact"], "64", [1024], codecs=[None, eight])
+    assert [one.label for one in beside] == ["full", "quest", "quest, kivi:bits=8 rows", "exact"]

@@ -26,8 +26,10 @@ def there(rows: CodedRows) -> CodedRows:
         (8, 32, "pages", torch.float32),
         (4, 80, "rows", torch.float32),
         (4, 64, "runs", torch.float16),
+        (2, 80, "rows", torch.float32),
         pytest.param(8, 80, "rows", torch.float16, marks=pytest.mark.slow),
         pytest.param(4, 33, "rows", torch.float32, marks=pytest.mark.slow),
+        pytest.param(2, 33, "pages", torch.float16, marks=pytest.mark.slow),
         pytest.param(8, 128, "none", torch.float32, marks=pytest.mark.slow),
     ],
 )

@@ -108,6 +108,10 @@ CODED = [
     ("bfloat16", 128, 16, 4, 8, 32, False, False),
     ("bfloat16", 128, 16, 4, 4, 32, False, False),
     ("bfloat16", 64, 1, 4, 4, 64, True, False),
+    ("bfloat16", 128, 16, 4, 2, 32, False, False),
+    ("float16", 64, 1, 4, 2, 32, True, False),
+    ("float16", 256, 16, 4, 2, 32, False, False),
+    ("float32", 128, 16, 4, 2, 32, False, False),
     ("float16", 32, 16, 4, 8, 16, False, True),
     ("float16", 80, 16, 5, 4, 32, False, False),
     ("float16", 256, 16, 4, 8, 32, False, True),
@@ -442,7 +446,7 @@ def test_attention_over_rows_of_few_bits_fits_every_architecture(arch: int) -> N
     test_nothing_spills(built)
     test_shared_memory_lets_two_programs_run_on_a_multiprocessor(built)
     for row in built:
-        tile = attend_quantized_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"])
+        tile = attend_quantized_gpu.tile_of(getattr(torch, row["dtype"]).itemsize, row["D"], row["bits"])
         assert tile.resident * row["registers"] * 32 * tile.warps <= 65536, row
     test_sixteen_bit_products_use_tensor_cores_and_float32_does_not(built)
     for row in built:

@@ -259,7 +259,7 @@ def test_formats(value: Any, form: str, text: str) -> None:
         ("Window()", "window"),
         ("Tailed(inner=LowBit(bits=1, scales=8), rows=64)", "tailed:inner=[lowbit:bits=1,scales=8],rows=64"),
         ("Tailed(inner=LowBit, rows=64)", "tailed:inner=lowbit,rows=64"),
-        ("QueryBridge, 8-bit rows", "bridge, 8-bit rows"),
+        ("QueryBridge, 8-bit rows", "bridge, kivi:bits=8 rows"),
         ("Kascade(artefact='/a,b.safetensors', anchors=[1, 2])", "kascade:artefact='/a,b.safetensors',anchors=[1,2]"),
         ("exact, one choice a group", "exact, one choice a group"),
         ("Plan(a; 0: quest at 64)", "Plan(a; 0: quest at 64)"),
@@ -287,7 +287,7 @@ def test_labels_of_old_records_are_read_as_one_types_them(label: str, text: str)
     [
         ("kascade:artefact=/a/b.safetensors,anchors=1", "kascade:anchors=1"),
         ("tailed:inner=[saap:artefact='/a,b]'],rows=0", "tailed:inner=saap,rows=0"),
-        ("tailed:inner=[saap:artefact=x,probes=4], 4-bit rows", "tailed:inner=[saap:probes=4], 4-bit rows"),
+        ("tailed:inner=[saap:artefact=x,probes=4], kivi:bits=4 rows", "tailed:inner=[saap:probes=4], kivi:bits=4 rows"),
         ("quest:page=8", "quest:page=8"),
         ("exact, one choice a group", "exact, one choice a group"),
     ],
@@ -707,15 +707,15 @@ def test_tables_of_rows_of_few_bits() -> None:
     record = benched(
         ("quest", 64, {"relative_error": 0.2, "bytes_share": 0.10}),
         ("quest", 1024, {"relative_error": 0.10, "bytes_share": 0.20}),
-        ("quest, 4-bit rows", 64, {"relative_error": 0.21, "bytes_share": 0.06}),
-        ("quest, 4-bit rows", 1024, {"relative_error": 0.12, "bytes_share": 0.08}),
-        ("quest, 8-bit rows", 1024, {"relative_error": 0.10, "bytes_share": 0.15}),
+        ("quest, kivi:bits=4 rows", 64, {"relative_error": 0.21, "bytes_share": 0.06}),
+        ("quest, kivi:bits=4 rows", 1024, {"relative_error": 0.12, "bytes_share": 0.08}),
+        ("quest, kivi:bits=8 rows", 1024, {"relative_error": 0.10, "bytes_share": 0.15}),
     )
     assert "| `quest` | 16 | 20.0 % | 10.0 % | 10.0 % | 20.0 % |" in table("rows8", record)
     assert "| `quest` | 4 | 21.0 % | 6.0 % | 12.0 % | 8.0 % |" in table("rows8", record)
     assert "| `m`, `quest` | 1.00 | 0.75 | 1.20 | 0.40 |" in table("rows8-cost", record)
     shared = {**SETTINGS, "length": 512, "scored_tokens": 16, "kind": "novel", "text": "a", "start": 0}
     columns = ["method", "budget", "kl", "same_top", "nll", "nll_difference", "bytes_share"]
-    lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["quest, 8-bit rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
+    lines = [["full", None, 0.0, 1.0, 1.5, 0.0, 1.0], ["quest, kivi:bits=8 rows", "64", 0.25, 0.75, 1.6, 0.1, 0.05]]
     shown = table("rows8-agreement", {"settings": shared, "columns": columns, "records": lines})
     assert "| `quest`, 64 | 8 | 0.2500 | 75 % | +0.1000 | 5.0 % |" in shown

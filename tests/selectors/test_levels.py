@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def filled(bits: int, group: str = "sum", dtype: torch.dtype = torch.float32, si
     positions = torch.arange(ROWS).repeat(2, 1)
     positions[1, : ROWS - 60] = -1
     positions[1, ROWS - 60 :] = torch.arange(60)
-    cache = KVCache(Levels(PAGE, group), sink=4, window=8, seal=16, bits=bits, group=PAGE, check=True)
+    cache = KVCache(Levels(PAGE, group), sink=4, window=8, seal=16, rows=f"kivi:bits={bits},group={PAGE}", check=True)
     cache.append(keys, values, None, positions)
     cache.seal()
     return cache
@@ -65,13 +67,13 @@ def test_nothing_is_kept_and_copies_read_their_own_rows() -> None:
 def test_it_finds_about_what_quest_finds() -> None:
     trace = synthetic(1200, heads=2, group=2, size=32, clusters=16)
     settings = {"sink": 4, "window": 28, "last": 8, "seal": 32}
-    found = [evaluate(trace, one, 128, bits=8, **settings) for one in (Levels(32), Quest(32))]
+    found = [evaluate(trace, one, 128, rows="kivi:bits=8", **settings) for one in (Levels(32), Quest(32))]
     assert found[0].mean("recovered") == pytest.approx(found[1].mean("recovered"), abs=0.03)
 
 
-@pytest.mark.parametrize("cache", [{}, {"bits": 8}, {"bits": 4, "group": 16}])
-def test_other_caches_are_refused(cache: dict[str, int]) -> None:
+@pytest.mark.parametrize("cache", [{}, {"rows": "kivi:bits=8"}, {"rows": "kivi:bits=4,group=16"}])
+def test_other_caches_are_refused(cache: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Levels:page=64,group=sum reads the levels of rounded keys in groups of 64"):
         KVCache(Levels(64), **cache)
-    with pytest.raises(RuntimeError, match="use it in one with bits=8 or 4"):
+    with pytest.raises(RuntimeError, match="use it in one with rows='kivi'"):
         Levels(16).scores(torch.zeros(1, 1, 1, 8), {}, torch.ones(1, 2, dtype=torch.bool))

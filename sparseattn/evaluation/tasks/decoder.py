@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.codecs.base import RowCodec
 from sparseattn.core.budget import Budget
 from sparseattn.models.attention_routing import name_of
 from sparseattn.models.cache_argument import cache_argument
@@ -109,11 +110,12 @@ class ModelDecoder:
         tail: Sequence[int],
         selector: Method | None,
         layers: Sequence[int] | None = None,
-        bits: int | None = None,
+        codec: RowCodec | None = None,
     ) -> Any:
         """The cache of one method behind a prefill and a `tail`, read densely too; its index is built.
 
-        `layers`: those that are sparse, of `sparse`; None: all of these. `bits`: as in `KVCache`.
+        `layers`: those that are sparse, of `sparse`; None: all of these. `codec`: keeps the sealed rows; None: they
+        stay as they come.
         """
         every = self.config.num_hidden_layers
         if selector is None:
@@ -123,7 +125,7 @@ class ModelDecoder:
             if layers is not None:
                 settings["dense_layers"] = sorted(set(range(every)) - set(layers))
             which = {"roles": selector} if isinstance(selector, Roles) else {"selector": selector}
-            cache = prefill.cache(**which, budget=None, seal=self.seal, bits=bits, check=True, **settings)
+            cache = prefill.cache(**which, budget=None, seal=self.seal, rows=codec, check=True, **settings)
         cache.sparse_from = prefill.tokens + len(tail)
         if tail:
             self.forward(cache, tail, 1)

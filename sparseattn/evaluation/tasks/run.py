@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from sparseattn.codecs.base import RowCodec
 from sparseattn.core.budget import Budget
 from sparseattn.evaluation.metrics.registry import METRICS, metric_score
 from sparseattn.evaluation.tasks.agreement import agreement
@@ -29,7 +30,7 @@ from sparseattn.evaluation.tasks.prompt import Prompt
 from sparseattn.evaluation.tasks.records import Key
 from sparseattn.evaluation.tasks.scoring import ruler, score
 from sparseattn.evaluation.tasks.tokens import Tokens
-from sparseattn.roles.role import rounded_label
+from sparseattn.roles.role import kept_label
 from sparseattn.roles.roles import Method as Sparse
 from sparseattn.roles.roles import ranges
 
@@ -43,18 +44,18 @@ class Method:
         budget: rows beyond sink and window.
         written: the budget as text, for records; None where the selector does not look at it.
         layers: those that are sparse, ascending; None: every one that attends to the whole context and is not dense.
-        bits: of the sealed rows of these, see `KVCache`; None: as they come.
+        codec: keeps the sealed rows of these, see `KVCache`; None: as they come.
     """
 
     selector: Sparse | None = None
     budget: Budget = None
     written: str | None = None
     layers: tuple[int, ...] | None = None
-    bits: int | None = None
+    codec: RowCodec | None = None
 
     @property
     def label(self) -> str:
-        return FULL if self.selector is None else rounded_label(self.selector.label(), self.bits)
+        return FULL if self.selector is None else kept_label(self.selector.label(), self.codec)
 
     @functools.cached_property
     def source(self) -> str | None:
@@ -89,11 +90,11 @@ class Decoder(Protocol):
         tail: Sequence[int],
         selector: Sparse | None,
         layers: Sequence[int] | None = None,
-        bits: int | None = None,
+        codec: RowCodec | None = None,
     ) -> Any:
         """What a selector (None: full attention) builds behind a prefill and `tail`, which is read densely too.
 
-        `layers`: those that are to be sparse; None: all that can. `bits`: of their sealed rows; None: as they come.
+        `layers`: those that are to be sparse; None: all that can. `codec`: keeps their sealed rows; None: as they come.
         """
 
     def start(self, indexed: Any, budget: Budget) -> Session:
@@ -132,11 +133,11 @@ def measure(
                 prefill = decoder.read(prompt.context)
                 times["prefill_seconds"] = time.perf_counter() - began
             members = list(group)
-            selector, bits = members[0][1].selector, members[0][1].bits
+            selector, codec = members[0][1].selector, members[0][1].codec
             if protocol == FORCED and dense is None and selector is not None:
                 dense = decoder.start(decoder.index(prefill, [], None), None).feed(prompt.question)
             began = time.perf_counter()
-            indexed = decoder.index(prefill, prompt.question[:at], selector, layers, bits)
+            indexed = decoder.index(prefill, prompt.question[:at], selector, layers, codec)
             times["index_seconds"] = time.perf_counter() - began
             for key, method in members:
                 began = time.perf_counter()

@@ -28,18 +28,19 @@ from sparseattn.kernels.numba_threads import ONE_AT_A_TIME, use_threads
 
 
 @intrinsic
-def _half(typing, array, place, shift):
-    """Four bits of the byte at `place` of a flat uint8 array, from bit `shift` on, as float32."""
+def _few(typing, array, place, shift, last):
+    """The bits `last` of the byte at `place` of a flat uint8 array, from bit `shift` on, as float32."""
 
     def code(context, builder, signature, arguments):
         data = context.make_array(array)(context, builder, arguments[0]).data
         value = builder.load(builder.gep(data, [arguments[1]]))
         value.set_metadata("alias.scope", scope(builder))
-        byte = ir.IntType(8)
-        shifted = builder.lshr(value, builder.trunc(arguments[2], byte))
-        return builder.uitofp(builder.and_(shifted, ir.Constant(byte, 15)), ir.FloatType())
+        word = ir.IntType(32)  # vectors of words shift by a number of the loop's, those of bytes do not
+        shifted = builder.lshr(builder.zext(value, word), builder.trunc(arguments[2], word))
+        masked = builder.and_(shifted, builder.trunc(arguments[3], word))
+        return builder.sitofp(masked, ir.FloatType())
 
-    return types.float32(array, types.intp, types.intp), code
+    return types.float32(array, types.intp, types.intp, types.intp), code
 
 
 @njit(fastmath=set(FAST))
@@ -56,34 +57,31 @@ def _key(codes, at, levels, out, to, size, bits):
         for d in range(size):
             put(out, to + d, read(levels, d) + read(levels, size + d) * read(codes, at + d))
         return
-    wide = (size + 1) // 2
-    for d in range(wide):
-        put(out, to + d, read(levels, d) + read(levels, size + d) * _half(codes, at + d, 0))
-    for d in range(size - wide):
-        low, step = read(levels, wide + d), read(levels, size + wide + d)
-        put(out, to + wide + d, low + step * _half(codes, at + d, 4))
+    wide, last = (size * bits + 7) // 8, (1 << bits) - 1
+    for plane in range(8 // bits):
+        first, shift = plane * wide, plane * bits
+        for d in range(min(wide, size - first)):
+            low, step = read(levels, first + d), read(levels, size + first + d)
+            put(out, to + first + d, low + step * _few(codes, at + d, shift, last))
 
 
 @njit(fastmath=set(FAST))
 def _value(codes, at, levels, level_at, groups, out, to, size, bits):
     """Reads a value back into `out[to:]`; levels: the lows of its `groups` groups of channels from `level_at` on, then
     their steps."""
-    wide = size if bits == 8 else (size + 1) // 2
+    wide, last = (size * bits + 7) // 8, (1 << bits) - 1
     d = 0
-    while d < size:  # as many channels as are of one group and one half of the bytes
-        c = d // CHANNELS
-        high = d >= wide
-        end = min((c + 1) * CHANNELS, size if high else min(wide, size))
+    while d < size:  # as many channels as are of one group and of one plane of the bytes
+        c, plane = d // CHANNELS, d // wide
+        end = min((c + 1) * CHANNELS, (plane + 1) * wide, size)
         low, step = read(levels, level_at + c), read(levels, level_at + groups + c)
         if bits == 8:
             for e in range(d, end):
                 put(out, to + e, low + step * read(codes, at + e))
-        elif high:
-            for e in range(d, end):
-                put(out, to + e, low + step * _half(codes, at + e - wide, 4))
         else:
+            first, shift = at - plane * wide, plane * bits
             for e in range(d, end):
-                put(out, to + e, low + step * _half(codes, at + e, 0))
+                put(out, to + e, low + step * _few(codes, first + e, shift, last))
         d = end
 
 

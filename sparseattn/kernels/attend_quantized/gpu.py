@@ -23,12 +23,19 @@ from sparseattn.kernels.attend_quantized.reference import CHANNELS, CodedRows, w
 
 
 @triton.jit
-def _read_back(codes, plane: tl.constexpr, BITS: tl.constexpr, low, step, kind: tl.constexpr):
-    """Numbers of a plane of codes, of a float type."""
-    held = codes
-    if BITS == 4:
-        held = (codes >> (4 * plane)) & 15
-    return (held.to(tl.float32) * step.to(tl.float32) + low.to(tl.float32)).to(kind)
+def _spread(held, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, BITS: tl.constexpr):
+    """Codes `[BLOCK,BLOCK_D]` of bytes `[BLOCK,BLOCK_W]`: the channels of the lowest bits first, then the others."""
+    if BITS == 8:
+        return held
+    shift = (tl.arange(0, 8 // BITS) * BITS).to(tl.uint8)
+    planes = (held[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1)
+    return tl.reshape(planes, [BLOCK, 8 // BITS * BLOCK_W])
+
+
+@triton.jit
+def _read_back(codes, low, step, kind: tl.constexpr):
+    """Numbers of a float type of codes."""
+    return (codes.to(tl.float32) * step.to(tl.float32) + low.to(tl.float32)).to(kind)
 
 
 # These are not specialised: a new budget or a row more must not compile a new kernel.
@@ -78,7 +85,12 @@ def attend_codes(
     kv_head = (chosen * SHARE // G).to(tl.int64)
     kind = query.dtype.element_ty
 
+    BLOCK_D: tl.constexpr = 8 // BITS * BLOCK_W
     j = tl.arange(0, BLOCK_W)  # bytes of a row's codes
+    # Channels by the bits of their bytes; those beyond a row's bytes or beyond D are none.
+    place = tl.arange(0, BLOCK_D)
+    d = place // BLOCK_W * WIDE + place % BLOCK_W
+    real = (place % BLOCK_W < WIDE) & (d < D)
     g = tl.arange(0, BLOCK_G)
     query_row = selection_head * SHARE + g  # [BLOCK_G]
     served = g < SHARE
@@ -94,62 +106,41 @@ def attend_codes(
     key_levels += b.to(tl.int64) * key_level_step_b + kv_head * key_level_step_h
     value_levels += b.to(tl.int64) * value_level_step_b + kv_head * value_level_step_h
 
-    # The channels of a plane are those whose codes lie at one place of their bytes: with 8 bits all, with 4 a half.
-    mine = served[:, None] & (j < WIDE)
-    q = tl.load(query + query_row[:, None] * D + j, mask=mine & (j < D), other=0.0)  # [BLOCK_G,BLOCK_W]
+    mine = served[:, None] & real
+    q = tl.load(query + query_row[:, None] * D + d, mask=mine, other=0.0)  # [BLOCK_G,BLOCK_D]
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
-    if BITS == 4:
-        q_high = tl.load(query + query_row[:, None] * D + WIDE + j, mask=mine & (WIDE + j < D), other=0.0)
-        acc_high = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for first in range(begin, stop, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        slot, offset = place // SPAN, place % SPAN
-        here = place < places
+        at = first + tl.arange(0, BLOCK)
+        slot, offset = at // SPAN, at % SPAN
+        here = at < places
         row = tl.load(start + slot, mask=here, other=0) + offset
         reads = here & (offset < tl.load(length + slot, mask=here, other=0)) & (row >= 0) & (row < stored)  # [BLOCK]
         row = row.to(tl.int64)
-        mask = reads[:, None] & (j < WIDE)  # what is not read becomes zeros: storage may hold anything
-        codes = tl.load(keys + row[:, None] * key_step_n + j, mask=mask, other=0)  # [BLOCK,BLOCK_W]
-        held = tl.load(values + row[:, None] * value_step_n + j, mask=mask, other=0)
+        # What is not read becomes zeros: storage may hold anything.
+        mask, bytes_read = reads[:, None] & real, reads[:, None] & (j < WIDE)
+        held = tl.load(keys + row[:, None] * key_step_n + j, mask=bytes_read, other=0)  # [BLOCK,BLOCK_W]
+        held_values = tl.load(values + row[:, None] * value_step_n + j, mask=bytes_read, other=0)
         of_key = key_levels + (row // GROUP)[:, None] * key_level_step_n
-        of_value = value_levels + row[:, None] * value_level_step_n
-        low = tl.load(of_key + j, mask=mask, other=0.0)
-        step = tl.load(of_key + D + j, mask=mask, other=0.0)
-        k = _read_back(codes, 0, BITS, low, step, kind)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_G,BLOCK]
-        if BITS == 4:
-            here_high = mask & (WIDE + j < D)
-            low = tl.load(of_key + WIDE + j, mask=here_high, other=0.0)
-            step = tl.load(of_key + D + WIDE + j, mask=here_high, other=0.0)
-            k = _read_back(codes, 1, BITS, low, step, kind)
-            logits = tl.dot(q_high, tl.trans(k), logits, input_precision="ieee")
-        logits = logits * scale_log2
+        low = tl.load(of_key + d, mask=mask, other=0.0)
+        step = tl.load(of_key + D + d, mask=mask, other=0.0)
+        k = _read_back(_spread(held, BLOCK, BLOCK_W, BITS), low, step, kind)  # [BLOCK,BLOCK_D]
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_G,BLOCK]
         if bias is not None:
             logits += tl.load(bias + slot, mask=reads, other=0.0) * 1.4426950408889634  # log2 e
         logits = tl.where(reads, logits, float("-inf"))
         weights, shrink, peak, total = _softmax_step(logits, peak, total)
-        weights = weights.to(kind)
-        low = tl.load(of_value + j // CHANNELS, mask=mask, other=0.0)
-        step = tl.load(of_value + PARTS + j // CHANNELS, mask=mask, other=0.0)
-        v = _read_back(held, 0, BITS, low, step, kind)
-        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
-        if BITS == 4:
-            here_high = mask & (WIDE + j < D)
-            low = tl.load(of_value + (WIDE + j) // CHANNELS, mask=here_high, other=0.0)
-            step = tl.load(of_value + PARTS + (WIDE + j) // CHANNELS, mask=here_high, other=0.0)
-            v = _read_back(held, 1, BITS, low, step, kind)
-            acc_high = tl.dot(weights, v, acc_high * shrink[:, None], input_precision="ieee")
+        of_value = value_levels + row[:, None] * value_level_step_n
+        low = tl.load(of_value + d // CHANNELS, mask=mask, other=0.0)
+        step = tl.load(of_value + PARTS + d // CHANNELS, mask=mask, other=0.0)
+        v = _read_back(_spread(held_values, BLOCK, BLOCK_W, BITS), low, step, kind)
+        acc = tl.dot(weights.to(kind), v, acc * shrink[:, None], input_precision="ieee")
 
     # A split without places still writes 0 and -inf: the partials are not initialised.
     part = query_row * splits + split
-    if BITS == 4:
-        acc_high, _ = _softmax_end(acc_high, peak, total)
-        high = mine & (WIDE + j < D)
-        tl.store(out + part[:, None] * D + WIDE + j, acc_high.to(out.dtype.element_ty), mask=high)
     acc, split_lse = _softmax_end(acc, peak, total)
-    tl.store(out + part[:, None] * D + j, acc.to(out.dtype.element_ty), mask=mine & (j < D))
+    tl.store(out + part[:, None] * D + d, acc.to(out.dtype.element_ty), mask=mine)
     tl.store(lse + part, split_lse, mask=served)
 
 
@@ -168,11 +159,20 @@ TILES = {
     (4, 128): Tile(16, 4, 1),
     (4, 256): Tile(16, 8, 1, resident=1),
 }
+# The same by bits of a number too, where codes that share a byte need more registers. float32 of D = 256 still spills
+# with 2 bits.
+TILES_OF_BITS = {
+    (4, 128, 4): Tile(16, 8, 1),
+    (4, 128, 2): Tile(16, 8, 1, resident=1),
+    (4, 256, 4): Tile(16, 16, 1, resident=1),
+    (4, 256, 2): Tile(16, 16, 1, resident=1),
+}
 
 
-def tile_of(itemsize: int, size: int) -> Tile:
-    """The table's line for a query of `itemsize` bytes a number and a head size."""
-    return TILES[itemsize, max(16, triton.next_power_of_2(size))]
+def tile_of(itemsize: int, size: int, bits: int) -> Tile:
+    """The tables' line for a query of `itemsize` bytes a number, a head size and the bits of codes."""
+    padded = max(16, triton.next_power_of_2(size))
+    return TILES_OF_BITS.get((itemsize, padded, bits)) or TILES[itemsize, padded]
 
 
 def launch(
@@ -186,19 +186,19 @@ def launch(
         span: of the selection.
         group, share: query heads of a KV head, and of one selection head.
     """
-    tile, wide = tile_of(itemsize, size), width(size, bits)
+    tile = tile_of(itemsize, size, bits)
     constants = {
         "G": group,
         "SHARE": share,
         "D": size,
-        "WIDE": wide,
+        "WIDE": width(size, bits),
         "BITS": bits,
         "GROUP": rows,
         "SPAN": span,
         "PARTS": -(-size // CHANNELS),
         "CHANNELS": CHANNELS,
         "BLOCK_G": max(16, triton.next_power_of_2(share)),
-        "BLOCK_W": max(16, triton.next_power_of_2(wide)),
+        "BLOCK_W": max(16, triton.next_power_of_2(width(size, bits))),
         "BLOCK": tile.rows,
     }
     return constants, {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
@@ -225,7 +225,7 @@ def attend(
     share = heads * group // chosen
     constants, options = launch(query.element_size(), size, rows.bits, rows.group, selection.span, group, share)
     if splits is None:
-        selected, tile = slots * selection.span, tile_of(query.element_size(), size)
+        selected, tile = slots * selection.span, tile_of(query.element_size(), size, rows.bits)
         splits = _splits(batch * chosen, max(selected, 1), selected, tile, query.device)
     outputs = Outputs(query, splits)
     with torch.cuda.device_of(query):  # Triton launches on the current device

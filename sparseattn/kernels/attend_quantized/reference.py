@@ -1,12 +1,12 @@
-"""Keys and values of 8 or 4 bits: how they are rounded, packed, read back and attended to. KIVI, arXiv 2402.02750.
+"""Keys and values of 8, 4 or 2 bits: how they are rounded, packed, read back and attended to. KIVI, arXiv 2402.02750.
 
 KIVI (https://arxiv.org/abs/2402.02750) rounds keys by channel over groups of rows, for keys have channels far larger
 than others, and values by row, in groups of `CHANNELS` channels. Both are read as `low + step * code`, low and step
 floats of 16 bits. The least and the largest number of a group are levels, but for the rounding of low (down) and step
 (up), so that a number is at most half a step off, and a key lies between `low` and `low + step * last`.
 
-A row's codes are `W = ceil(D * bits / 8)` bytes: with 8 bits byte j is channel j; with 4 bits its low half is channel
-j and its high half channel `j + W`. What no channel takes is 0.
+A row's codes are `W = ceil(D * bits / 8)` bytes: byte j holds channels `j`, `j + W`, `j + 2W`, ..., the first in its
+lowest bits. What no channel takes is 0.
 
 Attention over such rows is specified here in torch, "read back, then attend", and compiled in `cpu.py` and
 `gpu.py`, which read the codes in place.
@@ -14,6 +14,7 @@ Attention over such rows is specified here in torch, "read back, then attend", a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from sparseattn.kernels.attend import gather
 from sparseattn.kernels.encode_keys.reference import quantise
 from sparseattn.utils.tensors import only_tensors
 
-BITS = (4, 8)
+BITS = (2, 4, 8)
 CHANNELS = 32  # of a value that share levels, as in KIVI
 PARTS = ("keys", "key_levels", "values", "value_levels")  # the tensors of `CodedRows`
 CHUNK = 1 << 22  # numbers rounded or read back at a time
@@ -38,7 +39,7 @@ class CodedRows:
         keys, values: `[B,H,N,W]` uint8, see the module.
         key_levels: `[B,H,N/group,2,D]` of 16 bits: low and step of each channel in a group of rows.
         value_levels: `[B,H,N,2,C]` of 16 bits: low and step of each of C groups of `CHANNELS` channels in a row.
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group: rows of keys that share levels.
 
     Raises:
@@ -81,11 +82,11 @@ class CodedRows:
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """keys and values `[B,H,N,D]`, as they are read: all of them, for comparing and for dense attention."""
         keys = [
-            _between(_codes(codes, self.bits, self.size), levels.repeat_interleave(self.group, 2)).to(dtype)
+            between(unpacked(codes, self.bits, self.size), levels.repeat_interleave(self.group, 2)).to(dtype)
             for codes, levels in self._parts(self.keys, self.key_levels, self.group)
         ]
         values = [
-            _between(_codes(codes, self.bits, self.size), _by_channel(levels, self.size)).to(dtype)
+            between(unpacked(codes, self.bits, self.size), _by_channel(levels, self.size)).to(dtype)
             for codes, levels in self._parts(self.values, self.value_levels, 1)
         ]
         return torch.cat(keys, 2), torch.cat(values, 2)
@@ -96,11 +97,11 @@ class CodedRows:
 
     def taken(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[B,Hs,R,D]` float32 of rows `row` `[B,Hs,R]`, Hs a multiple of H; others are not read."""
-        keys = _codes(gather.take(self.keys, row), self.bits, self.size)
-        values = _codes(gather.take(self.values, row), self.bits, self.size)
+        keys = unpacked(gather.take(self.keys, row), self.bits, self.size)
+        values = unpacked(gather.take(self.values, row), self.bits, self.size)
         of_keys = gather.take(self.key_levels.flatten(3), row // self.group).unflatten(3, (2, -1))
         of_values = gather.take(self.value_levels.flatten(3), row).unflatten(3, (2, -1))
-        return _between(keys, of_keys), _between(values, _by_channel(of_values, self.size))
+        return between(keys, of_keys), between(values, _by_channel(of_values, self.size))
 
     def row_bytes(self) -> int:
         """Bytes of a row's codes and of its value's levels."""
@@ -121,8 +122,8 @@ class CodedRows:
 
 def check_bits(bits: int) -> None:
     """ValueError for a number of bits that rows are not kept in."""
-    if bits not in BITS:
-        raise ValueError(f"rows are of {' or '.join(map(str, BITS))} bits, got {bits!r}")
+    if type(bits) is not int or bits not in BITS:
+        raise ValueError(f"rows are of 2, 4 or 8 bits, got {bits!r}")
 
 
 def width(size: int, bits: int) -> int:
@@ -135,7 +136,7 @@ def encode(keys: Tensor, values: Tensor, bits: int, group: int) -> CodedRows:
 
     Args:
         keys, values: `[B,H,n,D]`, n a multiple of `group`; finite.
-        bits: 8 or 4.
+        bits: 8, 4 or 2.
         group: rows of keys that share levels.
 
     Returns:
@@ -149,7 +150,7 @@ def encode(keys: Tensor, values: Tensor, bits: int, group: int) -> CodedRows:
     once = _at_once(len(keys) * keys.shape[1], keys.shape[3], group)
     for mine, theirs in zip(keys.split(once, 2), values.split(once, 2), strict=True):
         codes, low, step = quantise(mine, group, bits, "ends", dtype)
-        parts.append((_packed(codes, bits), torch.stack([low, step], 3), *_of_values(theirs, bits, dtype)))
+        parts.append((packed(codes, bits), torch.stack([low, step], 3), *round_rows(theirs, bits, dtype)))
     whole = {name: torch.cat(part, 2) for name, part in zip(PARTS, zip(*parts, strict=True), strict=True)}
     return CodedRows(**whole, bits=bits, group=group)
 
@@ -159,38 +160,48 @@ def _at_once(lists: int, size: int, group: int) -> int:
     return max(CHUNK // (max(lists, 1) * size * group), 1) * group
 
 
-def _of_values(values: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes `[B,H,n,W]` and levels `[B,H,n,2,C]`."""
+def round_rows(values: Tensor, bits: int, dtype: torch.dtype, channels: int = CHANNELS) -> tuple[Tensor, Tensor]:
+    """Return codes `[B,H,n,W]` and levels `[B,H,n,2,C]` of rows `[B,H,n,D]`, in groups of `channels` channels."""
     size, shape = values.shape[3], values.shape[:3]
-    spare = -size % CHANNELS
+    spare = -size % channels
     if spare:  # a last group of fewer channels is as if its last were there more often
         values = torch.cat([values, values[..., -1:].expand(*shape, spare)], 3)
     # A channel of a group stands for a row of one channel.
-    codes, low, step = quantise(values.reshape(*shape[:2], -1, 1), CHANNELS, bits, "ends", dtype)
+    codes, low, step = quantise(values.reshape(*shape[:2], -1, 1), channels, bits, "ends", dtype)
     levels = torch.stack([part.view(*shape, -1) for part in (low, step)], 3)
-    return _packed(codes.view(*shape, -1)[..., :size], bits), levels
+    return packed(codes.view(*shape, -1)[..., :size], bits), levels
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    """`[B,H,n,W]` of codes `[B,H,n,D]` uint8."""
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """`[...,W]` uint8 of codes `[...,D]` uint8."""
     if bits == 8:
         return codes.contiguous()
-    wide = width(codes.shape[3], bits)
-    low, high = codes[..., :wide], codes[..., wide:]
-    return low | (torch.nn.functional.pad(high, (0, wide - high.shape[3])) << 4)
+    planes = codes.split(width(codes.shape[-1], bits), -1)
+    out = planes[0].clone()
+    for plane, part in enumerate(planes[1:], 1):
+        out[..., : part.shape[-1]] |= part << (plane * bits)
+    return out
 
 
-def _codes(packed: Tensor, bits: int, size: int) -> Tensor:
+def unpacked(held: Tensor, bits: int, size: int) -> Tensor:
     """Codes `[...,D]` uint8 of `[...,W]`."""
-    return packed if bits == 8 else torch.cat([packed & 15, packed >> 4], -1)[..., :size]
+    if bits == 8:
+        return held
+    last = (1 << bits) - 1
+    return torch.cat([(held >> shift) & last for shift in range(0, 8, bits)], -1)[..., :size]
 
 
-def _by_channel(levels: Tensor, size: int) -> Tensor:
+def read_rows(held: Tensor, levels: Tensor, bits: int, size: int, channels: int = CHANNELS) -> Tensor:
+    """Return rows `[...,D]` float32 of what `round_rows` gave."""
+    return between(unpacked(held, bits, size), _by_channel(levels, size, channels))
+
+
+def _by_channel(levels: Tensor, size: int, channels: int = CHANNELS) -> Tensor:
     """A row's levels `[...,2,C]` as `[...,2,D]`."""
-    return levels.repeat_interleave(CHANNELS, -1)[..., :size]
+    return levels.repeat_interleave(channels, -1)[..., :size]
 
 
-def _between(codes: Tensor, levels: Tensor) -> Tensor:
+def between(codes: Tensor, levels: Tensor) -> Tensor:
     """`[...,D]` float32 of codes `[...,D]` and levels `[...,2,D]`."""
     low, step = levels.float().unbind(-2)
     return codes.float() * step + low
@@ -198,14 +209,33 @@ def _between(codes: Tensor, levels: Tensor) -> Tensor:
 
 def attend(query: Tensor, rows: CodedRows, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """The specification: the named rows are read back, the rest is a softmax."""
+    return attend_read(query, rows.taken, rows.keys.shape[2], selection, scale)
+
+
+def attend_read(
+    query: Tensor,
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    stored: int,
+    selection: Selection,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over rows that `read` gives back, whatever they are kept as.
+
+    Args:
+        query: `[B,H,G,D]`.
+        read: of rows `[B,Hs,R]` below `stored` their keys and values `[B,Hs,R,D]`.
+        stored: rows that there are.
+        selection: the rows named; places from `stored` on are not read.
+        scale: factor of the logits.
+    """
     batch, heads, group, size = query.shape
-    chosen, stored = selection.start.shape[1], rows.keys.shape[2]
+    chosen = selection.start.shape[1]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     row = selection.rows if stored else selection.rows[..., :0]  # [B,Hs,R]
     reads = (row >= 0) & (row < stored)
     # An unused place reads the head's highest used row again, whose weight there is 0; without any, row 0's is.
     spare = torch.where(reads, row, -1).amax(-1, keepdim=True) if row.shape[-1] else row
-    keys, values = rows.taken(torch.where(reads, row, spare).clamp(min=0))
+    keys, values = read(torch.where(reads, row, spare).clamp(min=0))
     values = values.masked_fill((spare < 0)[..., None], 0.0)
     asked = query.to(wide).reshape(batch, chosen, -1, size) * scale
     logits = asked @ keys.to(wide).mT  # [B,Hs,G or 1,R]

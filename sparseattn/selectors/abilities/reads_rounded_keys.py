@@ -1,4 +1,4 @@
-"""Methods that read the levels of a cache's rounded keys (`KVCache(bits=)`)."""
+"""Methods that read the levels of a cache's rounded keys (`KVCache(rows="kivi")`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ReadsRoundedKeys:
     """A method that keeps nothing of a key but reads the levels that the cache rounded it to.
 
     Attributes:
-        rounded_group: rows of a group of keys that share levels; a cache of other groups, or without `bits`, refuses
-            the method.
+        rounded_group: rows of a group of keys that share levels; a cache of other groups, or without such
+            levels, refuses the method.
         rounded: the sealed rows as the cache keeps them, in stored order, kept current. None outside a cache.
     """
 

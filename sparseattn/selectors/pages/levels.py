@@ -15,18 +15,18 @@ from sparseattn.selectors.pages.base import Entries, PageSelector
 class Levels(ReadsRoundedKeys, PageSelector):
     """Reads the pages with the highest bound of a logit, as `Quest` does, where a page is a group of rounded keys.
 
-    A cache of rows of few bits (`KVCache(bits=)`) keeps, of each channel in a group of keys, `low` and `step`: all keys
-    of the group lie between `low` and `low + step * last`. So `sum_i q_i low_i + max(q_i, 0) step_i last` bounds every
-    logit (Quest, https://arxiv.org/abs/2406.10774; the levels are KIVI's, https://arxiv.org/abs/2402.02750). With
-    query parts `(q, max(q, 0) last)` that is one product with the levels as they lie in memory, for which the compiled
-    code of `kernels.page_directions.reference` serves. The bounds are at most a step wider than the keys', as levels
-    are rounded outwards.
+    A cache of rows of few bits (`KVCache(rows="kivi")`) keeps, of each channel in a group of keys, `low` and `step`:
+    all keys of the group lie between `low` and `low + step * last`. So `sum_i q_i low_i + max(q_i, 0) step_i last`
+    bounds every logit (Quest, https://arxiv.org/abs/2406.10774; the levels are KIVI's,
+    https://arxiv.org/abs/2402.02750). With query parts `(q, max(q, 0) last)` that is one product with the levels as
+    they lie in memory, for which the compiled code of `kernels.page_directions.reference` serves. The bounds are at
+    most a step wider than the keys', as levels are rounded outwards.
 
     Args:
         page: rows of a page, the cache's `group`; 32 is its default.
         group: how a query group votes, as in `Quest`.
 
-    It has no name in `SELECTORS`, since caches of 16-bit rows refuse it: `sparseattn:Levels:page=32`.
+    It has no name in `SELECTORS`, since caches of other rows refuse it: `sparseattn:Levels:page=32`.
     """
 
     def __init__(self, page: int = 32, group: str = "sum") -> None:
@@ -55,5 +55,5 @@ class Levels(ReadsRoundedKeys, PageSelector):
 
     def _rounded(self) -> CodedRows:
         if self.rounded is None:
-            raise RuntimeError(f"{self} reads the levels of a KVCache's rounded keys: use it in one with bits=8 or 4")
+            raise RuntimeError(f"{self} reads the levels of a KVCache's rounded keys: use it in one with rows='kivi'")
         return self.rounded

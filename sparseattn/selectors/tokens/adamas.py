@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseattn.core.hadamard import walsh_hadamard
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.hadamard import hadamard
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 
 GROUPS = ("each", "sum", "max")
@@ -95,7 +95,7 @@ class Adamas(Selector):
         filled = torch.nn.functional.pad(x.float(), (0, size - x.shape[-1]))
         # The edge is turned instead of the numbers: a scale for every number would round them.
         edge = self.edge.data[:, 0, :, None, None] * size**0.5
-        turned = hadamard(filled)
+        turned = walsh_hadamard(filled)
         return ((turned > -edge).to(torch.uint8) + (turned > 0) + (turned > edge)).to(torch.uint8)
 
     def select(self, query: Tensor, step: StepContext, budget: int) -> Selection:

@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from sparseattn.core.hadamard import walsh_hadamard
 from sparseattn.core.row_buffer import RowBuffer
 from sparseattn.core.selection import Selection
 from sparseattn.core.step_cost import Launch, Scan, sorted_best
 from sparseattn.kernels import codebooks
-from sparseattn.kernels.hadamard import hadamard
 from sparseattn.kernels.topk.dispatch import best_rows
 from sparseattn.selectors.base import Rows, Selector, StepContext, vote
 from sparseattn.selectors.checks import check_group, half
@@ -214,7 +214,7 @@ def turned(x: Tensor, seed: int) -> Tensor:
     """
     size = _padded(x.shape[-1])
     x = torch.nn.functional.pad(x.float(), (0, size - x.shape[-1]))
-    return hadamard(x * _signs(seed, size, x.device))
+    return walsh_hadamard(x * _signs(seed, size, x.device))
 
 
 @functools.lru_cache(maxsize=8)

@@ -39,8 +39,8 @@ class QueryPQ(RanksListed, LearnsFromQueries, FromCalibration, ProductCoded):
     difference of their logits over the prompt's queries. They are rotated so that the subspaces' variances have nearly
     equal products. Each subspace is coded by the nearest of its centroids. A query is turned the other way, so that its
     products stay what they are. A row's score is a sum of as many numbers as there are subspaces. Mean, map and
-    centroids are the prompt's; rows sealed later are coded with them. RoPE moves keys on, so codes of rows far behind the
-    prompt find little: SmolLM2 loses 3 % of what is found after 512 decoded tokens, and a fifth after 2,048.
+    centroids are the prompt's; rows sealed later are coded with them. RoPE moves keys on, so codes of rows far behind
+    the prompt find little: SmolLM2 loses 3 % of what is found after 512 decoded tokens, and a fifth after 2,048.
 
     Args:
         subspaces: M, a divisor of the head size; 0 (default): half a bit a channel, one for every `2 * bits` channels.
