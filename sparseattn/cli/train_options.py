@@ -19,60 +19,80 @@ MADE = ("shares", "filters")  # fields of a recipe that are made of several opti
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train SAAP on traces of many prompts; the same command resumes a run that was killed.
+    """Train SAAP on traces of many prompts. The same command resumes a run that was stopped.
 
-    Under `torchrun --nproc-per-node N -m sparseattn train ...` the KV heads are split over N processes.
+    `torchrun --nproc-per-node N -m sparseattn train ...` splits the KV heads over N processes.
     """
 
-    traces: Annotated[list[Path], typer.Argument(help="Traces of many prompts of one model, or folders of them.")]
-    out: Annotated[Path, typer.Option(help="Artefact to write, a .safetensors file.")]
+    traces: Annotated[list[Path], typer.Argument(help="Trace files of many prompts of one model, or folders of them.")]
+    out: Annotated[Path, typer.Option(help="Trained index to write, NAME.safetensors.")]
     held_out: Annotated[
-        list[Path] | None, typer.Option(help="Traces to validate on; by default 1 prompt in 5 of TRACES.")
+        list[Path] | None,
+        typer.Option(
+            help="Trace file or folder to validate on. Repeat the option for several. Default: 1 in 5 of the prompts "
+            "in TRACES."
+        ),
     ] = None
     layers: shared.Layers = None
     clusters: Annotated[
-        int | None, typer.Option(help="Buckets of a head; default 1024, or fewer: 32 rows of a prompt to each.")
+        int | None,
+        typer.Option(
+            help="Number of buckets per head. Default: 1024, or fewer so that a prompt has 32 tokens per bucket."
+        ),
     ] = None
-    sample: Annotated[int | None, typer.Option(help="Keys that k-means sees; default 256 a bucket.")] = None
-    iterations: Annotated[int, typer.Option(help="Iterations of k-means.")] = 25
-    hidden: Annotated[int, typer.Option(help="Hidden width of the classifier.")] = 1024
-    steps: Annotated[int, typer.Option(help="Most steps of the classifier.")] = 2000
-    batch: Annotated[int, typer.Option(help="Queries of a step, all from one prompt.")] = 1024
-    queries: Annotated[int, typer.Option(help="Distinct queries of a classifier, over all prompts.")] = 65536
-    keys: Annotated[int | None, typer.Option(help="Keys of a prompt that targets are taken over; default all.")] = None
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
-    decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
-    gap: Annotated[int | None, typer.Option(help="Keys count for queries more than GAP behind them; default 2047.")] = (
+    sample: Annotated[int | None, typer.Option(help="Number of keys that k-means sees. Default: 256 per bucket.")] = (
         None
     )
+    iterations: Annotated[int, typer.Option(help="Number of k-means iterations.")] = 25
+    hidden: Annotated[int, typer.Option(help="Hidden width of the query classifier.")] = 1024
+    steps: Annotated[int, typer.Option(help="Largest number of training steps of the classifier.")] = 2000
+    batch: Annotated[int, typer.Option(help="Queries per step, all from one prompt.")] = 1024
+    queries: Annotated[
+        int, typer.Option(help="Number of distinct queries that a classifier sees, over all prompts.")
+    ] = 65536
+    keys: Annotated[
+        int | None, typer.Option(help="Number of keys per prompt from which targets are computed. Default: all.")
+    ] = None
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
+    decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.01
+    gap: Annotated[
+        int | None,
+        typer.Option(help="A query only counts keys that are more than GAP tokens before it. Default: 2047."),
+    ] = None
     near: Annotated[
         int | None,
-        typer.Option(help="Leave out queries whose best key is less than NEAR before them; default 1024."),
+        typer.Option(help="Leave out queries whose best key is less than NEAR tokens before them. Default: 1024."),
     ] = None
-    sink: Annotated[int, typer.Option(help="First rows of a prompt that do not count.")] = 1
-    shares: Annotated[str, typer.Option(help="Budgets of validation, as shares of the context.")] = "0.01,0.05"
-    validate: Annotated[int, typer.Option(help="Steps between validations.")] = 100
-    patience: Annotated[int, typer.Option(help="Validations without progress after which a head stops.")] = 10
-    seed: Annotated[int, typer.Option(help="Of everything drawn at random.")] = 0
+    sink: Annotated[int, typer.Option(help="Number of first tokens of a prompt that are left out.")] = 1
+    shares: Annotated[str, typer.Option(help="Budgets for validation, as shares of the context, with commas.")] = (
+        "0.01,0.05"
+    )
+    validate: Annotated[int, typer.Option(help="Number of steps between validations.")] = 100
+    patience: Annotated[int, typer.Option(help="Stop a head after this many validations without progress.")] = 10
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0
     device: shared.Device = None
     dtype: Annotated[
-        shared.Dtype, typer.Option(metavar="DTYPE", help=f"What tensors are stored in: {', '.join(shared.Dtype)}.")
+        shared.Dtype, typer.Option(metavar="DTYPE", help=f"Dtype of the stored tensors: {', '.join(shared.Dtype)}.")
     ] = shared.Dtype.float16
-    roped: Annotated[bool, typer.Option("--roped", help="Ablation: vectors as attention sees them.")] = False
+    roped: Annotated[bool, typer.Option("--roped", help="Ablation: train on keys and queries after RoPE.")] = False
     short_range: Annotated[
-        bool, typer.Option("--short-range", help="Ablation: no long-range filter (gap 0, near 0).")
+        bool, typer.Option("--short-range", help="Ablation: no long-range filter, as --gap 0 --near 0.")
     ] = False
     residual: Annotated[
-        bool, typer.Option("--residual", help="A linear path beside the classifier's layers, begun at mean keys.")
+        bool, typer.Option("--residual", help="Add a linear path to the classifier, initialised with the mean keys.")
     ] = False
     per_query_head: Annotated[
-        bool, typer.Option("--per-query-head", help="Ablation: a classifier for each query head.")
+        bool, typer.Option("--per-query-head", help="Ablation: one classifier per query head.")
     ] = False
-    two_sided: Annotated[bool, typer.Option("--two-sided", help="Ablation: later keys count as well.")] = False
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Ablation: no classifier, k-means alone.")] = False
-    reverse: Annotated[bool, typer.Option("--reverse", help="Ablation: the other direction of the KL loss.")] = False
-    save_every: Annotated[int, typer.Option(help="Steps between two states to resume from.")] = 100
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False
+    two_sided: Annotated[
+        bool, typer.Option("--two-sided", help="Ablation: also count keys that come after the query.")
+    ] = False
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Ablation: no classifier, only k-means.")] = False
+    reverse: Annotated[bool, typer.Option("--reverse", help="Ablation: use the opposite direction of the KL loss.")] = (
+        False
+    )
+    save_every: Annotated[int, typer.Option(help="Number of steps between saved states to resume from.")] = 100
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
         if self.save_every < 1:

@@ -708,7 +708,7 @@ def test_a_results_folder_that_cannot_be_written_is_named(
 
 def test_selectors_by_module_path_are_said_to_run_code() -> None:
     for command in ("bench", "recall", "eval"):
-        assert "package.module:Class is a class of your own, which runs the code of that module" in help_of(command)
+        assert "class of your own, package.module:Class, which runs the code of that module" in help_of(command)
 
 
 def test_capture_then_bench(tmp_path: Path) -> None:
