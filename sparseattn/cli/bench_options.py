@@ -116,7 +116,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.far <= 1:
-            raise ValueError(f"--far is a share of the attention, 0 to 1, got {self.far}")
+            raise ValueError(f"--far is a share of the attention from 0 to 1, got {self.far}")
         from sparseattn.evaluation.step_measures import check_steps
 
         check_steps(self.steps)

@@ -59,16 +59,18 @@ class CalibrateOptions:
     def __post_init__(self) -> None:
         values.check_one_of("--method", self.method, (*CHANNELS, KASCADE, MASS))
         if (self.method == MASS) != (self.selector is not None):
-            raise ValueError(f"--selector is for --method {MASS}, which needs it; got --method {self.method}")
+            raise ValueError(
+                f"--method {MASS} needs --selector, and no other method takes it; got --method {self.method}"
+            )
         if self.method == MASS and (self.before_rope or self.device is not None):
             option = "--before-rope" if self.before_rope else "--device"
-            raise ValueError(f"{option} is not for --method {MASS}, which replays traces as they are, on the CPU")
+            raise ValueError(f"--method {MASS} takes no {option}: it replays traces as they are, on the CPU")
         if self.method != MASS and any(getattr(self, name) != getattr(type(self), name) for name in ZONES):
-            raise ValueError(f"--sink, --window and --last are for --method {MASS}; got --method {self.method}")
+            raise ValueError(f"only --method {MASS} takes --sink, --window and --last; got --method {self.method}")
         if self.method == KASCADE and self.before_rope:
             raise ValueError(f"{KASCADE} takes keys and queries after RoPE, not before it")
         if self.method != KASCADE and self.queries is not None:
-            raise ValueError(f"--queries is for {KASCADE}, and {self.method} takes every token")
+            raise ValueError(f"only --method {KASCADE} takes --queries; {self.method} uses every token")
 
     @property
     def layer_numbers(self) -> list[int] | None:

@@ -67,4 +67,4 @@ class CaptureOptions:
         for name in ("tokens", "queries", "chunk"):
             number = getattr(self, name)
             if number is not None and number < 1:
-                raise ValueError(f"--{name} is at least 1, got {number}")
+                raise ValueError(f"--{name} must be 1 or more, got {number}")

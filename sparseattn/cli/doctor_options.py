@@ -74,9 +74,9 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         values.check_positive({"--length": self.length})
         if sum(x is not None for x in (self.selector, self.roles, self.plan)) > 1:
-            raise ValueError("--selector, --roles and --plan each say what a layer reads: give one of them")
+            raise ValueError("--selector, --roles and --plan exclude each other: give one of them")
         if self.vllm and self.roles is not None:
-            raise ValueError("vLLM serves one method a layer: --for vllm takes --selector or --plan, and no --roles")
+            raise ValueError("vLLM serves one method per layer: --for vllm takes --selector or --plan, not --roles")
 
     @property
     def vllm(self) -> bool:
@@ -115,7 +115,7 @@ class DoctorOptions:
         if isinstance(self.file, Plan):
             return Settings.of_plan(self.file, self.above)
         if not isinstance(self.rows, int):
-            raise ValueError(f"for vLLM a --budget is rows, got {self.budget}")
+            raise ValueError(f"--for vllm needs a --budget in tokens, such as 1024, got {self.budget}")
         names = ("sink", "window", "dense_layers", "above")
         zones = {name: getattr(self, name) for name in names}
         return parse({"selector": self.selector or defaults.SELECTOR, "budget": self.rows, **zones})

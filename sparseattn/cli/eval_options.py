@@ -263,20 +263,22 @@ class EvalOptions:
     def check_together(self) -> None:
         """Refuse options that exclude each other, or that need another."""
         if self.endpoint and self.engine is not EngineName.local:
-            raise ValueError("--engine vllm runs a model here, and --endpoint asks servers: give one of the two")
+            raise ValueError("--engine vllm and --endpoint exclude each other: give one of the two")
         if self.results is not None and self.endpoint:
-            raise ValueError("--results kvpress needs the rows that were read, which no server of --endpoint says")
+            raise ValueError(
+                "--results kvpress needs the number of tokens read, which a server of --endpoint does not tell"
+            )
         if self.concurrency is not None and not self.endpoint and self.engine is EngineName.local:
-            raise ValueError("--concurrency is of servers and of vLLM: name a server with --endpoint, or --engine vllm")
+            raise ValueError("--concurrency needs --endpoint or --engine vllm")
         self._check_effect()
         if bool(self.text) != (AGREEMENT in self.tasks):
-            raise ValueError(f"--task {AGREEMENT} and --text go together")
+            raise ValueError(f"--task {AGREEMENT} needs --text, and only that task takes it")
         if (self.qa is not None) != (QA in self.tasks):
-            raise ValueError(f"--task {QA} and --qa go together")
+            raise ValueError(f"--task {QA} needs --qa, and only that task takes it")
         if self.ruler_words is not None and CWE not in self.tasks:
-            raise ValueError(f"--ruler-words are for --task {CWE}")
+            raise ValueError(f"only --task {CWE} takes --ruler-words")
         if not self.prompts and (alone := shared.spelled(name for name in OF_PROMPTS if name in self.given)):
-            raise ValueError(f"{alone} is of --prompts: name a file with it")
+            raise ValueError(f"{alone} needs --prompts: name a file")
 
     def _check_effect(self) -> None:
         """NoEffect for a budget that was asked for and covers the longest prompt that is made or cut to length."""

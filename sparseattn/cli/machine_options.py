@@ -75,22 +75,22 @@ class MachineOptions:
     def __post_init__(self) -> None:
         if len(self.sizes) != 3:
             raise ValueError(
-                f"--shape is three numbers, KV heads, query heads of each and head size, got {self.shape!r}"
+                f"--shape must be three numbers (KV heads, query heads per KV head, head_dim), got {self.shape!r}"
             )
         unused = [name for name in ("context", "budget", "batch") if self._is_changed(name)]
         if unused and not self.selector and not self.model:
-            raise ValueError(f"--{unused[0]} is for steps that are predicted: name their methods by --selector")
+            raise ValueError(f"--{unused[0]} needs --selector or --model, whose steps it predicts")
         if self.name is None and (self.selector or self.model):
             given = "--model" if self.model else "--selector"
-            raise ValueError(f"{given} predicts steps of a machine: name it, such as `sparseattn machine h100`")
+            raise ValueError(f"{given} needs the name of a machine, such as `sparseattn machine h100`")
         if self.model and self._is_changed("shape"):
-            raise ValueError("--shape is that of the model: leave it or --model out")
+            raise ValueError("--model has a shape of its own: leave out --shape or --model")
         if not self.model and len(self.contexts) * len(self.batches) > 1:
-            raise ValueError("several --context or --batch are for whole models: name one by --model")
+            raise ValueError("several values of --context or --batch need --model")
         if self.name is None and self._is_changed("dtype"):
-            raise ValueError("--dtype is for what is shown of a machine: all that profiles have are measured")
+            raise ValueError("--dtype needs the name of a machine; measuring this CPU covers all dtypes")
         if self.name is not None and self.out is not None and not self.model:
-            raise ValueError(f"--out is for measuring this CPU, and {self.name} is shown: leave one of them out")
+            raise ValueError(f"--out needs --model, or no machine name so that this CPU is measured; got {self.name}")
 
     def _is_changed(self, name: str) -> bool:
         """Return whether an option is not at its default."""

@@ -90,11 +90,11 @@ class RecallOptions:
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.sink < 0:
-            raise ValueError(f"--queries is 1 or more and --sink 0 or more, got {self.queries} and {self.sink}")
+            raise ValueError(f"--queries must be 1 or more and --sink 0 or more, got {self.queries} and {self.sink}")
         if self.knobs is not None and min(self.knobs) < 1:
-            raise ValueError(f"--values are 1 or more, got {self.values!r}")
+            raise ValueError(f"--values must be 1 or more, got {self.values!r}")
         if self.tokens is not None and self.keys and not self.traces:
-            raise ValueError("--tokens cuts traces, and --keys alone measures none: name a trace")
+            raise ValueError("--tokens shortens traces, and --keys alone measures none: name a trace")
 
     @cached_property
     def methods(self) -> list[tuple[str, Selector]]:
@@ -122,7 +122,7 @@ def _by_label(selectors: Sequence[Selector]) -> list[tuple[str, Selector]]:
         first = named.setdefault(selector.label(knob=False), selector)
         if repr(first) != repr(selector):
             raise ValueError(
-                f"{first.label()} and {selector.label()} differ in {selector.knob} alone, which this command turns: "
-                f"name one of them, and the values with --values"
+                f"{first.label()} and {selector.label()} differ only in {selector.knob}, which this command varies: "
+                f"give one of them, and its values with --values"
             )
     return list(named.items())

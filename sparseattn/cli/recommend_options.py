@@ -145,9 +145,7 @@ class RecommendOptions:
 
     def __post_init__(self) -> None:
         if None in self.budgets:
-            raise ValueError(
-                "--budget has rows, shares or masses, got 'all': full attention is always among the choices"
-            )
+            raise ValueError("--budget takes tokens, shares or masses, got 'all': full attention is always a candidate")
         if self.vllm:
             self._check_for_vllm()
         numbers = ("batch", "length", "last", "windows", "held_out", "draws", "chunk")
@@ -155,15 +153,15 @@ class RecommendOptions:
             {"--context": self.context_rows, **{shared.spelled([name]): getattr(self, name) for name in numbers}}
         )
         if self.sink < 0 or self.window < 1:
-            raise ValueError(f"--sink is 0 or more and --window 1 or more, got {self.sink} and {self.window}")
+            raise ValueError(f"--sink must be 0 or more and --window 1 or more, got {self.sink} and {self.window}")
         for name in ("bound", "profile", "place"):  # what cannot be had is refused before anything is made
             getattr(self, name)
 
     def _check_for_vllm(self) -> None:
         if self.by is By.head:
-            raise ValueError("--by head is not for vLLM, where the KV heads of a layer agree: leave it out")
+            raise ValueError("vLLM serves one choice per layer: leave out --by head")
         if shares := [budget for budget in self.budgets if not isinstance(budget, int)]:
-            raise ValueError(f"in vLLM a budget is rows, got {budget_label(shares[0])}: give such as --budget 64,256")
+            raise ValueError(f"vLLM needs budgets in tokens, such as --budget 64,256, got {budget_label(shares[0])}")
         from sparseattn.serving.vllm.settings import servable
 
         for method in self.selector or ():
@@ -236,5 +234,5 @@ class RecommendOptions:
         """Where the plan is written; the page of why lies beside it, as .md."""
         path = self.plan or self.out / "plan.json"
         if path.suffix != ".json":
-            raise ValueError(f"--plan ends in .json, since the page of why lies beside it, got {path}")
+            raise ValueError(f"--plan must end in .json, got {path}")
         return path

@@ -91,7 +91,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         if self.selector and not self.trace:
-            raise ValueError("--selector says whose rows are shown of a --trace, and none is named")
+            raise ValueError("--selector needs a --trace, on which it is shown")
 
     def explored(self) -> Explored:
         """Return the traces whose attention is shown."""

@@ -87,13 +87,13 @@ class ServeOptions:
             }
         )
         if self.drain < 0:
-            raise ValueError(f"--drain is 0 or more, got {self.drain}")
+            raise ValueError(f"--drain must be 0 or more, got {self.drain}")
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < 2**20:
-            raise ValueError(f"--kv-cache-gib is GiB above 0, got {self.kv_cache_gib}")
+            raise ValueError(f"--kv-cache-gib must be above 0, got {self.kv_cache_gib}")
         planned = {"selector", "budget", "sink", "window", "dense_layers"} & shared.given_options(self.context)
         if self.plan is not None and planned:
             spelled = shared.spelled(sorted(planned))
-            raise ValueError(f"a plan says what each layer does: give --plan, or {spelled}")
+            raise ValueError(f"--plan sets what each layer does: leave out --plan, or {spelled}")
 
     @cached_property
     def modules(self) -> frozenset[str]:

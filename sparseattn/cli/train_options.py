@@ -96,9 +96,9 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if self.save_every < 1:
-            raise ValueError(f"--save-every is at least 1, got {self.save_every}")
+            raise ValueError(f"--save-every must be 1 or more, got {self.save_every}")
         if self.short_range and (self.gap is not None or self.near is not None):
-            raise ValueError("--short-range is --gap 0 --near 0, so give it or these")
+            raise ValueError("--short-range means --gap 0 --near 0: leave out it or these")
 
     @property
     def filters(self) -> Filters:

@@ -36,7 +36,7 @@ from sparseattn.traces.synthetic import synthetic
 from sparseattn.traces.texts import TEXTS
 from sparseattn.traces.trace import Trace, TraceLayer
 
-INSTEAD = "smollm2 cannot be had here, so this takes the byte model's traces recall and text, "
+INSTEAD = "smollm2 cannot be fetched, so this run uses the byte model's traces recall and text, "
 SMALL = ["--budget", "16,10%", "--sink", "2", "--window", "8", "--last", "4"]
 
 
@@ -479,7 +479,7 @@ def test_info_of_artefacts_indexes_and_other_files(trace: Path, tmp_path: Path) 
     save_file({"x": torch.zeros(3)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("hello world")
     for name, sentence in (
-        ("foreign.safetensors", "but no trace, artefact, calibration or index"),
+        ("foreign.safetensors", "but not a trace, trained index, calibration or saved index"),
         ("text", "not a safetensors file, so not a trace, an artefact or an index"),
         ("gone", "does not exist"),
     ):
@@ -585,7 +585,7 @@ def test_a_progress_bar_shows_names_as_they_are() -> None:
         (["--layers", "9"], "not [9]"),
         (["--layers", "x"], "--layers takes integers"),
         (["--last", "0"], "last is 1 to"),
-        (["--far", "1.5"], "--far is a share of the attention, 0 to 1, got 1.5"),
+        (["--far", "1.5"], "--far is a share of the attention from 0 to 1, got 1.5"),
         (["--far", "1"], "no head of small has 1 of its attention on indexed rows"),
         (["--seal", "4", "--selector", "quest"], "at least the unit"),
         (["--sink", "-1"], "sink"),
@@ -812,7 +812,7 @@ def test_recall_and_eval_without_arguments_or_network_take_the_byte_model(offlin
     few = ["--task", "passkey", "--lengths", "300", "--depths", "1", "--samples", "1", "--selector", "window"]
     done = run("eval", *few, "--json", "--no-figures", "--out", tmp_path / "eval")
     assert done.exit_code == 0, done.output
-    assert "smollm2 cannot be had here, so this takes the byte model, reference, " in " ".join(done.stderr.split())
+    assert "smollm2 cannot be fetched, so this run uses the byte model, reference, " in " ".join(done.stderr.split())
     assert {json.loads(line)["settings"]["model"] for line in done.stdout.splitlines()} == {"reference"}
 
 
@@ -833,8 +833,8 @@ def test_capture_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
         (["--model", tmp_path, "--text", tmp_path / "gone.txt"], "gone.txt"),
         (["--model", tmp_path, "--text", text, "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--model", tmp_path, "--text", text, "--out", tmp_path / "no" / "x.safetensors"], "does not exist"),
-        (["--model", tmp_path, "--text", text, "--out", text], "--out is a .safetensors file to write"),
-        (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk is at least 1"),
+        (["--model", tmp_path, "--text", text, "--out", text], "--out must be a .safetensors file"),
+        (["--model", tmp_path, "--text", text, "--chunk", "0"], "--chunk must be 1 or more"),
     ):
         done = run("capture", *arguments)
         assert done.exit_code == 2
@@ -857,7 +857,7 @@ def test_capture_knows_texts_by_name_and_files_of_such_names(tmp_path: Path, mon
     done = run(*one, "--text", "workshop", "--text", "apache-2.0", "--out", "two", "--with-text")
     assert "two/workshop.safetensors is a trace without its text" in " ".join(done.output.split())
     done = run(*one, "--text", "./worksop")
-    assert "./worksop is neither a file nor a text known by name (alice, " in " ".join(done.output.split())
+    assert "./worksop is neither a file nor one of the texts by name (alice, " in " ".join(done.output.split())
     assert "did you mean 'workshop'?" in run(*one, "--text", "worksop").output
 
 
@@ -869,7 +869,7 @@ def test_recall_prints_tables_sentences_and_writes_records_and_a_figure(tmp_path
     both = ("--selector", "flat", "--selector", "ivf")
     twice = run("recall", *FEW, "--out", out, *both, "--selector", "ivf:probes=9")
     assert twice.exit_code == 2
-    assert "ivf and ivf:probes=9 differ in probes alone" in " ".join(twice.output.split())
+    assert "ivf and ivf:probes=9 differ only in probes" in " ".join(twice.output.split())
     done = run("recall", *FEW, "--out", out, *both)
     assert done.exit_code == 0, done.output
     for title in ("gap 0.26, 1,500 keys, queries to keys", "gap 0.4, 1,500", "1,500 synthetic keys, keys to keys"):
@@ -1014,21 +1014,21 @@ def test_an_interrupted_recall_keeps_older_records_and_its_own(tmp_path: Path, m
         (["--k", "0"], "k is 1 or more"),
         (["--k", "8", "--selector", "quest"], "less than one span"),
         (["--keys", "many"], "--keys takes integers"),
-        (["--keys", "0"], "--keys is 1 or more"),
+        (["--keys", "0"], "--keys must be 1 or more"),
         (["--gap", "wide"], "--gap takes numbers"),
         (["--gap", "nan"], "gap is a finite number"),
         (["--seed", "x"], "--seed takes integers"),
         (["--size", "7"], "size is even"),
         (["--spread", "2"], "spread is a share"),
-        (["--queries", "0"], "--queries is 1 or more"),
-        (["--values", "0"], "--values are 1 or more"),
+        (["--queries", "0"], "--queries must be 1 or more"),
+        (["--values", "0"], "--values must be 1 or more"),
         (["--values", "a"], "--values takes integers"),
         (["--sink", "-1"], "--sink 0 or more"),
         (["TRACE", "--queries", "290"], "there are 6 keys, fewer than --k 50"),
         (["TRACE", "--layers", "9"], "not [9]"),
         (["TRACE", "--tokens", "301"], "small has 300 tokens, its first 301 are not among them"),
         (["TRACE", "--tokens", "x"], "--tokens takes integers"),
-        (["--tokens", "100"], "--tokens cuts traces, and --keys alone measures none"),
+        (["--tokens", "100"], "--tokens shortens traces, and --keys alone measures none"),
         (["missing.safetensors"], "missing.safetensors is neither a file"),
         (["reccall"], "did you mean 'recall'"),
     ],
@@ -1049,12 +1049,12 @@ def test_recall_refuses_traces_that_hold_too_few_queries(tmp_path: Path) -> None
     synthetic(300, heads=1, size=16, clusters=8, queries=20).save(tmp_path / "end.safetensors")
     arguments = ["recall", tmp_path / "end.safetensors", "--k", "20", "--no-figures", "--out"]
     done = run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "21")
-    assert "holds the queries of its last 20 tokens, --queries asks for 21" in " ".join(done.output.split())
+    assert "has the queries of its last 20 tokens, fewer than --queries 21" in " ".join(done.output.split())
     done = run(*arguments, tmp_path / "out", "--selector", "tests.cases:Buckets", "--queries", "8")
     assert "learns from the queries of the indexed tokens" in " ".join(done.output.split())
     assert "Traceback" not in done.output
     done = run(*arguments, tmp_path / "end.safetensors", "--selector", "flat", "--queries", "8")
-    assert "--out is a folder" in " ".join(done.output.split())
+    assert "--out must be a folder" in " ".join(done.output.split())
     assert run(*arguments, tmp_path / "out", "--selector", "flat", "--queries", "20").exit_code == 0
 
 

@@ -160,7 +160,7 @@ class TwoStage(ReadsKeys, Selector):
             entries=picked(batch * own, rows, few),
         )
         launches = (*first.launches, second, Launch("operator", count=self.operators))
-        expected = both(first.expected, "proposed rows are spread evenly over the groups of levels")
+        expected = both(first.expected, "the proposed tokens are spread evenly over the groups of levels")
         scanned, every = first.scanned + rows, first.read + read * lists / heads
         return Scan(scanned, every, launches, own, few, few, first.tail, expected)
 
