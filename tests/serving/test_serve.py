@@ -167,9 +167,8 @@ def test_serve_takes_a_plan(
     settings = json.loads(told(command)["--additional-config"])["sparseattn"]
     assert parse(settings) == Settings.of_plan(Plan.load(plan))
     assert "with a plan of 4 layers; sink 4 and window 64" in done.stderr
-    assert "leave out --plan, or --budget, --selector" in refusal(
-        monkeypatch, *given, "--selector", "quest", "--budget", 64
-    )
+    said = refusal(monkeypatch, *given, "--selector", "quest", "--budget", 64)
+    assert "leave out --plan, or --budget, --selector" in said
     Plan(served, "mine", model={"name": "some", "fingerprint": "0"}).save(plan)
     assert "plan mine was made for the weights of some" in refusal(monkeypatch, *given)
 
