@@ -353,7 +353,7 @@ def test_the_verdict_names_the_fewest_bytes_within_one_percent() -> None:
     found = [*good, *elsewhere, made("window", 0.3, 0.01), unknown]
     assert replay_tables.finding(found) == (
         "In short: Dear() at budget 64 reads 40% of the cache's bytes, and the output of attention is off by 0.1 to "
-        "0.5% (mean over heads; on a, b); reading only the first and last rows, 1.0%, it is off by 30%."
+        "0.5% (mean over heads; on a, b). Reading only the first and the most recent tokens (1.0%) is off by 30%."
     )
     assert replay_tables.finding([made("Oracle()", 0.0, 0.6), made("Full()", 0.0, 1.4), unknown]) is None
 

@@ -79,7 +79,7 @@ def section(records: Sequence[Record]) -> Section:
     ]
     one = records[0]
     note = (
-        f"Rows are layers, columns are query heads; each cell is the mean over the last {one['last']} tokens. Far rows "
+        f"Rows are layers, columns are query heads; each cell is the mean over the last {one['last']} tokens. Far tokens "
         f"are all but the first {one['sink']} and the last {one['window']}."
     )
     measures = [axis(name, log=name == "needed") for name in names]
