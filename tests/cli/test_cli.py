@@ -550,7 +550,7 @@ def test_what_files_say_steers_no_terminal(tmp_path: Path) -> None:
     for arguments, expected in (
         (["bench", path, *SMALL, *quick], [f"{name}, layer {SHOWN}: full attention", SHOWN, f"{name}: last 4 of"]),
         (["recall", path, "--queries", "8", "--k", "20", *quick], [f"trace {name}, 288 keys"]),
-        (["inspect", path, *SMALL[2:], *quick[2:]], [f"{name}, layer {SHOWN}: full", f"{name}, rows: last 4"]),
+        (["inspect", path, *SMALL[2:], *quick[2:]], [f"{name}, layer {SHOWN}: full", f"{name}, tokens: last 4"]),
         (["info", path], [f"model {SHOWN}", f"attention_differs {SHOWN} {SHOWN}", f"{name}.safetensors"]),
         (["bench", path, *SMALL, *quick, "--sink", "-1"], ["sink"]),
         (["recall", path, "--k", "2000", *quick], [f"{name} has 300 tokens"]),

@@ -634,15 +634,15 @@ def test_the_closing_line_names_the_fewest_rows_near_full_attention_on_every_tas
         *(made("window", None, 68, 0.0, task=task) for task in ("kv", "kv", "passkey")),
     ]
     assert report.verdicts(records) == [
-        "question: full attention has kv 75%, passkey 100%. Fewest rows within 2 points of that on every task: "
-        "quest at budget 256: 300 rows, 1.0 points lost on the task that loses most."
+        "question: full attention has kv 75%, passkey 100%. Fewest tokens read within 2 points of that on every task: "
+        "quest at budget 256: 300 tokens, 1.0 points lost on the worst task."
     ]
     few = [
         one for one in records if (one["method"], one["budget"]) in ((FULL, None), ("quest", "64"), ("window", None))
     ]
     assert report.verdicts(few) == [
-        "question: full attention has kv 75%, passkey 100%. Nothing measured stays within 2 points of that on every "
-        "task; nearest: quest at budget 64: 100 rows, 10.0 points lost on the task that loses most."
+        "question: full attention has kv 75%, passkey 100%. No method stays within 2 points of that on every "
+        "task. Closest: quest at budget 64: 100 tokens, 10.0 points lost on the worst task."
     ]
 
 
